@@ -93,7 +93,8 @@ def ranks_of(process: Any) -> list[psutil.Process]:
 
 def kill_everything(process: Any, run_dir: Path) -> None:
     """SIGKILL to torchrun, ranks, supervisor, Ray and engines, in one go."""
-    roots = [psutil.Process(process.pid), *survivors(run_dir)]
+    roots = survivors(run_dir)
+    assert {process.pid, *(rank.pid for rank in ranks_of(process))} <= {root.pid for root in roots}
     for each in dict.fromkeys([*roots, *(child for root in roots for child in _below(root))]):
         try:
             each.kill()

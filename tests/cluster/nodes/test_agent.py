@@ -30,9 +30,9 @@ from megarl.common.claim import CLAIM_FILE, Holder
 from megarl.common.notices import notices_file
 from megarl.common.processes import ProcessId, descendants, is_alive, kill, state_of
 from megarl.common.run_files import ExitRecord
-from tests.support.checkout import ROOT, environment
+from tests.support.checkout import ROOT
 from tests.support.configs import config
-from tests.support.leftovers import survivors
+from tests.support.leftovers import marked, survivors
 from tests.support.waiting import wait_until
 
 # Says that it has ended when it is asked to, as the real supervisor does.
@@ -76,7 +76,7 @@ class Job:
     def start(self, pool: str = POOL, ranks: str = GOOD_RANKS, index: int = 0) -> subprocess.Popen[bytes]:
         scripts = [script.format(run=self.run_dir) for script in (pool, ranks)]
         command = [sys.executable, "-m", "tests.support.agent_process", str(self.spec.path), str(index), *scripts]
-        return subprocess.Popen(command, cwd=ROOT, env=environment())
+        return subprocess.Popen(command, cwd=ROOT, env=marked(self.run_dir))
 
     def run(self, *args: Any, **kwargs: Any) -> int:
         process = self.start(*args, **kwargs)
