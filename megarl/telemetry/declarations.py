@@ -222,13 +222,13 @@ _ROLLOUT = [
         "idle time. `time/generate` contains the part of it for which the trainer waited.",
         True,
     ),
-    Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", True),
+    Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", faults=True),
     Metric(
         "rollout/rebuilds",
         "times",
         "last",
         "How often the pool has started controller and queue anew, because one of them had died.",
-        True,
+        faults=True,
     ),
     Metric(
         "rollout/workers_alive",
@@ -436,7 +436,7 @@ _SYNC = [
     Metric("sync/bytes", "B", "sum", "Bytes each engine received."),
     Metric("sync/buckets", "buckets", "sum", "Buckets sent."),
     Metric("sync/version", "version", "last", "Version published."),
-    Metric("sync/restarted_replicas", "replicas", "sum", "Replicas replaced because they failed a sync.", True),
+    Metric("sync/restarted_replicas", "replicas", "sum", "Replicas replaced because they failed a sync.", faults=True),
 ]
 
 _TIME = [
@@ -592,7 +592,7 @@ _TOTAL = [
         "groups",
         "last",
         "Groups that were started and then discarded by a resume; not in the other totals, because they are redrawn.",
-        True,
+        faults=True,
     ),
     Metric(
         "total/failed_writes",
@@ -600,7 +600,7 @@ _TOTAL = [
         "last",
         "Writes of metrics, samples or the summary that the file system or a service has refused in this start of the "
         "run; lines of `metrics.jsonl` and `samples.jsonl` wait and are written later.",
-        True,
+        faults=True,
     ),
     Metric(
         "total/lost_events",

@@ -30,7 +30,8 @@ class Metric:
     """The declaration of one metric.
 
     `name` may contain `{placeholders}`, each for one name without a slash (`eval/{set}/greedy`). `timing` marks a
-    metric that depends on the clock or the machine; all others are bitwise reproducible in a deterministic run.
+    metric that depends on the clock or the machine, and `faults` one that counts what has gone wrong around the run
+    (kills, lost engines, full disks); all others are bitwise reproducible in a deterministic run.
     """
 
     name: str
@@ -38,6 +39,12 @@ class Metric:
     reducer: Reducer
     meaning: str
     timing: bool = False
+    faults: bool = False
+
+    @property
+    def reproducible(self) -> bool:
+        """True if a deterministic run repeats the metric to the bit, whatever happens to its processes meanwhile."""
+        return not (self.timing or self.faults)
 
     @property
     def pattern(self) -> re.Pattern[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from megarl.cluster.nodes import raylet
+from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.cluster.ray_head import RAY_PORTS, RayHead, RayShare, patched_start
 from megarl.common.reserved_ports import ReservedPorts
+from tests.support.configs import config
 
 
 def given_to_ray() -> list[int]:
@@ -54,3 +58,41 @@ def test_the_raylet_of_a_further_node_gets_the_ports_that_its_process_keeps(
     with ReservedPorts(RAY_PORTS) as reserved:
         raylet._start("127.0.0.1:1", RayShare(0, 0, {}), tmp_path, reserved)
         assert seen == [reserved.ports]
+
+
+class Started(Exception):
+    """Ends a raylet's process where Ray would start."""
+
+
+@pytest.mark.parametrize(("index", "told"), [(0, None), (2, "0,1,2")])
+def test_the_raylet_of_a_rollout_node_sees_its_gpus_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int, told: str | None
+) -> None:
+    """On a trainer node nothing is scheduled, so nothing is given to it."""
+    run_dir = tmp_path / "run"
+    chosen = config(
+        "model", run__dir=str(run_dir), trainer__gpus=4,
+        rollout={"replicas": 6, "gpus_per_node": 3, "nodes": "separate"},
+    )  # fmt: skip
+    directory = launch_directory(run_dir, "1")
+    directory.mkdir(parents=True)
+    spec = LaunchSpec("1", chosen.model_dump_json(), str(directory), "/", True, ("a", "b", "c"), "train.py", 0)
+    spec.save()
+    seen = list[str | None]()
+
+    def start(*arguments: object) -> None:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        raise Started
+
+    monkeypatch.setattr(raylet, "attach_supervisor", lambda *arguments: SimpleNamespace(address="127.0.0.1:1"))
+    monkeypatch.setattr(raylet, "access_environment", lambda run_dir: {})
+    monkeypatch.setattr(raylet, "die_with_parent", lambda pid: None)
+    monkeypatch.setattr(raylet, "sweep_dead_directories", lambda: None)
+    monkeypatch.setattr(raylet, "make_private_directory", lambda: tmp_path)
+    monkeypatch.setattr(raylet, "use_private_directory", lambda private: None)
+    monkeypatch.setattr(raylet, "_start", start)
+    monkeypatch.setattr("sys.argv", ["raylet", str(spec.path), str(index), "1"])
+    with mock.patch.dict(os.environ), pytest.raises(Started):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        raylet.main()
+    assert seen == [told]

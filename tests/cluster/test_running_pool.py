@@ -37,7 +37,13 @@ from megarl.run.batch_metrics import record_batch
 from megarl.run.step import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import write_problems
-from tests.support.leftovers import of_private_directory, open_to_others, sockets_and_temporary_files
+from tests.support.leftovers import (
+    assert_nothing_left,
+    of_private_directory,
+    open_to_others,
+    sockets_and_temporary_files,
+    survivors,
+)
 from tests.support.pool import TestPool, pool_config, start_pool
 from tests.support.pool_checks import (
     GONE_S,
@@ -383,6 +389,13 @@ def test_a_restarted_replica_works_again(pool: TestPool) -> None:
     [replica] = handles.replicas()
     request = GenerateRequest("fresh", [1, 2, 3], SamplingSpec(4, 0.0, (2,)))
     assert 1 <= len(generate(replica, [request])[0].response_ids) <= 4
+
+
+def test_what_is_left_of_a_run_would_be_seen(pool: TestPool) -> None:
+    """Many tests say that nothing is left of a run: whatever a pool consists of would be found by its run directory."""
+    assert {each.pid for each in everything(pool)} <= {each.pid for each in survivors(pool.config.run_dir)}
+    with pytest.raises(AssertionError, match="raylet"):
+        assert_nothing_left(pool.config.run_dir, within_s=0.0)
 
 
 def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen[bytes], private: Path) -> None:

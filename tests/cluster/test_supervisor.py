@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -38,10 +39,12 @@ GONE = ProcessId(1, -1)
 REQUESTED = "the launcher (pid 7) is gone"
 
 
-def supervisor_in(directory: Path, agent: ProcessId | None = None, rpc_s: float = 60.0) -> Supervisor:
-    content = config("model", run__dir=str(directory), timeouts__rpc_s=rpc_s).model_dump_json()
+def supervisor_in(
+    directory: Path, agent: ProcessId | None = None, rpc_s: float = 60.0, cuda: bool = False, **changes: Any
+) -> Supervisor:
+    content = config("model", run__dir=str(directory), timeouts__rpc_s=rpc_s, **changes).model_dump_json()
     made = Supervisor(
-        SupervisorSpec(content, str(directory), agent or ProcessId.own(), "abc", 0, "/", cuda=False),
+        SupervisorSpec(content, str(directory), agent or ProcessId.own(), "abc", 0, "/", cuda=cuda),
         directory / "private",
     )
     made._guardian = GONE
@@ -67,6 +70,33 @@ def test_the_guardian_is_told_whom_it_watches_and_is_patient_until_a_tear_down_h
     assert ProcessId(int(agent_pid), int(agent_start_time)) == agent
     whole_s = made.config.timeouts.shutdown_s  # half of it for an orderly end, the rest for a forced one
     assert whole_s / 2 < float(patience_s) < whole_s
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "2,3"), ("4,5,6,7", "6,7")])
+def test_ray_sees_the_gpus_of_the_rollout_pool_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, told: str
+) -> None:
+    """What Ray's head has inherited when it starts: all engines of this node are its children."""
+    seen = list[str | None]()
+
+    class Head:
+        address = "127.0.0.1:1"
+
+        def __init__(self, *arguments: object) -> None: ...
+
+        def start(self) -> None:
+            seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            raise Ended
+
+    chosen = {"trainer": {"gpus": 2, "precision": "fp32", "micro_batch_tokens": 256}, "rollout": {"replicas": 2}}
+    made = supervisor_in(tmp_path, cuda=True, **chosen)
+    monkeypatch.setattr(module, "RayHead", Head)
+    with mock.patch.dict(os.environ), pytest.raises(Ended):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if given is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = given
+        made._start_ray()
+    assert seen == [told]
 
 
 class Ended(BaseException):

@@ -92,6 +92,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"sampling__stop_token_ids": []}, "sampling.stop_token_ids: empty"),
     ({"door__enabled": True, "run__deterministic": True}, "door.enabled: requests from outside change what an engine"),
     ({"door__host": "0.0.0.0"}, "door.host: '0.0.0.0' means all addresses"),
+    ({"checkpoint__keep_best": "eval/a/greedy"}, "checkpoint.keep_best: 'eval/a/greedy' is no metric of an evaluation set"),
     ({"evaluation__every": 2}, "evaluation.every: set, but evaluation.sets is empty"),
     ({"evaluation__concurrent": True, "run__deterministic": True}, "evaluation.concurrent: run.deterministic needs"),
     (
@@ -169,6 +170,22 @@ def test_evaluation_set_names(models: Models, data: Path) -> None:
     sets = [{"name": name, "path": str(data)} for name in ("a", "a", "b/c")]
     found = problems(models["qwen3"], data, evaluation={"sets": sets})
     assert len(found) == 2 and "given twice" in found[0] and "without '/'" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "every", "told"),
+    [
+        ("eval/a/greedy", 2, None),
+        ("eval/b/greedy", 2, "'eval/b/greedy' is no metric of an evaluation set; try eval/a/greedy"),
+        ("eval/a/greedy", 0, "needs evaluations during the run; set evaluation.every"),
+    ],
+)
+def test_the_best_checkpoint_is_chosen_by_an_evaluation_that_is_made(
+    models: Models, data: Path, metric: str, every: int, told: str | None
+) -> None:
+    evaluation = {"sets": [{"name": "a", "path": str(data)}], "every": every}
+    found = problems(models["qwen3"], data, checkpoint__keep_best=metric, evaluation=evaluation)
+    assert found == ([] if told is None else [f"checkpoint.keep_best: {told}"])
 
 
 def test_files_can_be_left_out(models: Models) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.checkout import ROOT, environment
 from tests.support.jobs import check_steps, exit_record, wait_for, write_job
-from tests.support.leftovers import assert_nothing_left, survivors
+from tests.support.leftovers import assert_nothing_left, marked, survivors
 from tests.support.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 def start(config: Path) -> subprocess.Popen[bytes]:
     with config.with_name("job.log").open("wb") as output:
         return subprocess.Popen(
-            ["launch/local.sh", str(config)], cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=output,
+            ["launch/local.sh", str(config)], cwd=ROOT, env=marked(config.parent / "run"), stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

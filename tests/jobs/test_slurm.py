@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkout import ROOT, environment
 from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, wait_for, write_job
-from tests.support.leftovers import assert_nothing_left
+from tests.support.leftovers import assert_nothing_left, marked
 from tests.support.run import step_records
 from tests.support.slurm import Slurm
 
@@ -31,7 +31,8 @@ def submit(slurm: Slurm, config: Path, *options: str) -> tuple[str, Path]:
     assert done.returncode == 0 and "memory, trainer" in done.stderr, done.stderr
     script, log = config.with_name("job.sbatch"), config.with_name("job.log")
     script.write_text(done.stdout)
-    job = slurm.run("sbatch", "--parsable", f"--output={log}", *options, str(script), cwd=ROOT, **environment())
+    job = slurm.run("sbatch", "--parsable", f"--output={log}", *options, str(script), cwd=ROOT,
+                    **marked(config.parent / "run"))  # fmt: skip
     return job, log
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,21 @@ def test_its_requests_give_way_and_its_report_has_the_versions_it_saw(make: Any,
         records = [json.loads(line) for line in (tmp_path / "eval_step_2.jsonl").read_text().splitlines()]
         assert len(records) == PROBLEMS * (1 + SAMPLES)
         assert {record["versions"][0][0] for record in records} == set(range(4, report.newest + 1))
+
+    run(scenario)
+
+
+def test_every_set_is_evaluated_and_recorded(make: Any, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        controller, engines, _ = make()
+        [dev] = eval_sets()
+        controller._source.eval_sets = lambda: [dev, replace(dev, name="math", problems=dev.problems[:3], records=[])]
+        engines.open.set()
+        found = await controller.evaluate(4, "after")
+        assert [(report.name, report.n) for report in found] == [("dev", PROBLEMS), ("math", 3)]
+        records = [json.loads(line) for line in (tmp_path / "eval_after.jsonl").read_text().splitlines()]
+        sizes = Counter(record["set"] for record in records)
+        assert sizes == {"dev": PROBLEMS * (1 + SAMPLES), "math": 3 * (1 + SAMPLES)}
 
     run(scenario)
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 
+from megarl.cluster.handle import read_state
 from megarl.common.processes import ProcessId
+from tests.support.checkout import environment
+
+# In the environment of what a test starts, and so of all that descends from it: a process of Ray, an engine or a shell
+# need not name the run directory by itself.
+MARK = "MEGARL_TEST_RUN"
+
+
+def marked(run_dir: Path | str, **more: str) -> dict[str, str]:
+    """The environment of a run's first process, by which `survivors` knows every process of the run."""
+    return environment(**{MARK: str(run_dir)}, **more)
 
 
 def assert_nothing_left(run_dir: Path, within_s: float = 30.0) -> None:
-    """No process that names the run directory in its command line or environment survives."""
+    """No process survives that `survivors` finds."""
     deadline = time.monotonic() + within_s
     while left := survivors(run_dir):
         assert time.monotonic() < deadline, [(p.pid, p.info["name"]) for p in left]
@@ -45,14 +57,27 @@ def open_to_others(directory: Path) -> list[Path]:
 
 
 def survivors(run_dir: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if process.pid == os.getpid() or process.info["name"] is None:
-            continue
-        try:
-            text = " ".join(process.info["cmdline"] or []) + " ".join(process.environ().values())
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-        if str(run_dir) in text:
-            found.append(process)
-    return found
+    """The run's processes: those that name its directory or its private one.
+
+    They do so in the command line, in the environment (which has `MARK` if it is marked), or by an open file: Ray's
+    workers write their title over both.
+    """
+    names = [str(run_dir)]
+    if private := (read_state(run_dir) or {}).get("private_directory"):
+        names.append(private)
+    return [
+        process
+        for process in psutil.process_iter(["name"])
+        if process.pid != os.getpid() and any(name in text for text in _texts(process) for name in names)
+    ]
+
+
+def _texts(process: psutil.Process) -> Iterator[str]:
+    try:
+        yield from process.cmdline()
+        yield from process.environ().values()
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                yield os.readlink(descriptor)
+    except (psutil.Error, FileNotFoundError, PermissionError, ProcessLookupError):
+        return

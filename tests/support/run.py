@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from tests.support.checkout import ROOT, environment, torchrun
+from tests.support.checkout import ROOT, torchrun
+from tests.support.leftovers import marked
 from tests.support.tiny import make_tiny_model
 
 
@@ -85,12 +86,14 @@ def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: floa
 def start(config: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
     """torchrun in a session of its own; stdout and stderr together in its pipe."""
     script = ROOT / "examples/rl/train_rl.py"
-    return popen(torchrun(ranks, "--max-restarts", str(restarts), str(script), "--config", str(config), *overrides))
+    command = torchrun(ranks, "--max-restarts", str(restarts), str(script), "--config", str(config), *overrides)
+    chosen = [each.removeprefix("run.dir=") for each in overrides if each.startswith("run.dir=")]
+    return popen(command, chosen[-1] if chosen else yaml.safe_load(config.read_text())["run"]["dir"])
 
 
-def popen(command: Sequence[str]) -> subprocess.Popen[str]:
-    """A command in a session of its own; stdout and stderr together in its pipe."""
+def popen(command: Sequence[str], run_dir: Path | str) -> subprocess.Popen[str]:
+    """A command that makes a run, in a session of its own; stdout and stderr together in its pipe."""
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command, cwd=ROOT, env=marked(run_dir), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip

@@ -93,7 +93,8 @@ def ranks_of(process: Any) -> list[psutil.Process]:
 
 def kill_everything(process: Any, run_dir: Path) -> None:
     """SIGKILL to torchrun, ranks, supervisor, Ray and engines, in one go."""
-    roots = [psutil.Process(process.pid), *survivors(run_dir)]
+    roots = survivors(run_dir)
+    assert {process.pid, *(rank.pid for rank in ranks_of(process))} <= {root.pid for root in roots}
     for each in dict.fromkeys([*roots, *(child for root in roots for child in _below(root))]):
         try:
             each.kill()
@@ -111,7 +112,7 @@ def _below(root: psutil.Process) -> list[psutil.Process]:
 
 
 def history(run: Run) -> dict[str, Any]:
-    """Everything that must repeat: metrics that are not timings, batches, samples and answers of evaluations."""
+    """Everything that must repeat: metrics that repeat, batches, samples and answers of evaluations."""
     metrics = [repeatable(json.loads(line)) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in metrics if "policy/loss" in line]
     batches = [read_batch(run.directory / "batches", step - 1) for step in steps]
@@ -124,12 +125,12 @@ def samples(run: Run) -> list[str]:
 
 
 def repeatable(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl or samples.jsonl without what depends on clock or machine."""
-    return {name: value for name, value in line.items() if name not in ("wall_time", "file") and not timing(name)}
+    """A line of metrics.jsonl or samples.jsonl without what depends on clock, machine or faults."""
+    return {name: value for name, value in line.items() if name not in ("wall_time", "file") and repeats(name)}
 
 
-def timing(name: str) -> bool:
-    return "/" in name and REGISTRY.lookup(name).timing
+def repeats(name: str) -> bool:
+    return "/" not in name or REGISTRY.lookup(name).reproducible
 
 
 def assert_same_run(first: Run, second: Run) -> None:

@@ -55,7 +55,7 @@ def megarl(*arguments: str) -> subprocess.CompletedProcess[str]:
 def running(config: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     path = Path(config["run"]["dir"]).parent / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    process = popen([sys.executable, "-m", "megarl", "train", "--config", str(path)])
+    process = popen([sys.executable, "-m", "megarl", "train", "--config", str(path)], config["run"]["dir"])
     try:
         yield process
     except BaseException:

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from megarl.cluster.handle import read_state
-from tests.support.checkout import ROOT, environment
-from tests.support.leftovers import assert_nothing_left
+from tests.support.checkout import ROOT
+from tests.support.leftovers import assert_nothing_left, marked
 from tests.support.run import Run
 from tests.support.whole_runs import (
     check_counters,
@@ -83,7 +83,7 @@ def launch(directory: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return subprocess.Popen(
-        ["launch/local.sh", str(path)], cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, text=True,
+        ["launch/local.sh", str(path)], cwd=ROOT, env=marked(config["run"]["dir"]), stdin=subprocess.DEVNULL, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 

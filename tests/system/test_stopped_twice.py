@@ -16,8 +16,8 @@ import yaml
 
 from benchmarks.soak_moments import version_being_published
 from megarl.cluster.handle import read_state
-from tests.support.checkout import ROOT, environment
-from tests.support.leftovers import assert_nothing_left, survivors
+from tests.support.checkout import ROOT
+from tests.support.leftovers import assert_nothing_left, marked, survivors
 from tests.support.run import step_records, tiny_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
@@ -31,7 +31,7 @@ def launch(config: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start launch/local.sh in a process group of its own, as a shell does for what a user starts."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            ["launch/local.sh", str(config)], cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=output,
+            ["launch/local.sh", str(config)], cwd=ROOT, env=marked(config.parent / "run"), stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

@@ -105,6 +105,19 @@ def test_what_depends_on_the_clock_is_marked() -> None:
         assert not metric.timing or metric.name.split("/")[0] not in ("reward", "groups", "batch", "policy", "eval")
 
 
+def test_what_counts_faults_is_marked_by_itself() -> None:
+    """It depends neither on the clock nor on the machine, and a deterministic run does not repeat it."""
+    faults = {metric.name for metric in REGISTRY if metric.faults}
+    assert faults == {
+        "rollout/replicas_alive", "rollout/rebuilds", "sync/restarted_replicas", "total/groups_rolled_back",
+        "total/failed_writes",
+    }  # fmt: skip
+    for metric in REGISTRY:
+        assert not (metric.timing and metric.unit in ("groups", "replicas", "times", "writes")), metric.name
+        assert metric.reproducible == (not metric.timing and not metric.faults)
+    assert "| `rollout/replicas_alive` ⚠ |" in metrics_page() and "| `time/step` ⏱ |" in metrics_page()
+
+
 def test_the_loss_statistics_are_declared() -> None:
     """The values that the trainer's update returns go in under `policy/`."""
     from megarl.algorithms.stats import LossStats

@@ -133,7 +133,10 @@ SGD = {
 }
 ADAM = {"trainer__optimizer__clip_grad": 0.5}
 UPDATES: list[Case] = [
+    (1, "dense", {}, {"packed": False}),
+    (2, "dense", TP2, {}),
     (2, "dense", SP2, {}),
+    (2, "dense", PP2, {}),
     (2, "dense", VPP2, {}),
     (2, "dense", {}, {}),
     (2, "moe", {"expert": 2}, {}),
@@ -192,20 +195,34 @@ SMOOTH = {"algorithm__clip_low": 0.999999, "algorithm__clip_high": 10.0}
 BF16 = {"trainer__precision": "bf16", **SMOOTH}
 
 
+SAME_ORDER = 0.01  # pipelines, replicas and experts compute each activation as one rank does: 0.0035 is measured
+EP2_BF16: Case = (2, "moe", {"expert": 2}, {})
+
+
 @pytest.mark.parametrize(
-    "case",
-    [(2, "dense", SP2, {}), (2, "dense", VPP2, {}), (2, "dense", {}, {}), (2, "moe", {"expert": 2}, {})],
-    ids=ids,
-)
-def test_bf16_gradients_agree_to_its_rounding(trained: Callable[..., Any], case: Case) -> None:
+    ("case", "bound"),
+    [((2, "dense", SP2, {}), None), ((2, "dense", VPP2, {}), SAME_ORDER), ((2, "dense", {}, {}), SAME_ORDER),
+     (EP2_BF16, SAME_ORDER)],
+)  # fmt: skip
+def test_bf16_gradients_agree_to_its_rounding(trained: Callable[..., Any], case: Case, bound: float | None) -> None:
+    """Without a bound of its own, a layout that sums in another order is as near to one rank as that is to fp32.
+
+    The noise of experts is that of the few tokens which rounding sends to another one: no measure of a layout.
+    """
     ranks, model, layout, changes = case
     got, one = trained(ranks, model, layout, **BF16, **changes), trained(1, model, **BF16)
     exact = trained(1, model, **SMOOTH)
     noise = worst(one["gradients"], exact["gradients"])
     assert 1e-3 < noise < (0.6 if model == "moe" else 0.1), noise  # bf16 it is, and near fp32
-    assert worst(got["gradients"], one["gradients"]) <= 1.5 * noise
+    assert worst(got["gradients"], one["gradients"]) <= (1.5 * noise if bound is None else bound)
     assert got["metrics"][0]["loss"] == pytest.approx(exact["metrics"][0]["loss"], rel=0.1)
     assert all(value.isfinite().all() for value in got["weights"].values())
+
+
+def test_a_broken_rule_is_found_in_bf16_too(trained: Callable[..., Any]) -> None:
+    ranks, model, layout, _ = EP2_BF16
+    got = trained(ranks, model, layout, mutation="experts_times_replicas", **BF16)
+    assert worst(got["gradients"], trained(1, model, **BF16)["gradients"]) > 10 * SAME_ORDER
 
 
 def test_bf16_small_updates_survive_in_fp32_master_weights(trained: Callable[..., Any]) -> None:

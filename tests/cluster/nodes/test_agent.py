@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +30,9 @@ from megarl.common.claim import CLAIM_FILE, Holder
 from megarl.common.notices import notices_file
 from megarl.common.processes import ProcessId, descendants, is_alive, kill, state_of
 from megarl.common.run_files import ExitRecord
-from tests.support.checkout import ROOT, environment
+from tests.support.checkout import ROOT
 from tests.support.configs import config
-from tests.support.leftovers import survivors
+from tests.support.leftovers import marked, survivors
 from tests.support.waiting import wait_until
 
 # Says that it has ended when it is asked to, as the real supervisor does.
@@ -75,7 +76,7 @@ class Job:
     def start(self, pool: str = POOL, ranks: str = GOOD_RANKS, index: int = 0) -> subprocess.Popen[bytes]:
         scripts = [script.format(run=self.run_dir) for script in (pool, ranks)]
         command = [sys.executable, "-m", "tests.support.agent_process", str(self.spec.path), str(index), *scripts]
-        return subprocess.Popen(command, cwd=ROOT, env=environment())
+        return subprocess.Popen(command, cwd=ROOT, env=marked(self.run_dir))
 
     def run(self, *args: Any, **kwargs: Any) -> int:
         process = self.start(*args, **kwargs)
@@ -178,6 +179,32 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
 
 def agent_of(job: Job, index: int = 0) -> NodeAgent:
     return NodeAgent(job.spec, index)
+
+
+SHARED: dict[str, Any] = {
+    "trainer": {"gpus": 4, "gpus_per_node": 2, "precision": "fp32", "micro_batch_tokens": 256},
+    "rollout": {"replicas": 4, "gpus_per_node": 2, "nodes": "shared"},
+}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("given", "told"), [(None, "0,1"), ("4,5,6,7", "4,5")])
+def test_torchrun_sees_the_gpus_of_the_trainer_only_on_every_shared_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int, given: str | None, told: str
+) -> None:
+    """Its environment, as a child has it; the agent's own names those that SLURM has given to the whole node."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    job, seen = Job(tmp_path, **SHARED), tmp_path / "seen"
+    job.spec = replace(job.spec, cuda=True)
+    job.board.post(NodeRecord(0, "n0", "127.0.0.1", "running", 1, "127.0.0.1:1"))
+    show = ["sh", "-c", f"echo $CUDA_VISIBLE_DEVICES > {seen}"]
+    monkeypatch.setattr(module.commands, "torchrun_command", lambda *arguments, **options: show)
+    agent = agent_of(job, index)
+    agent._start_torchrun()
+    assert agent._torchrun is not None and agent._torchrun.wait(timeout=20) == 0
+    assert seen.read_text() == f"{told}\n"
 
 
 def write_pool_state(job: Job, state: str) -> None:

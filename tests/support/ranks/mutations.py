@@ -108,6 +108,18 @@ def _deinterleaved(symbol: str) -> Callable[[ModelInfo], list[Piece]]:
     return arrange
 
 
+def _untied(info: ModelInfo) -> ModelInfo:
+    return replace(info, tied=False)
+
+
+def _head_of_other_rows(entry: Entry) -> Entry:
+    """The output layer has the embedding's rows, but not each at its token: it is no longer the embedding."""
+    if entry.megatron != "output_layer.weight":
+        return entry
+    names = ("model.embed_tokens.weight",)
+    return replace(entry, names=names, rule=replace(entry.rule, arrange=_rotated("vocab", 1), pad_to_tp=False))
+
+
 DEEPSEEK = "deepseek_v3"
 _MLA = {
     "query-norm-order": _rule(r"q_layernorm", arrange=_reversed("q_rank")),
@@ -135,6 +147,7 @@ MUTATIONS = [
     Mutation("final-norm-swapped", "llama", _swap("model.norm.weight", "model.layers.0.input_layernorm.weight")),
     Mutation("qk-norms-swapped", "qwen3", _swap(".q_norm.", ".k_norm.")),
     Mutation("embedding-and-head-swapped", "qwen3", _swap("model.embed_tokens.weight", "lm_head.weight")),
+    Mutation("tie", "qwen2", _head_of_other_rows, _untied, sizes={"pipeline": 2}),
     Mutation("layers-swapped", "llama", _swap("layers.2.mlp", "layers.3.mlp"), sizes={"pipeline": 2}),
     Mutation("router-order", "qwen3_moe", _rule("router", arrange=_reversed_rows)),
     Mutation("expert-offset", "qwen3_moe", _shift_experts, sizes={"expert": 2}),

@@ -19,7 +19,7 @@ from tests.support.recorded_steps import make_batch, version_of
 
 
 def _timeless(values: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if not REGISTRY.lookup(name).timing}
+    return {name: value for name, value in values.items() if REGISTRY.lookup(name).reproducible}
 
 
 def _policy(run_dir: Path, layout: dict[str, Any]) -> AbstractContextManager[Policy]:

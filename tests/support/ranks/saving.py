@@ -118,6 +118,22 @@ def full_disk(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[s
         return {"outcomes": outcomes, "said": checkpointer.said, "steps": checkpointer.directory.steps()}
 
 
+def keep_best(
+    model_dir: Path, samples: list[TrainSample], root: Path, metric: str, values: list[float | None], mode: str
+) -> list[list[int]]:
+    """Saves of steps 1, 2, ... whose newest evaluation had these values, None without one: the steps that are kept."""
+    changes = {"checkpoint__keep_last": 1, "checkpoint__keep_best": metric, "checkpoint__keep_best_mode": mode}
+    kept = []
+    with run_under(model_dir, {}, root, **changes) as (policy, checkpointer):
+        update(policy, samples, 1)
+        for step, value in enumerate(values, start=1):
+            metrics = {} if value is None else {metric: value, "eval/other/greedy": -value}
+            assert checkpointer.save(step, {"metrics": metrics}, wait=True), checkpointer.said
+            kept.append(checkpointer.directory.steps())
+            torch.distributed.barrier()
+    return kept
+
+
 def hanging_disk(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:
     """Saves of steps 1..3: the disk of rank 1 hangs from the first until after the second."""
     works = threading.Event()
