@@ -1,8 +1,10 @@
-"""Patches for defects of megatron-core 0.16.1 that no config check can avoid, each as small as possible.
+"""Patches for defects of Megatron-Core that no config check can avoid, each as small as possible.
 
-They are applied on every platform. Each function is named after its defect; `PATCHES` lists them all. A patch keeps
-the original function as `__wrapped__`, with which the tests reproduce the defect. When the required version of
-Megatron-Core changes, check each patch against the new source.
+They are applied on every platform, to the versions that have the defect. Each function is named after its defect;
+`PATCHES` lists them all, with their versions. File and line are those of 0.16.1, the locked version
+(https://github.com/NVIDIA/Megatron-LM/tree/core_v0.16.1/megatron/core). A patch keeps the original function as
+`__wrapped__`, with which the tests reproduce the defect, in every version that has it. When a version is added to
+`megatron_versions.SUPPORTED`, check each patch against its source.
 """
 
 from __future__ import annotations
@@ -10,20 +12,37 @@ from __future__ import annotations
 import functools
 import queue
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megarl.platforms import megatron_versions
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+@dataclass(frozen=True)
+class Patch:
+    """A function that removes a defect, and the versions of Megatron-Core that have it (as in a requirement)."""
+
+    apply: Callable[[], None]
+    versions: str = megatron_versions.SUPPORTED
+
+    @property
+    def needed(self) -> bool:
+        """Whether the imported Megatron-Core has the defect."""
+        return megatron_versions.imported_is(self.versions)
+
+
 def apply() -> None:
-    """Apply every patch to the imported Megatron-Core. Called once, by `platforms.activate()`."""
+    """Apply each patch that the imported Megatron-Core needs. Called once, by `platforms.activate()`."""
     for patch in PATCHES:
-        patch()
+        if patch.needed:
+            patch.apply()
 
 
 def router_gemm_without_te() -> None:
@@ -56,8 +75,10 @@ def all_to_all_split_sizes() -> None:
         input_: Tensor,
         output_split_sizes_: Sequence[int] | Tensor | None = None,
         input_split_sizes: Sequence[int] | Tensor | None = None,
+        *args: object,
+        **kwargs: object,  # from 0.18 on: use_nccl_stream
     ) -> Tensor:
-        return original(group, input_, as_list(output_split_sizes_), as_list(input_split_sizes))
+        return original(group, input_, as_list(output_split_sizes_), as_list(input_split_sizes), *args, **kwargs)
 
     mappings.all_to_all = all_to_all
     _rebind("all_to_all", original, all_to_all)
@@ -215,13 +236,18 @@ def write_results_need_no_manager() -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    original = filesystem_async._get_write_results_queue
+    original = getattr(filesystem_async, name := results_queue_name())
 
     @functools.wraps(original)
     def get_write_results_queue() -> queue.Queue[Any]:  # of torch's write results or exceptions
         return queue.Queue()
 
-    filesystem_async._get_write_results_queue = get_write_results_queue
+    setattr(filesystem_async, name, get_write_results_queue)
+
+
+def results_queue_name() -> str:
+    """Return the name of the function of filesystem_async.py that makes the queue for the results of a save."""
+    return "_get_write_results_queue" if megatron_versions.imported_is("<0.17") else "get_write_results_queue"
 
 
 def mla_without_te() -> None:
@@ -278,17 +304,17 @@ def _rebind(name: str, original: Callable[..., Any], replacement: Callable[..., 
             setattr(module, name, replacement)
 
 
-PATCHES: tuple[Callable[[], None], ...] = (
-    router_gemm_without_te,
-    all_to_all_split_sizes,
-    adam_step_is_shared,
-    dp_reshardable_load_needs_no_grad,
-    adam_step_is_not_parameter_state,
-    fresh_optimizer_has_no_state_to_load_into,
-    recompute_without_fp8,
-    aux_loss_counts_of_padding,
-    expert_bias_padding_mask_shape,
-    write_results_need_no_manager,
-    mla_without_te,
-    mla_rotated_key_gradient_is_partial,
+PATCHES: tuple[Patch, ...] = (
+    Patch(router_gemm_without_te, "<0.17"),
+    Patch(all_to_all_split_sizes),
+    Patch(adam_step_is_shared),
+    Patch(dp_reshardable_load_needs_no_grad),
+    Patch(adam_step_is_not_parameter_state),
+    Patch(fresh_optimizer_has_no_state_to_load_into),
+    Patch(recompute_without_fp8),
+    Patch(aux_loss_counts_of_padding),
+    Patch(expert_bias_padding_mask_shape),
+    Patch(write_results_need_no_manager),
+    Patch(mla_without_te, "<0.17"),
+    Patch(mla_rotated_key_gradient_is_partial),
 )

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from megarl.platforms import cuda
+from megarl.platforms import cuda, megatron_versions
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ def activate(device: int | None = None) -> Platform:
     """Make Megatron-Core usable on this platform, patch its known defects, and return the platform. Idempotent.
 
     `device`: the index of this process's GPU, ignored without CUDA; None leaves the choice to the caller. Without CUDA
-    this installs `cpu.EMULATIONS`; on all platforms `patches.PATCHES`, for defects of Megatron-Core. It imports
-    Megatron-Core, which takes a few seconds. Raises InstallationError if Transformer Engine is installed in part.
+    this installs `cpu.EMULATIONS`; on all platforms those of `patches.PATCHES` that its version needs. It imports
+    Megatron-Core, which takes a few seconds. Raises InstallationError if its version is not supported, or if Transformer
+    Engine is installed in part.
     """
     platform = current()
     if platform.is_cuda and device is not None:
@@ -50,6 +51,7 @@ def _make_megatron_usable() -> None:
 
         cpu.install()
         cpu_matmul.install()
+    megatron_versions.check_imported()
     from megarl.platforms import patches
 
     patches.apply()

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
+from megarl.checkpoint.format.common_state import load_shards
 from megarl.checkpoint.format.keys import is_model_key, problems_of, resolve, stored_tensors
-from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, NoCommonState
+from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
 from megarl.checkpoint.format.megatron_files import read_index
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.common.byte_units import MIB
@@ -48,7 +48,7 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, pa
     for each in nested_values(state):
         each.key = renamed.get(each.key, each.key)
     try:
-        dist_checkpointing.load(state, str(step), MappedLoadStrategy(), NoCommonState())
+        load_shards(state, step, MappedLoadStrategy())
     except CheckpointingException as error:
         raise ValueError(f"{step}: {error}") from error
     size = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())

@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
@@ -79,29 +78,11 @@ def _plain_object(file: MappedFile, place: _StorageInfo, key: str) -> io.BytesIO
     return copy
 
 
-class NoCommonState(LoadCommonStrategy):
-    """Leaves `common.pt` alone: it is a pickle, and nothing that megarl loads is in it."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """Return an empty state."""
-        return {}
-
-    def load_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Raise, because the objects are among the shards, which `MappedLoadStrategy` loads."""
-        raise NotImplementedError
-
-    def check_backend_compatibility(self, loaded_version: object) -> None:
-        """Accept every backend, because its file is not read."""
-
-    def check_version_compatibility(self, loaded_version: object) -> None:
-        """Accept every version, because its file is not read."""
-
-
 class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
     """Megatron-Core's load strategy with `MappedReader`; the function of its module that makes a reader is replaced."""
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
-        """Load the tensors of `sharded_state_dict`, as the base class does.
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *args: object) -> StateDict:
+        """Load the tensors of `sharded_state_dict`, as the base class does. `args`: what later versions pass besides.
 
         Raises ValueError, with the message of the first rank that failed, for a file that is damaged or unsafe.
         """
@@ -109,12 +90,12 @@ class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
         reader = MappedReader(checkpoint_dir)
         reader.read_metadata()  # here, because torch would hide its error behind one of its own
 
-        def make_reader(directory: str | Path, cache_metadata: bool = False) -> MappedReader:
+        def make_reader(directory: str | Path, *args: object, **kwargs: object) -> MappedReader:
             return reader
 
         with mock.patch.object(torch_strategy, "_get_filesystem_reader", make_reader):
             try:
-                return super().load(sharded_state_dict, checkpoint_dir)
+                return super().load(sharded_state_dict, checkpoint_dir, *args)
             except CheckpointException as error:  # torch's, and no Exception: it lists each rank's traceback
                 rank, (cause, _) = min(error.failures.items())
                 raise ValueError(f"{checkpoint_dir} cannot be loaded: rank {rank}: {cause}") from error

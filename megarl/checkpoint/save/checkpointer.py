@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format import faults
+from megarl.checkpoint.format.common_state import load_shards
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, check_files, fsync_directory
-from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, NoCommonState
+from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, best_step, to_delete
@@ -461,11 +461,11 @@ def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, w
     state = sharded_state(policy, with_rng=with_rng)
     parameters = {part: {name: each.data for name, each in state[part].items()} for part in _WEIGHTS if part in state}
     optimizer = optimizer_views(state)
-    strategy: LoadShardedStrategy = MappedLoadStrategy()
+    strategy: object = MappedLoadStrategy()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-    loaded = dist_checkpointing.load(state, str(path), strategy, NoCommonState())
+    loaded = load_shards(state, path, strategy)
     with torch.no_grad():
         for part, tensors in parameters.items():
             for name, parameter in tensors.items():

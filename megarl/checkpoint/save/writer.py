@@ -35,10 +35,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl import platforms
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry
+from megarl.platforms.megatron_versions import imported_is
 
 logger = logging.getLogger(__name__)
 
 FILES_PER_RANK = 2
+# From 0.17 on, Megatron-Core's writer is chosen by name; the default is that of the package nvidia-resiliency-ext.
+_OWN_WRITER = () if imported_is("<0.17") else ("mcore",)
 # Megatron-Core's description of one file: path, name, and (item, value) pairs of bytes and of tensors.
 WriteBucket: TypeAlias = tuple[str, str, tuple[list[Any], list[Any]]]
 
@@ -179,7 +182,7 @@ def plan_save(sharded: dict[str, Any], directory: Path) -> tuple[FileSystemWrite
     if group.size() > 1:
         FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(sharded)
     try:
-        planned: tuple[FileSystemWriterAsync, Metadata | None] = strategy.async_save(sharded, directory)
+        planned: tuple[FileSystemWriterAsync, Metadata | None] = strategy.async_save(sharded, directory, *_OWN_WRITER)
     except CheckpointException as error:  # torch's, and no Exception: the run would not report it as its failure
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"the save to {directory} cannot be planned: rank {rank}: {cause}") from error
@@ -190,7 +193,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
     """Megatron-Core's strategy without its last stage, which forks, and on an error leaves the other ranks waiting."""
 
     def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[object, Metadata | None]
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[object, Metadata | None], *args: object
     ) -> tuple[FileSystemWriterAsync, Metadata | None]:
         return writer, save_state_dict_ret[1]
 

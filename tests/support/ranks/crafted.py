@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from megarl.checkpoint.format.common_state import load_shards
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, NoCommonState
+from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from tests.support.ranks.checkpoints import build
 from tests.support.ranks.layouts import make_layout, use_layout
@@ -26,7 +26,7 @@ def load(path: str, model_dir: str) -> list[str]:
             try:
                 if resumes:
                     state = model_sharded_state_dict(chunks, info)
-                    dist_checkpointing.load(state, f"{path}/release", MappedLoadStrategy(), NoCommonState())
+                    load_shards(state, f"{path}/release", MappedLoadStrategy())
                 else:
                     load_weights(chunks, info, path)
                 messages.append("")

@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.provider import build_model, transformer_config
+from megarl.platforms import patches
 from tests.support.ranks.layouts import make_layout, use_layout
 
 INFO = ModelInfo(
@@ -171,7 +172,7 @@ def manager_processes() -> tuple[int, int]:
         filesystem_async._results_queue = None
         return len(new)
 
-    with unpatched(filesystem_async, "_get_write_results_queue"):
+    with unpatched(filesystem_async, patches.results_queue_name()):
         before = children()
     return before, children()
 
