@@ -53,8 +53,8 @@ class Checkout:
             (self._bin / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{starts} "$@"\n')
             (self._bin / name).chmod(0o755)
 
-    def call(self, command: str, *more: str, timeout_s: float = 400.0) -> str:
-        """The output of a command of the README, with further arguments; AssertionError if it fails or takes too long."""
+    def call(self, command: str, *more: str, timeout_s: float = 600.0) -> str:
+        """The output of a command of the README with further arguments; AssertionError if it fails or does not end."""
         process = self._start(command, *more)
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -72,7 +72,7 @@ class Checkout:
         return Run(0, output, self.directory / run_dir)
 
     @contextmanager
-    def serving(self, command: str, run_dir: str, timeout_s: float = 300.0) -> Iterator[None]:
+    def serving(self, command: str, run_dir: str, timeout_s: float = 600.0) -> Iterator[None]:
         """A server that a command of the README starts, from when it can be asked; Ctrl-C has to end it."""
         process = self._start(command)
         try:

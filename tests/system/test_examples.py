@@ -37,7 +37,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     checkout = Checkout(tmp_path_factory.mktemp("complete") / "checkout")
     for command in COMMANDS[PREPARATION]:
         if command.startswith("python "):
-            checkout.call(command, timeout_s=600)
+            checkout.call(command)
     return checkout
 
 
