@@ -273,7 +273,7 @@ def _show(reports: Sequence[SetReport], config: Config) -> None:
 
     from megarl.evaluation.table import report_table
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
     console.print(report_table([each for report in reports for each in (report.greedy, report.sampled)]))
     sys.stdout.write(f"responses: {responses_file(config)}\n")
 

@@ -65,7 +65,7 @@ class EvalReport:
     """The metrics of one evaluation set under one way of sampling; shares are in [0, 1], lengths in tokens.
 
     Every failed response counts either in `failed_generations` or in `reward_errors`; `first_failure` is the message of
-    the first one.
+    the first one. `graded`: some score is neither 0 nor 1, so the mean is no share of correct responses.
     """
 
     name: str
@@ -82,6 +82,7 @@ class EvalReport:
     failed_generations: int
     reward_errors: int
     first_failure: str | None
+    graded: bool = False
 
     @property
     def responses(self) -> int:
@@ -219,6 +220,7 @@ def evaluate_responses(
         majority_vote([response.answer for response in problem], judged)
         for problem, judged in zip(problems, correct, strict=True)
     ]
+    graded = any(response.score not in (0.0, 1.0) for response in flat)
     failures = [response.failure for response in flat if response.failure is not None]
     return EvalReport(
         name=name,
@@ -242,6 +244,7 @@ def evaluate_responses(
         failed_generations=sum(failure.kind == "generation" for failure in failures),
         reward_errors=sum(failure.kind == "reward" for failure in failures),
         first_failure=failures[0].message if failures else None,
+        graded=graded,
     )
 
 

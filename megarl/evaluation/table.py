@@ -1,52 +1,72 @@
-"""Renders evaluation reports for the terminal: as a table, and as one line of a run's progress."""
+"""Renders evaluation reports for the terminal: as tables, and as one line of a run's progress."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from megarl.evaluation.accuracy import Estimate, EvalReport
 from megarl.evaluation.harness import SetReport
 
+WIDTH = 100  # what the tables need at most, if the names of the sets have 20 characters
 
-def report_table(reports: Sequence[EvalReport]) -> Table:
-    """Return a table with one row per report: metrics in percent with their intervals, lengths in tokens."""
+
+def report_table(reports: Sequence[EvalReport]) -> RenderableType:
+    """Return a table with one row per report, one with its pass@k, and a line for each report with failures.
+
+    Shares are in percent with their intervals, means of graded rewards plain numbers, lengths in tokens.
+    """
+    parts: list[RenderableType] = [_means(reports)]
     ks = sorted({k for report in reports for k in report.pass_at if k > 1})
-    level = f"{100 * reports[0].confidence:g}%" if reports else ""
-    table = Table(title=f"Evaluation ({level} confidence intervals)" if level else "Evaluation")
-    table.add_column("set")
-    headings = [
-        "problems",
-        "k",
-        "mean@k",
-        *(f"pass@{k}" for k in ks),
-        "maj@k",
-        "tokens",
-        "max",
-        "cut",
-        "parsed",
-        "failed",
-        "errors",
-    ]
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    if ks:
+        parts.append(_passes(reports, ks))
     for report in reports:
-        passes = (report.pass_at.get(k) for k in ks)
+        if report.failures:
+            counts = f"{report.failed_generations} generations and {report.reward_errors} rewards"
+            parts.append(Text(f"{report.name}: {counts} of {report.responses} responses failed", style="yellow"))
+    return Group(*parts)
+
+
+def _means(reports: Sequence[EvalReport]) -> Table:
+    level = f"{100 * reports[0].confidence:g}%" if reports else ""
+    table = _table(f"Evaluation ({level} confidence intervals)" if level else "Evaluation")
+    for heading in ("n", "k", "mean@k", "maj@k", "tokens", "max", "cut", "parsed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for report in reports:
         table.add_row(
             report.name,
             str(report.problems),
             str(report.samples_per_problem),
-            format_estimate(report.mean),
-            *("–" if estimate is None else format_estimate(estimate) for estimate in passes),
+            format_mean(report),
             format_estimate(report.majority),
-            f"{report.mean_tokens:.1f}",
+            f"{report.mean_tokens:.0f}",
             str(report.max_tokens),
-            f"{100 * report.truncated_share:.1f}%",
-            f"{100 * report.parsed_share:.1f}%",
-            str(report.failed_generations),
-            str(report.reward_errors),
+            f"{100 * report.truncated_share:.0f}%",
+            f"{100 * report.parsed_share:.0f}%",
         )
+    return table
+
+
+def _passes(reports: Sequence[EvalReport], ks: Sequence[int]) -> Table:
+    """Return a table with one row per report and k, because the values of all k beside each other would be too wide."""
+    table = _table("pass@k: at least one of k responses has the reward 1")
+    table.add_column("k", justify="right")
+    table.add_column("pass@k", justify="right", no_wrap=True)
+    for report in reports:
+        for number, k in enumerate(k for k in ks if k in report.pass_at):
+            table.add_row("" if number else report.name, str(k), format_estimate(report.pass_at[k]))
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(
+        box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, collapse_padding=True
+    )
+    table.add_column("set", overflow="fold")
     return table
 
 
@@ -57,8 +77,8 @@ def render_line(label: str, report: SetReport) -> str:
     greedy, sampled = report.greedy, report.sampled
     versions = "" if report.of_one_version else f", versions {report.oldest} to {report.newest}"
     return (
-        f"eval {report.name} ({label}): greedy {format_estimate(greedy.mean)}, "
-        f"sampled mean@{sampled.samples_per_problem} {format_estimate(sampled.mean)}, "
+        f"eval {report.name} ({label}): greedy {format_mean(greedy)}, "
+        f"sampled mean@{sampled.samples_per_problem} {format_mean(sampled)}, "
         f"{report.n} problems, {100 * greedy.parsed_share:.1f}% parsed, {100 * greedy.truncated_share:.1f}% truncated"
         f"{versions}{_failures(report)}"
     )
@@ -69,6 +89,13 @@ def _failures(report: SetReport) -> str:
     counts = {"generations failed": report.failed_generations, "rewards failed": report.reward_errors}
     found = "".join(f", {count} of {report.responses} {what}" for what, count in counts.items() if count)
     return f"{found}; the first: {report.first_failure}" if found else ""
+
+
+def format_mean(report: EvalReport) -> str:
+    """Return the mean score: in percent if it is a share of correct responses, else like `0.523 [0.480, 0.566]`."""
+    if not report.graded:
+        return format_estimate(report.mean)
+    return f"{report.mean.value:.3g} [{report.mean.low:.3g}, {report.mean.high:.3g}]"
 
 
 def format_estimate(estimate: Estimate) -> str:

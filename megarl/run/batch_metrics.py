@@ -54,6 +54,20 @@ def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
         metrics.record("batch/dp_imbalance", max(loads) * len(loads) / sum(loads))
 
 
+def nothing_trained(plan: StepPlan) -> str:
+    """Return why a step trains nothing, so that its losses are empty; "" if it trains a group."""
+    outcome = plan.outcome
+    if outcome.trained or outcome.reused:
+        return ""
+    ends = {
+        "filtered because all their rewards are equal (algorithm.filter_zero_variance)": outcome.filtered,
+        "failed": outcome.failed,
+        "too old (admission.max_staleness)": outcome.dropped_stale,
+    }
+    told = ", ".join(f"{count} {end}" for end, count in ends.items() if count)
+    return f"nothing was trained: of {sum(ends.values())} groups {told or 'none was there'}"
+
+
 def _staleness(metrics: StepMetrics, plan: StepPlan) -> None:
     """Record the staleness of what is trained, and the lengths of what was dropped as stale beside the others'."""
     stale = [plan.tags[key].response_tokens for key in plan.stale if not plan.tags[key].failed]

@@ -23,7 +23,7 @@ from megarl.models.info import ModelInfo
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.counters import Counters
-from megarl.run.batch_metrics import record_batch
+from megarl.run.batch_metrics import nothing_trained, record_batch
 from megarl.run.peers import Peers
 from megarl.run.performance import Performance, peak_memory_gib
 from megarl.run.stateful import Stateful
@@ -146,6 +146,7 @@ class Recorder:
         self._totals = Totals()
         self._evaluated = LastEvaluation()
         self._performance: Performance | None = None
+        self._untrained = False  # whether the last step has trained nothing
         self._begun = (0, time.monotonic())  # steps done when the clock was started, and that time
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -252,6 +253,10 @@ class Recorder:
             values["total/lost_events"] = lost
         values["total/wall_seconds"] = self.summary.wall_seconds
         steps_done = batch.step + 1
+        untrained = nothing_trained(plan)
+        if untrained and not self._untrained:  # the first one in a row
+            self.say(f"step {steps_done}: {untrained}")
+        self._untrained = bool(untrained)
         made = max(1, steps_done - self._begun[0])  # by this start of the run, whose own start-up counts for nothing
         values["time/eta"] = (time.monotonic() - self._begun[1]) / made * (self._config.run.steps - steps_done)
         self.summary.step(values)

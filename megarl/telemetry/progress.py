@@ -23,39 +23,46 @@ class Column:
     style: str = ".3f"
 
     def cell(self, values: Mapping[str, float]) -> str:
-        """Return the value of this column, right-aligned; `-` if the metric is missing."""
+        """Return the value of this column, right-aligned, in at most its width; `-` if the metric is missing."""
         value = values.get(self.metric)
         if value is None or not math.isfinite(value):
             return ("-" if value is None else str(value)).rjust(self.width)
         text = compact(value) if self.style == "compact" else format(value, self.style)
-        return text.rjust(self.width)
+        return (text if len(text) <= self.width else f"{value:.0e}").rjust(self.width)
 
 
+ACCURACY = "reward/accuracy"
+KL_OLD = Column("kl old", "policy/approx_kl", 7, ".1e")
+KL_REFERENCE = Column("kl ref", "policy/kl_ref", 7, ".1e")
+# With those of a run of 99,999 steps a line has 100 characters.
 COLUMNS = (
-    Column("reward", "reward/mean", 7),
-    Column("acc", "reward/accuracy", 6),
+    Column("reward", "reward/mean", 8),
+    Column("acc", ACCURACY, 5),
     Column("loss", "policy/loss", 8, ".4f"),
-    Column("kl", "policy/approx_kl", 8, ".1e"),
+    KL_OLD,
     Column("entropy", "policy/entropy", 7),
-    Column("gnorm", "policy/grad_norm", 7),
+    Column("gnorm", "policy/grad_norm", 6),
     Column("length", "rollout/response_length_mean", 7, ".1f"),
-    Column("roll tok/s", "perf/rollout_tokens_per_second", 10, "compact"),
-    Column("train tok/s", "perf/trainer_tokens_per_second", 11, "compact"),
+    Column("gen t/s", "perf/rollout_tokens_per_second", 7, "compact"),
+    Column("trn t/s", "perf/trainer_tokens_per_second", 7, "compact"),
     Column("lag", "rollout/version_lag_max", 3, ".0f"),
-    Column("s/step", "time/step", 7, ".2f"),
+    Column("s/step", "time/step", 6, ".1f"),
 )
-LIVE = ("reward/mean", "reward/accuracy", "perf/rollout_tokens_per_second", "perf/trainer_tokens_per_second")
+LIVE = ("reward/mean", ACCURACY, "perf/rollout_tokens_per_second", "perf/trainer_tokens_per_second")
 LIVE_COLUMNS = tuple(column for column in COLUMNS if column.metric in LIVE)
 
 
 class Progress:
     """Prints the progress of a run of `steps` steps to `stream`, with a live line if that is a terminal.
 
+    `reference`: the run has a reference policy, and the KL to it is shown in place of that to the old policy.
+
     Nothing else may write to `stream` between two calls. Several threads may call it.
     """
 
-    def __init__(self, stream: TextIO, steps: int) -> None:
+    def __init__(self, stream: TextIO, steps: int, *, reference: bool = False) -> None:
         self._stream = stream
+        self._columns = tuple(KL_REFERENCE if reference and each is KL_OLD else each for each in COLUMNS)
         self._steps = steps
         self._printed = 0
         self._live = False
@@ -66,16 +73,17 @@ class Progress:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print one line of the table; the header is repeated every HEADER_EVERY lines."""
         width = len(str(self._steps))
+        values = without_accuracy(values) if has_graded_rewards(values) else values
         if self._printed % HEADER_EVERY == 0:
-            titles = "  ".join(column.title.rjust(column.width) for column in COLUMNS)
-            self._line(f"{'step'.rjust(2 * width + 1)}  {titles}  {'eta':>7}")
+            titles = " ".join(column.title.rjust(column.width) for column in self._columns)
+            self._line(f"{'step'.rjust(2 * width + 1)} {titles} {'eta':>6}")
         self._printed += 1
-        cells = "  ".join(column.cell(values) for column in COLUMNS)
+        cells = " ".join(column.cell(values) for column in self._columns)
         eta = values.get("time/eta")
         left = "-" if eta is None else duration(eta)
         shown = [f"{column.title} {column.cell(values).strip()}" for column in LIVE_COLUMNS]
         self._newest = "  |  " + "  ".join([*shown, f"eta {left}"])
-        self._line(f"{step:>{width}}/{self._steps}  {cells}  {left:>7}")
+        self._line(f"{step:>{width}}/{self._steps} {cells} {left:>6}")
 
     def message(self, text: str) -> None:
         """Print a separate line, for example of an evaluation or a restart."""
@@ -107,6 +115,19 @@ class Progress:
             self._clear()
             self._stream.write(text + "\n")
             self._stream.flush()
+
+
+def has_graded_rewards(values: Mapping[str, float]) -> bool:
+    """Tell whether rewards differ and none reaches 1, so that the share of those that do says nothing.
+
+    Of rewards that are 1 for a correct response and less for a wrong one, some reach 1 as soon as they differ.
+    """
+    return values.get("reward/std", 0.0) > 0 and values.get("reward/max", 1.0) < 1
+
+
+def without_accuracy(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of a step without the share of correct responses."""
+    return {name: value for name, value in values.items() if name != ACCURACY}
 
 
 def compact(value: float) -> str:

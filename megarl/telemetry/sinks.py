@@ -236,7 +236,8 @@ class MetricsWriter:
             sinks.append(RemoteSink(MlflowRemote(config), config.timeouts.shutdown_s / 2, gather_s=GATHER_S))
         limit = math.ceil(telemetry.samples_gib * GIB)
         samples = JsonlSink(run_dir / "samples.jsonl", limit) if telemetry.samples_per_step else None
-        writer = cls(sinks, samples, Progress(terminal, config.run.steps), run_dir, config.timeouts)
+        progress = Progress(terminal, config.run.steps, reference=config.needs_reference)
+        writer = cls(sinks, samples, progress, run_dir, config.timeouts)
         if telemetry.prometheus_port:
             from megarl.telemetry.prometheus import PrometheusSink
 

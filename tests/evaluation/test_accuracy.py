@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megarl.evaluation.accuracy import (
+    EvalReport,
     SampleFailure,
     ScoredResponse,
     default_ks,
@@ -23,7 +24,7 @@ from megarl.evaluation.accuracy import (
     pass_at_k,
     wilson_interval,
 )
-from megarl.evaluation.table import report_table
+from megarl.evaluation.table import WIDTH, report_table
 
 responses = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=7)
 
@@ -166,11 +167,32 @@ def test_failures_are_counted_by_kind_and_count_by_their_score():
     assert {"failed_generations": 1, "reward_errors": 2, "first_failure": failed.message}.items() <= (
         report.to_dict().items()
     )
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(report_table([report]))
-    cells = [line.split("│")[-3:-1] for line in console.export_text().splitlines() if "held-out" in line]
-    assert [[cell.strip() for cell in row] for row in cells] == [["1", "2"]]
+    assert "held-out: 1 generations and 2 rewards of 4 responses failed" in rendered([report])
     assert evaluate_responses("held-out", make_problems()).first_failure is None
+
+
+def rendered(reports: list[EvalReport]) -> str:
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(report_table(reports))
+    return console.export_text()
+
+
+def test_the_tables_fit_100_columns_whatever_they_show():
+    """A cell that did not fit would end with an ellipsis, or go on in the next line."""
+    responses = [[ScoredResponse(1.0, "1", tokens=123_456)] * 32] * 12_345
+    text = rendered([evaluate_responses("aime_2024_i sampled", responses)])
+    lines = [line.split() for line in text.splitlines() if "aime" in line]
+    assert WIDTH == 100 and "…" not in text and max(map(len, text.splitlines())) <= WIDTH
+    assert lines[0] == ["aime_2024_i", "sampled", "12345", "32", *["100.0%", "[100.0,", "100.0]"] * 2, "123456",
+                        "123456", "0%", "100%"]  # fmt: skip
+    assert [line.split()[-4] for line in text.splitlines() if line.endswith("100.0]")] == ["2", "4", "8", "16", "32"]
+
+
+def test_means_of_graded_rewards_are_no_percentages():
+    graded = evaluate_responses("shares", [[ScoredResponse(0.25)], [ScoredResponse(-0.5)]])
+    assert graded.graded and "-0.125 [" in rendered([graded])
+    sometimes = evaluate_responses("right", [[ScoredResponse(1.0), ScoredResponse(0.0)]])
+    assert not sometimes.graded and "50.0% [" in rendered([sometimes])
 
 
 def test_report_dict_and_table():
@@ -178,9 +200,8 @@ def test_report_dict_and_table():
     as_json = json.loads(json.dumps(report.to_dict()))
     assert as_json["pass@2"]["value"] == report.pass_at[2].value
     assert {"mean@2", "maj@2", "truncated_share"} <= set(as_json)
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(report_table([report, evaluate_responses("one", [problem[:1] for problem in make_problems()])]))
-    text = console.export_text()
+    text = rendered([report, evaluate_responses("one", [problem[:1] for problem in make_problems()])])
+    assert "failed" not in text
     assert "held-out" in text and "pass@2" in text and "50.0% [" in text and "66.7% [" in text
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.queue.rows import _tag, decode_tag
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.run.batch_metrics import clustered_stderr, record_batch
+from megarl.run.batch_metrics import clustered_stderr, nothing_trained, record_batch
 from megarl.run.step import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import config
@@ -79,3 +79,20 @@ def test_lengths_have_percentiles_and_rewards_an_error() -> None:
     assert values["reward/stderr"] == pytest.approx(math.sqrt(10 * 0.25 / 9 / 10))
     record_batch(metrics, plan_step(tags[:10], config("model"), dp_size=1, version=0))
     assert "reward/stderr" not in metrics.reduce(), "one group tells nothing about the others"
+
+
+def test_a_step_that_trains_nothing_tells_why() -> None:
+    def group(number: int, rewards: tuple[float, float]) -> list[Trajectory]:
+        return [
+            Trajectory(number, index, [1], [2], [-0.5], (VersionSpan(0, 0, 1),), "stop", reward)
+            for index, reward in enumerate(rewards)
+        ]
+
+    equal = [row.tag for number in range(3) for row in group(number, (1.0, 1.0))]
+    plan = plan_step(equal, config("model"), dp_size=1, version=0)
+    assert nothing_trained(plan) == (
+        "nothing was trained: of 3 groups 3 filtered because all their rewards are equal "
+        "(algorithm.filter_zero_variance)"
+    )
+    unequal = [row.tag for row in group(3, (1.0, 0.0))]
+    assert nothing_trained(plan_step([*equal, *unequal], config("model"), dp_size=1, version=0)) == ""

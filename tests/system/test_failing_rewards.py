@@ -31,7 +31,7 @@ MODULE = "tests.support.reward_functions"
 )
 def test_a_function_that_always_fails_ends_the_run_with_its_own_message(tmp_path: Path, name: str, told: str) -> None:
     config = tiny_config(tmp_path, steps=3)
-    config["reward"] = {"function": f"{MODULE}:{name}", "timeout_s": 0.5, "min_errors": 8}
+    config["reward"] = {"function": f"{MODULE}:{name}", "timeout_s": 0.5, "min_errors": 8, "trial_call": False}
     run = train(config)
     assert run.code != 0
     ending = f"the reward function '{MODULE}:{name}' failed for 8 of the latest 8 samples"

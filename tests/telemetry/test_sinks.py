@@ -133,6 +133,39 @@ def test_progress_lines_are_aligned() -> None:
     assert "\r" not in stream.getvalue()  # no live line without a terminal
 
 
+def test_no_line_is_wider_than_a_terminal_of_100_columns() -> None:
+    """Whatever the values: those of a long run, and any that a diverging one has."""
+    for huge in (1e3, 1e9, 1e30, -1e30, math.nan, 12345.678, -12345.678):
+        stream = io.StringIO()
+        values = dict.fromkeys([column.metric for column in COLUMNS], huge) | {"time/eta": 4e6}
+        Progress(stream, steps=99_999).step(12_345, values)
+        header, row = stream.getvalue().splitlines()
+        assert len(row) == len(header) <= 100
+
+
+@pytest.mark.parametrize(("reference", "title", "shown"), [(False, "kl old", "2.0e-03"), (True, "kl ref", "7.0e-01")])
+def test_the_kl_to_the_reference_is_shown_where_there_is_one(reference: bool, title: str, shown: str) -> None:
+    stream = io.StringIO()
+    Progress(stream, 9, reference=reference).step(1, {"policy/approx_kl": 0.002, "policy/kl_ref": 0.7})
+    header, row = stream.getvalue().splitlines()
+    assert title in header and shown in row
+    assert header.count(" kl ") == 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shown"),
+    [
+        ({"reward/std": 0.2, "reward/max": 0.7}, "-"),
+        ({"reward/std": 0.4, "reward/max": 1.0}, "0.250"),
+        ({"reward/std": 0.0, "reward/max": 0.0}, "0.250"),
+    ],
+)
+def test_the_share_of_correct_responses_is_not_shown_for_graded_rewards(rewards: dict[str, float], shown: str) -> None:
+    stream = io.StringIO()
+    Progress(stream, 9).step(1, VALUES | rewards)
+    assert stream.getvalue().splitlines()[1].split()[2] == shown
+
+
 def test_the_live_line_never_mixes_with_the_table() -> None:
     stream = Terminal()
     progress = Progress(stream, steps=9)

@@ -100,8 +100,8 @@ def test_the_order_of_the_prompts_cannot_change() -> None:
     assert changed_order(saved, saved) == changed_order({}, saved) == []
     present = {"run": {"seed": 3}, "data": {"shuffle": False}}
     assert changed_order(saved, present) == [
-        "run.seed is 3, the checkpoint has 0: set it to 0",
-        "data.shuffle is false, the checkpoint has true: set it to true",
+        "run.seed is 3, the checkpoint has 0: set run.seed=0",
+        "data.shuffle is false, the checkpoint has true: set data.shuffle=true",
     ]
 
 
