@@ -76,12 +76,17 @@ def _check_order(chosen: Advantage, batch: GroupRewards) -> None:
     if batch != before:
         raise ContractError(f"the advantage {chosen.name} changes its inputs")
     _check_numbers(chosen, values, _advantages(chosen, batch), "it gives another result when it is called again")
-    parts = (batch.rewards, batch.tokens, batch.turn_rewards)
     for order in itertools.islice(itertools.permutations(range(len(batch.rewards))), 5, None, 7):
-        moved = GroupRewards(*([part[g] for g in order] if part else [] for part in parts))
+        moved = GroupRewards(
+            [batch.rewards[g] for g in order], [batch.tokens[g] for g in order], [batch.turns[g] for g in order]
+        )
         expected: Advantages = [values[g] for g in order]
         _check_numbers(chosen, expected, _advantages(chosen, moved), "the order of the groups changes it")
-    turned = GroupRewards(*([group[::-1] for group in part] for part in parts))
+    turned = GroupRewards(
+        [group[::-1] for group in batch.rewards],
+        [group[::-1] for group in batch.tokens],
+        [group[::-1] for group in batch.turns],
+    )
     expected = [group[::-1] for group in values]
     _check_numbers(chosen, expected, _advantages(chosen, turned), "the order of the samples of a group changes it")
 

@@ -180,12 +180,13 @@ async def trajectories(
     results = {turn.number: _result(turn) for turn in turns if turn.response_ids}
     failure = failure or next((found for each in results.values() if (found := defect(each))), "")
     last = max(results)
-    path = next((row for row in rows if last in row.turns), rows[-1])
     if not failure and reward is None:
+        path = next(row for row in rows if last in row.turns)
         reward = await ctx.judge(results[last], dialogue_of(ctx, path))
     if reward is not None and reward.dropped:
         failure = failure or reward.error or ""
-    return [_trajectory(ctx, row, reward, failure, judged=row is path) for row in rows]
+    failure = failure or _turns_that_do_not_fit(rows, reward)
+    return [_trajectory(ctx, row, reward, failure) for row in rows]
 
 
 def dialogue_of(ctx: AgentContext, row: SessionRow) -> list[Turn]:
@@ -204,14 +205,23 @@ def _result(turn: SessionTurn) -> GenerateResult:
     return GenerateResult(name, turn.response_ids, turn.logprobs, turn.versions, turn.finish_reason, -1)
 
 
-def _trajectory(
-    ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None, failure: str, *, judged: bool
-) -> Trajectory:
-    """Return the trajectory of a path. `judged`: it is the one whose turns the reward function has seen."""
-    by_turn = list(reward.turn_rewards) if reward is not None and judged else []
-    starts = [at for at, (before, now) in enumerate(itertools.pairwise([False, *row.sampled])) if now and not before]
-    if by_turn and len(by_turn) != len(starts):
-        raise ValueError(f"the last path of the session has {len(starts)} turns, and {len(by_turn)} turn_rewards")
+def _turns_that_do_not_fit(rows: Sequence[SessionRow], reward: RewardOutcome | None) -> str:
+    """Return why the rewards of turns cannot be told of which turns they are; empty if they can, or there are none."""
+    if reward is None or not reward.turn_rewards:
+        return ""
+    if len(rows) > 1:
+        return f"the session has {len(rows)} paths, and rewards of turns are for a session of one dialogue"
+    turns, given = len(_turn_starts(rows[0])), len(reward.turn_rewards)
+    return "" if given == turns else f"there are {given} turn_rewards, and the session has {turns} turns"
+
+
+def _turn_starts(row: SessionRow) -> list[int]:
+    """Return the first response token of each turn of the model."""
+    return [at for at, (before, now) in enumerate(itertools.pairwise([0, *row.sampled])) if now and not before]
+
+
+def _trajectory(ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None, failure: str) -> Trajectory:
+    by_turn = list(reward.turn_rewards) if reward is not None and not failure else []
     return Trajectory(
         group_id=ctx.group_id,
         sample_index=ctx.sample_index,
@@ -227,5 +237,5 @@ def _trajectory(
         reward_error=(reward.error or "") if reward is not None else "",
         response_mask=row.mask,
         turn_rewards=by_turn,
-        turn_starts=starts if by_turn else [],
+        turn_starts=_turn_starts(row) if by_turn else [],
     )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.environments.harness_loop import trajectories
 from megarl.environments.session_rows import SessionTurn, read_turns, session_rows
 from megarl.queue.trajectory import VersionSpan
+from megarl.rewards.types import RewardOutcome
 from megarl.rollout.response_parts import ResponsePart
 from tests.support.recorded_sessions import recorded
 
@@ -77,3 +84,20 @@ def test_turns_that_do_not_continue_their_parents_are_refused() -> None:
     ]
     with pytest.raises(ValueError, match="turn 1 does not continue the tokens of turn 0"):
         session_rows(turns)
+
+
+def test_rewards_of_turns_are_for_a_session_of_one_dialogue() -> None:
+    ctx: Any = SimpleNamespace(group_id=7, sample_index=1)
+    reward = RewardOutcome(1.0, turn_rewards=(0.5, -0.5))
+    tree = [(None, [1, 2], [11]), (0, [3], [12, 13])]
+    turns = read_turns(recorded(tree))
+    [row] = asyncio.run(trajectories(ctx, turns, reward))
+    assert (row.status, row.turn_rewards, row.turn_starts) == ("ok", [0.5, -0.5], [0, 2])
+    [plain] = asyncio.run(trajectories(ctx, turns, RewardOutcome(1.0)))
+    assert plain == replace(row, turn_rewards=[], turn_starts=[])
+    [short] = asyncio.run(trajectories(ctx, turns, replace(reward, turn_rewards=(1.0,))))
+    assert short.status == "failed" and short.failure == "there are 1 turn_rewards, and the session has 2 turns"
+    branched = asyncio.run(trajectories(ctx, read_turns(recorded([*tree, (0, [4], [14])])), reward))
+    assert [each.failure for each in branched] == [
+        "the session has 2 paths, and rewards of turns are for a session of one dialogue"
+    ] * 2

@@ -34,6 +34,7 @@ def test_several_trajectories_are_numbered_and_have_keys_of_their_own() -> None:
         ({"status": "failed", "failure": "cut"}, "trajectories 0 and 1 differ in status;"),
         ({"response_mask": [0, 0]}, "its trajectory 1 of 2 has no token that the model sampled"),
         ({"sample_index": 0}, "the agent loop of sample 4:1 returned a trajectory of 4:0"),
+        ({"turn_rewards": [1.0], "turn_starts": [0]}, "trajectories 0 and 1 only one has turn_rewards"),
         ({"versions": ()}, "no weight version for response token 0"),
     ],
 )

@@ -702,19 +702,22 @@ def test_the_tokens_of_each_turn_are_trained_with_its_own_advantage(
     run = partial(world(ranks).run, "tests.support.ranks.step:stepped", model_dir=model_dir, ahead=ahead)
     got = run(rows=rows, **changes)
     first = by_group([1.0, 0.0, 0.0], "grpo")
-    expected = {}
+    expected, turns = {}, []
     for row in rows:
         outcome = by_group(REWARDS[row.group_id], "grpo")[row.sample_index]
-        half = len(row.response_ids) // 2
-        values = [outcome + first[row.sample_index]] * half + [outcome] * (len(row.response_ids) - half)
-        expected[row.key] = with_streams(samples[row.key], advantages=torch.tensor(values))
+        early = torch.arange(len(row.response_ids)) < len(row.response_ids) // 2
+        of_turns = (outcome + first[row.sample_index], outcome)
+        expected[row.key] = [of_turns[0] if each else of_turns[1] for each in early]
+        # The mean over tokens is linear in them: a turn is a sample whose other tokens are masked.
+        for mask, value in zip((early, ~early), of_turns, strict=True):
+            sample = replace(samples[row.key], loss_mask_R=mask)
+            turns.append(with_streams(sample, advantages=full(sample, value)))
     seen = {key: values for part in got for key, values in part["by_token"].items()}
     assert seen.keys() == expected.keys()
     for key, values in seen.items():
-        assert values == pytest.approx(expected[key].streams["advantages"].tolist(), rel=1e-6)
-        assert len(set(values)) == 2
+        assert values == pytest.approx(expected[key], rel=1e-6) and len(set(values)) == 2
     spec = loss_spec(clip_low=CLIP, clip_high=CLIP, kl_coef=KL, entropy_coef=ENTROPY)
-    _, gradients = padded_gradients(model_dir, list(expected.values()), spec)
+    _, gradients = padded_gradients(model_dir, turns, spec)
     assert worst({name: value for part in got for name, value in part["gradients"].items()}, gradients) <= 1e-4
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoTokenizer
 
 from megarl.config.load import config_from_tree
 from megarl.config.pace import pace_of
-from tests.support.chat_templates import CHATML_TOOLS
+from tests.support.calling_model import teach_calls
 from tests.support.checkout import ROOT
 from tests.support.configs import with_changes
 from tests.support.tiny import make_tiny_model
@@ -19,6 +18,7 @@ from tests.support.tiny import make_tiny_model
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples/rl/configs").glob("qwen*.yaml"))}
 
 RANKS, GROUPS, SAMPLES, RESPONSE_TOKENS = 2, 4, 4, 12
+CALLING_TOKENS = 96  # of a response that may call a tool: the call, its answer and what follows
 EVAL_SAMPLES = 2  # per problem of a held-out set
 # Keys that say how much hardware the recipe has. Without them a run takes what one machine has.
 DROPPED = (
@@ -37,11 +37,14 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
     """The recipe with a tiny model and few, short responses, whose model and data lie in `directory`.
 
     It takes as many steps as show the bound on staleness. The reward is one that a random model varies; with dynamic
-    sampling it is equal within about half of the groups.
+    sampling it is equal within about half of the groups. A recipe with tools keeps its own: its twin's model calls them
+    in about half of the samples.
     """
     whole = recipe(name)
     buffer = whole["algorithm"].get("overlong", {}).get("buffer_tokens", 0)
-    reward = "even_sums_are_equal" if whole["admission"].get("refill") else "digit_share"
+    shipped = "even_sums_are_equal" if whole["admission"].get("refill") else "digit_share"
+    reward = whole["reward"]["function"] if whole.get("tools") else f"tests.support.reward_functions:{shipped}"
+    max_tokens = CALLING_TOKENS if whole.get("tools") else RESPONSE_TOKENS
     heldout = directory / "heldout.jsonl"
     changes: dict[str, Any] = {
         "run__dir": str(directory / "run"),
@@ -52,10 +55,10 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "trainer__optimizer__warmup_steps": 1,
         "batch__groups": GROUPS,
         "batch__samples_per_group": SAMPLES,
-        "sampling__max_tokens": RESPONSE_TOKENS,
+        "sampling__max_tokens": max_tokens,
         "data__path": str(directory / "train.jsonl"),
         "data__max_prompt_tokens": 160,
-        "reward__function": f"tests.support.reward_functions:{reward}",
+        "reward__function": reward,
         "reward__workers": 1,
         "evaluation__sets": [_small_set(each, heldout) for each in whole["evaluation"]["sets"]],
         "rollout__replicas": 1,
@@ -67,9 +70,7 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
     if "group_deadline_s" in whole["rollout"]:
         changes["rollout__group_deadline_s"] = 120.0  # so long that it comes for nothing that works
     if buffer:
-        changes["algorithm__overlong__buffer_tokens"] = max(
-            1, buffer * RESPONSE_TOKENS // whole["sampling"]["max_tokens"]
-        )
+        changes["algorithm__overlong__buffer_tokens"] = max(1, buffer * max_tokens // whole["sampling"]["max_tokens"])
     small = with_changes(whole, changes)
     for key in DROPPED:
         section, _, field = key.partition(".")
@@ -81,9 +82,10 @@ def write_model_and_data(name: str, directory: Path) -> None:
     """A tiny seeded model of the recipe's family and additions in its data's format, where `twin` expects them."""
     shape = json.loads((ROOT / recipe(name)["model"]["shape"] / "config.json").read_text())
     make_tiny_model(directory / "model", family=shape["model_type"])
-    if recipe(name).get("tools"):
-        _show_tools(directory / "model")
     problems = [(f"What is {a} + {b}?", str(a + b)) for a in range(3, 11) for b in range(2, 9)]
+    if recipe(name).get("tools"):
+        suffix = recipe(name)["data"].get("suffix", "")
+        teach_calls(directory / "model", [problem + suffix for problem, _ in problems])
     for file, part in (("train", problems[8:]), ("heldout", problems[:8])):
         rows = [_row(recipe(name)["data"].get("format", "auto"), *problem) for problem in part]
         (directory / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -107,13 +109,6 @@ def _small_set(whole: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _parallel_sizes(tree: dict[str, Any]) -> dict[str, int]:
     return {size: ways for size, ways in tree["trainer"]["parallel"].items() if size in PARALLEL_SIZES}
-
-
-def _show_tools(model: Path) -> None:
-    """Give a model a chat template that names the first tool: a schema would be longer than the twin's prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = CHATML_TOOLS.replace("{{ tools | tojson }}", "{{ tools[0]['function']['name'] }}")
-    tokenizer.save_pretrained(model)
 
 
 def _row(kind: str, problem: str, answer: str) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from megarl.config.old_logprobs import correction_of
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.dump import read_batch
+from megarl.telemetry.event_files import read_events
+from tests.support.calling_model import CALL, PRINTED
 from tests.support.recipe_twins import GROUPS, RANKS, RECIPES, SAMPLES, twin, write_model_and_data
 from tests.support.run import Run, train
 from tests.support.whole_runs import check_every_group_once
@@ -32,6 +36,8 @@ def test_twin_trains(name: str, tmp_path: Path) -> None:
     check_every_group_once(run, config.run.steps, GROUPS, SAMPLES)
     if config.admission.refill:
         check_refilled(run)
+    if config.tools:
+        check_calls(run, config)
 
 
 def check_bound(run: Run, config: Config) -> None:
@@ -45,6 +51,28 @@ def check_bound(run: Run, config: Config) -> None:
         assert record["batch/staleness_max"] <= pace.max_staleness
         assert all(span.version % pace.sync_interval == 0 for row in batch.trajectories for span in row.versions)
     assert pace.sync_interval - 1 < max(lags) <= pace.max_staleness
+
+
+def check_calls(run: Run, config: Config) -> None:
+    """Tools were called in every step, in the sandbox, and the model went on from their answers, which are masked."""
+    assert all(0 < record["agent/tool_calls_mean"] < config.agent.max_turns for record in run.metrics)
+    answered = 0
+    for line in (run.directory / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        texts = [(part["by"], part["text"]) for part in sample.get("parts", ())]
+        for (_, call), (by, answer) in pairwise(texts):
+            if by == "environment" and CALL in call:
+                assert f"tool\n{PRINTED}" in answer, answer
+                answered += 1
+        if len(texts) > 1 and CALL in texts[0][1]:
+            assert sample["reward_components"]["rounds"] >= 1 and sample["reward"] >= 0.1 - 1.0
+    assert answered > 0
+    tools = {(each.args["tool"], each.args["error"]) for each in read_events(run.directory, {"tool"})}
+    assert (config.tools[0].name, 0) in tools
+    for step, record in enumerate(run.metrics):
+        rows = read_batch(run.directory / "batches", step).trajectories
+        sampled = sum(sum(row.response_mask) for row in rows)
+        assert sampled < sum(len(row.response_ids) for row in rows) == record["batch/response_tokens"]
 
 
 def check_publications(run: Run, config: Config) -> None:

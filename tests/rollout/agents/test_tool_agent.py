@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from megarl.config.schema import Config
 from megarl.data.xml_calls import XmlFormat
 from megarl.queue.trajectory import Trajectory
-from megarl.rewards.types import Turn
+from megarl.rewards.types import RewardInput, RewardOutcome, Turn
 from megarl.rollout.agents.tool_agent import ToolAgent
 from tests.support.configs import config as config_of
 from tests.support.scripted_agents import (
@@ -174,6 +174,22 @@ def test_tagged_calls_are_typed_and_read_from_the_whole_turn_however_it_was_inte
         _, answer, _, error, _ = rewards.judged[0].turns
         assert answer.text == "4" and error.error and "'a' must be of the type integer" in error.text
     assert tool.calls == [{"a": 2, "b": 2}] * 4
+
+
+@dataclass
+class RewardsByTurn(KeepingRewards):
+    """Gives turn number i the reward i."""
+
+    async def score(self, judged: RewardInput, function: int = 0) -> RewardOutcome:
+        return replace(await super().score(judged), turn_rewards=tuple(map(float, range(judged.model_turns))))
+
+
+def test_each_turn_of_the_model_has_its_own_reward(config: Config) -> None:
+    rows, _, _ = run(config, TURNS, Counter(), rewards=RewardsByTurn())
+    for row in rows:
+        first = [at for at, (now, before) in enumerate(zip(row.response_mask, [0, *row.response_mask], strict=False))
+                 if now and not before]  # fmt: skip
+        assert row.turn_rewards == [0.0, 1.0, 2.0] and row.turn_starts == first and len(first) == 3
 
 
 def test_a_turn_that_is_cut_calls_nothing(config: Config) -> None:
