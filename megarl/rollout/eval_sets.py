@@ -66,7 +66,7 @@ class EvalTask:
 
     @property
     def sampling(self) -> SamplingSpec:
-        """How the response is sampled."""
+        """The sampling of the response."""
         return self.chosen.greedy if self.place.mode == "greedy" else self.chosen.sampled
 
     def sent(self) -> EvalTask:

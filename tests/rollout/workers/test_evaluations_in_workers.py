@@ -129,7 +129,7 @@ class Scene:
         return asyncio.run(asyncio.wait_for(self.evaluate(share), 30))
 
     def asked(self) -> list[tuple[Any, ...]]:
-        """What the engines were asked, in an order that does not depend on who was first."""
+        """All that the engines were asked, in an order that does not depend on who was first."""
         told = [(str(each.request_id), each, prefix, near) for each, prefix, near in self.pool.sent]
         # Those that share no beginning are named by the first of their call, which depends on who was first.
         return sorted(
