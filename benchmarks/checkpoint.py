@@ -1,14 +1,18 @@
-"""Saving and loading a run's trainer state, compared with plain sequential I/O, and the slow-down of steps by a save.
+#!/usr/bin/env python3
+"""Saving and loading a run's trainer state, compared with plain sequential I/O, and the slow-down of updates by a save.
 
-    python benchmarks/checkpoint.py [--json FILE] [--dir DIR] [--rounds N]
+    python benchmarks/checkpoint.py [--json FILE] [--dir DIR] [--rounds N] [--quick]
 
 - save: `Checkpointer.save` until the checkpoint is complete (copy, shards, digests, manifest, rename, all fsynced),
   compared with a plain sequential write of as many bytes with fsync in the same directory.
 - load: verification of every digest and the load into model and optimizer, compared with a plain sequential read of the
   same files. Before each of the two the files are dropped from the page cache.
-- stall: the time of updates during which one asynchronous save starts and ends, compared with as many without a save.
+- stall: the slowest update that overlaps an asynchronous save, from the call of `save` on, compared with the same
+  update alone. Where it is slowed by more than 10%, the reference is what a bare copy and write cost: each rank clones
+  a tensor of as many bytes as its part of the checkpoint has, and a thread writes the clone, beside the same update.
 
-One trainer rank in fp32: weights, master weights and both of Adam's moments. Numbers are medians of alternating rounds.
+Two trainer ranks with a distributed optimizer in fp32: weights, master weights and both of Adam's moments. Numbers are
+medians of alternating rounds.
 """
 
 from __future__ import annotations
@@ -18,10 +22,13 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,25 +36,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from report import Ratio, add_options, finish
+
 if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
-    from megarl.checkpoint.format.manifest import Manifest
     from megarl.checkpoint.save.checkpointer import Checkpointer
     from megarl.trainer.policy import Policy, TrainSample
 
+ROOT = Path(__file__).resolve().parents[1]
 CHUNK = 8 * 2**20
-BOUNDS = {"save": 0.5, "load": 0.5, "stall": 0.10}
+RANKS = 2
+DISK_BOUND = 0.5  # of the speed of plain I/O
+STALL_BOUND, BARE_BOUND = 0.10, 1.2
 RESPONSE = 8
+TIMEOUT_S = 3000
+KINDS = ("alone", "save", "bare")
 
 
-def make_policy(directory: Path, args: argparse.Namespace) -> tuple[Policy, list[TrainSample]]:
-    """Make a policy of about `--hidden`^2 x 12 x `--layers` parameters, and the samples of one update."""
+def make_model(directory: Path, args: argparse.Namespace) -> None:
+    """Write a model of about `--hidden`^2 x 12 x `--layers` parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from megarl.config.schema import Config
-    from megarl.models.layout import Layout
-    from megarl.models.read_config import load_info
-    from megarl.trainer import parallel
-    from megarl.trainer.policy import Policy, TrainSample
 
     torch.manual_seed(0)
     shape = Qwen3Config(
@@ -56,26 +65,38 @@ def make_policy(directory: Path, args: argparse.Namespace) -> tuple[Policy, list
         max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     Qwen3ForCausalLM(shape).save_pretrained(directory / "model")
+
+
+def make_policy(directory: Path, step_tokens: int) -> tuple[Policy, list[TrainSample]]:
+    """Return the policy of this rank, and its samples of one update of `step_tokens` tokens."""
+    from megarl.config.schema import Config
+    from megarl.models.layout import Layout
+    from megarl.models.read_config import load_info
+    from megarl.trainer import parallel
+    from megarl.trainer.policy import Policy, TrainSample
+
     config = Config.model_validate(
         {
             "run": {"steps": 1000, "dir": directory / "run"},
             "model": {"path": directory / "model"},
-            "trainer": {"precision": "fp32", "micro_batch_tokens": 2048, "optimizer": {"lr": 1e-5}},
+            "trainer": {
+                "gpus": RANKS, "precision": "fp32", "micro_batch_tokens": 2048, "optimizer": {"lr": 1e-5},
+            },
             "batch": {"groups": 2, "samples_per_group": 2},
             "sampling": {"max_tokens": 1024},
             "data": {"path": __file__},
             "checkpoint": {"dir": directory / "checkpoints", "keep_last": 1},
         }
-    )
-    layout = Layout(world_size=1)
+    )  # fmt: skip
+    layout = Layout(world_size=RANKS)
     parallel.initialize(layout, seed=0, timeout_s=600)
     policy = Policy(config, layout, load_info(directory / "model"))
-    length = args.step_tokens // 4
+    length = step_tokens // 4
     samples = [
         TrainSample(
             f"0:{n}", [1] * (length - RESPONSE), [2 + n] * RESPONSE, streams={"old_logprobs": torch.zeros(RESPONSE)}
         )
-        for n in range(4)
+        for n in range(parallel.dp_rank(), 4, RANKS)
     ]
     for sample in samples:
         sample.set_advantage(1.0)
@@ -88,13 +109,6 @@ def drop_cache(paths: list[Path]) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def timed(function: Callable[..., object], *arguments: object, **options: object) -> float:
-    """Return the seconds of one call."""
-    started = time.perf_counter()
-    function(*arguments, **options)
-    return time.perf_counter() - started
 
 
 def plain_write(path: Path, size: int, block: bytes) -> None:
@@ -112,138 +126,211 @@ def plain_read(paths: list[Path]) -> None:
                 pass
 
 
-def verify_and_load(policy: Policy, path: Path, manifest: Manifest) -> None:
-    """Check every digest of a checkpoint and load it, as a resume does."""
-    from megarl.checkpoint.format.manifest import check_files
-    from megarl.checkpoint.save.checkpointer import load_trainer_state
-    from megarl.checkpoint.save.training_state import trainer_numbers
-
-    problems = check_files(path, manifest.files, manifest.files)
-    assert not problems, problems
-    load_trainer_state(policy, path, trainer_numbers(policy), with_rng=True)
+def timed(function: Callable[..., object], *arguments: object, **options: object) -> float:
+    """Return the seconds of one call on all ranks together: they begin and end at a barrier."""
+    torch.distributed.barrier()
+    started = time.perf_counter()
+    function(*arguments, **options)
+    torch.distributed.barrier()
+    return time.perf_counter() - started
 
 
-def measure_disk(policy: Policy, checkpointer: Checkpointer, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure rounds of save, plain write, plain read, verify and load; return the rows of the report."""
-    from megarl.checkpoint.format.manifest import Manifest
+def on_rank_0(function: Callable[..., object], *arguments: object) -> None:
+    if torch.distributed.get_rank() == 0:
+        function(*arguments)
 
-    block = os.urandom(CHUNK)  # random bytes, which no file system can compress
-    seconds: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
-    size = 0
-    for number in range(args.rounds):
-        step = number + 1
-        seconds["save"].append(timed(checkpointer.save, step, {}, wait=True))
-        path = checkpointer.directory.path(step)
+
+class BareCopy:
+    """A clone of as many bytes as this rank saves, written by a thread: what no save can do without."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._path = directory / f"bare-{torch.distributed.get_rank()}"
+        self._source_B = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Clone now, write in the background."""
+        clone = self._source_B.clone().numpy()
+
+        def write() -> None:
+            with self._path.open("wb", buffering=0) as file:
+                for start in range(0, len(clone), CHUNK):
+                    file.write(clone[start : start + CHUNK])
+                os.fsync(file.fileno())
+
+        self._thread = threading.Thread(target=write)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Tell whether every rank has written all of its bytes."""
+        assert self._thread is not None
+        writing = torch.tensor([int(self._thread.is_alive())])
+        torch.distributed.all_reduce(writing)
+        return not writing.item()
+
+    def remove(self) -> None:
+        assert self._thread is not None
+        self._thread.join(TIMEOUT_S)
+        self._path.unlink()
+
+
+class Bench:
+    """The measurements on one rank; `seconds` holds the times of each kind in the order of the rounds."""
+
+    def __init__(self, directory: Path, args: argparse.Namespace) -> None:
+        from megarl.checkpoint.save.checkpointer import Checkpointer
+
+        self.policy, self.samples = make_policy(directory, args.step_tokens)
+        self.checkpointer: Checkpointer = Checkpointer(
+            self.policy.config, self.policy, torch.distributed.new_group(backend="gloo"), print
+        )
+        self.directory, self.rounds = directory, args.rounds
+        self.seconds: dict[str, list[float]] = {}
+        self.overlapped: dict[str, list[int]] = {"save": [], "bare": []}
+        self.nbytes = 0
+
+    def run(self) -> None:
+        """Measure the disk, then the updates; rank 0 writes the results."""
+        self.policy.update(self.samples)
+        for number in range(self.rounds):
+            self._measure_disk(number + 1)
+        bare = BareCopy(self.directory, self.nbytes // RANKS)
+        self.policy.update(self.samples)
+        for number in range(self.rounds):
+            for kind in KINDS:
+                self._measure_updates(kind, 1000 + number, bare)
+        measured = {"seconds": self.seconds, "bytes": self.nbytes, "overlapped": self.overlapped}
+        on_rank_0((self.directory / "measured.json").write_text, json.dumps(measured))
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds.setdefault(name, []).append(seconds)
+
+    def _measure_disk(self, step: int) -> None:
+        from megarl.checkpoint.format.manifest import Manifest
+
+        self._add("save", timed(self.checkpointer.save, step, {}, wait=True))
+        path = self.checkpointer.directory.path(step)
         manifest = Manifest.read(path)
-        size = manifest.total_bytes
-        plain = checkpointer.directory.root / "plain"
-        seconds["write"].append(timed(plain_write, plain, size, block))
-        plain.unlink()
+        self.nbytes = manifest.total_bytes
+        plain, block = self.directory / "plain", os.urandom(CHUNK)  # random bytes, which no file system can compress
+        self._add("write", timed(on_rank_0, plain_write, plain, self.nbytes, block))
+        on_rank_0(plain.unlink)
         files = [path / name for name in manifest.files]
-        drop_cache(files)
-        seconds["read"].append(timed(plain_read, files))
-        drop_cache(files)
-        seconds["load"].append(timed(verify_and_load, policy, path, manifest))
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+        timed(on_rank_0, drop_cache, files)
+        self._add("read", timed(on_rank_0, plain_read, files))
+        timed(on_rank_0, drop_cache, files)
+        self._add("load", timed(self._verify_and_load, path))
+
+    def _verify_and_load(self, path: Path) -> None:
+        """Check every digest of a checkpoint and load it, as a resume does."""
+        from megarl.checkpoint.save.checkpointer import load_trainer_state
+        from megarl.checkpoint.save.training_state import trainer_numbers
+
+        problems = self.checkpointer._verify(path)
+        assert not problems, problems
+        load_trainer_state(self.policy, path, trainer_numbers(self.policy), with_rng=True)
+
+    def _measure_updates(self, kind: str, step: int, bare: BareCopy) -> None:
+        """Time updates until what overlaps them has ended, at least one; the slowest of them counts."""
+        slowest, count, over = 0.0, 0, False
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        if kind == "save":
+            self.checkpointer.save(step, {})
+        elif kind == "bare":
+            bare.start()
+        while not over:
+            self.policy.update(self.samples)
+            ended = time.perf_counter()
+            slowest, count, started = max(slowest, ended - started), count + 1, ended
+            if kind == "save":
+                self.checkpointer.poll()
+            over = {"alone": lambda: True, "save": lambda: self.checkpointer._pending is None, "bare": bare.done}[
+                kind
+            ]()
+        self._add(f"update {kind}", slowest)
+        if kind == "bare":
+            bare.remove()
+        if kind != "alone":
+            self.overlapped[kind].append(count)
+
+
+def disk_rows(measured: dict[str, Any]) -> list[Ratio]:
+    """Return the rows of save and load against plain I/O."""
+    seconds = measured["seconds"]
     rows = []
     for name, against in (("save", "write"), ("load", "read")):
-        ratio = median[against] / median[name]
-        rows.append(
-            {
-                "name": f"checkpoint_{name}",
-                "ratio": ratio,
-                "bound": BOUNDS[name],
-                "ok": ratio >= BOUNDS[name],
-                "details": {"bytes": size, f"{name}_s": seconds[name], f"plain_{against}_s": seconds[against]},
-            }
-        )
+        ratio = statistics.median(seconds[against]) / statistics.median(seconds[name])
+        details = {"bytes": measured["bytes"], f"{name}_s": seconds[name], f"plain_{against}_s": seconds[against]}
+        rows.append(Ratio(f"checkpoint_{name}", ratio, DISK_BOUND, True, details))
     return rows
 
 
-def window(
-    policy: Policy, samples: list[TrainSample], checkpointer: Checkpointer, updates: int, save: int | None
-) -> list[float]:
-    """Return the seconds of each update; the start of a save at step `save` counts as part of the first one."""
-    ends = [time.perf_counter()]
-    if save is not None:
-        checkpointer.save(save, {})
-    for _ in range(updates):
-        policy.update(samples)
-        checkpointer.poll()
-        ends.append(time.perf_counter())
-    return [end - begin for begin, end in pairwise(ends)]
-
-
-def measure_stall(
-    policy: Policy, samples: list[TrainSample], checkpointer: Checkpointer, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Measure alternating windows of `--window` updates, without a save and with one that starts before the first."""
-    policy.update(samples)
-    windows: dict[bool, list[float]] = {False: [], True: []}
-    longest: dict[bool, list[float]] = {False: [], True: []}
-    background = []
-    for number in range(2 * args.rounds):
-        saves = number % 2 == 1
-        step = 1000 + number if saves else None
-        steps = window(policy, samples, checkpointer, args.window, step)
-        windows[saves].append(sum(steps))
-        longest[saves].append(max(steps))
-        if saves:
-            background.append(checkpointer._pending is None)
-            checkpointer.poll(wait=True)
-    with_save, without = (statistics.median(windows[saves]) for saves in (True, False))
-    stall = with_save / without - 1
-    return {
-        "name": "checkpoint_stall",
-        "ratio": stall,
-        "bound": BOUNDS["stall"],
-        "ok": stall <= BOUNDS["stall"] and all(background),
-        "details": {
-            "step_s": without / args.window,
-            "steps": args.window,
-            "save_ended_inside": background,
-            "longest_step_s": {"without": statistics.median(longest[False]), "with": statistics.median(longest[True])},
-            "without_s": windows[False],
-            "with_s": windows[True],
-        },
+def stall_row(measured: dict[str, Any]) -> Ratio:
+    """Return the slow-down of the update that overlaps a save. The bound is the larger of the two that are allowed."""
+    seconds = {kind: statistics.median(measured["seconds"][f"update {kind}"]) for kind in KINDS}
+    slowed, bare = (seconds[kind] / seconds["alone"] - 1 for kind in ("save", "bare"))
+    details = {
+        "update_s": seconds["alone"],
+        "update_beside_save_s": seconds["save"],
+        "update_beside_bare_copy_and_write_s": seconds["bare"],
+        "slowed_by_bare_copy_and_write": bare,
+        "updates_overlapped": measured["overlapped"],
     }
+    return Ratio("checkpoint_stall", slowed, max(STALL_BOUND, BARE_BOUND * bare), details=details)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path)
+def rank_main(directory: Path, args: argparse.Namespace) -> None:
+    """Run one of the two trainer ranks."""
+    from megarl import platforms
+
+    platform = platforms.activate(int(os.environ["LOCAL_RANK"]))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(platform.backend, timeout=timedelta(seconds=600))
+    Bench(directory, args).run()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def run_ranks(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Run both ranks; return what they have measured. Raises SystemExit if one fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS),
+               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__, "--rank-of", str(directory),
+               "--rounds", str(args.rounds), "--step-tokens", str(args.step_tokens)]  # fmt: skip
+    environment = dict(os.environ, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    done = subprocess.run(
+        command, env=environment, text=True, timeout=TIMEOUT_S, check=False, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"a rank failed:\n{done.stdout[-6000:]}")
+    measured: dict[str, Any] = json.loads((directory / "measured.json").read_text())
+    return measured
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
     parser.add_argument("--dir", type=Path, help="directory to write to (default: the system's temporary directory)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--step-tokens", type=int, default=1024, help="tokens of one update")
-    parser.add_argument("--window", type=int, default=4, help="updates in a window")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="tokens of one update")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    from megarl import platforms
-
-    platform = platforms.activate()
-    from megarl.checkpoint.save.checkpointer import Checkpointer
-
-    torch.set_num_threads(1)
-    directory = Path(tempfile.mkdtemp(dir=args.dir))
+    if args.rank_of is not None:
+        rank_main(args.rank_of, args)
+        return 0
+    if args.quick:
+        args.rounds, args.hidden, args.layers, args.step_tokens = 1, 64, 2, 256
+    directory = Path(tempfile.mkdtemp(dir=args.dir, prefix="checkpoint-"))
     try:
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(platform.backend, store=store, rank=0, world_size=1)
-        policy, samples = make_policy(directory, args)
-        group = torch.distributed.new_group(backend="gloo")
-        checkpointer = Checkpointer(policy.config, policy, group, print)
-        policy.update(samples)
-        rows = measure_disk(policy, checkpointer, args)
-        rows.append(measure_stall(policy, samples, checkpointer, args))
+        make_model(directory, args)
+        measured = run_ranks(directory, args)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    print(f"{'name':20} {'ratio':>7} {'bound':>6}")
-    for row in rows:
-        print(f"{row['name']:20} {row['ratio']:7.3f} {row['bound']:6.2f}  {'ok' if row['ok'] else 'OUT OF BOUNDS'}")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
-    raise SystemExit(0 if all(row["ok"] for row in rows) else 1)
+    return finish([*disk_rows(measured), stall_row(measured)], args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,16 @@
+#!/usr/bin/env python3
 """Checkpoint conversion compared with `cp -r` of the same bytes: speed and private memory, for dense and MoE models.
 
-    python benchmarks/convert.py [--json FILE] [--layers N] [--rounds N] [--workers N] [--dir DIR]
-    python benchmarks/convert.py --layers 8 --rounds 1     # about 2 GB, for a quick look
+    python benchmarks/convert.py [--json FILE] [--layers N] [--rounds N] [--workers N] [--dir DIR] [--quick]
 
 The bf16 weights are generated: `dense` in the real shape of a 4B model (36 layers, 8.0 GB), `moe` with the 18,867
-tensors of a 30B-A3B (48 layers, 128 experts) at a width that gives 8.4 GB. Numbers are medians of alternating runs;
-before each run everything is synced and the caches are dropped. A conversion is timed from process start to exit,
-fsync included; `cp` is timed with `sync`. Memory is measured in separate runs: the anonymous and shared pages of all
-processes of the tree.
+tensors of a 30B-A3B (48 layers, 128 experts) at a width that gives 8.4 GB. Numbers are medians of rounds in which the
+copy and the conversion of both models alternate; before each run everything is synced and the caches are dropped. A
+conversion is timed from process start to exit, fsync included; `cp` is timed with `sync`. Memory is measured in
+separate runs, also of models of 1 GB: the anonymous and shared pages of all processes of the tree.
+
+What a run has made is deleted before the next one begins, so that no more than one copy of a model lies on the disk
+beside the sources: 26 GB at most.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ from typing import Any
 import psutil
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from report import Ratio, add_options, finish
+
 from megarl.models.export import ExportedTensor, plan_files
 from megarl.models.info import ModelInfo
 from megarl.models.read_config import info_from_config
@@ -39,21 +46,34 @@ from megarl.models.shards import table
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND_TIMEOUT_S = 3600.0  # ends a command that hangs; the slowest one takes minutes
 SPEED_BOUND, MOE_BOUND, MEMORY_BOUND_GIB = 2.0, 1.5, 1.5
+GROWTH_BOUND = 1.25  # of the private memory from a model of 1 GB to one of 8 GB
 DENSE_LAYERS, MOE_LAYERS = 36, 48
+SMALL = {"dense": 1, "moe": 4}  # layers of a model of 1 GB
+KINDS = ("import", "export")
 
 
 @dataclass(frozen=True)
-class ConversionResult:
-    """One line of the report; `ratio` must not exceed `bound`."""
+class Model:
+    """A model on the disk in up to two formats; `work` also gets what a run makes."""
 
     name: str
-    ratio: float
-    bound: float
-    details: dict[str, Any]
+    info: ModelInfo
+    work: Path
+    workers: int
 
-    @property
-    def ok(self) -> bool:
-        return self.ratio <= self.bound
+    def source(self, kind: str) -> Path:
+        """The directory that a conversion reads."""
+        return self.work / ("hf" if kind == "import" else "megatron")
+
+    def target(self, kind: str) -> Path:
+        """The directory that a conversion makes."""
+        return self.work / ("megatron" if kind == "import" else "exported")
+
+    def command(self, kind: str) -> list[str]:
+        """The conversion."""
+        read, write = ("--hf", "--out") if kind == "import" else ("--megatron", "--hf")
+        arguments = (kind, read, self.source(kind), write, self.target(kind), "--workers", self.workers)
+        return convert_command(*arguments)
 
 
 def dense_config(layers: int) -> dict[str, Any]:
@@ -137,11 +157,12 @@ def drop_caches(paths: Sequence[Path]) -> str:
 
 
 def timed(command: Sequence[str], out: Path) -> float:
-    """Return the seconds of a command that makes `out`."""
-    shutil.rmtree(out, ignore_errors=True)
+    """Return the seconds of a command that makes `out`, which is deleted afterwards."""
     began = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    shutil.rmtree(out)
+    return seconds
 
 
 def _environment() -> dict[str, str]:
@@ -156,45 +177,45 @@ def convert_command(*arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools/checkpoint/convert.py"), *map(str, arguments)]
 
 
-def against_copy(
-    name: str, source: Path, out: Path, command: list[str], args: argparse.Namespace
-) -> tuple[ConversionResult, dict[str, float]]:
-    """Run `command` and a copy of its source alternately with cold caches, then each once with warm caches.
+def measure_speed(kind: str, models: Sequence[Model], rounds: int) -> list[Ratio]:
+    """Copy and convert every model in each round with cold caches, then each once with warm ones; return the rows."""
+    copied: dict[str, list[float]] = {model.name: [] for model in models}
+    converted: dict[str, list[float]] = {model.name: [] for model in models}
+    how = ""
+    for _ in range(rounds):
+        for model in models:
+            source, copy = model.source(kind), model.work / "copy"
+            how = drop_caches([source])
+            copied[model.name].append(timed(copy_command(source, copy), copy))
+            drop_caches([source])
+            converted[model.name].append(timed(model.command(kind), model.target(kind)))
+    rows, per_byte = [], {}
+    for model in models:
+        source, copy = model.source(kind), model.work / "copy"
+        warm_copy = timed(copy_command(source, copy), copy)
+        warm = timed(model.command(kind), model.target(kind))
+        size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+        seconds = statistics.median(converted[model.name])
+        per_byte[model.name] = seconds / size
+        details = {
+            "bytes": size,
+            "seconds": converted[model.name],
+            "cp_seconds": copied[model.name],
+            "gb_per_s": size / seconds / 1e9,
+            "warm_ratio": warm / warm_copy,
+            "caches": how,
+            "workers": model.workers,
+            "load": os.getloadavg()[0],
+        }
+        ratio = seconds / statistics.median(copied[model.name])
+        rows.append(Ratio(f"{model.name}_{kind}", ratio, SPEED_BOUND, details=details))
+    if per_byte.keys() >= {"dense", "moe"}:
+        rows.append(Ratio(f"moe_{kind}_per_byte of dense", per_byte["moe"] / per_byte["dense"], MOE_BOUND))
+    return rows
 
-    Returns the result, and the seconds and the seconds per byte of the conversion.
-    """
-    copied, converted = [], []
-    copy = out.with_name("copy")
-    for _ in range(args.rounds):
-        how = drop_caches([source])
-        copied.append(timed(copy_command(source, copy), copy))
-        shutil.rmtree(copy)
-        drop_caches([source])
-        converted.append(timed(command, out))
-    warm_copy = timed(copy_command(source, copy), copy)
-    shutil.rmtree(copy)
-    warm = timed(command, out)
-    size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
-    seconds, reference = statistics.median(converted), statistics.median(copied)
-    details = {
-        "bytes": size,
-        "seconds": converted,
-        "cp_seconds": copied,
-        "gb_per_s": size / seconds / 1e9,
-        "warm_ratio": warm / warm_copy,
-        "caches": how,
-        "workers": args.workers,
-        "load": os.getloadavg()[0],
-    }
-    return ConversionResult(name, seconds / reference, SPEED_BOUND, details), {
-        "seconds": seconds,
-        "per_byte": seconds / size,
-    }
 
-
-def private_memory(command: list[str], out: Path, largest: int, name: str) -> ConversionResult:
-    """Measure the peak of anonymous + shared pages of the process tree, minus the bytes of the largest fused tensor."""
-    shutil.rmtree(out, ignore_errors=True)
+def private_memory(command: list[str]) -> dict[str, int]:
+    """Return the peak bytes of the process tree of a command: anonymous and shared pages, and pages of files."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
     peak = {"private": 0, "file": 0}
     over = threading.Event()
@@ -214,10 +235,20 @@ def private_memory(command: list[str], out: Path, largest: int, name: str) -> Co
         sampler.join()
     if code:
         raise SystemExit(f"{command} failed with code {code}")
-    details = {f"peak_{kind}_mib": value / 2**20 for kind, value in peak.items()} | {"largest_mib": largest / 2**20}
-    return ConversionResult(
-        name, (peak["private"] - largest) / 2**30, MEMORY_BOUND_GIB, details | {"unit": "GiB above the tensor"}
-    )
+    return peak
+
+
+def memory_rows(kind: str, model: Model, peak: dict[str, int], small: dict[str, int]) -> list[Ratio]:
+    """Return the rows of a conversion's memory: above the largest fused tensor, and against a model of 1 GB."""
+    largest = largest_tensor(model.info)
+    details: dict[str, Any] = {f"peak_{name}_mib": value / 2**20 for name, value in peak.items()}
+    details |= {f"peak_{name}_mib_of_1_gb": value / 2**20 for name, value in small.items()}
+    details |= {"largest_mib": largest / 2**20, "unit": "GiB above the tensor"}
+    above = (peak["private"] - largest) / 2**30
+    return [
+        Ratio(f"{model.name}_{kind}_memory", above, MEMORY_BOUND_GIB, details=details),
+        Ratio(f"{model.name}_{kind}_memory of 1 GB", peak["private"] / small["private"], GROWTH_BOUND),
+    ]
 
 
 def _tree_memory(pid: int) -> tuple[int, int]:
@@ -243,71 +274,57 @@ def largest_tensor(info: ModelInfo) -> int:
     return max(2 * torch.Size(entry.shard_shape(0, 1)).numel() for entry in table(info).values())
 
 
-def measure(
-    name: str, config: dict[str, Any], work: Path, args: argparse.Namespace
-) -> tuple[list[ConversionResult], list[float]]:
-    """Measure speed and memory of one model; return the results and the seconds per byte of import and export."""
-    source, megatron, out = work / "hf", work / "megatron", work / "exported"
-    info = generate(source, config)
-    forward = convert_command("import", "--hf", source, "--out", megatron, "--workers", args.workers)
-    back = convert_command("export", "--megatron", megatron, "--hf", out, "--workers", args.workers)
-    results, per_byte = [], []
-    for kind, origin, target, command in (("import", source, megatron, forward), ("export", megatron, out, back)):
-        result, costs = against_copy(f"{name}_{kind}", origin, target, command, args)
-        results.append(result)
-        per_byte.append(costs["per_byte"])
-        show(result)
-    for kind, target, command in (("import", megatron, forward), ("export", out, back)):
-        results.append(private_memory(command, target, largest_tensor(info), f"{name}_{kind}_memory"))
-        show(results[-1])
-    verify = convert_command("verify", source, out)
-    subprocess.run(verify, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
+def small_memory(name: str, config: dict[str, Any], work: Path, workers: int) -> dict[str, dict[str, int]]:
+    """Return the peaks of both conversions of a model that is made for this and deleted."""
+    model = make(name, config, work, workers)
+    peaks = {kind: private_memory(model.command(kind)) for kind in KINDS}
     shutil.rmtree(work)
-    return results, per_byte
+    return peaks
 
 
-def show(result: ConversionResult) -> None:
-    state = "ok" if result.ok else "ABOVE ITS BOUND"
-    print(f"{result.name}: {result.ratio:.2f} (bound {result.bound}) {state}  {_short(result.details)}", flush=True)
+def make(name: str, config: dict[str, Any], work: Path, workers: int) -> Model:
+    """Generate a model."""
+    return Model(name, generate(work / "hf", config), work, workers)
 
 
-def _short(details: dict[str, Any]) -> str:
-    def text(value: object) -> str:
-        if isinstance(value, list):
-            return "/".join(map(text, value))
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
+def measure(
+    kind: str, models: Sequence[Model], small: dict[str, dict[str, dict[str, int]]], rounds: int
+) -> list[Ratio]:
+    """Measure one conversion of all models, and leave what it makes in place of its source; return the rows."""
+    rows = measure_speed(kind, models, rounds)
+    for model in models:
+        rows += memory_rows(kind, model, private_memory(model.command(kind)), small[model.name][kind])
+        verify = convert_command("verify", model.source(kind), model.target(kind))
+        subprocess.run(verify, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
+        shutil.rmtree(model.source(kind))
+    return rows
 
-    return ", ".join(f"{key} {text(value)}" for key, value in details.items())
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
     parser.add_argument("--layers", type=int, default=DENSE_LAYERS, help="of the dense model; moe scales with it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4, help="default: the converter's own default")
     parser.add_argument("--dir", type=Path, help="directory for up to 26 GB (default: a temporary directory)")
     parser.add_argument("--only", choices=["dense", "moe"])
-    args = parser.parse_args()
-    moe_layers = max(1, args.layers * MOE_LAYERS // DENSE_LAYERS)
-    models = {"dense": dense_config(args.layers), "moe": moe_config(moe_layers)}
-    results: list[ConversionResult] = []
-    costs: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="convert-") as directory:
-        for name, config in models.items():
-            if args.only in (None, name):
-                found, costs[name] = measure(name, config, Path(directory) / name, args)
-                results += found
-    if len(costs) == 2:
-        for index, kind in enumerate(("import", "export")):
-            ratio = costs["moe"][index] / costs["dense"][index]
-            results.append(ConversionResult(f"moe_{kind}_per_byte", ratio, MOE_BOUND, {"against": f"dense_{kind}"}))
-            show(results[-1])
-    if args.json:
-        rows = [{"name": r.name, "ratio": r.ratio, "bound": r.bound, "ok": r.ok, "details": r.details} for r in results]
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    sys.exit(0 if all(result.ok for result in results) else 1)
+    options = parser.parse_args()
+    if options.quick:
+        options.layers, options.rounds = 2, 1
+    shapes = {"dense": dense_config, "moe": moe_config}
+    layers = {"dense": options.layers, "moe": max(1, options.layers * MOE_LAYERS // DENSE_LAYERS)}
+    names = [name for name in shapes if options.only in (None, name)]
+    rows: list[Ratio] = []
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="convert-") as directory:
+        small = {
+            name: small_memory(name, shapes[name](SMALL[name]), Path(directory, name), options.workers)
+            for name in names
+        }
+        models = [make(name, shapes[name](layers[name]), Path(directory, name), options.workers) for name in names]
+        for kind in KINDS:
+            rows += measure(kind, models, small, options.rounds)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -42,6 +42,7 @@ for folder in (ROOT, ROOT / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+from report import Ratio, add_json, finish  # noqa: E402
 from sync_scale_sender import sender_row, store_rows  # noqa: E402
 
 MODELS = ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
@@ -56,7 +57,7 @@ STORE_SYNCS = 4  # per run: each is short
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    add_json(parser)
     parser.add_argument("--runs", type=int, default=5, help="alternating repetitions (median)")
     parser.add_argument("--layers", type=int, help="only so many layers, for a quick look")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
@@ -66,20 +67,17 @@ def main() -> int:
 
     platforms.activate()
     torch.set_num_threads(1)
-    rows = digest_rows(BUCKET_BYTES) + store_rows(row, STORE_SYNCS * options.runs)
+    rows = digest_rows(BUCKET_BYTES) + store_rows(STORE_SYNCS * options.runs)
     for name in options.model:
         rows.append(fill_row(name, options.layers))
         with no_collection():
             bucket_bytes = scaled_bucket_bytes(name, options.layers)
-            rows.append(sender_row(name, tiny_config(name, options.layers), bucket_bytes, options.runs, row))
+            rows.append(sender_row(name, tiny_config(name, options.layers), bucket_bytes, options.runs))
         rows += engine_rows(name, options.layers, options.runs)
-    print_table(rows)
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
-    return 0 if all(row["ok"] for row in rows) else 1
+    return finish(rows, options)
 
 
-def digest_rows(bucket_bytes: int) -> list[dict[str, Any]]:
+def digest_rows(bucket_bytes: int) -> list[Ratio]:
     """Count operations and temporary memory of the digest of one bucket, on the path that accelerators take."""
     from megarl.weights.digest import device_row_sums, digest
     from tests.support.operations import CountOperations
@@ -90,12 +88,16 @@ def digest_rows(bucket_bytes: int) -> list[dict[str, Any]]:
         digest(payload_B, version=1, bucket=0, row_sums=device_row_sums)
     temporaries = counter.peak_bytes / bucket_bytes
     return [
-        row("digest operations", counter.operations / DIGEST_OPERATIONS, 1.0, {"operations": counter.operations}),
-        row("digest temporaries", temporaries / TEMPORARIES, 1.0, {"part of a bucket": round(temporaries, 3)}),
+        Ratio(
+            "digest operations", counter.operations / DIGEST_OPERATIONS, 1.0, details={"operations": counter.operations}
+        ),
+        Ratio(
+            "digest temporaries", temporaries / TEMPORARIES, 1.0, details={"part of a bucket": round(temporaries, 3)}
+        ),
     ]
 
 
-def fill_row(name: str, layers: int | None) -> dict[str, Any]:
+def fill_row(name: str, layers: int | None) -> Ratio:
     """Compare the median bucket of the real shapes with the bucket size, for engines that load in place."""
     from megarl.weights.buckets import RELOAD_LAYER_SPAN, bucket_plan
     from tests.support.manifests import manifest_of
@@ -110,10 +112,10 @@ def fill_row(name: str, layers: int | None) -> dict[str, Any]:
         "median fill": round(fill[None], 3),
         "median fill for engines that reload": round(fill[RELOAD_LAYER_SPAN], 3),
     }
-    return row(f"bucket fill {name}", FILL / fill[None], 1.0, details)
+    return Ratio(f"bucket fill {name}", FILL / fill[None], 1.0, details=details)
 
 
-def engine_rows(name: str, layers: int | None, runs: int) -> list[dict[str, Any]]:
+def engine_rows(name: str, layers: int | None, runs: int) -> list[Ratio]:
     """Time the receiving half on a real vLLM model with the names of the large one."""
     from megarl.weights.loaders import ModelLoader
     from tests.support.vllm_model import vllm_model
@@ -145,7 +147,12 @@ def engine_rows(name: str, layers: int | None, runs: int) -> list[dict[str, Any]
     ]
     facts = {"tensors": len(tensors), "buckets": len(plan.buckets), "load_weights us per tensor": each_us(plain, plan)}
     return [
-        row(f"engine {name}, {way}", seconds / plain, bound, facts | {"us per tensor": each_us(seconds, plan)})
+        Ratio(
+            f"engine {name}, {way}",
+            seconds / plain,
+            bound,
+            details=facts | {"us per tensor": each_us(seconds, plan)},
+        )
         for way, seconds, bound in measured
     ]
 
@@ -271,22 +278,6 @@ def cpu_seconds(function: Callable[[], None]) -> float:
     start = time.process_time()
     function()
     return time.process_time() - start
-
-
-def row(name: str, ratio: float, bound: float | None, details: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": name, "ratio": round(ratio, 3), "bound": bound, "ok": bound is None or ratio <= bound,
-        "details": details,
-    }  # fmt: skip
-
-
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"{'row':<42} {'ratio':>8} {'bound':>6}  ok")
-    for each in rows:
-        bound = "" if each["bound"] is None else f"{each['bound']:.2f}"
-        print(
-            f"{each['name']:<42} {each['ratio']:>8.3f} {bound:>6}  {'yes' if each['ok'] else 'NO'}  {each['details']}"
-        )
 
 
 if __name__ == "__main__":

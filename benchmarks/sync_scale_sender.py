@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from report import Ratio
 
 if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
     from megarl.models.gather import TensorPart
@@ -25,10 +26,8 @@ STORE_CPU_S = 0.5  # of the server per sync, with the larger number of members
 STORE_GROWTH = 1.3  # of the CPU time per member
 STORE_BUCKETS = (5, 200)
 
-MakeRow = Callable[[str, float, float | None, dict[str, Any]], dict[str, Any]]
 
-
-def sender_row(name: str, config: dict[str, Any], bucket_bytes: int, runs: int, row: MakeRow) -> dict[str, Any]:
+def sender_row(name: str, config: dict[str, Any], bucket_bytes: int, runs: int) -> Ratio:
     """Time one sync of a sender that owns all tensors of the tiny `config`, against a loop of `copy_` over them."""
     from megarl.models.read_config import info_from_config
     from megarl.weights.buckets import bucket_plan
@@ -53,7 +52,7 @@ def sender_row(name: str, config: dict[str, Any], bucket_bytes: int, runs: int, 
     each_us = {kind: statistics.median(values) / len(plan.specs) * 1e6 for kind, values in seconds.items()}
     details = {"tensors": len(plan.specs), "buckets": len(plan.buckets)}
     details |= {f"{kind} us per tensor": round(value, 2) for kind, value in each_us.items()}  # type: ignore[misc]
-    return row(f"sender {name}", each_us["sender"] / each_us["copy_"], SENDER_BOUND, details)
+    return Ratio(f"sender {name}", each_us["sender"] / each_us["copy_"], SENDER_BOUND, details=details)
 
 
 def whole_parts(info: ModelInfo) -> dict[int, TensorPart]:
@@ -100,7 +99,7 @@ def one_sender(plan: BucketPlan, parts: dict[int, TensorPart]) -> Callable[[], N
     return sync
 
 
-def store_rows(row: MakeRow, syncs: int) -> list[dict[str, Any]]:
+def store_rows(syncs: int) -> list[Ratio]:
     """Count the requests to the sync's store and the CPU time of its server, with few and many members and buckets."""
     from tests.support.store_traffic import measure
 
@@ -111,9 +110,10 @@ def store_rows(row: MakeRow, syncs: int) -> list[dict[str, Any]]:
     per_member_us = {members: traffic.cpu_s / members * 1e6 for members, traffic in counted.items()}
     facts = {f"{members} members": traffic.requests for members, traffic in counted.items()}
     times = {f"us with {members}": round(value, 1) for members, value in per_member_us.items()}
+    per_sync = {"ms per sync": round(many.cpu_s * 1e3, 2)}
     return [
-        row("store requests", requests, 1.0, facts),
-        row("store requests per bucket", abs(few.requests - short.requests) / (more - fewer), 0.0, {}),
-        row(f"store CPU, {large} members", many.cpu_s / STORE_CPU_S, 1.0, {"ms per sync": round(many.cpu_s * 1e3, 2)}),
-        row("store CPU per member", per_member_us[large] / per_member_us[small], STORE_GROWTH, times),
+        Ratio("store requests", requests, 1.0, details=facts),
+        Ratio("store requests per bucket", abs(few.requests - short.requests) / (more - fewer), 0.0),
+        Ratio(f"store CPU, {large} members", many.cpu_s / STORE_CPU_S, 1.0, details=per_sync),
+        Ratio("store CPU per member", per_member_us[large] / per_member_us[small], STORE_GROWTH, details=times),
     ]

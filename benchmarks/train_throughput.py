@@ -14,19 +14,23 @@ Shape suffixes: S sequences of a micro-batch, L tokens of a padded sequence, R o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from report import Ratio, add_json, finish
 
 if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
     from megarl.trainer.batch import TrainSample
@@ -169,7 +173,7 @@ def timed(function: Callable[[], object], device: torch.device, clock: str) -> f
 
 def measure(
     scenario: Scenario, packed: Packed, padded: Padded, args: argparse.Namespace, device: torch.device
-) -> dict[str, Any]:
+) -> Ratio:
     """Compare and time both sides in one scenario; return the row of the report."""
     samples = make_samples(scenario.lengths, args.vocab)
     own, plain = packed.logprobs(samples), padded.run(samples)
@@ -186,31 +190,25 @@ def measure(
         theirs.append(timed(lambda: padded.run(samples), device, args.clock))
     useful = sum(scenario.lengths)
     mine, other = useful / statistics.median(ours), useful / statistics.median(theirs)
-    ratio = mine / other
-    return {
-        "name": f"train_throughput.{scenario.name}",
-        "ratio": round(ratio, 3),
-        "bound": scenario.bound,
-        "ok": ratio >= scenario.bound,
-        "details": {
-            "megarl_useful_tokens_per_s": round(mine, 1),
-            "transformers_useful_tokens_per_s": round(other, 1),
-            "useful_tokens": useful,
-            "padded_tokens": len(scenario.lengths) * max(scenario.lengths),
-            "rounds": args.rounds,
-            "clock": args.clock,
-            "threads": torch.get_num_threads(),
-            "device": str(device),
-            "max_abs_logprob_difference": worst,
-            "spread_megarl": round((max(ours) - min(ours)) / statistics.median(ours), 3),
-            "spread_transformers": round((max(theirs) - min(theirs)) / statistics.median(theirs), 3),
-        },
+    details = {
+        "megarl_useful_tokens_per_s": round(mine, 1),
+        "transformers_useful_tokens_per_s": round(other, 1),
+        "useful_tokens": useful,
+        "padded_tokens": len(scenario.lengths) * max(scenario.lengths),
+        "rounds": args.rounds,
+        "clock": args.clock,
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "max_abs_logprob_difference": worst,
+        "spread_megarl": round((max(ours) - min(ours)) / statistics.median(ours), 3),
+        "spread_transformers": round((max(theirs) - min(theirs)) / statistics.median(theirs), 3),
     }
+    return Ratio(f"train_throughput.{scenario.name}", mine / other, scenario.bound, True, details)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    add_json(parser)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of both sides")
     parser.add_argument(
@@ -227,7 +225,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
     from megarl import platforms
 
@@ -246,19 +244,8 @@ def main() -> None:
         cases = scenarios(args.sequences, args.longest)
         rows = [measure(scenario, packed, padded, args, platform.device) for scenario in cases]
         torch.distributed.destroy_process_group()
-    print(f"{'name':32} {'ratio':>7} {'bound':>6}  {'megarl':>10} {'transformers':>13}  useful tokens/s")
-    for row in rows:
-        details = row["details"]
-        print(
-            f"{row['name']:32} {row['ratio']:7.2f} {row['bound']:6.2f}  "
-            f"{details['megarl_useful_tokens_per_s']:10.0f} {details['transformers_useful_tokens_per_s']:13.0f}  "
-            f"{'ok' if row['ok'] else 'BELOW THE BOUND'}"
-        )
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
-    if not all(row["ok"] for row in rows):
-        raise SystemExit(1)
+    return finish(rows, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -41,10 +41,10 @@ def test_it_measures_every_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_buckets_of_the_large_models_are_full(name: str) -> None:
     row = fill_row(name, None)
-    assert row["ok"] and row["details"]["tensors"] == {"Qwen3-30B-A3B": 18_867, "Qwen3-235B-A22B": 36_945}[name]
+    assert row.ok and row.details["tensors"] == {"Qwen3-30B-A3B": 18_867, "Qwen3-235B-A22B": 36_945}[name]
 
 
 def test_a_missed_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.sync_scale.DIGEST_OPERATIONS", 10)
     operations, temporaries = digest_rows(2**22)
-    assert not operations["ok"] and temporaries["ok"]
+    assert not operations.ok and temporaries.ok

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.common.processes import ProcessId
+from megarl.common.processes import ProcessId, descendants, is_alive
 from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.back_pressure import FULL, BackPressure
@@ -23,7 +23,8 @@ from megarl.rollout.replica import replica_name, restart_replica
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 from tests.support.pool import TestPool, start_pool
-from tests.support.pool_checks import check_rows, inside, process_of, reference_logprobs, serve
+from tests.support.pool_checks import check_rows, command_of, inside, process_of, reference_logprobs, serve
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -35,6 +36,11 @@ def test_a_tensor_parallel_engine_agrees_with_transformers(tmp_path: Path) -> No
         serve(pool, 0)
         check_rows(pool, reader.fetch(pool.client.wait_batch(0).keys), version=0)
         reader.close()
+        actor = process_of(pool.client.engine_handles().replicas()[0])
+        engine = [each for each in descendants(actor.pid) if "resource_tracker" not in command_of(each)]
+        assert len(engine) >= 3, "EngineCore and two workers"
+        os.kill(actor.pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, engine)), 10, "the engine and the workers of the killed actor")
     finally:
         pool.close()
 

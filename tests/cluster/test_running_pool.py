@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -439,3 +440,25 @@ def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: P
         GONE_S,
         "the failed pool to go",
     )
+
+
+@pytest.mark.slow  # one more engine start
+def test_an_engine_that_is_killed_while_it_starts_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    """The actor dies before it has answered once."""
+    from megarl.cluster.client import PoolClient
+
+    config = pool_config(tmp_path)
+    handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid())
+
+    def actors() -> list[psutil.Process]:
+        return [each for each in survivors(config.run_dir) if "ray::EngineReplica" in " ".join(each.cmdline())]
+
+    try:
+        wait_until(lambda: bool(actors()), 400.0, "the engine's actor")
+        actors()[0].kill()
+        with pytest.raises(RolloutError, match="engine replica 0: "):
+            PoolClient.connect(handle, config)
+        wait_until(lambda: not survivors(config.run_dir), GONE_S, "the failed pool to go")
+    finally:
+        for each in survivors(config.run_dir):
+            each.kill()

@@ -92,7 +92,10 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"sampling__stop_token_ids": []}, "sampling.stop_token_ids: empty"),
     ({"door__enabled": True, "run__deterministic": True}, "door.enabled: requests from outside change what an engine"),
     ({"door__host": "0.0.0.0"}, "door.host: '0.0.0.0' means all addresses"),
-    ({"checkpoint__keep_best": "eval/a/greedy"}, "checkpoint.keep_best: 'eval/a/greedy' is no metric of an evaluation set"),
+    (
+        {"checkpoint__keep_best": "eval/a/greedy"},
+        "checkpoint.keep_best: 'eval/a/greedy' is no metric of an evaluation set",
+    ),
     ({"evaluation__every": 2}, "evaluation.every: set, but evaluation.sets is empty"),
     ({"evaluation__concurrent": True, "run__deterministic": True}, "evaluation.concurrent: run.deterministic needs"),
     (

@@ -110,7 +110,7 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
 def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_back(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    """The ranks are not restarted, and every group of every step is accounted for."""
+    """The ranks are not restarted, and every group of every step is accounted for; then a SIGTERM stops the job."""
     timeouts = {"node_s": 15, "rpc_s": 20, "shutdown_s": 20, "save_s": 60}
     config = write_job(tmp_path, steps=100_000, timeouts=timeouts, **FOUR_HOSTS)
     run_dir = tmp_path / "run"
@@ -150,7 +150,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         )
         wait_for(lambda: "1 engines that were lost are up again" in log.read_text(), 200, "the pool to grow", log)
         engines(2, 100, "steps with both engines")
-        (run_dir / "stop").touch()
+        process.terminate()  # the launch script, which asks all hosts to stop
         assert process.wait(timeout=150) == 0, log.read_text()[-4000:]
         assert agent.wait(timeout=60) == 0
     finally:
@@ -158,7 +158,8 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
     assert f"node {hosts.addresses[3]} is back" in log.read_text()
     assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
     check_steps(run_dir)
-    assert exit_record(run_dir)["status"] == "preempted"
+    stopped = exit_record(run_dir)
+    assert (stopped["status"], stopped["reason"]) == ("preempted", "SIGTERM")
     assert not any(hosts.processes(index) for index in range(4))
 
 

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 def start(config: Path) -> subprocess.Popen[bytes]:
     with config.with_name("job.log").open("wb") as output:
         return subprocess.Popen(
-            ["launch/local.sh", str(config)], cwd=ROOT, env=marked(config.parent / "run"), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            ["launch/local.sh", str(config)], cwd=ROOT, env=marked(config.parent / "run"), stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 

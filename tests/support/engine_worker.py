@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import multiprocessing
 from typing import Any
 
 import torch
+
+PR_GET_PDEATHSIG = 2  # linux/prctl.h
 
 
 class EngineWorker:
@@ -13,6 +17,12 @@ class EngineWorker:
 
     model_runner: Any  # these attributes belong to vLLM's worker
     weight_transfer_engine: Any
+
+    def death_signal(self) -> tuple[str, int]:
+        """The name of this process, and the signal that the kernel sends it when its parent ends; 0 for none."""
+        number = ctypes.c_int()
+        assert ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0) == 0
+        return multiprocessing.current_process().name, number.value
 
     def loaded(self) -> str:
         """The way in which the last sync was loaded."""

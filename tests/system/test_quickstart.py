@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from tests.support.run import start
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
+LONGEST_S = 360.0  # the README says 2 to 6 minutes, with the assets, which take the smallest part
+
+
 def quickstart(assets: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
     heldout = f'[{{"name": "additions", "path": "{assets / "heldout.jsonl"}"}}]'
+    begun = time.monotonic()
     process = start(
         ROOT / "examples/rl/configs/quickstart_cpu.yaml",
         f"run.dir={run_dir}",
@@ -26,6 +31,7 @@ def quickstart(assets: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
     )
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output[-4000:]
+    assert time.monotonic() - begun <= LONGEST_S
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return summary
 
@@ -37,10 +43,10 @@ def test_it_learns(assets: Path, tmp_path: Path, seed: int) -> None:
     assert before["n"] >= 500 and after["n"] == before["n"]
     for mode in ("greedy", "sampled"):
         assert after[mode] - before[mode] >= 0.30, (mode, before, after)
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(step.get("monitor/alarms", 0) for step in steps) == 0, "false alarms"
-    parsed = [json.loads(line) for line in (tmp_path / "run" / "eval_before.jsonl").read_text().splitlines()]
-    assert sum("\\boxed{" in record["response"] for record in parsed) >= 0.9 * len(parsed)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("monitor/alarms", 0) for line in lines) == 0, "false alarms"
+    parsed = [line["eval/additions/parsed"] for line in lines if "eval/additions/parsed" in line]
+    assert len(parsed) >= 2 and min(parsed) >= 0.9, "the answers that the reward function finds, before and after"
 
 
 def test_permuted_rewards_teach_nothing(assets: Path, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def launch(config: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start launch/local.sh in a process group of its own, as a shell does for what a user starts."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            ["launch/local.sh", str(config)], cwd=ROOT, env=marked(config.parent / "run"), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            ["launch/local.sh", str(config)], cwd=ROOT, env=marked(config.parent / "run"), stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 

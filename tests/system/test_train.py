@@ -26,7 +26,7 @@ from megarl.telemetry.event_files import read_events
 from tests.support.checkout import ROOT, environment
 from tests.support.leftovers import assert_nothing_left
 from tests.support.reward_functions import digit_share
-from tests.support.run import Run, start, tiny_config, train
+from tests.support.run import Run, start, step_records, tiny_config, train
 
 pytestmark = pytest.mark.engine
 
@@ -438,4 +438,22 @@ def test_malformed_data_is_named(tmp_path: Path) -> None:
     run = train(config)
     assert run.code != 0
     assert f"{tmp_path / 'train.jsonl'}:49: not JSON" in run.output
+    assert_nothing_left(run.directory)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_ends_no_response_is_named(tmp_path: Path) -> None:
+    """Without an EOS anywhere, every response would be cut at its limit: nothing is trained, and nothing is left."""
+    config = tiny_config(tmp_path)
+    model = tmp_path / "model"
+    for name, key in (("generation_config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        content = json.loads((model / name).read_text())
+        del content[key]
+        (model / name).write_text(json.dumps(content))
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>", "--"))
+    run = train(config)
+    assert run.code != 0
+    assert "megarl: " in run.output and "no stop token: " in run.output and "sampling.stop_token_ids" in run.output
+    assert step_records(run.directory) == []
     assert_nothing_left(run.directory)

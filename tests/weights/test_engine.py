@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -95,6 +96,15 @@ def test_after_a_sync_the_engine_is_the_new_model(engine: Setup) -> None:
     engine.assert_serves(1)
     assert report.buckets > 10 and report.bytes == sum(t.nbytes for t in engine.weights(1).values())
     assert all(PACKED in way for way in engine.replica.ask_workers("loaded"))
+
+
+@on("dense", "moe TP2")
+def test_the_processes_of_an_engine_end_with_their_parents(engine: Setup) -> None:
+    """Nothing else ends the workers of an engine whose actor was killed: they wait for EngineCore without end."""
+    found = engine.replica.ask_workers("death_signal")
+    assert len(found) == len(engine.workers) and {number for _, number in found} == {signal.SIGKILL}
+    kind = "VllmWorker" if len(found) > 1 else "EngineCore"
+    assert all(name.startswith(kind) for name, _ in found), found
 
 
 @on("dense", "dense TP2")

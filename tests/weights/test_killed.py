@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -88,9 +89,9 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
     if end == signal.SIGKILL:
         assert elapsed < DEADLINE_S, "a closed connection is noticed before the deadline"
     else:
-        assert "waited" in str(info.value) and "for engine replica 1 worker 0 in the broadcast" in str(info.value), (
-            info.value
-        )
+        found = re.search(r"waited (\d+\.\d) s for engine replica 1 worker 0 in the broadcast", str(info.value))
+        assert found is not None, info.value
+        assert float(found[1]) < DEADLINE_S + 3.0, "it was waited for longer than the deadline"
     assert [name for name in info.value.failed_members if "replica 1" not in name] == []
     assert info.value.failed_members and info.value.needs_restart == ("replica 0", "replica 1")
     assert survivor.version == "0" and not survivor.serving

@@ -68,7 +68,9 @@ def test_recipes_are_accepted_with_plan_and_memory(
     trainer = [float(word) for word in totals[0].partition(" of ")[0].split() if word.replace(".", "").isdigit()]
     assert 0 < max(trainer) < 0.9 * 79
     header = (ROOT / f"examples/rl/configs/{name}.yaml").read_text().partition("run:")[0]
-    assert header.startswith("#") and re.search(r"What differs from|and megarl does not \(yet\)|this recipe's own", header)
+    assert header.startswith("#") and re.search(
+        r"What differs from|and megarl does not \(yet\)|this recipe's own", header
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 from megarl.models import shards
 from megarl.models.families import FAMILIES
 from megarl.models.info import ModelInfo
+from megarl.models.loader import load_hf_weights
 from megarl.models.mapping import Entry, Piece
 from megarl.models.read_config import load_info as read_info
 from tests.support.ranks import models
@@ -30,6 +31,7 @@ class Mutation:
     model: str  # of family_models.MODELS
     entry: Callable[[Entry], Entry] = lambda entry: entry
     info: Callable[[ModelInfo], ModelInfo] = lambda info: info
+    loaded: Callable[[str, torch.Tensor], None] = lambda name, parameter: None  # of each parameter, after the load
     sizes: dict[str, Any] = field(default_factory=lambda: dict(TP2))
 
 
@@ -108,16 +110,10 @@ def _deinterleaved(symbol: str) -> Callable[[ModelInfo], list[Piece]]:
     return arrange
 
 
-def _untied(info: ModelInfo) -> ModelInfo:
-    return replace(info, tied=False)
-
-
-def _head_of_other_rows(entry: Entry) -> Entry:
-    """The output layer has the embedding's rows, but not each at its token: it is no longer the embedding."""
-    if entry.megatron != "output_layer.weight":
-        return entry
-    names = ("model.embed_tokens.weight",)
-    return replace(entry, names=names, rule=replace(entry.rule, arrange=_rotated("vocab", 1), pad_to_tp=False))
+def _head_of_other_rows(name: str, parameter: torch.Tensor) -> None:
+    """The copy of the embedding in the last pipeline stage has each row at the next token: it is no longer tied."""
+    if name == shards.TIED_COPY:
+        parameter.copy_(parameter.roll(1, 0))
 
 
 DEEPSEEK = "deepseek_v3"
@@ -147,7 +143,7 @@ MUTATIONS = [
     Mutation("final-norm-swapped", "llama", _swap("model.norm.weight", "model.layers.0.input_layernorm.weight")),
     Mutation("qk-norms-swapped", "qwen3", _swap(".q_norm.", ".k_norm.")),
     Mutation("embedding-and-head-swapped", "qwen3", _swap("model.embed_tokens.weight", "lm_head.weight")),
-    Mutation("tie", "qwen2", _head_of_other_rows, _untied, sizes={"pipeline": 2}),
+    Mutation("tie", "qwen2", loaded=_head_of_other_rows, sizes={"pipeline": 2}),
     Mutation("layers-swapped", "llama", _swap("layers.2.mlp", "layers.3.mlp"), sizes={"pipeline": 2}),
     Mutation("router-order", "qwen3_moe", _rule("router", arrange=_reversed_rows)),
     Mutation("expert-offset", "qwen3_moe", _shift_experts, sizes={"expert": 2}),
@@ -212,7 +208,14 @@ def mutated_logprobs(
     def load_info(path: str) -> ModelInfo:
         return chosen.info(read_info(path))
 
-    with _expanding(chosen.entry), patch.object(models, "load_info", load_info):
+    @torch.no_grad()
+    def load_weights(chunks: Any, *arguments: Any) -> None:
+        load_hf_weights(chunks, *arguments)
+        for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
+            chosen.loaded(name, parameter)
+
+    loading = patch.multiple(models, load_info=load_info, load_hf_weights=load_weights)
+    with _expanding(chosen.entry), loading:
         return models.logprobs(model_dir, batch, **sizes)
 
 
