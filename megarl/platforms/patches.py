@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megarl.platforms import megatron_versions
+from megarl.common import megatron_versions
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

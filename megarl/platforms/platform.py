@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from megarl.platforms import cuda, megatron_versions
+from megarl.common import megatron_versions
+from megarl.platforms import cuda
 
 
 @dataclass(frozen=True)

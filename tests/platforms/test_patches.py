@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megarl import platforms
-from megarl.platforms import megatron_versions, patches
+from megarl.common import megatron_versions
+from megarl.platforms import patches
 from tests.support.world import World
 
 

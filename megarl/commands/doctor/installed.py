@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from megarl.commands.doctor.report import Finding
-from megarl.platforms import megatron_versions
+from megarl.common import megatron_versions
 
 LOCKS = Path(__file__).resolve().parents[3] / "requirements"
 # Packages that every run needs; torch and vLLM depend on the device path and are checked separately.

@@ -11,8 +11,8 @@ from importlib.metadata import version
 import pytest
 from packaging.requirements import Requirement
 
+from megarl.common import megatron_versions
 from megarl.common.errors import InstallationError
-from megarl.platforms import megatron_versions
 from tests.support.checkout import ROOT, environment
 from tests.support.megatron_version import VARIABLE
 from tests.support.world import World
