@@ -13,13 +13,17 @@ GPU_PY := $(GPU_VENV)/bin/python
 # The environment of environments (verifiers, reasoning-gym), whose pins clash with those of .venv.
 ENV_VENV := .venv-environments
 ENV_PY := $(ENV_VENV)/bin/python
+# Another Megatron-Core than the locked one, for make test-mcore: only its own files, laid before those of .venv.
+NEXT ?= 0.19.2
+MCORE := $(VENV)/mcore-$(NEXT)
+MCORE_TESTS ?= tests/platforms/test_patches.py tests/common/test_megatron_versions.py tests/models tests/trainer tests/checkpoint
 # Published implementations that tests compare with (verl, AReaL).
 ORACLES ?= .oracles
 GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-environments test-oracles test-all lint docs site clean \
+.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-environments test-mcore test-oracles test-all lint docs site clean \
         test-slow-models test-slow-trainer test-slow-pool test-slow-system
 
 help:  ## Show this list.
@@ -107,6 +111,16 @@ test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (nee
 test-environments: setup-test setup-environments  ## verifiers' client, server and environments, and one that is trained; about 10 minutes.
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/door/test_verifiers_client.py tests/environments \
 	  tests/system/test_verifiers_training.py
+
+test-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core: make test-mcore NEXT=0.19.2.
+	MEGARL_EXPECT_MCORE=$(NEXT) PYTHONPATH=$(abspath $(MCORE)) $(PY) -m pytest -m "not slow" $(MCORE_TESTS) \
+	  -n 2 --dist loadfile --no-loadscope-reorder
+
+# It asks for Python 3.12, but its code runs on 3.11 too.
+$(MCORE)/.ready: $(VENV)/.ready
+	rm -rf $(MCORE)
+	$(PIP) --target $(MCORE) --ignore-requires-python megatron-core==$(NEXT)
+	touch $@
 
 test-oracles: setup-test  ## Losses, advantages and corrections against verl's and AReaL's own functions; 2 minutes.
 	tools/oracles.sh $(ORACLES) $(abspath $(PY))

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from tests.support.checkout import ROOT
+from tests.support.megatron_version import check_megatron_version
 from tests.support.world import Starter, World
 
 # Deadlines of single examples would fail at random on a busy machine.
@@ -41,6 +42,11 @@ LONG_FILES = (
     "tests/checkpoint/format/test_sharding.py",
     "tests/checkpoint/convert/test_layouts.py",
 )
+
+
+def pytest_sessionstart() -> None:
+    """Refuse a session that would test another Megatron-Core than it was started for."""
+    check_megatron_version()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

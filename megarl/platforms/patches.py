@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megarl.platforms import megatron_versions
+from megarl.common import megatron_versions
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -185,6 +185,29 @@ def recompute_without_fp8() -> None:
     CheckpointWithoutOutput.__init__ = init
 
 
+def recompute_compiles_at_run_time() -> None:
+    """Copy a recomputed output instead of compiling a C++ function that shares its memory.
+
+    random.py:73 of 0.19.2 (`_get_share_storage`): the first backward pass with selective recompute compiles an
+    extension. That needs a compiler on every node, takes minutes on a busy one, and waits for ever if an earlier rank
+    was killed as it compiled, because its lock file is still there. 0.16.1 copies, as here.
+    """
+    from megatron.core.tensor_parallel import random
+
+    original = random._get_share_storage
+
+    def share_storage(output: Tensor, recomputed: Tensor) -> None:
+        source = recomputed.untyped_storage()
+        output.untyped_storage().resize_(source.size())
+        output.untyped_storage().copy_(source)
+
+    @functools.wraps(original)
+    def get_share_storage() -> Callable[[Tensor, Tensor], None]:
+        return share_storage
+
+    random._get_share_storage = get_share_storage
+
+
 def aux_loss_counts_of_padding() -> None:
     """Correct the token counts by which the auxiliary losses are scaled in micro-batches with padding.
 
@@ -312,6 +335,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(adam_step_is_not_parameter_state),
     Patch(fresh_optimizer_has_no_state_to_load_into),
     Patch(recompute_without_fp8),
+    Patch(recompute_compiles_at_run_time, ">=0.17"),
     Patch(aux_loss_counts_of_padding),
     Patch(expert_bias_padding_mask_shape),
     Patch(write_results_need_no_manager),

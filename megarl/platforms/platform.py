@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from megarl.platforms import cuda, megatron_versions
+from megarl.common import megatron_versions
+from megarl.platforms import cuda
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ def activate(device: int | None = None) -> Platform:
 
     `device`: the index of this process's GPU, ignored without CUDA; None leaves the choice to the caller. Without CUDA
     this installs `cpu.EMULATIONS`; on all platforms those of `patches.PATCHES` that its version needs. It imports
-    Megatron-Core, which takes a few seconds. Raises InstallationError if its version is not supported, or if Transformer
-    Engine is installed in part.
+    Megatron-Core, which takes a few seconds. Raises InstallationError if its version is not supported, or if
+    Transformer Engine is installed in part.
     """
     platform = current()
     if platform.is_cuda and device is not None:

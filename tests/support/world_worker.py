@@ -15,6 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 
 from megarl.common.object_guard import guard_object_collectives
+from tests.support.megatron_version import check_megatron_version
 
 MAX_THREADS = 120  # between functions: their own groups are gone then; some caches and thread pools may stay
 
@@ -39,6 +40,7 @@ def _import_all() -> None:
     from megarl import platforms
 
     platforms.activate()
+    check_megatron_version()
     import torch
 
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 
-from megarl.platforms.megatron_versions import imported_is
+from megarl.common.megatron_versions import imported_is
 
 
 def load_shards(state: ShardedStateDict, directory: Path | str, strategy: object) -> StateDict:

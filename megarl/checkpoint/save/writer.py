@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl import platforms
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry
-from megarl.platforms.megatron_versions import imported_is
+from megarl.common.megatron_versions import imported_is
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from megarl.commands.doctor.report import Finding
+from megarl.common import megatron_versions
 
 LOCKS = Path(__file__).resolve().parents[3] / "requirements"
 # Packages that every run needs; torch and vLLM depend on the device path and are checked separately.
@@ -33,6 +34,9 @@ def package_findings(cuda: bool) -> Iterator[Finding]:
             yield Finding("fail", name, f"not installed, but {other} is: it cannot run here", f"run {setup}")
         elif found is None:
             yield Finding("fail", name, "not installed", f"run {setup}")
+        elif name == "megatron-core" and not megatron_versions.contains(megatron_versions.SUPPORTED, found):
+            detail = f"{found} is not supported: megarl needs {megatron_versions.SUPPORTED}, for its patches"
+            yield Finding("fail", name, detail, f"run {setup}")
         else:
             yield Finding("ok", name, found)
     plugins = [point.name for point in entry_points(group="vllm.general_plugins")]

@@ -16,6 +16,16 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("found", "level"), [("0.16.1", "ok"), ("0.19.2", "ok"), ("0.15.3", "fail"), ("0.20.0", "fail")]
+)
+def test_megatron_core_is_of_a_supported_version(found: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "installed_version", {"megatron-core": found}.get)
+    [finding] = [each for each in installed.package_findings(cuda=False) if each.what == "megatron-core"]
+    assert finding.level == level and found in finding.detail
+    assert bool(finding.fix) == (level == "fail")
+
+
+@pytest.mark.parametrize(
     ("versions", "nvcc", "level", "told"),
     [
         ({}, True, "ok", "does without it"),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import megatron.core
 import psutil
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -216,6 +217,22 @@ def norm_recompute() -> tuple[Any, Any, Any]:
             before = attempt(lambda: train(*build(layout, **recompute), 2))
         after = train(*build(layout, **recompute), 2)
         return before, after, train(*build(layout), 2)
+
+
+def imported_version() -> str:
+    """The version of this rank's Megatron-Core."""
+    return str(megatron.core.__version__)
+
+
+def compiling_recompute() -> tuple[Any, Any]:
+    """Losses with selective recompute of the norms on a machine that cannot compile: unpatched, and patched."""
+    from megatron.core.tensor_parallel import random
+
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    with use_layout(make_layout()) as layout, patch.object(random, "load_inline", side_effect=OSError("no compiler")):
+        with unpatched(random, "_get_share_storage"):
+            before = attempt(lambda: train(*build(layout, **recompute), 1))
+        return before, attempt(lambda: train(*build(layout, **recompute), 1))
 
 
 def tracker_states() -> Any:
