@@ -135,8 +135,9 @@ lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
 
-docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and the scripts in launch/ from the code.
+docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json, docs/images and the scripts in launch/.
 	$(VENV)/bin/megarl docs
+	$(PY) -m tools.images
 	$(PY) -m megarl.cluster.nodes scripts
 
 # The variable silences a notice about the future of MkDocs, which is no warning of the build.

@@ -41,7 +41,7 @@ def targets_of(file: Path) -> list[str]:
 
 @cache
 def anchors_of(file: Path) -> frozenset[str]:
-    """What a link into a file may end with: GitHub's names of its headings, and the ids of its HTML."""
+    """The anchors of a file: GitHub's names of its headings, and the ids of its HTML."""
     anchors, times = set(), Counter[str]()
     for before, token in pairwise(_tokens(file)):
         if before.type == "heading_open":
@@ -75,10 +75,10 @@ def _tokens(file: Path) -> tuple[Token, ...]:
 
 
 def rendered_tags(text: str, tags: Iterable[str]) -> dict[str, int]:
-    """How many elements of each tag a page has, as a renderer of CommonMark with tables, such as GitHub's, makes it."""
+    """The number of elements of each tag in a page, as a renderer of CommonMark with tables, such as GitHub's, makes it."""
     return count_tags(_MARKDOWN.render(text), tags)
 
 
 def count_tags(html: str, tags: Iterable[str]) -> dict[str, int]:
-    """How many elements of each tag HTML has."""
+    """The number of elements of each tag in HTML."""
     return {tag: len(re.findall(rf"<{tag}[ >]", html)) for tag in tags}
