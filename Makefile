@@ -140,10 +140,10 @@ docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.
 	$(PY) -m tools.images
 	$(PY) -m megarl.cluster.nodes scripts
 
-# The variable silences a notice about the future of MkDocs, which is no warning of the build.
+# Without a server, build/site/index.html shows everything but the search. The variable silences a notice about the future of MkDocs, which is no warning of the build.
 site: $(VENV)/.ready-docs  ## Build the documentation as a site into build/site (mkdocs.yml); a broken link or anchor ends it.
 	PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
-	@echo "open build/site/index.html, or serve it: PYTHONPATH=$(VENV)/docs $(PY) -m mkdocs serve"
+	@echo "to read it with search: $(PY) -m http.server --bind 127.0.0.1 --directory build/site"
 
 clean:  ## Remove runs and caches (not .venv).
 	rm -rf runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
