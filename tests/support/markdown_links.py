@@ -75,7 +75,7 @@ def _tokens(file: Path) -> tuple[Token, ...]:
 
 
 def rendered_tags(text: str, tags: Iterable[str]) -> dict[str, int]:
-    """The number of elements of each tag in a page, as a renderer of CommonMark with tables, such as GitHub's, makes it."""
+    """The number of elements of each tag in a page, as a renderer of CommonMark with tables makes it."""
     return count_tags(_MARKDOWN.render(text), tags)
 
 
