@@ -1,4 +1,4 @@
-"""What all drawings of docs/images have in common.
+"""Parts and colors that all drawings of docs/images share.
 
 Colors follow the reader's system (`prefers-color-scheme`). A card with a background of its own covers the whole
 drawing, so that it can be read on a page of the other theme too.

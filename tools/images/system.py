@@ -1,4 +1,4 @@
-"""What docs/images/system.svg shows: the processes of a run, and what passes between them.
+"""The content of docs/images/system.svg: the processes of a run, and what passes between them.
 
 Positions and sizes are in the drawing's own units; an arrow begins and ends at a side of a box, at a share of its
 length from the left or from the top.
@@ -42,7 +42,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Port:
-    """Where an arrow meets a box."""
+    """The place at which an arrow meets a box."""
 
     box: str
     side: Side
@@ -51,7 +51,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Arrow:
-    """What passes from a box to another. `via`: corners between them. `label`: lines of text, the first one at `at`."""
+    """A flow from one box to another. `via`: corners between them. `label`: lines of text, the first one at `at`."""
 
     start: Port
     end: Port
