@@ -102,7 +102,7 @@ class EvalContext(LoopContext):
         progress = GroupProgress(task.problem.prompt_ids, task.chosen.name, kept)
         super().__init__(eval_drawn(task), eval_group(task), task.place.sample, progress, task.chosen.toolbox)
         self._task, self._engines, self._score, self._decode = task, engines, score, decode
-        self._kept_elsewhere = persist
+        self._outlive = persist
         self._stats = BatchStats()  # of nobody: the report has its own figures
         self._text, self._outcome, self._turns = "", RewardOutcome(0.0), tuple[Turn, ...]()
 
@@ -146,8 +146,8 @@ class EvalContext(LoopContext):
         return await self._engines.generate(request, eval_prefix(self._task, turn), near=near)
 
     async def _persist(self) -> None:
-        if self._kept_elsewhere is not None:
-            await self._kept_elsewhere()
+        if self._outlive is not None:
+            await self._outlive()
 
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """See `AgentContext.judge`."""

@@ -27,7 +27,7 @@ async def two_turns(base_url: str, token: str, session: str, row: dict[str, Any]
         )
     if keep:
         process = Path("/proc/self/cmdline").read_text().strip("\0")  # of an actor, its class
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}, timeout=60.0) as http:
             content = (await http.get(f"{base_url}/sessions/{session}")).json()
         (Path(keep) / f"{session}.json").write_text(json.dumps({"row": row, "process": process, **content}))
 
