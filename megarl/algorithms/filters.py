@@ -66,7 +66,7 @@ class JudgedSample(Protocol):
 
     @property
     def turn_rewards(self) -> Sequence[float]:
-        """What the model's turns in this row have earned beside the reward; empty for none."""
+        """The rewards of the model's turns in this row, beside that of the sample; empty for none."""
         ...
 
     @property

@@ -67,7 +67,7 @@ def test_ones_own_loss_and_advantage() -> None:
     ("algorithm", "told"),
     [
         ({"loss": "grpo"}, "algorithm.loss: 'grpo' is neither cispo, dppo, gspo, ppo, sapo nor an import path"),
-        ({"advantage": "ppo"}, "algorithm.advantage: 'ppo' is neither dr_grpo, grpo, reinforce_pp, reinforce"),
+        ({"advantage": "ppo"}, "algorithm.advantage: 'ppo' is neither dr_grpo, grpo, mt_grpo, reinforce_pp, r"),
         ({"clip_low": 1.0}, "algorithm.clip_low: must be less than 1.0, not 1.0"),
         ({"loss_options": {"clip_low": 1.0}}, "algorithm.loss_options.clip_low: must be less than 1.0, not 1.0"),
         ({"clip_dual": 1}, "algorithm.clip_dual: must be greater than 1"),

@@ -695,7 +695,7 @@ def in_two_turns(row: Trajectory) -> Trajectory:
 def test_the_tokens_of_each_turn_are_trained_with_its_own_advantage(
     world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], ranks: int, ahead: bool
 ) -> None:
-    """Also those of group 2, whose outcomes are equal. The gradients are those of the tokens' advantages."""
+    """So are those of group 2, whose outcomes are equal. The gradients are those of each token's own advantage."""
     model_dir, samples = problem
     rows = [in_two_turns(trajectory(sample)) for sample in samples.values()]
     changes = {"algorithm__advantage": "mt_grpo", "algorithm__kl": {"coef": KL}}
