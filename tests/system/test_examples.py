@@ -207,6 +207,7 @@ def test_other_layout_and_convert_and_serve(complete: Checkout) -> None:
     run = complete.train(resume, run_dir="runs/tutorials/other_layout")
     convert, serve, ask = COMMANDS["convert_and_serve"]
     check_other_layout(run, before=4, steps=8, convert=convert, checkout=complete)
-    with complete.serving(serve, "runs/tutorials/serve"):
+    with complete.serving(serve) as said:
         answer = complete.call(ask)
+    assert "/v1/chat/completions" in said
     assert "converted: " in answer and "\\boxed{" in answer
