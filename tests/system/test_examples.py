@@ -192,9 +192,10 @@ def test_two_data_sets(complete: Checkout) -> None:
 def test_agent_with_a_tool(complete: Checkout) -> None:
     (train,) = COMMANDS["agent_with_a_tool"]
     run = complete.train(train, run_dir="runs/tutorials/agent_with_a_tool")
-    first, last = run.metrics[0], run.metrics[-1]
-    for name in ("agent/tool_calls_mean", "reward/mean"):
-        assert last[name] > first[name] > 0, name
+    for record in run.metrics:
+        assert (
+            0 < record["agent/tool_calls_mean"] <= 2 and record["agent/tool_errors"] <= record["agent/tool_calls_mean"]
+        )
     assert ["model", "environment", "model"] in [[part["by"] for part in each["parts"]] for each in samples_of(run)]
 
 
