@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from transformers import AutoTokenizer
 
@@ -25,6 +26,7 @@ from tests.support.waiting import wait_until
 TUTORIALS = ROOT / "examples/tutorials"
 PREPARATION = "preparation"
 _SECTION = re.compile(r"^## \[(\w+)\]\(\1\)", re.MULTILINE)
+_URL = "url  "  # begins the line that `megarl serve` prints when it can be asked
 _BLOCK = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -72,28 +74,29 @@ class Checkout:
         return Run(0, output, self.directory / run_dir)
 
     @contextmanager
-    def serving(self, command: str, run_dir: str, timeout_s: float = 600.0) -> Iterator[None]:
-        """A server that a command of the README starts, from when it can be asked; Ctrl-C has to end it."""
-        process = self._start(command)
+    def serving(self, command: str, timeout_s: float = 600.0) -> Iterator[str]:
+        """A server that a command of the README starts: what it has printed when it can be asked. Ctrl-C ends it."""
+        said = self.directory / "server.txt"
+        with said.open("w") as file:
+            process = self._start(command, stdout=file)
         try:
-            door = self.directory / run_dir / "door.json"
-            wait_until(lambda: door.is_file() or process.poll() is not None, timeout_s, "the door of megarl serve")
-            assert process.poll() is None, process.communicate(timeout=30)[0][-4000:]
-            yield
+            wait_until(lambda: _URL in said.read_text() or process.poll() is not None, timeout_s, command)
+            assert _URL in said.read_text(), said.read_text()[-4000:]
+            yield said.read_text()
             process.send_signal(signal.SIGINT)
-            assert process.wait(120) == 0, process.communicate(timeout=30)[0][-4000:]
+            assert process.wait(120) == 0, said.read_text()[-4000:]
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=30)
+                process.wait(30)
         assert_nothing_left(self.directory)
 
-    def _start(self, command: str, *more: str) -> subprocess.Popen[str]:
+    def _start(self, command: str, *more: str, stdout: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
         # `exec`: signals reach the program itself.
         return subprocess.Popen(
             ["bash", "-c", f"exec {command} {shlex.join(more)}"], cwd=self.directory, text=True,
             env=environment(PATH=f"{self._bin}{os.pathsep}{os.environ['PATH']}"),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            stdout=stdout, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 
