@@ -167,7 +167,7 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
         beat, seen = 0, False
         while process.poll() is None and beat < 200:
             beat += 1
-            seen = seen or any(each.name() == "sleep" for each in survivors(job.run_dir))
+            seen = seen or any(each.info["name"] == "sleep" for each in survivors(job.run_dir))
             for index in (1, 3):
                 job.board.post(NodeRecord(index, f"n{index}", "10.0.0.1", "running", beat))
             time.sleep(0.1)
