@@ -14,7 +14,7 @@ from megarl.commands import replay
 from megarl.commands.cli import main
 from megarl.commands.replay import check_schedule, choose_steps, replay_config, replay_steps
 from megarl.common.errors import ConfigError
-from megarl.config.load import to_yaml
+from megarl.config.load import load_config, to_yaml
 from megarl.config.pace import Pace
 from megarl.queue.dump import DumpError, read_batch, write_batch
 from megarl.rollout.schedule import SCHEDULE_FILE, Event, RecordedAdmission
@@ -74,6 +74,15 @@ def test_a_replaying_rank_chooses_its_gpu_before_it_joins_its_peers(monkeypatch,
     with pytest.raises(Stopped):
         replay._train(make_config(tmp_path), tmp_path, [0], {}, None, io.StringIO(), export=False)
     assert order == [index]
+
+
+def test_ranks_that_read_different_batches_train_on_nothing(recorded, monkeypatch):
+    """Each rank reads the files by itself, from a directory that may not be the same one on every host."""
+    monkeypatch.setattr(parallel, "dp_size", lambda: 2)
+    monkeypatch.setattr(parallel, "dp_all_gather_object", lambda own, codec: [own, "that of another file"])
+    config = load_config(recorded / "config.yaml")
+    with pytest.raises(RuntimeError, match=r"the ranks read different batches of step 0 from .*; is it shared\?"):
+        replay_steps(None, config, recorded / "batches", [0])  # there is no policy that it could train
 
 
 def test_replay_repeats_the_steps_on_one_rank_and_two(recorded, world):

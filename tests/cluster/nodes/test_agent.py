@@ -164,13 +164,15 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
     job = Job(tmp_path, **FOUR)
     process = job.start(ranks="exec sleep 100")
     try:
-        beat = 0
+        beat, seen = 0, False
         while process.poll() is None and beat < 200:
             beat += 1
+            seen = seen or any(each.info["name"] == "sleep" for each in survivors(job.run_dir))
             for index in (1, 3):
                 job.board.post(NodeRecord(index, f"n{index}", "10.0.0.1", "running", beat))
             time.sleep(0.1)
         assert process.wait(timeout=10) == 1
+        assert seen and not survivors(job.run_dir), "the ranks, whose command line names no run"
     finally:
         process.kill()
     assert job.board.failure() == NodeFailure("n2", "not started within 1 s")
