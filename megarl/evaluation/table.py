@@ -12,7 +12,7 @@ from rich.text import Text
 from megarl.evaluation.accuracy import Estimate, EvalReport
 from megarl.evaluation.harness import SetReport
 
-WIDTH = 100  # what the tables need at most, if the names of the sets have 20 characters
+WIDTH = 100  # what the tables need at most; only the names of sets go on in a second line
 
 
 def report_table(reports: Sequence[EvalReport]) -> RenderableType:
