@@ -21,8 +21,9 @@ def run() -> int:
     A rank that ends with a status of its own has told the user why; of one that a signal has killed a line is written.
     """
     register()
-    # It logs the status of each failed rank, and that it ends the others.
+    # The first logs the status of each failed rank, and that it ends the others; the second hints about options.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     try:
         main()
     except ChildFailedError as error:
