@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from megarl.config.arguments import add_run_arguments, run_arguments, run_overrides
 
-TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend", "megarl")
+# Which ends without torchrun's traceback, because the rank that has failed has told why.
+TORCHRUN = ("-m", "megarl.cluster.nodes.torchrun", "--rdzv-backend", "megarl")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

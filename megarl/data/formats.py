@@ -57,6 +57,12 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
         return "fields"
     if not renamed and "messages" in row:
         return "messages"
+    if renamed:  # by the keys that have another value than the default
+        raise RowError(
+            f"there is no field {config.prompt_field!r} (data.prompt_field); with data.prompt_field or "
+            f"data.answer_field changed no other format is recognised, and the row has {sorted(row)}: correct "
+            "data.prompt_field, or set data.format"
+        )
     raise RowError(
         f"unknown format: fields {sorted(row)} are neither question/answer with '####' (gsm8k) nor "
         f"problem/answer, and there is no field {config.prompt_field!r} or messages; set data.prompt_field and "

@@ -12,7 +12,7 @@ from rich.text import Text
 from megarl.evaluation.accuracy import Estimate, EvalReport
 from megarl.evaluation.harness import SetReport
 
-WIDTH = 100  # what the tables need at most, if the names of the sets have 20 characters
+WIDTH = 100  # what the tables need at most; only the names of sets go on in a second line
 
 
 def report_table(reports: Sequence[EvalReport]) -> RenderableType:
@@ -53,7 +53,7 @@ def _means(reports: Sequence[EvalReport]) -> Table:
 
 def _passes(reports: Sequence[EvalReport], ks: Sequence[int]) -> Table:
     """Return a table with one row per report and k, because the values of all k beside each other would be too wide."""
-    table = _table("pass@k: at least one of k responses has the reward 1")
+    table = _table("pass@k: one of k has reward 1")
     table.add_column("k", justify="right")
     table.add_column("pass@k", justify="right", no_wrap=True)
     for report in reports:

@@ -23,12 +23,14 @@ class Column:
     style: str = ".3f"
 
     def cell(self, values: Mapping[str, float]) -> str:
-        """Return the value of this column, right-aligned, in at most its width; `-` if the metric is missing."""
+        """Return the value of this column, right-aligned; `-` if the metric is missing, stars if there is no room."""
         value = values.get(self.metric)
         if value is None or not math.isfinite(value):
             return ("-" if value is None else str(value)).rjust(self.width)
         text = compact(value) if self.style == "compact" else format(value, self.style)
-        return (text if len(text) <= self.width else f"{value:.0e}").rjust(self.width)
+        if len(text) > self.width:
+            text = f"{value:.0e}"
+        return (text if len(text) <= self.width else "*" * self.width).rjust(self.width)
 
 
 ACCURACY = "reward/accuracy"

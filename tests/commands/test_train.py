@@ -47,7 +47,7 @@ def test_it_becomes_torchrun_with_the_ranks_of_the_config(config: Path) -> None:
         cli.main(["train", *given])
     python, *arguments = became.value.args[1:]
     assert python == became.value.args[0] == sys.executable
-    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend", "megarl", "--nproc-per-node", "2"]
+    torchrun = ["-m", "megarl.cluster.nodes.torchrun", "--rdzv-backend", "megarl", "--nproc-per-node", "2"]
     assert arguments == [*torchrun, "-m", "megarl", "train", *given]
 
 

@@ -38,6 +38,18 @@ def test_all_bad_rows_of_all_sets_are_told(tmp_path: Path) -> None:
     ]
 
 
+def test_with_a_changed_field_the_message_is_about_that_field(tmp_path: Path) -> None:
+    """The row would be recognised without it, so it must not be said that it has no known format."""
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    check_data_files(config("model", path))
+    with pytest.raises(ConfigError) as raised:
+        check_data_files(config("model", path, data__prompt_field="qestion"))
+    [problem] = raised.value.problems
+    assert "there is no field 'qestion' (data.prompt_field)" in problem and "['answer', 'question']" in problem
+    assert "unknown format" not in problem
+
+
 def test_of_very_many_bad_rows_some_are_told_and_the_others_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,4 +70,6 @@ def _left_out(model: HFDirectory | MegatronDirectory) -> str:
 def _tensors(model: HFDirectory | MegatronDirectory) -> str:
     if isinstance(model, HFDirectory):
         return f"{len(model.names()):,}"
-    return f"{len(model.names()):,} as Hugging Face tensors, {len(model.index):,} keys (optimizer included)"
+    keys = f"{len(model.names()):,} as Hugging Face tensors, {len(model.index):,} keys"
+    own = sum(key.startswith("optimizer.") for key in model.index)
+    return f"{keys}, {own:,} of them of the optimizer" if own else f"{keys}, none of an optimizer"

@@ -143,6 +143,7 @@ def test_inspect(model_dir: Callable[[str], Path], imported: Callable[[str], Pat
         out = convert("inspect", directory)
         assert "qwen3_moe (Qwen3MoeForCausalLM)" in out and "4, 3 of them with 4 experts" in out
         assert f"{sum(t.numel() for t in read_hf(model_dir('qwen3_moe')).values()):,}" in out
+    assert "none of an optimizer" in out, "an import has none"
 
 
 def test_pickled_weights_only_on_demand(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
