@@ -139,7 +139,7 @@ test-slow-pool: setup-test  ## Slow tests of engines, replicas and weight sync.
 test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its control.
 	$(PY) -m pytest -m slow tests/system
 
-test-all: test test-system test-environments test-oracles test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster.
+test-all: test test-system test-environments test-oracles test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster and test-mcore.
 
 soak: setup  ## A run under faults drawn from a table against one without, and its groups counted again, up to 20 minutes.
 	$(PY) benchmarks/soak.py

@@ -49,6 +49,11 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "torch.serialization": ("_get_layout",),
     "traceback": ("StackSummary",),
 }
+# The names under which a storage is sent: torch's, and that with which Megatron-Core replaces it.
+_STORAGE_LOADERS = (
+    ("torch.storage", "_load_from_bytes"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),
+)
 
 
 class FailurePickler(pickle.Pickler):
@@ -73,7 +78,7 @@ class GuardedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as the base class
         """Return a class that a checkpoint plan may hold. Raises UnpicklingError for any other name."""
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in _STORAGE_LOADERS:
             return _load_storage  # torch's own would unpickle the bytes without a limit
         if name not in _NAMES.get(module, ()):
             raise pickle.UnpicklingError(

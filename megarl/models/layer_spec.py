@@ -18,6 +18,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -207,7 +208,8 @@ def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | 
     attention.core_attention = PackedAttention
     if info.mla:
         norm = ModuleSpec(module=_NormWithOwnEps, params={"own_eps": info.mla.norm_eps})
-        attention.q_layernorm = attention.kv_layernorm = norm
+        attention.kv_layernorm = norm
+        attention.q_layernorm = norm if info.mla.query_rank else IdentityOp  # queries that are not compressed have none
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -318,6 +318,27 @@ def mla_rotated_key_gradient_is_partial() -> None:
     MLASelfAttention.__init__ = init
 
 
+def mla_query_has_no_norm_without_compression() -> None:
+    """Build the query projection of latent attention as the layer spec names it, if queries are not compressed.
+
+    mla_qk_norm_config.py:141 of 0.19.2: with `qk_layernorm`, which the norm of keys and values needs, it replaces the
+    projection by Transformer Engine's norm and projection in one. Models such as Moonlight have no such norm (reported
+    as https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5261), and without Transformer Engine there is no such
+    module: an error.
+    """
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    original = QKNormConfigResolver._mla_fused_linear_or_default
+
+    @functools.wraps(original)
+    def choose(self: QKNormConfigResolver, module_spec: object, module_name: str) -> object:
+        if module_name == "linear_q_proj" and module_spec is not None:
+            return module_spec
+        return original(self, module_spec, module_name)
+
+    QKNormConfigResolver._mla_fused_linear_or_default = choose
+
+
 def _rebind(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Set `replacement` in every Megatron module that has imported `original` by name."""
     import sys
@@ -341,4 +362,5 @@ PATCHES: tuple[Patch, ...] = (
     Patch(write_results_need_no_manager),
     Patch(mla_without_te, "<0.17"),
     Patch(mla_rotated_key_gradient_is_partial),
+    Patch(mla_query_has_no_norm_without_compression, ">=0.19"),
 )

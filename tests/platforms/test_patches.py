@@ -140,6 +140,13 @@ def test_latent_attention_without_transformer_engine(world: Callable[[int], Worl
 
 
 @pytest.mark.world
+def test_queries_that_are_not_compressed_have_no_norm(world: Callable[[int], World]) -> None:
+    skip_unless_needed(patches.mla_query_has_no_norm_without_compression)
+    [(before, after)] = world(1).run("tests.support.ranks.megatron_defects:uncompressed_queries")
+    assert before != after == ["weight"]
+
+
+@pytest.mark.world
 def test_padding_weighs_nothing_in_a_mixture_of_experts(world: Callable[[int], World]) -> None:
     unpatched, patched = world(1).run("tests.support.ranks.megatron_defects:padding_only_counts")[0]
     assert torch.isnan(unpatched) and patched == 0

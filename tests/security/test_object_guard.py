@@ -70,6 +70,22 @@ def test_nor_what_is_hidden_in_a_tensor(tmp_path: Path, guarded: None, monkeypat
     assert (tmp_path / "ran").exists(), "torch's own function runs it"
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")],
+)
+def test_a_storage_is_read_restricted_under_each_name(module: str, name: str, tmp_path: Path) -> None:
+    """Megatron-Core from 0.17 on replaces torch's function by its own, whose name is then sent."""
+    load = GuardedUnpickler(io.BytesIO()).find_class(module, name)
+    harmless, crafted = io.BytesIO(), io.BytesIO()
+    torch.save(torch.arange(3.0).untyped_storage(), harmless)
+    torch.save({"x": _Attack(tmp_path / "ran")}, crafted)
+    assert bytes(load(harmless.getvalue())) == torch.arange(3.0).numpy().tobytes()
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        load(crafted.getvalue())
+    assert not (tmp_path / "ran").exists()
+
+
 class _Attack:
     def __init__(self, path: Path) -> None:
         self.path = path

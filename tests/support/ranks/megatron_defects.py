@@ -295,6 +295,23 @@ def latent_attention_defects(sequence: bool) -> tuple[str, float, float]:
     return failure, before, error()
 
 
+def uncompressed_queries() -> tuple[Any, Any]:
+    """Names of the query projection's parameters if queries are not compressed, without and with the patch."""
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    assert LATENT.mla is not None
+    info = replace(LATENT, mla=replace(LATENT.mla, query_rank=None))
+
+    def names() -> list[str]:
+        with use_layout(make_layout()) as layout:
+            (chunk,) = build_model(info, transformer_config(info, layout, "fp32"), layout)
+            return [name for name, _ in chunk.decoder.layers[0].self_attention.linear_q_proj.named_parameters()]
+
+    with unpatched(QKNormConfigResolver, "_mla_fused_linear_or_default"):
+        before = attempt(names)
+    return before, names()
+
+
 def padding_only_counts() -> tuple[torch.Tensor, torch.Tensor]:
     """Auxiliary loss of a micro-batch of padding, without and with the patch."""
     nothing = torch.zeros(3, 4)

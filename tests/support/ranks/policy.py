@@ -185,8 +185,8 @@ def expert_loads() -> Iterator[list[torch.Tensor]]:
     original = module.get_updated_expert_bias
     loads: list[torch.Tensor] = []
 
-    def recording(tokens: torch.Tensor, *args: Any) -> Any:
-        updated = original(tokens, *args)  # sums the tokens over all ranks in place
+    def recording(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        updated = original(tokens, *args, **kwargs)  # sums the tokens over all ranks in place
         loads.append(tokens.clone())
         return updated
 
