@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["convert"]:  # it parses what follows itself, --help included
         return convert.run(given[1:])
-    options = build_parser().parse_args(given)
+    options = _parse(given)
     command: Command = options.run
     try:
         return command(options)
@@ -35,6 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write("megarl: interrupted; the same command begins anew, or resumes what it had saved\n")
         return 130
+
+
+def _parse(given: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line. Overrides may stand on both sides of an option, where argparse expects them on one."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(given)
+    if rest and (not hasattr(options, "overrides") or any("=" not in each or each[0] == "-" for each in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Ends the process unless it is a dry run, or the run has finished before.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     end_before_start(speaks=rank == 0)
     try:

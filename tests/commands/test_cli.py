@@ -54,3 +54,17 @@ def test_every_key_is_in_the_reference() -> None:
 
     page = configuration_page()
     assert all(f"`{key.rsplit('.', 1)[-1]}`" in page or f"## `{key}`" in page for key in walk_keys())
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(tree(model, write_problems(tmp_path / "prompts.jsonl", 1))))
+    wrong = ["trainer.gpus=3", "--dry-run", "trainer.parallel.tensor=2"]
+    assert cli.main(["train", "--config", str(path), *wrong]) == 2
+    assert "trainer.gpus: 3 is not a multiple" in capsys.readouterr().err
+    for unknown in ("run.steps", "--no-such-option"):
+        with pytest.raises(SystemExit):
+            cli.main(["train", "--config", str(path), "run.steps=3", "--dry-run", unknown])
+        assert f"unrecognized arguments: {unknown}" in capsys.readouterr().err
