@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def check_calls(run: Run, config: Config) -> None:
         texts = [(part["by"], part["text"]) for part in sample.get("parts", ())]
         for (_, call), (by, answer) in pairwise(texts):
             if by == "environment" and CALL in call:
-                assert f"tool\n{PRINTED}" in answer, answer
+                assert re.search(rf"tool\s*{PRINTED}", answer), answer  # the tiny vocabulary may lack the line's end
                 answered += 1
         if len(texts) > 1 and CALL in texts[0][1]:
             assert sample["reward_components"]["rounds"] >= 1 and sample["reward"] >= 0.1 - 1.0
