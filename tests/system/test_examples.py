@@ -192,11 +192,9 @@ def test_two_data_sets(complete: Checkout) -> None:
 def test_agent_with_a_tool(complete: Checkout) -> None:
     (train,) = COMMANDS["agent_with_a_tool"]
     run = complete.train(train, run_dir="runs/tutorials/agent_with_a_tool")
-    for record in run.metrics:
-        assert (
-            0 < record["agent/tool_calls_mean"] <= 2 and record["agent/tool_errors"] <= record["agent/tool_calls_mean"]
-        )
-    assert ["model", "environment", "model"] in [[part["by"] for part in each["parts"]] for each in samples_of(run)]
+    assert len(run.metrics) == 8 and all(0 < record["agent/tool_calls_mean"] <= 2 for record in run.metrics)
+    by = [[part["by"] for part in sample.get("parts", [])] for sample in samples_of(run)]
+    assert ["model", "environment", "model"] in by  # it has called, was answered, and has answered
 
 
 @pytest.mark.slow
