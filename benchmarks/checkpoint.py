@@ -150,7 +150,7 @@ class BareCopy:
 
     def start(self) -> None:
         """Clone now, write in the background."""
-        clone = self._source_B.clone().numpy()
+        clone = self._source_B.clone().numpy().data
 
         def write() -> None:
             with self._path.open("wb", buffering=0) as file:
@@ -174,7 +174,7 @@ class BareCopy:
         self._path.unlink()
 
 
-class Bench:
+class SaveBench:
     """The measurements on one rank; `seconds` holds the times of each kind in the order of the rounds."""
 
     def __init__(self, directory: Path, args: argparse.Namespace) -> None:
@@ -287,7 +287,7 @@ def rank_main(directory: Path, args: argparse.Namespace) -> None:
     platform = platforms.activate(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
     torch.distributed.init_process_group(platform.backend, timeout=timedelta(seconds=600))
-    Bench(directory, args).run()
+    SaveBench(directory, args).run()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

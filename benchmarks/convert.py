@@ -53,7 +53,7 @@ KINDS = ("import", "export")
 
 
 @dataclass(frozen=True)
-class Model:
+class BenchModel:
     """A model on the disk in up to two formats; `work` also gets what a run makes."""
 
     name: str
@@ -177,7 +177,7 @@ def convert_command(*arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools/checkpoint/convert.py"), *map(str, arguments)]
 
 
-def measure_speed(kind: str, models: Sequence[Model], rounds: int) -> list[Ratio]:
+def measure_speed(kind: str, models: Sequence[BenchModel], rounds: int) -> list[Ratio]:
     """Copy and convert every model in each round with cold caches, then each once with warm ones; return the rows."""
     copied: dict[str, list[float]] = {model.name: [] for model in models}
     converted: dict[str, list[float]] = {model.name: [] for model in models}
@@ -238,7 +238,7 @@ def private_memory(command: list[str]) -> dict[str, int]:
     return peak
 
 
-def memory_rows(kind: str, model: Model, peak: dict[str, int], small: dict[str, int]) -> list[Ratio]:
+def memory_rows(kind: str, model: BenchModel, peak: dict[str, int], small: dict[str, int]) -> list[Ratio]:
     """Return the rows of a conversion's memory: above the largest fused tensor, and against a model of 1 GB."""
     largest = largest_tensor(model.info)
     details: dict[str, Any] = {f"peak_{name}_mib": value / 2**20 for name, value in peak.items()}
@@ -282,13 +282,13 @@ def small_memory(name: str, config: dict[str, Any], work: Path, workers: int) ->
     return peaks
 
 
-def make(name: str, config: dict[str, Any], work: Path, workers: int) -> Model:
+def make(name: str, config: dict[str, Any], work: Path, workers: int) -> BenchModel:
     """Generate a model."""
-    return Model(name, generate(work / "hf", config), work, workers)
+    return BenchModel(name, generate(work / "hf", config), work, workers)
 
 
 def measure(
-    kind: str, models: Sequence[Model], small: dict[str, dict[str, dict[str, int]]], rounds: int
+    kind: str, models: Sequence[BenchModel], small: dict[str, dict[str, dict[str, int]]], rounds: int
 ) -> list[Ratio]:
     """Measure one conversion of all models, and leave what it makes in place of its source; return the rows."""
     rows = measure_speed(kind, models, rounds)

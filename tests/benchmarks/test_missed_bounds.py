@@ -155,7 +155,7 @@ def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(convert, "drop_caches", lambda paths: "not dropped")
     monkeypatch.setattr(convert, "convert_command", lambda *arguments: ["true"])
     monkeypatch.setattr(
-        convert.Model, "command",
+        convert.BenchModel, "command",
         lambda model, kind: ["sh", "-c", f"cp -r {model.source(kind)} {model.target(kind)} && sleep 0.2"],
     )  # fmt: skip
     return sizes

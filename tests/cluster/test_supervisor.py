@@ -76,7 +76,7 @@ def test_the_guardian_is_told_whom_it_watches_and_is_patient_until_a_tear_down_h
 def test_ray_sees_the_gpus_of_the_rollout_pool_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, told: str
 ) -> None:
-    """What Ray's head has inherited when it starts: all engines of this node are its children."""
+    """All engines of this node are children of Ray's head, and have its environment."""
     seen = list[str | None]()
 
     class Head:

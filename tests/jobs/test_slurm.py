@@ -48,7 +48,7 @@ def test_an_allocation_that_does_not_fit_starts_nothing(slurm: Slurm, tmp_path: 
 
 
 def test_a_job_runs_to_its_end(slurm: Slurm, tmp_path: Path) -> None:
-    """By the script for any config that is in the repository, with what it says about nodes and time."""
+    """The shipped script for any config starts it; nodes and time are given with it."""
     config = write_job(tmp_path, steps=4, launch={"stop_before_s": STOP_S}, **FOUR_HOSTS)
     script, log = ROOT / "launch/slurm/train.sbatch", tmp_path / "job.log"
     options = ("--parsable", f"--output={log}", "--nodes=4", "--time=00:40:00")

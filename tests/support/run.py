@@ -17,6 +17,9 @@ from tests.support.checkout import ROOT, torchrun
 from tests.support.leftovers import marked
 from tests.support.tiny import make_tiny_model
 
+# Bounds of |engine - trainer| of log-probs in a run on policy in fp32: the mean and the largest of a step.
+ON_POLICY_MEAN, ON_POLICY_MAX = 1e-5, 1e-4
+
 
 @dataclass(frozen=True)
 class Run:

@@ -9,8 +9,7 @@ import yaml
 
 from tests.support.checkout import ROOT, torchrun
 from tests.support.leftovers import assert_nothing_left
-from tests.support.run import popen, step_records, tiny_config
-from tests.system.test_train import ON_POLICY_MAX, ON_POLICY_MEAN
+from tests.support.run import ON_POLICY_MAX, ON_POLICY_MEAN, popen, step_records, tiny_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -26,11 +26,9 @@ from megarl.telemetry.event_files import read_events
 from tests.support.checkout import ROOT, environment
 from tests.support.leftovers import assert_nothing_left
 from tests.support.reward_functions import digit_share
-from tests.support.run import Run, start, step_records, tiny_config, train
+from tests.support.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
 
 pytestmark = pytest.mark.engine
-
-ON_POLICY_MEAN, ON_POLICY_MAX = 1e-5, 1e-4
 
 
 def check_finished(run: Run, steps: int, samples: int) -> None:
