@@ -1,4 +1,4 @@
-"""What a run will open and call is tried before it starts, and all problems are told together."""
+"""The files and functions of a run are tried before it starts, and all problems are told together."""
 
 from __future__ import annotations
 
