@@ -124,7 +124,7 @@ $(MCORE)/.ready: $(VENV)/.ready
 
 test-oracles: setup-test  ## Losses, advantages and corrections against verl's and AReaL's own functions; 2 minutes.
 	tools/oracles.sh $(ORACLES) $(abspath $(PY))
-	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms
+	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms tests/rollout/test_against_areal.py
 
 # The full matrices, in parts meant for 30 minutes each; docs/benchmarks.md has what was measured.
 test-slow-models: setup-test  ## Every family through every layout, loader, exporter and converter.

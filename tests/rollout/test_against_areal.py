@@ -26,6 +26,7 @@ from tests.support.areal_staleness import (
     recorded_runs,
     staleness_manager,
 )
+from tests.support.oracles import VARIABLE
 
 
 def rooms(run: CapacityRun, kind: type[Admission] = Admission) -> Iterator[int]:
@@ -75,12 +76,18 @@ def agrees(run: CapacityRun, answers: list[int], kind: type[Admission] = Admissi
 
 @pytest.mark.parametrize("run", recorded_runs(), ids=lambda run: str(Pace(**run.pace)))
 def test_room_is_areal_s_capacity(run: CapacityRun) -> None:
-    """Its answers are those of the class itself where the package can be found, otherwise the recorded ones."""
-    answers = run.capacities
-    if (areal := areal_directory()) is not None:
-        answers = capacities(staleness_manager(areal), run)
-        assert answers == run.capacities
-    assert agrees(run, answers), list(zip(run.events, rooms(run), answers, strict=True))
+    """Its answers are recorded; a test below asks the class itself again."""
+    assert agrees(run, run.capacities), list(zip(run.events, rooms(run), run.capacities, strict=True))
+
+
+@pytest.mark.oracle
+def test_the_class_itself_still_gives_the_recorded_answers() -> None:
+    """The oracle is AReaL's own class, which `make test-oracles` installs."""
+    areal = areal_directory()
+    if areal is None or not (areal / "api" / "io_struct.py").is_file():
+        pytest.skip(f"{VARIABLE} names no directory with areal 1.0.4 (make test-oracles)")
+    for run in recorded_runs():
+        assert capacities(staleness_manager(areal), run) == run.capacities
 
 
 def test_the_runs_meet_every_event_and_a_full_pool() -> None:

@@ -1,10 +1,9 @@
 """The answers of AReaL's `StalenessManager` to the events of small runs, and those runs.
 
-The answers of areal 1.0.4 are recorded in `excerpts/areal_staleness.json`. To ask it again, which also happens in the
-tests of admission wherever it can be found:
+The answers of areal 1.0.4 are recorded in `excerpts/areal_staleness.json`. It is asked again in
+`make test-oracles` and wherever the package can be found; to record them anew:
 
-    pip install --no-deps --target areal areal==1.0.4
-    PYTHONPATH=areal python -m tests.support.areal_staleness
+    tools/oracles.sh .oracles && MEGARL_ORACLES=.oracles python -m tests.support.areal_staleness
 
 Its class is executed from its own file, because the package imports much that a count of rollouts does not need.
 """
@@ -14,6 +13,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from unittest import mock
 
 from megarl.config.pace import Pace
 from tests.support.checkout import EXCERPTS
+from tests.support.oracles import VARIABLE
 
 RECORD = EXCERPTS / "areal_staleness.json"
 NO_LIMIT = 10**6
@@ -49,7 +50,9 @@ def recorded_runs() -> list[CapacityRun]:
 
 
 def areal_directory() -> Path | None:
-    """The directory of the installed package `areal`, which is not imported."""
+    """The directory of the package `areal` that `make test-oracles` or its user has installed; it is not imported."""
+    if directory := os.environ.get(VARIABLE):
+        return Path(directory) / "areal"
     spec = importlib.util.find_spec("areal")
     places = spec.submodule_search_locations if spec is not None else None
     return Path(next(iter(places))) if places else None
