@@ -61,7 +61,7 @@ def test_every_waiting_state_is_among_those_points() -> None:
 
 
 def stopped_in(phase: str) -> list[Stop]:
-    """What there is whenever the first sample enters a state, in which some wait for nothing: at its freeze."""
+    """Records and calls at each freeze of the first sample in a state; some states wait for nothing."""
     attempt, stops = Attempt(), list[Stop]()
     freeze = LoopContext.freeze
 
