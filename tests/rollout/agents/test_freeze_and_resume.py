@@ -61,7 +61,7 @@ def test_every_waiting_state_is_among_those_points() -> None:
 
 
 def stopped_in(phase: str) -> list[Stop]:
-    """The frozen loops at each moment at which the first sample enters a state; in some states it waits for nothing."""
+    """Records and calls at each freeze of the first sample in a state; some states wait for nothing."""
     attempt, stops = Attempt(), list[Stop]()
     freeze = LoopContext.freeze
 
