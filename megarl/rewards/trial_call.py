@@ -36,7 +36,7 @@ class TrialCall:
 
 @dataclass(frozen=True)
 class TrialProblem:
-    """What is wrong with a function; `called`: it was the call that failed, so it may succeed for another sample."""
+    """A problem of a function; `called`: it was the call that failed, so it may succeed for another sample."""
 
     text: str
     called: bool

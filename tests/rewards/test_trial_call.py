@@ -35,7 +35,7 @@ SAMPLE = RewardInput("1+2=?", "3", [5], "stop", "3", {"problem": "1+2=?", "answe
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TrialProblem]]:
-    """What a trial says of each function; all of them are tried at the same time, as a run's are."""
+    """The problems that a trial finds in each function; all of them are tried at the same time, as a run's are."""
     directory = tmp_path_factory.mktemp("trial")
     (directory / "judges.py").write_text(FUNCTIONS)
     (directory / "typo.py").write_text("import os\n\nLIMIT = ten\n")
