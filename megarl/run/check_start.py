@@ -35,7 +35,8 @@ def check_start(config: Config, info: ModelInfo) -> list[str]:
     from megarl.checkpoint.format.check_weights import weight_problems
 
     first = first_prompts(config)
-    problems, warnings = [], []
+    problems: list[str] = []
+    warnings: list[str] = []
     with _trial_calls(config, first) as calls:  # they start while the files are read
         problems += data_file_problems(config)
         problems += tokenizer_problems(config, first)
