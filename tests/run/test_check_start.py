@@ -1,4 +1,4 @@
-"""The files and functions of a run are tried before it starts, and all problems are told together."""
+"""The checks before a start try all that the run will open and call, and tell all problems together."""
 
 from __future__ import annotations
 
