@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.common.megatron_versions import imported_is
 from megarl.config.megatron_defaults import ddp_fields
 from megarl.config.schema import Config
 from megarl.models.shards import persistent_buffers
@@ -100,8 +101,11 @@ def aux_loss_scale(tf_config: TransformerConfig) -> int:
 
     Under sequence parallelism each tensor rank weighs these losses by its part of the micro-batch's tokens, T / TP,
     which need not be an integer. Megatron divides the gradients by an integer number of tokens, so that number must
-    count all T tokens, and the factor TP corrects for it.
+    count all T tokens, and the factor TP corrects for it. From 0.19 on Megatron's router multiplies these losses by TP
+    itself (router.py:633).
     """
+    if not imported_is("<0.19"):
+        return 1
     return int(tf_config.tensor_model_parallel_size) if tf_config.sequence_parallel else 1
 
 
