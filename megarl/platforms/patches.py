@@ -34,7 +34,7 @@ class Patch:
 
     @property
     def needed(self) -> bool:
-        """Tell whether the imported Megatron-Core has the defect."""
+        """True if the imported Megatron-Core has the defect."""
         return megatron_versions.imported_is(self.versions)
 
 

@@ -1,4 +1,4 @@
-"""The supported versions of Megatron-Core; a session tests the one that it was started for."""
+"""The supported versions of Megatron-Core, and a check that a session tests the one that it was started for."""
 
 from __future__ import annotations
 
