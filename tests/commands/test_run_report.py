@@ -14,7 +14,7 @@ import pytest
 from megarl.commands import cli
 from megarl.report.samples_file import read_samples
 from tests.support.checkout import ROOT
-from tests.support.reported_runs import sample_line, small_run, step_line, write_long_run, write_run
+from tests.support.reported_runs import evaluation_line, sample_line, small_run, step_line, write_long_run, write_run
 
 
 def test_the_page_is_one_file_in_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +59,16 @@ def test_a_living_run_with_torn_and_damaged_files_is_reported(tmp_path: Path) ->
     page = (tmp_path / "page.html").read_text()
     assert 'class="status running"' in page and "step 30" in page
     assert "an engine is lost" in page and "2026-11-25" in page
+
+
+def test_the_page_says_what_its_plots_leave_out(tmp_path: Path) -> None:
+    sets = [evaluation_line(0, 0.5, f"set-{number}") for number in range(6)]
+    run = write_run(tmp_path / "crowded", [*sets, step_line(1)])
+    assert cli.main(["report", str(run)]) == 0
+    assert "Not in the plots: evaluation sets set-4, set-5." in (run / "report.html").read_text()
+    plain = small_run(tmp_path / "plain")
+    assert cli.main(["report", str(plain)]) == 0
+    assert "Not in the plots" not in (plain / "report.html").read_text()
 
 
 def test_how_a_run_ended_is_told(tmp_path: Path) -> None:
