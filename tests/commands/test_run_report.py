@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from megarl.commands import cli
+from megarl.config.job_sections import TelemetryConfig
 from megarl.report.samples_file import read_samples
 from tests.support.checkout import ROOT
+from tests.support.reported_events import write_full_events
 from tests.support.reported_runs import evaluation_line, sample_line, small_run, step_line, write_long_run, write_run
 
 
@@ -94,8 +96,12 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
 
 
 def test_100_000_steps_are_reported_within_10_s_10_mb_and_bounded_memory(tmp_path: Path) -> None:
-    """Seconds of processor time, because the tests share their machine; starting Python is part of them."""
+    """Seconds of processor time, because the tests share their machine; starting Python is part of them.
+
+    The folder of events has as much of what the report reads as the default config keeps.
+    """
     run = write_long_run(tmp_path / "run", 100_000, peak_at=54_321)
+    assert write_full_events(run, int(TelemetryConfig().events.mib) << 20) > 70e6
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     script = (
         "import re, sys; from megarl.commands.cli import main; status = main(sys.argv[1:]); "
@@ -114,6 +120,7 @@ def test_100_000_steps_are_reported_within_10_s_10_mb_and_bounded_memory(tmp_pat
     data = json.loads(page.split(b'id="data">')[1].split(b"</script>")[0])
     (reward,) = (figure["lines"][0] for figure in data["figures"] if figure["key"] == "grad")
     assert len(reward["y"]) <= 800
+    assert b">engine 499<" in page and page.count(b"500 tokens in 2 turns") == 20, "events are read to their ends"
     depth = next(figure["lines"][0] for figure in data["figures"] if figure["key"] == "step")
     assert min(depth["low"]) == 9 and max(depth["high"]) == 11
     assert (run / "metrics.jsonl").stat().st_size > 300e6, "lines are as long as those of a real run"
