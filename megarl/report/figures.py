@@ -17,6 +17,13 @@ from megarl.report.metrics_file import NO_SIGNAL, Evaluation, RunMetrics, mean_i
 
 MOST_COMPONENTS = 6
 MOST_SETS = 4
+MOST_NAMES = 12  # of what is not shown
+_COMPONENT = "reward/component/"
+_FAMILIES = {
+    _COMPONENT: "reward components",
+    "rollout/replica_tokens_per_second/": "engines",
+    "rollout/version_lag_tokens/": "tokens by version lag",
+}
 
 
 @dataclass(frozen=True)
@@ -120,9 +127,8 @@ def _reward(run: int, metrics: RunMetrics) -> list[Line]:
 
 
 def _components(run: int, metrics: RunMetrics) -> list[Line]:
-    prefix = "reward/component/"
-    names = metrics.family(prefix)[:MOST_COMPONENTS]
-    return [Line(run, name[len(prefix) :], metrics.mean(name), style=number) for number, name in enumerate(names)]
+    names = metrics.family(_COMPONENT)[:MOST_COMPONENTS]
+    return [Line(run, name[len(_COMPONENT) :], metrics.mean(name), style=number) for number, name in enumerate(names)]
 
 
 def _replicas(run: int, metrics: RunMetrics) -> list[Line]:
@@ -217,9 +223,8 @@ def figures_of(section: str, runs: Sequence[RunMetrics]) -> list[Figure]:
 
 def evaluation_figures(runs: Sequence[RunMetrics]) -> list[Figure]:
     """Return a plot for each evaluated set: greedy and sampled accuracy with their 95% intervals."""
-    names = list(dict.fromkeys(name for run in runs for name in run.evaluations))[:MOST_SETS]
     figures = []
-    for number, name in enumerate(names):
+    for number, name in enumerate(_drawn_sets(runs)):
         lines = [
             line
             for style, kind in enumerate(("greedy", "sampled"))
@@ -230,6 +235,29 @@ def evaluation_figures(runs: Sequence[RunMetrics]) -> list[Figure]:
             note = "Held-out accuracy with its 95% interval: at temperature 0, and mean@k of sampled responses."
             figures.append(Figure(f"eval{number}", f"Evaluation: {name}", "share", note, lines))
     return figures
+
+
+def _drawn_sets(runs: Sequence[RunMetrics]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.evaluations))[:MOST_SETS]
+
+
+def not_drawn(runs: Sequence[RunMetrics]) -> list[str]:
+    """Return for each run what the plots and bars leave out, by name; an empty text if that is nothing."""
+    drawn = _drawn_sets(runs)
+    texts = []
+    for run in runs:
+        parts = [("evaluation sets", [name for name in run.evaluations if name not in drawn])]
+        for prefix, title in _FAMILIES.items():
+            beyond = run.family(prefix)[MOST_COMPONENTS:] if prefix == _COMPONENT else []
+            names = [name[len(prefix) :] for name in beyond] + run.left_out.get(prefix, [])
+            parts.append((title, names))
+        texts.append("; ".join(f"{title} {_listed(names)}" for title, names in parts if names))
+    return texts
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def _evaluated(run: int, points: Sequence[Evaluation], kind: str, style: int) -> Line | None:

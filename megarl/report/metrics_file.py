@@ -87,7 +87,7 @@ class RunMetrics:
     steps: int  # lines of steps that were read
     peaks: dict[str, Peaks]
     evaluations: dict[str, list[Evaluation]]
-    left_out: dict[str, int] = field(default_factory=dict)  # members of a family beyond its bound, by its prefix
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # members of a family beyond its bound, by its prefix
 
     def __post_init__(self) -> None:
         self._index = {name: number for number, name in enumerate(self.names)}
@@ -174,7 +174,7 @@ class MetricsReader:
         self._histograms = {phase: LogHistogram() for phase in ("step", *PHASES)}
         self._longest = dict.fromkeys(self._histograms, (0.0, 0))
         self._evaluations: dict[str, list[Evaluation]] = {}
-        self._left_out: dict[str, int] = {}
+        self._left_out: dict[str, list[str]] = {}
         self._seconds = 0.0
 
     def add(self, rows: Sequence[MetricsLine]) -> None:
@@ -195,7 +195,7 @@ class MetricsReader:
         evaluations = {name: list(points) for name, points in self._evaluations.items()}
         return RunMetrics(
             list(self._order), envelope.buckets, envelope.width, envelope.rows, self._peaks(), evaluations,
-            dict(self._left_out),
+            {prefix: list(names) for prefix, names in self._left_out.items()},
         )  # fmt: skip
 
     def _peaks(self) -> dict[str, Peaks]:
@@ -231,7 +231,7 @@ class MetricsReader:
         for prefix, most in FAMILIES.items():
             if name.startswith(prefix):
                 if sum(each.startswith(prefix) for each in self._names) >= most:
-                    self._left_out[prefix] = self._left_out.get(prefix, 0) + 1
+                    self._left_out.setdefault(prefix, []).append(name[len(prefix) :])
                     return
                 self._names.append(name)
                 self._order.append(name)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from megarl.report import numbers
 from megarl.report.advisories import advise, replica_rates, rollout_idle, trainer_idle
 from megarl.report.bars import BarPart, legend, stacked
+from megarl.report.figures import not_drawn
 from megarl.report.markup import Html, escape, table, tag
 from megarl.report.metrics_file import NO_SIGNAL, RunMetrics
 from megarl.report.run_directory import ReportedRun, differences
@@ -23,7 +24,7 @@ def chip(index: int, run: ReportedRun) -> Html:
 def header(runs: Sequence[ReportedRun]) -> Html:
     """Return one card per run: how it is."""
     cards = []
-    for index, run in enumerate(runs):
+    for index, (run, missing) in enumerate(zip(runs, not_drawn([run.metrics for run in runs]), strict=True)):
         steps = _last_step(run.metrics)
         of = f" of {run.planned_steps:,}" if run.planned_steps else ""
         lines = [f"step {steps:,}{of}", numbers.duration(_wall_seconds(run.metrics))]
@@ -35,6 +36,7 @@ def header(runs: Sequence[ReportedRun]) -> Html:
             tag(
                 "div", tag("div", chip(index, run), tag("span", run.status, class_=f"status {run.status}")),
                 tag("div", " · ".join(lines)), tag("div", run.reason, class_="reason") if run.reason else "",
+                tag("div", f"Not in the plots: {missing}.", class_="quiet") if missing else "",
                 tag("div", str(run.path), class_="path"), class_="card",
             )
         )  # fmt: skip

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from megarl.commands import cli
+from megarl.config.job_sections import TelemetryConfig
 from megarl.report.samples_file import read_samples
 from tests.support.checkout import ROOT
-from tests.support.reported_runs import sample_line, small_run, step_line, write_long_run, write_run
+from tests.support.reported_events import write_full_events
+from tests.support.reported_runs import evaluation_line, sample_line, small_run, step_line, write_long_run, write_run
 
 
 def test_the_page_is_one_file_in_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +63,16 @@ def test_a_living_run_with_torn_and_damaged_files_is_reported(tmp_path: Path) ->
     assert "an engine is lost" in page and "2026-11-25" in page
 
 
+def test_the_page_says_what_its_plots_leave_out(tmp_path: Path) -> None:
+    sets = [evaluation_line(0, 0.5, f"set-{number}") for number in range(6)]
+    run = write_run(tmp_path / "crowded", [*sets, step_line(1)])
+    assert cli.main(["report", str(run)]) == 0
+    assert "Not in the plots: evaluation sets set-4, set-5." in (run / "report.html").read_text()
+    plain = small_run(tmp_path / "plain")
+    assert cli.main(["report", str(plain)]) == 0
+    assert "Not in the plots" not in (plain / "report.html").read_text()
+
+
 def test_how_a_run_ended_is_told(tmp_path: Path) -> None:
     record = {"status": "failed", "step": 40, "reason": "the disk <is> full"}
     for content, status in ((json.dumps(record), "failed"), ('{"status": "fin', "unknown")):
@@ -84,8 +96,12 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
 
 
 def test_100_000_steps_are_reported_within_10_s_10_mb_and_bounded_memory(tmp_path: Path) -> None:
-    """Seconds of processor time, because the tests share their machine; starting Python is part of them."""
+    """Seconds of processor time, because the tests share their machine; starting Python is part of them.
+
+    The folder of events has as much of what the report reads as the default config keeps.
+    """
     run = write_long_run(tmp_path / "run", 100_000, peak_at=54_321)
+    assert write_full_events(run, int(TelemetryConfig().events.mib) << 20) > 70e6
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     script = (
         "import re, sys; from megarl.commands.cli import main; status = main(sys.argv[1:]); "
@@ -104,6 +120,7 @@ def test_100_000_steps_are_reported_within_10_s_10_mb_and_bounded_memory(tmp_pat
     data = json.loads(page.split(b'id="data">')[1].split(b"</script>")[0])
     (reward,) = (figure["lines"][0] for figure in data["figures"] if figure["key"] == "grad")
     assert len(reward["y"]) <= 800
+    assert b">engine 499<" in page and page.count(b"500 tokens in 2 turns") == 20, "events are read to their ends"
     depth = next(figure["lines"][0] for figure in data["figures"] if figure["key"] == "step")
     assert min(depth["low"]) == 9 and max(depth["high"]) == 11
     assert (run / "metrics.jsonl").stat().st_size > 300e6, "lines are as long as those of a real run"

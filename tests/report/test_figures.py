@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.report import numbers
 from megarl.report.bars import BarPart, histogram, stacked
-from megarl.report.figures import evaluation_figures, figures_of, rounded, run_axis
+from megarl.report.figures import evaluation_figures, figures_of, not_drawn, rounded, run_axis
 from megarl.report.run_directory import differences, distinct_names, flat, layout_of
 from megarl.telemetry.declarations import REGISTRY
 from tests.support.html_reader import HtmlReader
@@ -32,6 +32,21 @@ def test_runs_share_a_plot_and_those_without_values_have_no_line() -> None:
     ]
     content = figures["reward"].as_json()["lines"][0]
     assert len(content["y"]) == len(content["low"]) == len(run_axis(first)["step"]) == 30
+
+
+def test_what_the_plots_leave_out_is_named() -> None:
+    sets = [evaluation_line(0, 0.5, f"set-{number}") for number in range(6)]
+    lines = [step_line(step, **{f"reward__component__c{number:02d}": 1.0 for number in range(30)}) for step in (1, 2)]
+    crowded, plain = metrics_of([*sets, *lines]), metrics_of([step_line(1)])
+    shown = [figure.title for figure in evaluation_figures([crowded, plain])]
+    (components,) = (each for each in figures_of("learning", [crowded, plain]) if each.key == "components")
+    names, nothing = not_drawn([crowded, plain])
+    assert nothing == "" and len(shown) == 4
+    sets_text, components_text = names.split("; ")
+    assert sets_text == "evaluation sets set-4, set-5" and not any(each in str(shown) for each in ("set-4", "set-5"))
+    listed = components_text.removeprefix("reward components ").removesuffix(" and 14 more").split(", ")
+    drawn = [line.label for line in components.lines if line.run == 0]
+    assert len(listed) == 12 and len(drawn) == 6 and not set(listed) & set(drawn), "32 components: 6 + 12 + 14"
 
 
 def entropy_line(steps: int, buckets: int) -> dict:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.telemetry.event_budget import CONTROLLER, kept_bytes, rank_process
 from megarl.telemetry.event_files import EventTail, Rollback, event_files, read_events
-from megarl.telemetry.event_kinds import KINDS, UndeclaredEvent
+from megarl.telemetry.event_kinds import FAULTS, KINDS, UndeclaredEvent
 from megarl.telemetry.event_lines import FOLDER
 from megarl.telemetry.event_parts import tidy
 from tests.support.event_runs import UNIX, SimulatedClock, event_writer
@@ -179,6 +181,23 @@ def test_tidy_deletes_the_oldest_files_and_leaves_those_that_are_written(tmp_pat
     assert tidy(tmp_path, budget // 8, now=UNIX + 10 * 86400) == 2  # nobody has written for days
 
 
-def test_every_kind_is_in_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
-    assert [name for name in KINDS if f"`{name}`" not in page] == []
+def documented_rows(heading: str) -> list[list[str]]:
+    """Return the cells of the table of docs/observability.md with this line of headings."""
+    lines = iter((Path(__file__).parents[2] / "docs" / "observability.md").read_text().splitlines())
+    assert heading in lines and set(next(lines)) <= set("|-")
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in takewhile(lambda x: x.startswith("|"), lines)]
+
+
+def test_the_documentation_has_every_event_with_its_stream_and_arguments() -> None:
+    rows = documented_rows("| event | stream | line | meaning | arguments |")
+    documented = {name: (row[1], quoted(row[4])) for row in rows for name in quoted(row[0])}
+    assert documented == {name: (kind.stream, [arg for arg, _ in kind.args]) for name, kind in KINDS.items()}
+
+
+def test_the_documentation_has_every_kind_of_fault() -> None:
+    assert {quoted(name)[0]: meaning for name, meaning in documented_rows("| kind | meaning |")} == FAULTS
+
+
+def quoted(cell: str) -> list[str]:
+    """Return the names in backquotes."""
+    return re.findall(r"`([^`]+)`", cell)
