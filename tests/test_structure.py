@@ -114,7 +114,7 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
     "cluster/supervisor.py:Supervisor._await_actors": "no wait: `ray.wait` has found that it has ended",
     "commands/launch.py:run_script": "the user's script, and the user who ends it",
-    "common/frames.py:_receive": "the caller's deadline; without one nobody waits, and the process dies with its parent",
+    "common/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",
     "models/gather.py:Gather.done": "no wait, or the time-out of the process group",
     "models/gather.py:GlooWaiter._run": "the time-out of the process group; whoever waits for the thread has a bound",
     "models/gather_pairs.py:_exchange": "`connect`, which waits for its thread at most `timeout_s`",
@@ -328,9 +328,10 @@ def test_a_wait_without_a_bound_is_found(tmp_path: Path, line: str) -> None:
 )  # fmt: skip
 def test_a_wait_without_a_bound_that_blocks_a_thread_is_found(tmp_path: Path, line: str) -> None:
     good = """
-        thread.join(3), event.wait(left), process.wait(timeout=1), ", ".join(names), found.get(name), lock.acquire(False)
+        thread.join(3), event.wait(left), process.wait(timeout=1), ", ".join(names), found.get(name)
         future.result(0.1), process.communicate(timeout=1), changed.wait_for(lambda: done, 3), ray.get(one, timeout=3)
-        subprocess.run(["ls"], timeout=3), socket.create_connection(place, 3), ray.wait([one], timeout=0), wait()
+        subprocess.run(["ls"], timeout=3), socket.create_connection(place, 3), ray.wait([one], timeout=0)
+        lock.acquire(False), wait()
     async def task(self):
         await event.wait()
         return task.result()
