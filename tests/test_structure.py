@@ -9,7 +9,7 @@ import pytest
 from tests.support import structure
 from tests.support.checkout import ROOT
 from tests.support.references import files_with_references, problems_of, unknown_references
-from tests.support.unbounded_waits import unbounded_waits
+from tests.support.unbounded_waits import blocking_waits, unbounded_waits
 
 TESTS, PACKAGE, BENCHMARKS = ROOT / "tests", ROOT / "megarl", ROOT / "benchmarks"
 
@@ -104,6 +104,46 @@ BOUNDED_ELSEWHERE = {
 def test_every_wait_has_a_bound() -> None:
     """A new one gets its bound where it stands, or an entry that says whose bound ends it."""
     assert sorted(unbounded_waits(PACKAGE)) == sorted(BOUNDED_ELSEWHERE)
+
+
+# Likewise, of those that block a thread.
+BLOCKING_BOUNDED_ELSEWHERE = {
+    "checkpoint/convert/hf_to_megatron.py:HFToMegatron.write_unit": "the parent, which ends a worker that is silent",
+    "checkpoint/convert/workers.py:_Pool._receive": "no wait: the connection has a message, of a few bytes",
+    "checkpoint/convert/workers.py:_serve": "nobody waits for it; it dies with its parent",
+    "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
+    "cluster/supervisor.py:Supervisor._await_actors": "no wait: `ray.wait` has found that it has ended",
+    "commands/launch.py:run_script": "the user's script, and the user who ends it",
+    "common/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",
+    "models/gather.py:Gather.done": "no wait, or the time-out of the process group",
+    "models/gather.py:GlooWaiter._run": "the time-out of the process group; whoever waits for the thread has a bound",
+    "models/gather_pairs.py:_exchange": "`connect`, which waits for its thread at most `timeout_s`",
+    "queue/transfer.py:_start": "`start_queue`, timeouts.engine_start_s",
+    "queue/transfer.py:_Client.call": "no wait: the future is done",
+    "report/metrics_file.py:read_metrics": "no wait: what `MetricsReader` has read",
+    "rewards/code.py:CodeReward._of_pieces": "the program, which was cancelled, END_S of the sandbox",
+    "rollout/batch_decoder.py:_settle": "no wait: the task has ended",
+    "rollout/engine_requests.py:EngineRequests._part": "no wait: the task has ended",
+    "rollout/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",
+    "rollout/shared_calls.py:CallDesk._ended": "no wait: the task has ended",
+    "rollout/workers/remote_run.py:RemoteRun._answer": "no wait: the task has ended",
+    "run/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.queue_s",
+    "telemetry/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",
+    "telemetry/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",
+    "tools/user_function.py:UserFunctionTool.__init__": "`UserFunctionTool._child`, `start_timeout_s`",
+    "weights/background_call.py:BackgroundCall.result": "the call, whose deadline the class demands",
+    "weights/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/replica_calls.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
+    "weights/sender.py:WeightSender._join": "`await_members` and `EngineCalls.connect`, the `timeout_s` of the join",
+    "weights/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
+    "weights/sending.py:Sending._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/transport.py:Group.enter": "`StageWatch.join`, a bound of its own",
+    "weights/transport.py:PendingBroadcast.wait": "no wait: the broadcast has ended",
+}
+
+
+def test_every_wait_that_blocks_a_thread_has_a_bound() -> None:
+    assert sorted(blocking_waits(PACKAGE)) == sorted(BLOCKING_BOUNDED_ELSEWHERE)
 
 
 def test_docstrings_are_sentences_or_noun_phrases() -> None:
@@ -274,6 +314,30 @@ def test_a_wait_without_a_bound_is_found(tmp_path: Path, line: str) -> None:
     good = "".join(f"    async def f{number}(self):\n        {each}\n" for number, each in enumerate(bounded))
     write(tmp_path, {"rollout/one.py": f"class A:\n{good}    async def waits(self):\n        {line}\n"})
     assert list(unbounded_waits(tmp_path / "rollout")) == ["one.py:A.waits"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.thread.join()", "event.wait()", "event.wait(None)", "process.wait(timeout=None)", "work.get()",
+        "lock.acquire()", "future.result()", "out, err = process.communicate()", "changed.wait_for(lambda: done)",
+        "subprocess.run(['ls'], check=True)", "check(subprocess.check_output(['ls']))", "ray.get(reference)",
+        "ready, _ = ray.wait([reference])", "connection.recv(4)", "peer, _ = server.accept()",
+        "socket.create_connection((host, port))", "urllib.request.urlopen(url)",
+    ],
+)  # fmt: skip
+def test_a_wait_without_a_bound_that_blocks_a_thread_is_found(tmp_path: Path, line: str) -> None:
+    good = """
+        thread.join(3), event.wait(left), process.wait(timeout=1), ", ".join(names), found.get(name)
+        future.result(0.1), process.communicate(timeout=1), changed.wait_for(lambda: done, 3), ray.get(one, timeout=3)
+        subprocess.run(["ls"], timeout=3), socket.create_connection(place, 3), ray.wait([one], timeout=0)
+        lock.acquire(False), wait()
+    async def task(self):
+        await event.wait()
+        return task.result()
+    """
+    write(tmp_path, {"rollout/one.py": f"class A:\n    def good(self):{good}\n    def waits(self):\n        {line}\n"})
+    assert list(blocking_waits(tmp_path / "rollout")) == ["one.py:A.waits"]
 
 
 def test_a_docstring_that_is_a_bare_clause_is_found(tmp_path: Path) -> None:

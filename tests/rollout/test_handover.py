@@ -17,13 +17,12 @@ from megarl.config.schema import Config
 from megarl.rollout.admission import Admission
 from megarl.rollout.counters import Counters, Taken
 from megarl.rollout.handover import Handover, TrainerRecord
-from megarl.rollout.journal import JOURNAL_FILE
 from megarl.rollout.ready_batches import BatchReady
 from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.admission_machine import AdmissionMachine
 from tests.support.configs import config as config_of
-from tests.support.fake_rollout import LocalController, local_controller
+from tests.support.fake_rollout import LocalController, journalled, local_controller
 
 GROUPS, SAMPLES = 3, 2
 WAIT_S = 5.0
@@ -287,7 +286,8 @@ def test_a_new_controller_goes_on_after_the_last_commit(
         in_training, prepared = await trainer.take(1), await trainer.take(2)
         unread = await trainer.take(3, keep=False)
         if journal:
-            await until(lambda: (tmp_path / JOURNAL_FILE).is_file() and (tmp_path / JOURNAL_FILE).stat().st_size > 6000)
+            kept = trainer.local.controller._journal
+            await until(lambda: set(unread.groups) <= set(journalled(tmp_path)) and not kept._pending)
         marked = dict(trainer.local.queue.rows)
         counters = await trainer.rebuild(local_controller(chosen, tmp_path, monkeypatch))
         fresh = trainer.local

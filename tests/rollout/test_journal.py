@@ -6,9 +6,11 @@ import asyncio
 import json
 import math
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +27,9 @@ from megarl.rollout.kept_groups import KeptGroups
 from megarl.rollout.lineage import INITIAL
 from megarl.rollout.loop_records import CallRecord, FrozenLoop
 from megarl.rollout.requests import continuation_seed
+from megarl.rollout.retention import History
 from tests.support.configs import config as config_of
-from tests.support.fake_rollout import FakeSource, LocalController, local_controller
+from tests.support.fake_rollout import FakeSource, LocalController, journalled, local_controller
 from tests.support.retokenized import Retokenized
 
 GROUPS, SAMPLES = 3, 2
@@ -51,11 +54,6 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
-
-
-def journalled(directory: Path) -> list[int]:
-    heads = [read_head(record) for record in JournalFile(directory / JOURNAL_FILE).read()]
-    return sorted(head["group"] for head in heads if head["kind"] == "group")
 
 
 async def first_attempt(local: LocalController, directory: Path) -> tuple[Any, dict[str, Trajectory]]:
@@ -439,6 +437,47 @@ def test_a_group_that_has_called_a_tool_before_its_first_token_is_kept() -> None
     )
     kept.resume(INITIAL, 7)
     assert kept.versions() == {3: {7}, 4: set()}
+
+
+def test_the_journal_is_at_most_its_interval_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the test moves: what finished groups and unfinished ones have is written each time."""
+    interval_s, source = 7.0, FakeSource()
+    journal = controller(tmp_path, monkeypatch, rollout={"journal_s": interval_s}).controller._journal
+    progress: dict[int, GroupProgress] = {}
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+
+        async def move(seconds: float, ends: Callable[[], bool]) -> None:
+            """Other tasks and threads then have some real time."""
+            nonlocal now
+            now += seconds
+            deadline = time.monotonic() + 2 * WAIT_S
+            while not ends() and time.monotonic() < deadline:
+                await asyncio.sleep(0)
+
+        history = History(-1, 0, frozenset())
+        await journal.begin(None, history)
+        await journal.begin_epoch(0, [])
+        monkeypatch.setattr(loop, "time", lambda: now)
+        monkeypatch.setattr("megarl.rollout.journal.time", SimpleNamespace(monotonic=lambda: now))
+        keeps_up = asyncio.ensure_future(journal.keep_up(lambda: history, progress, source))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        for number in (1, 2):
+            journal.note([Trajectory(number, 0, [5], [9], [-0.5], (VersionSpan(0, 0, 1),), "stop", 0.0, {})], source)  # type: ignore[arg-type]
+            progress[10 + number] = GroupProgress([5], "")
+            progress[10 + number].record(0, FrozenLoop().freeze("{}", 0, 0))
+            early_until = time.monotonic() + 0.05
+            await move(interval_s - 0.5, lambda: time.monotonic() > early_until)
+            assert journalled(tmp_path) == list(range(1, number)), "it is written before it is time"
+            await move(1.0, lambda: not journal._pending)
+            assert journalled(tmp_path) == list(range(1, number + 1)), "it is not written at the interval"
+            assert unfinished(tmp_path) == list(range(11, 11 + number))
+            await move(-0.5, lambda: True)  # the interval began half a second ago
+        keeps_up.cancel()
+
+    run(scenario)
 
 
 def test_other_tasks_run_while_the_journal_looks_at_thousands_of_loops(

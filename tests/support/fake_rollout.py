@@ -26,6 +26,9 @@ from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.evaluator import Evaluator
 from megarl.rollout.foreign_requests import ForeignRequests
 from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.journal import JOURNAL_FILE
+from megarl.rollout.journal_file import JournalFile
+from megarl.rollout.journal_records import read_head
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
@@ -313,3 +316,9 @@ def local_controller(
     made.elastic = FakeElasticPool()  # type: ignore[assignment]
     made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
     return LocalController(made, fleet, queue, rewards)
+
+
+def journalled(directory: Path) -> list[int]:
+    """Return the finished groups in the journal of a run directory, sorted; a group counts once for each record."""
+    heads = [read_head(record) for record in JournalFile(directory / JOURNAL_FILE).read()]
+    return sorted(head["group"] for head in heads if head["kind"] == "group")

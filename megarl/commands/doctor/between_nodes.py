@@ -35,6 +35,7 @@ from megarl.commands.doctor.paths import (
 from megarl.common.errors import ConfigError
 
 REPORT_S = 15.0  # for a member to notice its own deadline and to report
+REAP_S = 5.0  # for the output of a killed probe to end
 _PROBE = "megarl.commands.doctor.path_probe"
 
 
@@ -141,8 +142,15 @@ def run_probe(command: Sequence[str], environment: Mapping[str, str], timeout_s:
         error = None if process.returncode == 0 else _last_line(stderr) or f"exit status {process.returncode}"
     except subprocess.TimeoutExpired:
         process.kill()
-        stdout, stderr = process.communicate()
         error = f"no end within {timeout_s:.0f} s"
+        try:
+            stdout, stderr = process.communicate(timeout=REAP_S)
+        except subprocess.TimeoutExpired as late:  # what it has written so far are bytes in any case
+            stdout, stderr = (str(part or b"", "utf-8", "replace") for part in (late.stdout, late.stderr))
+            error += f"; the doctor waited {REAP_S:g} s more for a process that holds the output of the killed probe"
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
     rates: dict[str, float] = {}
     stage = "start"
     for line in stdout.splitlines():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +99,22 @@ def test_a_hanging_probe_is_ended_and_its_stage_told() -> None:
     code = 'print(\'{"stage": "all-reduce"}\', flush=True); import time; time.sleep(60)'
     outcome = run_probe([sys.executable, "-c", code], environment(), 1.5)
     assert outcome.error == "no end within 2 s" and outcome.stage == "all-reduce"
+
+
+def test_a_process_that_holds_the_output_of_a_killed_probe_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.commands.doctor.between_nodes.REAP_S", 0.5)
+    started, pid = time.monotonic(), tmp_path / "pid"
+    script = f'sleep 300 & echo $! > {pid}; echo \'{{"stage": "all-reduce"}}\'; wait'
+    try:
+        outcome = run_probe(["bash", "-c", script], environment(), 5)
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert outcome.stage == "all-reduce" and time.monotonic() - started < 100
+    assert outcome.error == (
+        "no end within 5 s; the doctor waited 0.5 s more for a process that holds the output of the killed probe"
+    )
 
 
 @pytest.mark.parametrize(
