@@ -34,8 +34,8 @@ def test_every_slow_test_is_run_by_one_part_of_test_all() -> None:
 
 
 def test_every_module_and_file_that_is_named_is_there() -> None:
-    made_up_below = Path(__file__)
-    wrong = unknown_references(file for file in files_with_references() if file != made_up_below)
+    made_up = {Path(__file__), Path(__file__).with_name("test_fault_tables.py")}
+    wrong = unknown_references(file for file in files_with_references() if file not in made_up)
     assert wrong == [], "\n".join(wrong)
 
 

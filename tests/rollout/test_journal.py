@@ -440,7 +440,7 @@ def test_a_group_that_has_called_a_tool_before_its_first_token_is_kept() -> None
 
 
 def test_the_journal_is_at_most_its_interval_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only the test moves: what finished groups and unfinished ones have is written each time."""
+    """Finished and unfinished groups are written each time, by a clock that only the test moves."""
     interval_s, source = 7.0, FakeSource()
     journal = controller(tmp_path, monkeypatch, rollout={"journal_s": interval_s}).controller._journal
     progress: dict[int, GroupProgress] = {}
