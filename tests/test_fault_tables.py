@@ -59,11 +59,11 @@ def speeds(source: str) -> dict[str, str]:
     return found
 
 
-def mistake(reference: Reference, tests: dict[str, str]) -> str:
+def mistake(reference: Reference, cases: dict[str, str]) -> str:
     """Return what is wrong with a reference to a file with these tests; an empty text if nothing is."""
-    if reference.test is not None and reference.test not in tests:
+    if reference.test is not None and reference.test not in cases:
         return "there is no such test"
-    kinds = {tests[reference.test]} if reference.test else set(tests.values())
+    kinds = {cases[reference.test]} if reference.test else set(cases.values())
     if kinds == {"all"} and "slow" not in reference.note:
         return "it is slow"
     if reference.test and kinds == {"some"} and "slow" not in reference.note:
@@ -82,12 +82,15 @@ def test_the_tests_of_the_fault_tables_exist_and_slow_ones_are_marked() -> None:
 @pytest.mark.parametrize(
     ("cell", "mistakes"),
     [
-        ("`tests/a/test_b.py::test_slow`", ["it is slow"]),
-        ("`tests/a/test_b.py::test_slow` (slow), `test_b.py` (part `x`)", ["", ""]),
-        ("`tests/a/test_b.py::test_some` (x, y)", ["some of its cases are slow"]),
-        ("`tests/a/test_b.py::test_some` (x: slow, y); `tests/a/test_b.py`", ["", ""]),
-        ("`tests/a/test_b.py::test_fast` (slow), `test_b.py` (slow)", ["it is not slow", "it is not slow"]),
-        ("`tests/a/test_b.py::test_gone`", ["there is no such test"]),
+        ("`tests/test_fault_tables.py::test_slow`", ["it is slow"]),
+        ("`tests/test_fault_tables.py::test_slow` (slow), `test_fault_tables.py` (part `x`)", ["", ""]),
+        ("`tests/test_fault_tables.py::test_some` (x, y)", ["some of its cases are slow"]),
+        ("`tests/test_fault_tables.py::test_some` (x: slow, y); `tests/test_fault_tables.py`", ["", ""]),
+        (
+            "`tests/test_fault_tables.py::test_fast` (slow), `test_fault_tables.py` (slow)",
+            ["it is not slow", "it is not slow"],
+        ),
+        ("`tests/test_fault_tables.py::test_gone`", ["there is no such test"]),
     ],
 )
 def test_wrong_marks_are_found(cell: str, mistakes: list[str]) -> None:
