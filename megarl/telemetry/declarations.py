@@ -213,7 +213,9 @@ _ROLLOUT = [
     Metric("rollout/running_max", "requests", "max", "Most requests in the batch of one engine.", True),
     Metric("rollout/waiting_max", "requests", "max", "Most requests without a place in an engine's batch.", True),
     Metric("rollout/cut", "responses", "sum", "Responses cut at their group's deadline.", True),
-    Metric("rollout/groups_kept", "groups", "sum", "Groups from before a resume, used again or continued.", True),
+    Metric(
+        "rollout/groups_kept", "groups", "sum", "Groups from before a resume, used again or continued.", faults=True
+    ),
     Metric(
         "rollout/prefetch_seconds",
         "s",
@@ -235,25 +237,29 @@ _ROLLOUT = [
         "workers",
         "last",
         "Agent workers that run; none with `rollout.agent_workers: 0`.",
-        True,
+        faults=True,
     ),
     Metric(
-        "rollout/workers_lost", "workers", "sum", "Agent workers that died or did not answer, and were replaced.", True
+        "rollout/workers_lost",
+        "workers",
+        "sum",
+        "Agent workers that died or did not answer, and were replaced.",
+        faults=True,
     ),
     Metric(
         "rollout/groups_redone",
         "groups",
         "sum",
         "Groups that another agent worker went on with: theirs was lost.",
-        True,
+        faults=True,
     ),
-    Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", True),
+    Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", faults=True),
     Metric(
         "rollout/replicas_idle",
         "replicas",
         "last",
         "Replicas that are started, wait for their first weights, or are drained (`megarl pool`).",
-        True,
+        faults=True,
     ),
 ]
 

@@ -188,6 +188,8 @@ class FakeRecorder:
 
     def status(self, text: str) -> None: ...
 
+    def say(self, text: str) -> None: ...
+
     def load_tokenizer(self) -> None:
         self._journal.note(self._rank, "load_tokenizer")
 
@@ -213,7 +215,7 @@ class Links:
         monkeypatch.setattr(pool_link, "parallel", self.ranks)
         monkeypatch.setattr(channel, "parallel", self.ranks)
 
-        def connect(handle: SupervisorHandle, config: Config) -> FakeClient:
+        def connect(handle: SupervisorHandle, config: Config, say: Callable[[str], None]) -> FakeClient:
             client = FakeClient(self.journal, here.rank, self.failure)
             client.handle, client.keeps, client.rebuilds = handle, self.keeps, self.rebuilds
             return client

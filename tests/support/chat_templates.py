@@ -205,7 +205,7 @@ SPECIALS = {
     "mistral": ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 }  # fmt: skip
 TEMPLATES = {"qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "chatml": CHATML_TOOLS, **TAGGED}
-END_OF_TURN = {"llama3": "<|eot_id|>", "mistral": "</s>"}  # <|im_end|> for the others
+END_OF_TURN = dict.fromkeys(TEMPLATES, "<|im_end|>") | {"llama3": "<|eot_id|>", "mistral": "</s>"}
 
 
 def chat_tokenizer(family: str) -> Any:
@@ -214,7 +214,7 @@ def chat_tokenizer(family: str) -> Any:
     tokenizer.add_special_tokens(
         {
             "additional_special_tokens": ["<|im_start|>", "<|im_end|>", *SPECIALS.get(family, ())],
-            "eos_token": END_OF_TURN.get(family, "<|im_end|>"),
+            "eos_token": END_OF_TURN[family],
         }
     )
     return tokenizer

@@ -109,11 +109,12 @@ def test_what_counts_faults_is_marked_by_itself() -> None:
     """It depends neither on the clock nor on the machine, and a deterministic run does not repeat it."""
     faults = {metric.name for metric in REGISTRY if metric.faults}
     assert faults == {
-        "rollout/replicas_alive", "rollout/rebuilds", "sync/restarted_replicas", "total/groups_rolled_back",
-        "total/failed_writes",
+        "rollout/groups_kept", "rollout/groups_redone", "rollout/rebuilds", "rollout/replicas_alive",
+        "rollout/replicas_idle", "rollout/replicas_lost", "rollout/workers_alive", "rollout/workers_lost",
+        "sync/restarted_replicas", "total/failed_writes", "total/groups_rolled_back",
     }  # fmt: skip
     for metric in REGISTRY:
-        assert not (metric.timing and metric.unit in ("groups", "replicas", "times", "writes")), metric.name
+        assert not (metric.timing and metric.unit in ("groups", "replicas", "times", "workers", "writes")), metric.name
         assert metric.reproducible == (not metric.timing and not metric.faults)
     assert "| `rollout/replicas_alive` ⚠ |" in metrics_page() and "| `time/step` ⏱ |" in metrics_page()
 
