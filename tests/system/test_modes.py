@@ -27,7 +27,7 @@ ENDS = ("trained", "filtered", "dropped_stale", "failed")
 @pytest.mark.parametrize(
     ("section", "updates", "published", "bound", "pin", "partial"),
     [
-        ({"mode": "one_step_off"}, 1, 1, 1, 0, False),
+        pytest.param({"mode": "one_step_off"}, 1, 1, 1, 0, False, marks=pytest.mark.slow),
         ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7, 1, True),
     ],
     ids=["one_step_off", "async"],
