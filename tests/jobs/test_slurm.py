@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkout import ROOT, environment
 from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, wait_for, write_job
-from tests.support.leftovers import assert_nothing_left, marked, survivors
+from tests.support.leftovers import assert_nothing_left, marked
 from tests.support.run import step_records
 from tests.support.slurm import Slurm
 
@@ -89,18 +89,3 @@ def test_time_limit_requeue_resume_and_cancel(slurm: Slurm, tmp_path: Path) -> N
     slurm.run("scancel", job)
     assert slurm.wait(job, {"CANCELLED"}, 90, log) == "CANCELLED"
     assert_nothing_left(run_dir, within_s=40)
-
-
-def test_a_lost_node_ends_the_job_with_its_name(slurm: Slurm, tmp_path: Path) -> None:
-    """The second trainer node loses its power: its agent, its rank and SLURM's own daemons there are gone at once."""
-    timeouts = {"node_s": 20, "shutdown_s": 20, "collective_s": 60, "save_s": 30}
-    launch = {"stop_before_s": STOP_S, "requeue": False}
-    config = write_job(tmp_path, steps=100_000, timeouts=timeouts, launch=launch, **FOUR_HOSTS)
-    job, log = submit(slurm, config)
-    run_dir = tmp_path / "run"
-    wait_for(lambda: len(step_records(run_dir)) > 2, 400, "some steps", log)
-    slurm.lose("n2", [each for each in survivors(run_dir) if each.environ().get("SLURMD_NODENAME") == "n2"])
-    assert slurm.wait(job, {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"}, 300, log) in {"FAILED", "NODE_FAIL"}
-    assert "megarl: node n2 failed: lost, silent for 20 s" in log.read_text(), log.read_text()[-4000:]
-    assert exit_record(run_dir)["status"] == "failed"
-    assert_nothing_left(run_dir, within_s=60)

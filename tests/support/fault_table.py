@@ -15,8 +15,8 @@ from benchmarks.soak_faults import Happened
 from benchmarks.soak_kinds import Fault, missing, schedule
 
 FIRST_STEP = 3  # before the first fault: engines are warm
-# Steps after the last fault is due. A fault waits until the one before is over, and while an engine that hangs is noticed
-# and replaced, the other one makes 40 steps on a fast machine.
+# Steps after the last fault is due. A fault waits until the one before is over, and while an engine that hangs is
+# noticed and replaced, the other one makes 40 steps on a fast machine.
 QUIET_END = 90
 GROUPS = 24
 SEED_VARIABLE = "MEGARL_FAULT_SEED"

@@ -6,15 +6,11 @@ ends exactly what `open` started.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
-
-import psutil
 
 from megarl.common.reserved_ports import ReservedPorts
 
@@ -113,16 +109,6 @@ class Slurm:
             assert time.monotonic() < deadline, f"job {job} is {state} after {timeout_s:.0f} s, not {states}:\n{said}"
             time.sleep(0.5)
         return state
-
-    def lose(self, node: str, processes: Sequence[psutil.Process]) -> None:
-        """Kill a node's daemons and `processes`, which are the job's there, with their descendants, in one go."""
-        slurmd = next(daemon for name, daemon in self._daemons if name == f"slurmd-{node}")
-        roots = [psutil.Process(slurmd.pid), *processes]
-        steps = [each for process in processes for each in process.parents() if each.name().startswith("slurmstepd")]
-        below = [child for root in roots for child in root.children(recursive=True)]
-        for each in dict.fromkeys([*roots, *steps, *below]):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
 
     def close(self) -> None:
         """Jobs first: their steps would go on without the daemons."""
