@@ -225,9 +225,9 @@ class Injector:
             complete = len(found) == self._replicas and old.engine.pid not in found
             if not complete or self._sum("sync/restarted_replicas", since) < 1:
                 return False
-            # After a fault in a publication the new engine starts while the run goes on, and joins a later publication.
+            # If a publication has noticed the loss, the new engine starts while the run goes on, and joins a later one.
             serving = [record.get("rollout/replicas_alive") for record in self._records[since:]]
-            return event.fault.kind.moment != "in-sync" or serving[-1] == self._replicas
+            return serving[-1] == self._replicas
 
         if not self._wait(replaced, RECOVER_S):
             event.notes.append(f"the replica was not replaced within {time.monotonic() - begun:.0f} s")

@@ -288,7 +288,7 @@ def test_a_killed_engine_is_over_when_a_publication_has_replaced_it(run: Run) ->
     run.step()
     time.sleep(0.3)
     assert not injector.happened[0].over, "no restart was told"
-    run.step(**{"sync/restarted_replicas": 1})
+    run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 2})
     wait_until(lambda: injector.happened[0].over, 10, "the end of the fault")
     assert injector.stop() == ""
     assert "2 steps later; 1 replicas restarted" in str(injector.happened[0]) and injector.happened[0].busy
@@ -320,7 +320,7 @@ def test_a_pause_that_costs_a_replica_is_not_over(run: Run) -> None:
     wait_until(lambda: bool(injector.happened), 30, "the pause")
     time.sleep(0.5)
     for _ in range(3):
-        run.step(**{"sync/restarted_replicas": 1})
+        run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 2})
         time.sleep(0.1)
     wait_until(lambda: "restarted" in str(injector.happened[0]), 10, "the end of the fault")
     assert injector.stop() == ""
@@ -425,7 +425,10 @@ def test_a_slow_engine_is_over_when_it_is_replaced(run: Run) -> None:
     old.engine.kill()  # the run drains and replaces it
     old.engine.wait(10)
     run.replicas[0] = run.start()
-    run.step(**{"sync/restarted_replicas": 1})
+    run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 1})
+    time.sleep(1.0)
+    assert not injector.happened[0].over, "the new engine has not joined yet"
+    run.step(**{"rollout/replicas_alive": 2})
     wait_until(lambda: injector.happened[0].over, 30, "the end of the fault")
     assert injector.stop() == "" and injector.happened[0].recovered_s > 0
 
