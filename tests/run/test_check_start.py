@@ -93,6 +93,14 @@ def test_a_missing_and_a_misshapen_tensor_are_named(model: Path, data: Path) -> 
     assert check_start(unread, load_info(model)) == []
 
 
+def test_a_checkpoint_that_is_to_be_resumed_and_is_not_there_is_told_too(
+    sound: Path, data: Path, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {"data": {"path": str(data)}, "checkpoint": {"resume": str(tmp_path / "gone")}}
+    (problem,) = problems_of(config(sound, **sections))
+    assert str(tmp_path / "gone") in problem
+
+
 def test_the_template_renders_each_set_with_its_own_variables(model: Path, data: Path) -> None:
     held = [{"name": "held", "path": str(data), "chat_template_kwargs": {"enable_thinking": False}}]
     chosen = config(model, data, reward__function=SHARE, reward__trial_call=False, evaluation__sets=held)
