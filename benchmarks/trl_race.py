@@ -83,7 +83,7 @@ class Task:
 TASKS = {
     "additions": Task(
         "additions", groups=48, samples_per_group=8, max_tokens=24, reward="math", lr=7e-4, eps=3e-3,
-        micro_batches=(384, 128, 64), micro_batch_tokens=16384, trl_steps=24, trl_skip=2, steps=24, skip=8,
+        micro_batches=(384, 128, 64), micro_batch_tokens=8192, trl_steps=24, trl_skip=2, steps=24, skip=8,
         replicas=1,
         ranks=1,  # the passes are so short that a second rank costs more processor time than it saves
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,8 +115,42 @@ def test_the_platform_installs_it_for_products_and_their_gradients_unless_it_is_
         assert "MEGARL_CPU_MATMUL is 'mkl'; set it to one of onednn, torch, or unset it" in result.stderr
         return
     assert result.returncode == 0, result.stderr
-    gains = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
-    assert int(result.stdout) == (6 if gains and chosen != "torch" else 0)
+    usable = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    wanted = chosen == "onednn" or (chosen is None and not cpu_matmul.is_intel())
+    assert int(result.stdout) == (6 if usable and wanted else 0)
+
+
+@needs_onednn
+def test_the_smaller_operand_of_a_gradient_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[int, int]] = []
+    original = cpu_matmul._onednn
+
+    def record(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        copied.append((x.shape[0], weight.shape[0]))
+        return original(x, weight)
+
+    monkeypatch.setattr(cpu_matmul, "_onednn", record)
+    generator = torch.Generator().manual_seed(2)
+    small, large = (torch.randn(512, width, generator=generator) for width in (128, 384))
+    for gradient, activation in ((large, small), (small, large)):
+        product = mm(gradient.t(), activation)
+        assert product.is_contiguous()
+        assert torch.allclose(product.double(), gradient.double().t() @ activation.double(), atol=1e-3)
+    assert copied == [(128, 384), (128, 384)]  # it is always the one with 128 columns that is copied
+
+
+@pytest.mark.parametrize(
+    "text, intel",
+    [("vendor_id\t: GenuineIntel\n", True), ("vendor_id\t: AuthenticAMD\n", False), (None, False)],
+)
+def test_the_maker_of_the_processor(
+    text: str | None, intel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(cpu_matmul, "CPU_INFO", path)
+    assert cpu_matmul.is_intel.__wrapped__() is intel
 
 
 GROWTH = """
@@ -149,6 +184,7 @@ print((libc.mallinfo2().uordblks - before) >> 20)
 def test_products_of_ever_new_lengths_fill_no_memory(cached: dict[str, str], least: int, most: int) -> None:
     """In MiB: of 720 prepared products few are kept, unless the user wants more, as the second case shows."""
     variables = {key: value for key, value in os.environ.items() if key not in CACHE_VARIABLES} | cached
+    variables[VARIABLE] = "onednn"
     result = subprocess.run(
         [sys.executable, "-c", GROWTH],
         cwd=ROOT,
