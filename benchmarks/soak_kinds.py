@@ -44,6 +44,18 @@ class Kind:
         return f"{self.action}-{self.target}" + ("" if self.moment == "busy" else f"-{self.moment}")
 
     @property
+    def has_processes(self) -> bool:
+        """True if the fault hits processes from outside."""
+        return self.target not in {"disk", "checkpoint-disk", "files"} and not self.order
+
+    @property
+    def order(self) -> str:
+        """The order (soak_orders.py) by which the fault happens; "" if it happens otherwise."""
+        if self.action == "spoil":
+            return self.target
+        return self.action if self.action in ("fork", "flood") else ""
+
+    @property
     def loses(self) -> bool:
         """True if the fault costs a replica."""
         return self.outcome == "replaced"
@@ -113,6 +125,8 @@ class Fault:
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
+        if self.kind.action == "add":
+            return "add a replica for a while"
         where = {"engine": f"the engine of replica {self.index}", "replica": f"replica {self.index}"}
         when = "" if self.kind.moment == "busy" else f" ({self.kind.moment})"
         return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{when}{lasting}"
