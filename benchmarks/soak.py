@@ -5,8 +5,8 @@
 
 Both runs are asynchronous, have two engines and the same seed. In the second one faults happen, drawn from a table
 (benchmarks/soak_kinds.py) by a seed that is printed: parts of the run are killed, stopped for longer than the run takes
-them for alive, stopped for a few seconds or slowed down; replicas are drained, removed and added; torchrun, or every process
-of the job, is killed or asked to stop, and the same command starts it again; the disk of the run directory or of the
+them for alive, stopped for a few seconds or slowed down; replicas are drained, removed and added; torchrun, or all of
+the job, is killed or asked to stop, and the same command starts it again; the disk of the run directory or of the
 checkpoints is full for a while, or file handles are stale; a gradient or a log-prob is NaN. Reward functions do not
 answer in time (benchmarks/soak_reward.py), fork or flood. What a kind of fault needs in the config, as agent workers,
 both runs have (benchmarks/soak_variant.py). A fault is told when it happens, and what the run did about it.

@@ -2,8 +2,9 @@
 
 All faults come from outside, by signals to processes that are found below torchrun and the run's supervisor
 (soak_processes.py), a full disk (soak_disk.py), stale file handles (soak_stale.py), `megarl pool` (soak_pool.py), or
-orders to functions of the soak that the run calls (soak_orders.py). One fault at a time: the next one waits until the one before it
-is over. A further kind of fault needs a line in KINDS (soak_kinds.py), and its processes a way to be found.
+orders to functions of the soak that the run calls (soak_orders.py). One fault at a time: the next one waits until the
+one before it is over. A further kind of fault needs a line in KINDS (soak_kinds.py), and its processes a way to be
+found.
 """
 
 from __future__ import annotations

@@ -6,19 +6,25 @@ After it, the gradient of one micro-batch is NaN on one rank, or the last log-pr
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from benchmarks.soak_orders import take
 from megarl.algorithms.losses.ppo import PPOOptions, ppo
 from megarl.algorithms.token_loss import TokenInputs, TokenLoss
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.to_trajectory import trajectory
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from soak_orders import take  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor

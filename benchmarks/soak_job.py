@@ -36,8 +36,8 @@ def run_job(
 ) -> list[dict[str, Any]]:
     """Run a config to its end and return its steps; torchrun may restart the ranks, and this function the job.
 
-    `starts`: the most starts after the first one. `variables`: added to the environment. Raises SystemExit with the end of the output if that is not enough,
-    if a job that has ended leaves processes behind, or after `timeout_s`.
+    `starts`: the most starts after the first one. `variables`: added to the environment. Raises SystemExit with the end
+    of the output if that is not enough, if a job that has ended leaves processes behind, or after `timeout_s`.
     """
     directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
     path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")

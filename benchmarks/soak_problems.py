@@ -50,7 +50,7 @@ class AccountingReport:
         """Yield the report as text."""
         ends = ", ".join(f"{self.ends[end]} {end}" for end in ENDS)
         yield f"{self.steps} steps, {self.admitted} groups admitted: {ends}; oldest token {self.oldest} updates"
-        yield f"{self.engine_starts} engine starts, {self.engine_restarts} of them restarts; {self.skipped} steps skipped"
+        yield f"{self.engine_starts} engine starts, {self.engine_restarts} restarts; {self.skipped} steps skipped"
         for name, found in self.problems.items():
             yield f"{name}: {'ok' if not found else f'{len(found)} problems'}"
             yield from (f"    {each}" for each in found[:20])

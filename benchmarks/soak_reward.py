@@ -19,16 +19,19 @@ import time
 from pathlib import Path
 
 from megarl.rewards.math import math
-from benchmarks.soak_orders import take
 from megarl.rewards.types import RewardInput, RewardResult
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from soak_orders import take  # noqa: E402
 
 FORGED = 1000.0  # the reward that a forked child gives
 FLOOD_BYTES = 3_000_000
 
 
-def late_math(
-    sample: RewardInput, share: float, seed: int, sleep_s: float, marks: str, orders: str
-) -> RewardResult:
+def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, marks: str, orders: str) -> RewardResult:
     """Return `math` of the sample; a `share` of the different answers sleeps for `sleep_s` seconds first, once.
 
     `marks`: the file to which each of them appends a line. `orders`: the directory of the orders to fork and to flood.
