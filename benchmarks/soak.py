@@ -5,9 +5,11 @@
 
 Both runs are asynchronous, have two engines and the same seed. In the second one faults happen, drawn from a table
 (benchmarks/soak_kinds.py) by a seed that is printed: parts of the run are killed, stopped for longer than the run takes
-them for alive, stopped for a few seconds or slowed down; torchrun, or every process of the job, is killed, and the same
-command starts it again; the disk of the run directory is full for a while. Reward functions do not answer in time
-(benchmarks/soak_reward.py). A fault is told when it happens, and what the run did about it.
+them for alive, stopped for a few seconds or slowed down; replicas are drained, removed and added; torchrun, or all of
+the job, is killed or asked to stop, and the same command starts it again; the disk of the run directory or of the
+checkpoints is full for a while, or file handles are stale; a gradient or a log-prob is NaN. Reward functions do not
+answer in time (benchmarks/soak_reward.py), fork or flood. What a kind of fault needs in the config, as agent workers,
+both runs have (benchmarks/soak_variant.py). A fault is told when it happens, and what the run did about it.
 
 Rows, for both runs where it makes sense:
 
@@ -16,6 +18,7 @@ Rows, for both runs where it makes sense:
 - the planned faults that happened, were noticed and were survived, at the price that their kind allows; replaced
   replicas, and none replaced without a loss; responses that another engine has continued, for each busy replica that
   was lost; as many time-outs counted as rewards were late;
+- steps that were skipped for a number that is not finite, without a fault that explains it;
 - final accuracy, greedy and sampled: the difference to the undisturbed run in points;
 - the time of all this over `--minutes`. A run that does not end in time is killed and reported.
 """
@@ -29,8 +32,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,10 +49,12 @@ from soak_accounting import check_run  # noqa: E402
 from soak_disk import small_disk, why_no_disk  # noqa: E402
 from soak_faults import Happened, Injector, lethal  # noqa: E402
 from soak_job import run_job  # noqa: E402
-from soak_kinds import KINDS, Fault, draw, missing, schedule  # noqa: E402
+from soak_kinds import KINDS, Fault, Kind, draw, missing, schedule  # noqa: E402
 from soak_problems import AccountingReport, UnreadableRun  # noqa: E402
 from soak_processes import processes_left  # noqa: E402
 from soak_reward import marked  # noqa: E402
+from soak_stale import preloading, why_no_handles  # noqa: E402
+from soak_variant import changes_for, checkpoints_of, orders_of  # noqa: E402
 from whole_run import environment  # noqa: E402
 
 from megarl.checkpoint.save.history import ROLLED_BACK  # noqa: E402
@@ -104,10 +109,16 @@ class SoakOutcome:
         return 100.0 * float((self.summary.get("eval_after") or {}).get(mode, float("nan")))
 
 
-def run_config(options: argparse.Namespace, run_dir: Path, late_share: float) -> ConfigTree:
-    """Return the quickstart's config with the changes of the soak. `late_share`: of the answers, see soak_reward.py."""
+def run_config(
+    options: argparse.Namespace, run_dir: Path, late_share: float, kinds: Collection[Kind] = ()
+) -> ConfigTree:
+    """Return the quickstart's config with the changes of the soak.
+
+    `late_share`: of the answers, see soak_reward.py. `kinds`: of the faults that shall be able to happen.
+    """
     config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
+    late["orders"] = str(orders_of(run_dir))
     heldout = {"name": "additions", "path": str(options.assets / "heldout.jsonl"), "reward": {"function": "math"}}
     changes: ConfigTree = {
         "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
@@ -135,7 +146,9 @@ def run_config(options: argparse.Namespace, run_dir: Path, late_share: float) ->
             "collective_s": COLLECTIVE_S,
         },
     }
-    return {name: config.get(name, {}) | changes.get(name, {}) for name in {**config, **changes}}
+    special = changes_for(kinds, run_dir, REPLICAS)
+    names = {**config, **changes, **special}
+    return {name: config.get(name, {}) | changes.get(name, {}) | special.get(name, {}) for name in names}
 
 
 def marks(run_dir: Path) -> Path:
@@ -144,9 +157,18 @@ def marks(run_dir: Path) -> Path:
 
 
 def run_once(
-    name: str, options: argparse.Namespace, directory: Path, until: float, faults: Sequence[Fault], late_share: float
+    name: str,
+    options: argparse.Namespace,
+    directory: Path,
+    until: float,
+    faults: Sequence[Fault],
+    late_share: float,
+    kinds: Collection[Kind],
 ) -> SoakOutcome:
-    """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome."""
+    """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
+
+    `kinds`: those of the faults of both runs, see `run_config`.
+    """
     outcome = SoakOutcome(name)
     run_dir = directory / name
     begun = time.monotonic()
@@ -164,8 +186,8 @@ def run_once(
     starts = sum(fault.kind.starts for fault in faults)
     try:
         outcome.records = run_job(
-            run_config(options, run_dir, late_share), ranks=2, restarts=restarts, starts=starts,
-            timeout_s=until - time.monotonic(), say=say,
+            run_config(options, run_dir, late_share, kinds), ranks=2, restarts=restarts, starts=starts,
+            timeout_s=until - time.monotonic(), say=say, variables=variables_for(run_dir, faults),
         )  # fmt: skip
     except SystemExit as error:
         outcome.failure = str(error)
@@ -183,6 +205,12 @@ def run_once(
     outcome.failure = "; ".join(filter(None, (outcome.failure, problem)))
     say(f"ended after {len(outcome.records)} steps")
     return outcome
+
+
+def variables_for(run_dir: Path, faults: Sequence[Fault]) -> dict[str, str]:
+    """Return the environment that the faults need in the processes of a run."""
+    stale = any(fault.kind.target == "files" for fault in faults)
+    return preloading(run_dir, orders_of(run_dir)) if stale else {}
 
 
 def read_rolled_back(run_dir: Path) -> list[dict[str, Any]]:
@@ -265,6 +293,7 @@ def fault_rows(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[Ratio]:
         Ratio("faults survived / planned", ratio(over, len(faults)), 1.0, at_least=True, details=details),
         *loss_rows(outcome),
         reward_row(outcome),
+        skipped_row(outcome),
     ]
 
 
@@ -296,14 +325,25 @@ def reward_row(outcome: SoakOutcome) -> Ratio:
     """Return the row that says whether the run has counted each late reward, and no other one.
 
     A reward worker that was stopped, or was killed in a late answer, makes a difference of one. What was discarded with
-    the ranks, the controller or the queue is counted nowhere, so after such a fault only the time-outs too many count.
+    the ranks, the controller, the queue or an agent worker is counted nowhere, so after such a fault only the time-outs
+    too many count.
     """
     late, counted = outcome.late_rewards, outcome.total("reward/errors")
-    hit = sum(each.fault.kind.target == "reward" for each in outcome.happened)
-    too_few = 0.0 if outcome.ends else late - counted
+    kinds = [each.fault.kind for each in outcome.happened]
+    hit = sum(kind.target == "reward" and not kind.order for kind in kinds)
+    discarded = bool(outcome.ends) or any(kind.target == "agent-worker" for kind in kinds)
+    too_few = 0.0 if discarded else late - counted
     difference = max(counted - late, too_few, float(hit)) - hit if late else float("nan")
     details = {"late": late, "counted by the run (reward/errors)": counted, "reward workers killed or stopped": hit}
     return Ratio("reward time-outs counted: difference to the late rewards", difference, 0.0, details=details)
+
+
+def skipped_row(outcome: SoakOutcome) -> Ratio:
+    """Return the row that says how many more steps were skipped than faults explain. A resume may have undone some."""
+    skipped = float("nan") if outcome.report is None else float(outcome.report.skipped)
+    spoiled = sum(each.fault.kind.action == "spoil" for each in outcome.happened)
+    details = {"skipped": skipped, "faults": spoiled}
+    return Ratio("steps skipped without a number that is not finite", max(0.0, skipped - spoiled), 0.0, details=details)
 
 
 def ratio(value: float, of: float) -> float:
@@ -323,30 +363,42 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
     """Return the schedule of the faults that the options name or draw, and print how to have the same one again."""
     if options.fault_seed is None:
         options.fault_seed = random.SystemRandom().randrange(10**6)
-    reason = why_no_disk()
+    impossible = why_impossible()
     if options.faults is not None:
         wanted = [name for name in options.faults.split(",") if name]
     else:
-        impossible = [name for name, kind in KINDS.items() if kind.target == "disk" and reason]
+        without = [name for name, kind in KINDS.items() if kind.target in impossible]
         seconds = FAULTS_SHARE * 60.0 * options.minutes
-        wanted = QUICK_FAULTS if options.quick else draw(options.fault_seed, seconds, impossible)
+        wanted = QUICK_FAULTS if options.quick else draw(options.fault_seed, seconds, without)
     last = max(FIRST_STEP + 1, options.steps - QUIET_END)
     try:
         faults = schedule(options.fault_seed, wanted, replicas=REPLICAS, first=FIRST_STEP, last=last)
     except ValueError as error:
         raise SystemExit(f"--faults: {error}") from None
-    if reason:
-        print(f"the disk is not filled: {reason}")
-        faults = [fault for fault in faults if fault.kind.target != "disk"]
+    for target, reason in impossible.items():
+        print(f"faults of {target} cannot happen here: {reason}")
+    faults = [fault for fault in faults if fault.kind.target not in impossible]
     names = ",".join(fault.kind.name for fault in faults)
     print(f"seed {options.seed}, --fault-seed {options.fault_seed}: {names}", flush=True)
     return faults
 
 
+def why_impossible() -> dict[str, str]:
+    """Return the targets of faults that cannot happen here, with the reasons."""
+    disk, handles = why_no_disk(), why_no_handles()
+    reasons = {"disk": disk, "checkpoint-disk": disk, "files": handles}
+    return {target: reason for target, reason in reasons.items() if reason}
+
+
 @contextmanager
-def disk_of(run_dir: Path, faults: Sequence[Fault]) -> Iterator[None]:
-    """Give a run directory a file system of its own if a fault fills its disk."""
-    with small_disk(run_dir) if any(fault.kind.target == "disk" for fault in faults) else nullcontext():
+def disks_of(run_dir: Path, kinds: Collection[Kind]) -> Iterator[None]:
+    """Give a run directory, or that of its checkpoints, a file system of its own if a fault fills its disk."""
+    targets = {kind.target for kind in kinds}
+    with ExitStack() as disks:
+        if "disk" in targets:
+            disks.enter_context(small_disk(run_dir))
+        if "checkpoint-disk" in targets:
+            disks.enter_context(small_disk(checkpoints_of(run_dir, kinds)))
         yield
 
 
@@ -377,9 +429,10 @@ def main() -> int:
         if any(directory.iterdir()):
             raise SystemExit(f"{directory} is not empty: give --keep a new directory")
         until = begun + 60.0 * options.minutes
-        calm = run_once("undisturbed", options, directory, until, [], 0.0)
-        with disk_of(directory / "disturbed", faults):
-            disturbed = run_once("disturbed", options, directory, until, faults, options.late)
+        kinds = [fault.kind for fault in faults]
+        calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds)
+        with disks_of(directory / "disturbed", kinds):
+            disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds)
         minutes = (time.monotonic() - begun) / 60.0
     rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
     code = finish(rows, options)

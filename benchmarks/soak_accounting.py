@@ -29,11 +29,21 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
-from soak_batches import CountedGroup, Rules, read_batches, recount  # noqa: E402
+from soak_batches import (  # noqa: E402
+    CountedGroup,
+    Rules,
+    check_rewards,
+    find_skipped,
+    is_finite,
+    read_batches,
+    recount,
+    skip,
+)
 from soak_problems import ENDS, AccountingReport, UnreadableRun  # noqa: E402
 from soak_schedule import RolloutSide  # noqa: E402
 
 _POOL = re.compile(r" supervisor of .*\"launch\"")
+_ADDED = re.compile(r"starting replicas \[([\d, ]+)\]")
 _ENGINE = re.compile(r"\(EngineCore pid=(\d+)\)")
 
 
@@ -50,9 +60,19 @@ def check_run(run_dir: Path) -> AccountingReport:
     report.expect("counts", "steps in batches/", sorted(batches), list(range(rules.steps)))
     report.expect("counts", "steps that the controller committed", sorted(rollout.commits), list(range(rules.steps)))
     steps: dict[int, list[CountedGroup]] = {}
+    skipped = find_skipped(run_dir, batches)
+    report.skipped = len(skipped)
     for step, (version, rows) in sorted(batches.items()):
         report.expect("versions", f"step {step} trains weights of version", version, step * rules.updates)
         steps[step] = recount(step, version, rows, rules, report)
+        check_rewards(step, rows, rules, report)
+        if not is_finite(rows) and step not in skipped:
+            report.problems["finite"].append(f"step {step} has log-probs that are not finite, and was not skipped")
+        failed = sorted(group.number for group in steps[step] if group.end == "failed")
+        report.expect("counts", f"step {step}: groups failed by their rows", failed, rollout.failed_of(step))
+        if step in skipped:
+            steps[step] = skip(steps[step])
+            _check_skipped(step, records.get(step + 1, {}), report)
         _check_step(step, steps[step], rollout, records.get(step + 1, {}), rules, report)
     rollout.check_end()
     report.admitted = len(rollout.admitted)
@@ -98,12 +118,17 @@ def _check_step(
     if (admitted := record.get("groups/admitted")) != len(ids) + len(taken["replaced"]):
         report.problems["counts"].append(f"step {step}: groups/admitted is {admitted}, {len(ids)} are in the batch")
     report.expect("counts", f"step {step}: groups in the batch", len(ids), rules.groups)
-    failed = sorted(group.number for group in groups if group.end == "failed")
-    report.expect("counts", f"step {step}: groups failed by their rows", failed, sorted(taken["failed"]))
     for group in groups:
         told_versions = rollout.versions.get(group.number)
         report.expect("versions", f"group {group.number}: versions of its rows", group.versions, told_versions)
     _check_age(step, groups, record, rules, report)
+
+
+def _check_skipped(step: int, record: Mapping[str, Any], report: AccountingReport) -> None:
+    """Check that the metrics of a skipped step tell of no update."""
+    for name in ("groups/trained", "policy/grad_norm"):
+        if record.get(name):
+            report.problems["finite"].append(f"step {step} was skipped, and {name} is {record[name]}")
 
 
 def _group_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +151,7 @@ def _check_age(
         report.expect("staleness", f"step {step}: batch/staleness_max", told, oldest)
     for name in ("trained_samples", "loss_tokens", "trained_tokens"):
         wanted = sum(getattr(group, name) for group in trained)
-        found = record.get(f"batch/{name}")
+        found = record.get(f"batch/{name}") or 0
         report.expect("staleness", f"step {step}: batch/{name} of the groups that may be trained", found, wanted)
 
 
@@ -180,18 +205,26 @@ def _check_engines(
     report.engine_starts = sum(map(len, started))
     told = [*records.values(), *_rolled_back(run_dir)]
     report.engine_restarts = sum(int(each.get("sync/restarted_replicas") or 0) for each in told)
+    added = _added(run_dir)
     # One that is replaced while its place is not yet free gets a number, and a log, of its own.
-    beyond = max(0, len(logs) - rules.replicas - report.engine_restarts)
+    beyond = max(0, len(logs) - rules.replicas - report.engine_restarts - added)
     report.expect("engines", "replicas with a log", len(logs), max(rules.replicas, len(logs) - beyond))
     log = run_dir / "logs" / "supervisor.log"
     pools = len(_POOL.findall(log.read_text(encoding="utf-8", errors="replace"))) if log.is_file() else 1
-    explained = rules.replicas * pools + report.engine_restarts
+    explained = rules.replicas * pools + report.engine_restarts + added
     most = explained + rules.replicas * (attempts - 1)
     if attempts == 1:
         report.expect("engines", "engines started", report.engine_starts, explained)
     elif report.engine_starts > most:
         text = f"engines started: {report.engine_starts}, but at most {most} by {pools} pools in {attempts} attempts"
         report.problems["engines"].append(text)
+
+
+def _added(run_dir: Path) -> int:
+    """Return how many engines `megarl pool add` has started, by the controller's log."""
+    log = run_dir / "logs" / "controller.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    return sum(len(each.split(",")) for each in _ADDED.findall(text))
 
 
 def _rolled_back(run_dir: Path) -> list[dict[str, Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from soak_problems import AccountingReport, UnreadableRun
 
 EQUAL = 1e-8  # rewards that differ by no more are equal
+# The rewards that a reward function gives to a sample that it has scored.
+REWARDS = {"math": {0.0, 1.0}, "benchmarks.soak_reward:late_math": {0.0, 1.0}}
 _PART = re.compile(r"step_(\d+)\.(\d+)-of-(\d+)\.parquet")
 
 
@@ -29,6 +32,7 @@ class Rules:
     filters: bool
     replicas: int
     prompts: int
+    reward: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], bound: int, prompts: int) -> Rules:
@@ -50,6 +54,7 @@ class Rules:
             filters=algorithm["filter_zero_variance"] is not False,
             replicas=config["rollout"]["replicas"],
             prompts=prompts,
+            reward=config["reward"]["function"],
         )
 
 
@@ -88,6 +93,54 @@ def read_batches(directory: Path) -> dict[int, tuple[int, list[dict[str, Any]]]]
             raise UnreadableRun(f"{directory}: step {step} has parts of versions {sorted(versions)}")
         batches[step] = (versions.pop(), [row for table in tables for row in table.to_pylist()])
     return batches
+
+
+def find_skipped(run_dir: Path, batches: Mapping[int, tuple[int, list[dict[str, Any]]]]) -> set[int]:
+    """Return the steps that were skipped: those whose batch was kept as a failed one, after it had been recorded.
+
+    A step that a resume has made again, with other groups or with the same, was recorded after the failed one was kept.
+    """
+    skipped = set()
+    for step in batches:
+        kept, made = (_written(run_dir / name, step) for name in ("failed_batch", "batches"))
+        if kept and max(kept) >= max(made):
+            skipped.add(step)
+    return skipped
+
+
+def _written(directory: Path, step: int) -> list[int]:
+    """Return when the parts of a step were written, in nanoseconds; [] if there are none."""
+    return [path.stat().st_mtime_ns for path in directory.glob(f"step_{step:06d}.*.parquet")]
+
+
+def skip(groups: Sequence[CountedGroup]) -> list[CountedGroup]:
+    """Return the groups of a step that was skipped: those that would have been trained have failed."""
+    nothing = {"trained_samples": 0, "loss_tokens": 0, "trained_tokens": 0}
+    return [replace(each, end="failed", **nothing) if each.end == "trained" else each for each in groups]
+
+
+def is_finite(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether all log-probs of the rows are finite, those of failed samples too."""
+    return all(math.isfinite(value) for row in rows for value in row["rollout_logprobs"])
+
+
+def check_rewards(step: int, rows: Sequence[Mapping[str, Any]], rules: Rules, report: AccountingReport) -> None:
+    """Note rewards that the run's function does not give, and answers that are equal and have different ones.
+
+    Of a function that is not in REWARDS nothing is known.
+    """
+    if (known := REWARDS.get(rules.reward)) is None:
+        return
+    seen: dict[tuple[object, ...], float] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        where = f"step {step}, group {row['group_id']}, sample {row['sample_index']}"
+        if row["reward"] not in known:
+            report.problems["rewards"].append(f"{where} has the reward {row['reward']}, not one of {sorted(known)}")
+        answer = (*row["prompt_ids"], None, *row["response_ids"])
+        if (other := seen.setdefault(answer, row["reward"])) != row["reward"]:
+            report.problems["rewards"].append(f"{where} has the reward {row['reward']}, an equal answer {other}")
 
 
 def counts_as(span: Mapping[str, int]) -> int:

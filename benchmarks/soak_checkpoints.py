@@ -8,9 +8,9 @@ from pathlib import Path
 LEAST = 2  # complete checkpoints: the run must find another one
 
 
-def complete(run_dir: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    found = sorted((run_dir / "checkpoints").glob("iter_*"))
+def complete(directory: Path) -> list[Path]:
+    """Return the complete checkpoints in the directory of a run's checkpoints, oldest first."""
+    found = sorted(directory.glob("iter_*"))
     return [path for path in found if path.suffix == "" and (path / "manifest.json").is_file()]
 
 

@@ -1,8 +1,10 @@
 """Injects faults into a run that lives, and watches what the run does about each of them.
 
 All faults come from outside, by signals to processes that are found below torchrun and the run's supervisor
-(soak_processes.py), or by a full disk (soak_disk.py). One fault at a time: the next one waits until the one before it
-is over. A further kind of fault needs a line in KINDS (soak_kinds.py), and its processes a way to be found.
+(soak_processes.py), a full disk (soak_disk.py), stale file handles (soak_stale.py), `megarl pool` (soak_pool.py), or
+orders to functions of the soak that the run calls (soak_orders.py). One fault at a time: the next one waits until the
+one before it is over. A further kind of fault needs a line in KINDS (soak_kinds.py), and its processes a way to be
+found.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ from soak_checkpoints import LEAST, complete, damage, refused  # noqa: E402
 from soak_disk import fill  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
 from soak_moments import TOLD, catch  # noqa: E402
+from soak_orders import give, taken, withdraw  # noqa: E402
+from soak_pool import PoolChange  # noqa: E402
 from soak_processes import (  # noqa: E402
     CRAWL,
     DUTY,
@@ -46,13 +49,13 @@ from soak_processes import (  # noqa: E402
     send,
     throttle,
 )
-from whole_run import environment  # noqa: E402
+from soak_stale import spoil  # noqa: E402
+from soak_variant import checkpoints_of, orders_of  # noqa: E402
 
 POLL_S = 0.2
 FIND_S = 60.0  # for a process whose title is just being changed, or that is being started
 ENDS_S = 30.0  # for all processes of a run after a second stop signal
 AGAIN_S = 1.5  # after which a second stop signal is a second request
-COMMAND_S = 120.0  # for `megarl pool`
 RECOVER_S = 300.0  # for what was lost, until it is there again and the run goes on
 STOP_S = 30.0  # for the thread of the faults, when the run has ended
 NOTICE_S = 120.0  # for a run that goes on after a replica was slow
@@ -64,7 +67,8 @@ class Happened:
 
     `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
     replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
-    what was lost. `redone_steps`: steps that a resume has gone back.
+    what was lost. `redone_steps`: steps that a resume has gone back. `told_before`: how often the run had told what it
+    tells of such a fault.
     """
 
     fault: Fault
@@ -77,6 +81,7 @@ class Happened:
     restarted: int = 0
     recovered_s: float = 0.0
     redone_steps: int = 0
+    told_before: int = 0
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -91,6 +96,8 @@ class Injector:
         self.happened: list[Happened] = []
         self.engine_start_s: float | None = None  # from the start of the first replica until the pool was ready
         self._run_dir, self._faults, self._replicas, self._say = run_dir, faults, replicas, say
+        self._orders = orders_of(run_dir)
+        self._checkpoints = checkpoints_of(run_dir, [fault.kind for fault in faults])
         self._begun = time.monotonic()
         self._end = threading.Event()
         self._error: BaseException | None = None
@@ -119,7 +126,7 @@ class Injector:
 
         def due() -> bool:
             self._note_engine_start()
-            others = not damages or len(complete(self._run_dir)) >= LEAST
+            others = not damages or len(complete(self._checkpoints)) >= LEAST
             return self._step >= fault.after_step and self._complete and others
 
         if not self._wait(due, None):
@@ -131,12 +138,14 @@ class Injector:
             return False
         event.continued = int(self._sum("rollout/continued", event.step))
         event.restarted = int(self._sum("sync/restarted_replicas", event.step))
+        event.over = event.over and self._noticed(event)
         self._say(f"step {self._step}: {'; '.join(event.notes[1:])}")
         return event.over
 
     def _begin(self, fault: Fault, pid: int, note: str, *, busy: bool = False) -> Happened:
         """Note that a fault happens now, and tell it."""
         event = Happened(fault, pid, self._step, time.monotonic() - self._begun, busy=busy, notes=[note])
+        event.told_before = self._told(fault)
         self.happened.append(event)
         self._say(f"step {event.step}: {fault} (pid {pid}), {note}")
         return event
@@ -164,9 +173,10 @@ class Injector:
         if not caught and moment == "in-sync":
             event.notes.append("no publication was caught")
         elif not self._strike(event, hit, lambda: not replica.actor.is_running(), replica.engine):
-            event.notes.append("no process could be hit")
+            event.notes.append("it could not be done")
         else:
-            event.over = self._replaced(event, replica) if fault.kind.loses else self._goes_on(event, replica)
+            judges = {"replaced": self._replaced, "same": self._goes_on, "exchanged": self._exchanged}
+            event.over = judges[fault.kind.outcome](event, replica)
         return event
 
     def _victim(self, fault: Fault) -> Replica | None:
@@ -182,10 +192,12 @@ class Injector:
         `gone()`: the run has ended the process that is stopped. `works`: the process that uses the core.
         """
         fault = event.fault
-        if fault.kind.action == "drain":
-            return self._drain(event)
+        if fault.kind.action in ("drain", "add", "remove"):
+            return self._change_pool(event, works)
         if fault.kind.action == "interrupt":
             return self._interrupt(event, hit)
+        if fault.kind.action == "limit":
+            return self._limit()
         if fault.kind.action in ("kill", "damage"):
             there = not ended(hit[:1])
             send(hit if fault.kind.target == "job" else hit[:1], signal.SIGKILL)
@@ -203,18 +215,23 @@ class Injector:
         event.notes.append(f"stopped for {stopped:.1f} of {lasted:.1f} s, {max(used, 0.0):.1f} s of its core used")
         return stopped > 0.0
 
-    def _drain(self, event: Happened) -> bool:
-        """Have `megarl pool` take the replica out of work for two steps, and back in; False if it refuses."""
-        for undo in ([], ["--undo"]):
-            command = [sys.executable, "-m", "megarl", "pool", "drain", str(self._run_dir), str(event.fault.index)]
-            told = subprocess.run(
-                [*command, *undo], env=environment(), capture_output=True, text=True, timeout=COMMAND_S, check=False
-            )
-            event.notes.append((told.stdout or told.stderr).strip().splitlines()[-1])
+    def _change_pool(self, event: Happened, engine: psutil.Process) -> bool:
+        """Have `megarl pool` change the pool: drain or remove the replica of an engine, or add one; False if it fails.
+
+        The pool is in the end as large as it was.
+        """
+
+        def goes_on() -> bool:
             since = self._step
-            if told.returncode or not self._wait(lambda since=since: self._step >= since + 2, NOTICE_S):  # type: ignore[misc]
-                return False
-        return True
+            return self._wait(lambda: self._step >= since + 2, NOTICE_S)
+
+        change = PoolChange(self._run_dir, event.notes.append, goes_on, self._wait)
+        if event.fault.kind.action == "add":
+            return change.add_for_a_while()
+        found = {each.engine: number for number, each in find_replicas(self._run_dir).items()}
+        if engine not in found:
+            return False
+        return (change.drain if event.fault.kind.action == "drain" else change.exchange)(found[engine])
 
     def _replaced(self, event: Happened, old: Replica) -> bool:
         """Wait until a publication has replaced the replica, and the run has gone on with it."""
@@ -254,33 +271,75 @@ class Injector:
         event.notes.append(f"the same engine goes on; {restarted:.0f} replicas restarted")
         return restarted == 0
 
+    def _exchanged(self, event: Happened, old: Replica) -> bool:
+        """Wait until the engine of a removed replica has ended; another one has been added. Nothing was restarted."""
+        if not self._wait(lambda: ended([old.engine]) and self._complete, RECOVER_S):
+            event.notes.append(f"its engine has not ended within {RECOVER_S:.0f} s, or the run ended")
+            return False
+        restarted = self._sum("sync/restarted_replicas", event.step)
+        event.notes.append(f"another engine is in its place; {restarted:.0f} replicas restarted")
+        return restarted == 0
+
     # --- all other parts
 
     def _hit_part(self, fault: Fault) -> Happened | None:
         """Let a fault of another part happen; return it when it is over, or None if the part is not there."""
         agent, restarts = find_agent(self._run_dir), restarts_of(self._run_dir)
-        if fault.kind.target == "disk":
-            event = self._begin(fault, 0, "the run was working")
-            full_s = fill(self._run_dir, fault.seconds, self._end.is_set)
-            event.notes.append(f"full for {full_s:.1f} s")
-            hit: list[psutil.Process] = []
-        else:
+        hit: list[psutil.Process] = []
+        found: list[psutil.Process] = []
+        if fault.kind.has_processes:
             if not self._found(fault, lambda: find_processes(self._run_dir, fault.kind.target)):
                 return None
-            found = find_processes(self._run_dir, fault.kind.target)
-            if not found:
+            if not (found := find_processes(self._run_dir, fault.kind.target)):
                 return None
             hit = found if fault.kind.target == "job" else [found[fault.index % len(found)]]
             event = self._begin(fault, hit[0].pid, f"one of {len(found)}" if len(hit) < len(found) else "all of it")
-            if not self._strike(event, hit, lambda: ended(hit), hit[0]):
-                event.notes.append("no process could be hit")
-                return event
+            happened = self._strike(event, hit, lambda: ended(hit), hit[0])
+        else:
+            event = self._begin(fault, 0, "the run was working")
+            happened = self._disturb(event)
+        if not happened:
+            event.notes.append("it could not be done")
+            return event
         damaged = self._damage(event) if fault.kind.action == "damage" else None
-        event.over = self._survived(event, hit, agent, restarts or 0)
+        event.over = self._survived(event, hit, agent, restarts or 0, len(found))
         if damaged is not None and not refused(damaged):
             event.notes.append(f"{damaged.name} is damaged and was NOT refused")
             event.over = False
         return event
+
+    def _disturb(self, event: Happened) -> bool:
+        """Let a fault happen that hits no process from outside; False if it could not happen."""
+        fault = event.fault
+        if fault.kind.target == "disk":
+            event.notes.append(f"full for {fill(self._run_dir, fault.seconds, self._end.is_set):.1f} s")
+            return True
+        if fault.kind.target == "checkpoint-disk":
+            full_s = fill(self._checkpoints, fault.seconds, lambda: self._end.is_set() or self._has_told(event))
+            event.notes.append(f"full for {full_s:.1f} s")
+            return True
+        if fault.kind.target == "files":
+            answers = spoil(self._orders, fault.seconds, self._end.is_set)
+            told = ", ".join(f"{name} {times}" for name, times in sorted(answers.items()))
+            event.notes.append(f"stale handles: {told or 'nobody has asked'}")
+            return bool(answers)
+        return self._order(event)
+
+    def _order(self, event: Happened) -> bool:
+        """Give an order to the run's functions and wait until one has taken it; False if none does."""
+        name, before = event.fault.kind.order, len(taken(self._orders, event.fault.kind.order))
+        give(self._orders, name)
+        if not self._wait(lambda: len(taken(self._orders, name)) > before, NOTICE_S):
+            withdraw(self._orders, name)
+            return False
+        event.pid = taken(self._orders, name)[-1]
+        event.notes.append(f"the order {name} was taken by process {event.pid}")
+        return True
+
+    def _limit(self) -> bool:
+        """Ask the run to stop as a batch script does when the time limit is near."""
+        (self._run_dir / "stop").write_text("the time limit is near\n", encoding="utf-8")
+        return True
 
     def _interrupt(self, event: Happened, hit: Sequence[psutil.Process]) -> bool:
         """Send SIGINT to torchrun's process group twice, as Ctrl-C does; False if a process is left after `ENDS_S`."""
@@ -302,22 +361,24 @@ class Injector:
 
     def _damage(self, event: Happened) -> Path:
         """Damage the newest checkpoint of a run whose processes have been killed; return it."""
-        newest = complete(self._run_dir)[-1]
+        newest = complete(self._checkpoints)[-1]
         name = damage(newest, random.Random(f"soak-damage-{event.fault.index}-{event.fault.delay_s}"))
         event.notes.append(f"{name} of {newest.name} damaged")
         return newest
 
     def _survived(
-        self, event: Happened, hit: Sequence[psutil.Process], agent: psutil.Process | None, restarts: int
+        self, event: Happened, hit: Sequence[psutil.Process], agent: psutil.Process | None, restarts: int, found: int
     ) -> bool:
         """Wait until the part is there again and two more steps are done; compare what that cost with its kind.
 
-        `agent`, `restarts`: torchrun's process before the fault, and how often it had restarted the ranks.
+        `agent`, `restarts`: torchrun's process before the fault, and how often it had restarted the ranks. `found`: how
+        many processes the part had.
         """
         kind, least = event.fault.kind, self._step
+        wanted = found if kind.target == "agent-worker" else min(found, 1)  # others come and go, or are all found
 
         def back() -> bool:
-            return ended(hit) and (not hit or bool(find_processes(self._run_dir, kind.target)))
+            return ended(hit) and (not hit or len(find_processes(self._run_dir, kind.target)) >= wanted)
 
         def two_more_steps() -> bool:
             nonlocal least
@@ -339,7 +400,36 @@ class Injector:
             f"two more steps {event.recovered_s:.0f} s after it began, from step {least} on; the ranks were restarted "
             f"{again} times ({kind.restarts} are allowed), the job {starts} times ({kind.starts})"
         )
-        return again <= kind.restarts and starts <= kind.starts
+        if event.redone_steps > kind.redone:
+            event.notes.append(f"{event.redone_steps} steps were made again, {kind.redone} are allowed")
+        return again <= kind.restarts and starts <= kind.starts and event.redone_steps <= kind.redone
+
+    def _noticed(self, event: Happened) -> bool:
+        """Wait until the run has counted and told the fault as its kind says, and has saved after a full disk."""
+        kind = event.fault.kind
+        if kind.metric and not self._wait(lambda: self._sum(kind.metric, event.step) >= 1, NOTICE_S):
+            event.notes.append(f"{kind.metric} has NOT counted it")
+            return False
+        if not self._has_told(event):
+            event.notes.append(f"the run has NOT told: {kind.told}")
+            return False
+        saved = complete(self._checkpoints)
+        if kind.target == "checkpoint-disk" and not self._wait(
+            lambda: bool(set(complete(self._checkpoints)) - set(saved)), RECOVER_S
+        ):
+            event.notes.append(f"no checkpoint was saved within {RECOVER_S:.0f} s after it, or the run ended")
+            return False
+        return True
+
+    def _has_told(self, event: Happened) -> bool:
+        return not event.fault.kind.told or self._told(event.fault) > event.told_before
+
+    def _told(self, fault: Fault) -> int:
+        """Return how often the run has told what it tells of such a fault."""
+        log = self._run_dir.with_suffix(".log")
+        if not fault.kind.told or not log.is_file():
+            return 0
+        return log.read_text(encoding="utf-8", errors="replace").count(fault.kind.told)
 
     # --- the run
 

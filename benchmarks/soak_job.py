@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,19 @@ LEAVE_S = 60.0  # for the processes of a job that has ended, before it is starte
 
 
 def run_job(
-    config: dict[str, Any], *, ranks: int, restarts: int, starts: int, timeout_s: float, say: Callable[[str], None]
+    config: dict[str, Any],
+    *,
+    ranks: int,
+    restarts: int,
+    starts: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+    variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run a config to its end and return its steps; torchrun may restart the ranks, and this function the job.
 
-    `starts`: the most starts after the first one. Raises SystemExit with the end of the output if that is not enough,
-    if a job that has ended leaves processes behind, or after `timeout_s`.
+    `starts`: the most starts after the first one. `variables`: added to the environment. Raises SystemExit with the end
+    of the output if that is not enough, if a job that has ended leaves processes behind, or after `timeout_s`.
     """
     directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
     path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
@@ -39,7 +46,7 @@ def run_job(
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     command += [str(SCRIPT), "--config", str(path)]
     for start in range(starts + 1):
-        code = _run_once(command, log, until, timeout_s)
+        code = _run_once(command, log, until, timeout_s, {**environment(), **(variables or {})})
         if code == 0 and _status(directory) != "preempted":  # a stop request may have ended it before its last step
             return step_records(directory)
         tail = log.read_text(errors="replace")[-3000:]
@@ -56,11 +63,11 @@ def _status(directory: Path) -> str:
     return str(json.loads(path.read_text(encoding="utf-8"))["status"]) if path.is_file() else ""
 
 
-def _run_once(command: list[str], log: Path, until: float, timeout_s: float) -> int:
+def _run_once(command: list[str], log: Path, until: float, timeout_s: float, env: Mapping[str, str]) -> int:
     """Start the command and return its exit code. Raises SystemExit at `until`, and then kills its group."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         return process.wait(max(0.0, until - time.monotonic()))

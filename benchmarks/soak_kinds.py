@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Consequence = Literal["replaced", "same", "survived"]
+ANY_NUMBER = 99  # of restarts, of which torchrun has a limit of its own, and of steps
+Consequence = Literal["replaced", "same", "survived", "exchanged"]
 Moment = Literal["busy", "idle", "in-sync"]
 
 
@@ -15,11 +16,13 @@ Moment = Literal["busy", "idle", "in-sync"]
 class Kind:
     """A kind of fault: what happens (`action`) to which part of the run (`target`), and what the run must do.
 
-    `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "survived": the part is
-    there again and two more steps are done, after `restarts` restarts of the ranks and `starts` starts of the job at
-    most. `room`: the share of the run's steps that a fault needs, relative to the others. `cost_s`: how long it takes
-    by experience. `seconds`: how long it lasts at least and at most, 0 if it is over at once. `moment`: what a replica
-    does when it is hit: it works on requests, it has none, or it takes part in a publication of the weights.
+    `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "exchanged": it leaves
+    on request and another one is added; "survived": the part is there again and two more steps are done, after
+    `restarts` restarts of the ranks and `starts` starts of the job at most, and `redone` steps were made again at most.
+    `metric`, `told`: a metric that has then counted the fault, a text that the run has then told once more. `room`: the
+    share of the run's steps that a fault needs, relative to the others. `cost_s`: how long it takes by experience.
+    `seconds`: how long it lasts at least and at most, 0 if it is over at once. `moment`: what a replica does when it is
+    hit: it works on requests, it has none, or it takes part in a publication of the weights.
     """
 
     action: str
@@ -31,11 +34,26 @@ class Kind:
     restarts: int = 0
     starts: int = 0
     moment: Moment = "busy"
+    metric: str = ""
+    told: str = ""
+    redone: int = ANY_NUMBER
 
     @property
     def name(self) -> str:
         """The name by which `--faults` selects it."""
         return f"{self.action}-{self.target}" + ("" if self.moment == "busy" else f"-{self.moment}")
+
+    @property
+    def has_processes(self) -> bool:
+        """True if the fault hits processes from outside."""
+        return self.target not in {"disk", "checkpoint-disk", "files"} and not self.order
+
+    @property
+    def order(self) -> str:
+        """The order (soak_orders.py) by which the fault happens; "" if it happens otherwise."""
+        if self.action == "spoil":
+            return self.target
+        return self.action if self.action in ("fork", "flood") else ""
 
     @property
     def loses(self) -> bool:
@@ -48,8 +66,9 @@ class Kind:
         return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
 
 
-LONG_S = (90.0, 90.0)  # or until the run has ended the process
-ANY_NUMBER = 99  # of restarts: torchrun has a limit of its own
+LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
+LOST_WORKER = "rollout/workers_lost"
+SKIPPED = "the step is skipped"
 KINDS = {
     kind.name: kind
     for kind in (
@@ -62,11 +81,19 @@ KINDS = {
         Kind("hang", "replica", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
         Kind("crawl", "engine", "replaced", room=12.0, cost_s=120.0, seconds=LONG_S),
         Kind("drain", "replica", "same", room=2.0, cost_s=30.0),
+        Kind("add", "replica", "same", room=3.0, cost_s=80.0),
+        Kind("remove", "replica", "exchanged", room=3.0, cost_s=80.0),
         Kind("pause", "engine", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
         Kind("pause", "replica", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
         Kind("slow", "engine", "same", room=2.0, cost_s=25.0, seconds=(8.0, 15.0)),
         Kind("kill", "reward", "survived", room=1.0, cost_s=10.0),
         Kind("hang", "reward", "survived", room=1.0, cost_s=15.0, seconds=(60.0, 60.0)),
+        Kind("fork", "reward", "survived", room=1.0, cost_s=10.0),
+        Kind("flood", "reward", "survived", room=1.0, cost_s=15.0, metric="reward/redone"),
+        Kind("kill", "agent-worker", "survived", room=1.0, cost_s=40.0, metric=LOST_WORKER),
+        Kind("hang", "agent-worker", "survived", room=2.0, cost_s=70.0, seconds=LONG_S, metric=LOST_WORKER),
+        Kind("spoil", "gradient", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
+        Kind("spoil", "logprob", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
         Kind("kill", "controller", "survived", room=1.0, cost_s=40.0),
         Kind("kill", "queue", "survived", room=1.0, cost_s=40.0),
         Kind("kill", "rank", "survived", room=1.0, cost_s=40.0, restarts=1),
@@ -75,6 +102,9 @@ KINDS = {
         Kind("kill", "job", "survived", room=1.0, cost_s=120.0, starts=1),
         Kind("damage", "job", "survived", room=1.0, cost_s=120.0, starts=1),
         Kind("interrupt", "job", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("limit", "job", "survived", room=1.0, cost_s=120.0, starts=1, redone=0, told="stopping after"),
+        Kind("stale", "files", "survived", room=1.0, cost_s=35.0, seconds=(10.0, 20.0)),
+        Kind("fill", "checkpoint-disk", "survived", room=1.0, cost_s=60.0, seconds=LONG_S, told="could NOT be saved"),
         Kind("fill", "disk", "survived", room=1.0, cost_s=120.0, seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
     )
 }
@@ -95,6 +125,8 @@ class Fault:
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
+        if self.kind.action == "add":
+            return "add a replica for a while"
         where = {"engine": f"the engine of replica {self.index}", "replica": f"replica {self.index}"}
         when = "" if self.kind.moment == "busy" else f" ({self.kind.moment})"
         return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{when}{lasting}"

@@ -21,7 +21,12 @@ DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
 CRAWL = (0.475, 0.025)  # of one that is 20 times slower
 _LOG = re.compile(r"replica-(\d+)\.log")
 # How the command line of each part that is one process below the supervisor begins, or what it contains.
-TITLES = {"reward": "megarl.rewards.worker", "controller": "ray::RolloutController", "queue": "ray::SimpleStorageUnit"}
+TITLES = {
+    "reward": "megarl.rewards.worker",
+    "controller": "ray::RolloutController",
+    "queue": "ray::SimpleStorageUnit",
+    "agent-worker": "ray::AgentWorker",
+}
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,27 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
     if target == "rank":
         return [] if agent is None else _with_title(_children(agent, recursive=False), "train_rl.py")
     if target == "reward":  # one that is being started is noticed only after timeouts.engine_start_s
-        return [each for each in _with_title(below_supervisor(run_dir), TITLES[target]) if age(each) > STARTED_S]
+        return [each for each in _scorers(below_supervisor(run_dir)) if age(each) > STARTED_S]
     if target == "job":
         ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
     return _with_title(below_supervisor(run_dir), TITLES[target])
+
+
+def _scorers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that score the run's samples. With agent workers, the controller's own have no work."""
+    found = _with_title(processes, TITLES["reward"])
+    workers = {each.pid for each in _with_title(processes, TITLES["agent-worker"])}
+    return [each for each in found if not workers or _parent(each) in workers]
+
+
+def _parent(process: psutil.Process) -> int:
+    """Return the pid of the parent; 0 if the process has ended."""
+    try:
+        return int(process.ppid())
+    except psutil.Error:
+        return 0
 
 
 def age(process: psutil.Process) -> float:

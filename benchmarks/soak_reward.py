@@ -4,6 +4,9 @@ The share of late answers is drawn by a hash of seed, problem and response, so t
 model has answered. An answer is late once: a group of equal answers would wait for each of them in turn. Each late
 sample leaves a line in a file before it sleeps. The soak compares their number with the time-outs that the run has
 counted.
+
+After an order (soak_orders.py) it forks, and the child returns a reward that no answer has; or it floods the channel by
+which its process answers.
 """
 
 from __future__ import annotations
@@ -11,18 +14,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 from megarl.rewards.math import math
 from megarl.rewards.types import RewardInput, RewardResult
 
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
 
-def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, marks: str) -> RewardResult:
+from soak_orders import take  # noqa: E402
+
+FORGED = 1000.0  # the reward that a forked child gives
+FLOOD_BYTES = 3_000_000
+
+
+def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, marks: str, orders: str) -> RewardResult:
     """Return `math` of the sample; a `share` of the different answers sleeps for `sleep_s` seconds first, once.
 
-    `marks`: the file to which each of them appends a line.
+    `marks`: the file to which each of them appends a line. `orders`: the directory of the orders to fork and to flood.
     """
+    if take(Path(orders), "fork") and os.fork() == 0:
+        return RewardResult(FORGED)
+    if take(Path(orders), "flood"):
+        os.write(int(sys.argv[1]), b"x" * FLOOD_BYTES)  # the socket of the worker, which is its first argument
     if is_late(sample.prompt, sample.response, share, seed) and not was_late(Path(marks), sample):
         mark(Path(marks), sample)
         time.sleep(sleep_s)

@@ -79,17 +79,34 @@ def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(
     plan(fault_seed=None)
     seed = capsys.readouterr().out.split("--fault-seed ")[1].split(":")[0]
     assert seed.isdigit()
-    with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are crawl-engine"):
+    with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are add-replica, crawl-engine"):
         plan(faults="kill-cat")
 
 
-def test_a_disk_that_cannot_be_mounted_is_not_filled_and_the_reason_is_printed(
+def test_faults_that_cannot_happen_here_are_left_out_and_the_reason_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(soak, "why_no_disk", lambda: "only root may mount")
-    assert plan(faults="kill-job,fill-disk") == ["kill-job"]
-    assert "the disk is not filled: only root may mount" in capsys.readouterr().out
-    assert not any("fill-disk" in plan(fault_seed=seed) for seed in range(20))
+    monkeypatch.setattr(soak, "why_no_handles", lambda: "no compiler")
+    assert plan(faults="kill-job,fill-disk,fill-checkpoint-disk,stale-files") == ["kill-job"]
+    told = capsys.readouterr().out
+    assert all(f"faults of {each} cannot happen here: only root" in told for each in ("disk", "checkpoint-disk"))
+    assert "faults of files cannot happen here: no compiler" in told
+    drawn = {name for seed in range(20) for name in plan(fault_seed=seed)}
+    assert not drawn & {"fill-disk", "fill-checkpoint-disk", "stale-files"} and "limit-job" in drawn
+
+
+def test_a_fault_has_in_both_runs_what_it_needs() -> None:
+    """Agent workers, a place for one more replica, checkpoints of their own, functions that take orders."""
+    every = [*KINDS.values()]
+    config = config_from_tree(run_config(options(), Path("run"), 0.01, every))
+    assert config.rollout.agent_workers == 2 and config.rollout.max_replicas == 3
+    assert config.checkpoint.dir == Path("run.checkpoints") and config.checkpoint.every == soak.SAVE_EVERY
+    assert config.algorithm.loss.endswith("ordered_ppo") and config.agent.loop.endswith("OrderedTurn")
+    assert config.trainer.max_skipped_steps >= sum(kind.action == "spoil" for kind in every)
+    plain = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["kill-engine"]]))
+    assert (plain.rollout.agent_workers, plain.rollout.max_replicas, plain.checkpoint.dir) == (0, None, None)
+    assert (plain.algorithm.loss, plain.agent.loop) == ("ppo", "single_turn")
 
 
 # --- rewards that are late
@@ -105,7 +122,7 @@ def test_the_share_of_late_samples_is_drawn_by_problem_response_and_seed() -> No
 
 def test_a_late_reward_is_marked_and_times_out_and_the_others_are_scored(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-    kwargs = {"share": 0.5, "seed": 0, "sleep_s": 60.0, "marks": str(marks)}
+    kwargs = {"share": 0.5, "seed": 0, "sleep_s": 60.0, "marks": str(marks), "orders": str(tmp_path)}
     answers = [str(number) for number in range(6)]
     late = [answer for answer in answers if is_late("What?", rf"\boxed{{{answer}}}", 0.5, 0)]
     assert 0 < len(late) < 6
@@ -124,7 +141,7 @@ def test_a_late_reward_is_marked_and_times_out_and_the_others_are_scored(tmp_pat
 
 
 def test_the_function_can_be_used_as_a_reward(tmp_path: Path) -> None:
-    kwargs = {"share": 0.0, "seed": 0, "sleep_s": 60.0, "marks": str(tmp_path / "marks")}
+    kwargs = {"share": 0.0, "seed": 0, "sleep_s": 60.0, "marks": str(tmp_path / "marks"), "orders": str(tmp_path)}
     assert resolve("benchmarks.soak_reward:late_math", kwargs)(RewardInput("What?", "7", answer="7")).score == 1.0
     assert marked(tmp_path / "marks") == 0 and late_math.warm_up  # type: ignore[attr-defined]
 
@@ -133,7 +150,7 @@ def test_an_answer_is_late_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     slept: list[float] = []
     monkeypatch.setattr("benchmarks.soak_reward.time.sleep", slept.append)
     for response in ("7", "7", "8", "7"):
-        late_math(RewardInput("What?", response, answer="7"), 1.0, 0, 9.0, str(tmp_path / "marks"))
+        late_math(RewardInput("What?", response, answer="7"), 1.0, 0, 9.0, str(tmp_path / "marks"), str(tmp_path))
     assert slept == [9.0, 9.0] and marked(tmp_path / "marks") == 2
 
 
@@ -208,7 +225,11 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"late_rewards": 0}, "reward time-outs"),
         ({"late_rewards": 3, "happened": [*hit(), event("kill-rank")]}, "reward time-outs"),
         ({"late_rewards": 2, "happened": [*hit(), event("hang-reward")]}, "reward time-outs"),
+        ({"late_rewards": 5, "happened": [*hit(), event("flood-reward")]}, "reward time-outs"),
+        ({"late_rewards": 3, "happened": [*hit(), event("kill-agent-worker")]}, "reward time-outs"),
         ({"report": AccountingReport(oldest=5)}, "disturbed: oldest token"),
+        ({"report": AccountingReport(skipped=1)}, "steps skipped"),
+        ({"report": AccountingReport(skipped=2), "happened": [*hit(), event("spoil-gradient")]}, "steps skipped"),
     ],
 )
 def test_a_bad_soak_misses_its_bound(changes: dict[str, Any], row: str) -> None:
@@ -225,6 +246,8 @@ def test_a_loss_in_the_middle_of_a_sync_may_restart_every_replica() -> None:
     {"late_rewards": 5, "happened": [*hit(), event("hang-reward")]},
     {"late_rewards": 3, "happened": [*hit(), event("kill-reward")]},
     {"late_rewards": 9, "happened": [*hit(), event("kill-rank")]},
+    {"late_rewards": 9, "happened": [*hit(), event("kill-agent-worker")]},
+    {"report": AccountingReport(skipped=1), "happened": [*hit(), event("spoil-logprob")]},
     {"records": [{"reward/errors": 4.0}], "rolled_back": [{"sync/restarted_replicas": 1.0}]},
     {"records": [{"reward/errors": 4.0}], "happened": [event("kill-rank")]},
     {"records": [{"reward/errors": 4.0, "sync/restarted_replicas": 1.0}],
@@ -244,7 +267,7 @@ def test_a_problem_of_the_accounting_is_in_the_row_of_its_check() -> None:
 
 
 def test_no_run_is_started_without_time_for_it(tmp_path: Path) -> None:
-    ended = run_once("disturbed", options(minutes=20.0), tmp_path, time.monotonic() + 1.0, SCHEDULE, 0.0)
+    ended = run_once("disturbed", options(minutes=20.0), tmp_path, time.monotonic() + 1.0, SCHEDULE, 0.0, [])
     assert ended.failure == "less than 30 s were left of --minutes 20" and not list(tmp_path.iterdir())
 
 
@@ -292,7 +315,7 @@ def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
     for name, fake in (("Injector", Broken), ("run_job", run_job), ("check_run", lambda run_dir: report)):
         monkeypatch.setattr(soak, name, fake)
     chosen = options(minutes=20.0)
-    ended = run_once("disturbed", chosen, tmp_path, time.monotonic() + 600.0, SCHEDULE, 0.0)
+    ended = run_once("disturbed", chosen, tmp_path, time.monotonic() + 600.0, SCHEDULE, 0.0, [])
     assert ended.failure == "the faults: AccessDenied" and ended.report is report and len(ended.records) == 1
 
 
@@ -301,4 +324,4 @@ def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit):
         main()
     text = capsys.readouterr().out
-    assert all(name in text for name in ("--minutes", "--seed", "--json", "--quick", "--keep", "--faults", "kill-job"))
+    assert all(name in text for name in ("--minutes", "--seed", "--json", "--quick", "--keep", "--faults", "kill-job", "limit-job"))

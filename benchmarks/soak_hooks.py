@@ -1,0 +1,62 @@
+"""The quickstart's loss and agent loop, until an order of the soak (soak_orders.py) comes.
+
+After it, the gradient of one micro-batch is NaN on one rank, or the last log-prob of one response is.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from megarl.algorithms.losses.ppo import PPOOptions, ppo
+from megarl.algorithms.token_loss import TokenInputs, TokenLoss
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout.agents.agent_loop import AgentContext
+from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.to_trajectory import trajectory
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from soak_orders import take  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class OrderedOptions(PPOOptions):
+    """Those of PPO, and where orders are given."""
+
+    orders: str = Field(description="The directory of the orders.")
+
+
+def ordered_ppo(inputs: TokenInputs, options: OrderedOptions) -> TokenLoss:
+    """Return the loss of `ppo`; after the order `gradient` the gradient of its log-probs is NaN, on this rank alone."""
+    if inputs.logprobs_R.requires_grad and inputs.logprobs_R.numel() and take(Path(options.orders), "gradient"):
+        inputs.logprobs_R.register_hook(_spoil)
+    return ppo(inputs, options)
+
+
+def _spoil(gradient_R: Tensor) -> Tensor:
+    return gradient_R * math.nan
+
+
+class OrderedTurn(SingleTurn):
+    """A single turn; after the order `logprob` the last log-prob of one sample that is trained is NaN."""
+
+    def __init__(self, orders: str) -> None:
+        self._orders = Path(orders)
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        """Return the trajectory of one response."""
+        result = await ctx.generate(ctx.prompt.ids)
+        if ctx.trains and result.logprobs and take(self._orders, "logprob"):
+            result = replace(result, logprobs=[*result.logprobs[:-1], math.nan])
+        outcome = await ctx.judge(result)
+        return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, result, outcome)

@@ -1,0 +1,55 @@
+"""Stale file handles (ESTALE), as NFS gives them, for files by which the processes of a run find each other.
+
+A container has no NFS server, so a library that is preloaded into all processes of a run (soak_stale.c) gives the
+answer in the place of the kernel: while the order `stale` is there, the files of the run directory that are named there
+cannot be opened, looked at, renewed or replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().with_suffix(".c")
+ORDER = "stale"
+COMPILE_S = 60.0
+POLL_S = 0.1
+
+
+def why_no_handles() -> str:
+    """Return why no handle can be made stale here; "" if it can."""
+    return "" if shutil.which("gcc") else "gcc, which compiles benchmarks/soak_stale.c, is not there"
+
+
+def preloading(run_dir: Path, orders: Path) -> dict[str, str]:
+    """Compile the library into the directory of the orders; return the variables for the processes of the run.
+
+    Raises CalledProcessError if it cannot be compiled.
+    """
+    orders.mkdir(exist_ok=True)
+    library = orders / "stale.so"
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(library), str(SOURCE), "-ldl"]
+    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+    others = os.environ.get("LD_PRELOAD", "")
+    preloaded = f"{library}:{others}" if others else str(library)
+    return {"LD_PRELOAD": preloaded, "SOAK_STALE_DIR": str(run_dir), "SOAK_STALE_ORDER": str(orders / ORDER)}
+
+
+def spoil(orders: Path, seconds: float, until: Callable[[], bool]) -> Counter[str]:
+    """Make the handles stale for `seconds`, or until `until()`; return how often, by the name of the file."""
+    begun, order = time.monotonic(), orders / ORDER
+    order.touch()
+    try:
+        while time.monotonic() - begun < seconds and not until():
+            time.sleep(POLL_S)
+    finally:
+        order.unlink()
+    hits = order.with_name(f"{ORDER}.hits")
+    lines = hits.read_text(encoding="utf-8").splitlines() if hits.is_file() else []
+    hits.unlink(missing_ok=True)
+    return Counter(lines)

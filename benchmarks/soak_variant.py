@@ -1,0 +1,51 @@
+"""What a run of the soak needs beside the quickstart's config, so that a kind of fault can happen to it.
+
+Both runs of a soak have it, the undisturbed one too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from soak_kinds import Kind  # noqa: E402
+
+AGENT_WORKERS = 2
+LEAST_SKIPPED = 2  # steps, at every start of the run
+
+
+def orders_of(run_dir: Path) -> Path:
+    """Return the directory in which orders are given (soak_orders.py)."""
+    return run_dir.with_suffix(".orders")
+
+
+def checkpoints_of(run_dir: Path, kinds: Collection[Kind]) -> Path:
+    """Return the directory of a run's checkpoints: beside its own if their disk is to be full alone."""
+    alone = any(kind.target == "checkpoint-disk" for kind in kinds)
+    return run_dir.with_suffix(".checkpoints") if alone else run_dir / "checkpoints"
+
+
+def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int) -> dict[str, dict[str, Any]]:
+    """Return the changes of the config by which faults of these kinds can happen to a run of `replicas`."""
+    targets, orders = {kind.target for kind in kinds}, str(orders_of(run_dir))
+    spoiled = sum(kind.action == "spoil" for kind in kinds)
+    changes: dict[str, dict[str, Any]] = {}
+    if "agent-worker" in targets:
+        changes.setdefault("rollout", {})["agent_workers"] = AGENT_WORKERS
+    if any(kind.action == "add" for kind in kinds):
+        changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
+    if "checkpoint-disk" in targets:
+        changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
+    if "gradient" in targets:
+        changes["algorithm"] = {"loss": "benchmarks.soak_hooks:ordered_ppo", "loss_options": {"orders": orders}}
+    if "logprob" in targets:
+        changes["agent"] = {"loop": "benchmarks.soak_hooks:OrderedTurn", "kwargs": {"orders": orders}}
+    if spoiled:
+        changes["trainer"] = {"max_skipped_steps": max(LEAST_SKIPPED, spoiled)}
+    return changes
