@@ -353,7 +353,7 @@ def _shape(config: Config, info: ModelInfo) -> Iterator[str]:
     if differs := [name for name in sizes if getattr(shape, name) != getattr(info, name)]:
         yield (
             f"model.shape: {config.model.shape} is of another model than model.path (different: {', '.join(differs)}); "
-            "correct or remove it"
+            "correct it, or set model.shape=null"
         )
 
 

@@ -15,10 +15,11 @@ def dry_run(config: Config, stream: TextIO, *, device: DeviceType | None = None,
     """Check `config` and write it resolved, with its plan, to `stream`. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer. A config with `model.shape` whose model is not here is
-    planned by that, for GPUs unless `device` says otherwise, and what is absent becomes a note.
+    planned by that, and what is absent becomes a note. Unless `device` is given, such a plan is for GPUs if the config
+    says what memory they have, else for this machine's own device.
     """
     elsewhere = planned_elsewhere(config)
-    if elsewhere and device is None:
+    if elsewhere and device is None and config.trainer.device_memory_gib is not None:
         device = "cuda"
     plan = make_plan(config, device=device, files=files and not elsewhere)
     notes: list[str] = []

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import megarl.quickstart.build as build_module
 from megarl.config.load import load_config
+from megarl.models.read_config import load_info
 from megarl.quickstart.__main__ import main
 from megarl.quickstart.additions_task import AdditionsTask
 from megarl.quickstart.build import build_assets
@@ -94,6 +95,7 @@ def test_files_are_what_the_config_reads(assets: Path) -> None:
         assert len(rows) >= 500
         assert all(set(row) == {"problem", "answer"} and row["answer"].isdigit() for row in rows)
     assert (assets / config.model.path.name / "model.safetensors").is_file()
+    assert config.model.shape and load_info(ROOT / config.model.shape) == load_info(assets / "model")
 
 
 def test_written_files_are_checked_for_leaks(assets: Path, tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from megarl.config.load import load_config
+from megarl.models.read_config import load_info
 from megarl.quickstart.__main__ import TASKS, main
 from megarl.quickstart.build import build_assets
 from megarl.quickstart.demonstrations import read_problems
 from megarl.quickstart.products_task import CALLS, DEMONSTRATIONS, HELD_OUT, TOOL, Product, ProductsTask
 from megarl.quickstart.warm_start import WarmStart, encode_corpus
+from tests.support.checkout import ROOT
 
 SCHEMA = {"type": "function", "function": {"name": TOOL, "description": "Adds.", "parameters": {"type": "object"}}}
 
@@ -41,6 +44,11 @@ def test_answers_are_products_and_a_fifth_of_the_demonstrations_calls_the_tool(a
         assert int(first) * int(second) == int(row["answer"])
     calls = sum(row["solution"].startswith("<tool_call>") for row in rows["warm_start"])
     assert calls * DEMONSTRATIONS == len(rows["warm_start"]) * CALLS
+
+
+def test_the_config_plans_the_model_that_is_made(assets: Path) -> None:
+    shape = load_config(ROOT / "examples/rl/configs/agents_cpu.yaml").model.shape
+    assert shape and load_info(ROOT / shape) == load_info(assets / "model")
 
 
 def test_a_problem_is_in_one_set_only(assets: Path) -> None:

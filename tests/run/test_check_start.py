@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.commands import cli
 from megarl.common.errors import ConfigError
+from megarl.config.checks import detect_device
 from megarl.config.load import load_config
 from megarl.config.schema import Config
 from megarl.models.read_config import load_info
 from megarl.run.check_start import check_start, is_checked, mark_checked
-from megarl.run.dry_run import dry_run
 from tests.support.checkout import ROOT
 from tests.support.configs import config, write_problems
-from tests.support.recipe_twins import RECIPES
 from tests.support.tiny import make_tiny_model
 
 SHARE = "tests.support.reward_functions:digit_share"
@@ -120,15 +119,17 @@ def test_only_the_process_that_has_checked_speaks_for_its_ranks() -> None:
     assert not is_checked(environment) and environment["MEGARL_CHECKED_BY"] == str(os.getpid())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/rl/configs").iterdir()), ids=lambda path: path.stem)
 def test_a_shipped_recipe_is_planned_without_its_files(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")  # where neither models nor data are
+    """With the command of the documentation, in a new clone: neither models nor data are there."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     monkeypatch.chdir(tmp_path)
-    stream, chosen = StringIO(), load_config(RECIPES[name])
-    dry_run(chosen, stream)
-    text = " ".join(stream.getvalue().split())
-    assert "device path CUDA" in text and f"model.path ({chosen.model.path})" in text
+    assert cli.main(["train", "--config", f"examples/rl/configs/{path.name}", "--dry-run"]) == 0
+    chosen, text = load_config(path), " ".join(capsys.readouterr().out.split())
+    device = "cuda" if chosen.trainer.device_memory_gib else detect_device()
+    assert f"device path {device.upper()}" in text and f"name: {chosen.run.name}" in text
+    assert f"model.path ({chosen.model.path})" in text and f"data.path ({chosen.data.path})" in text
     assert "not here, so not checked" in text

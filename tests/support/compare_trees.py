@@ -101,7 +101,8 @@ def _compare_quickstart(work: Path, trees: Mapping[str, Path], assets: Path) -> 
     for tree, root in trees.items():
         config = yaml.safe_load((root / "examples/rl/configs/quickstart_cpu.yaml").read_text())
         config["run"] |= {"steps": QUICKSTART_STEPS, "deterministic": True}
-        config["model"]["path"], config["data"]["path"] = str(assets / "model"), str(assets / "train.jsonl")
+        config["model"] = {"path": str(assets / "model")}
+        config["data"]["path"] = str(assets / "train.jsonl")
         config["evaluation"]["sets"] = [{"name": "additions", "path": str(assets / "heldout.jsonl"), "limit": 64}]
         config |= {"checkpoint": {"every": QUICKSTART_STEPS}, "telemetry": {"dump_batches": True}}
         runs[tree] = _run(root, config, work / tree, work)

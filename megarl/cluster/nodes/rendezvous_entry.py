@@ -12,9 +12,14 @@ if TYPE_CHECKING:
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Return the handler of one agent, see `megarl.cluster.nodes.rendezvous`."""
-    from megarl.cluster.nodes.rendezvous import open_rendezvous  # torch's modules import this one
+    """Return the handler of one agent, see `megarl.cluster.nodes.rendezvous`.
 
+    torchrun calls it in its own process, whose report of failed ranks becomes short: see `failed_ranks`.
+    """
+    from megarl.cluster.nodes.failed_ranks import replace_report  # torch's modules import this one
+    from megarl.cluster.nodes.rendezvous import open_rendezvous
+
+    replace_report()
     return open_rendezvous(params)
 
 

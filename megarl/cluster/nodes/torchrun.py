@@ -5,34 +5,23 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+from megarl.cluster.nodes.failed_ranks import quieten_torchrun, tell_failure
 from megarl.cluster.nodes.rendezvous_entry import register
 
 
 def run() -> int:
-    """Run torchrun with this process's arguments; return its exit status, that of the rank that failed first.
-
-    A rank that ends with a status of its own has told the user why; of one that a signal has killed a line is written.
-    """
+    """Run torchrun with this process's arguments; return its exit status, that of the rank that failed first."""
     register()
-    # The first logs the status of each failed rank, and that it ends the others; the second hints about options.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    quieten_torchrun()
     try:
         main()
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            return int(failure.exitcode)
-        name = signal.Signals(-failure.exitcode).name
-        sys.stderr.write(f"megarl: rank {rank} was killed by {name} (pid {failure.pid}), and the others were ended\n")
-        return 1
+        return tell_failure(error)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""torchrun as `megarl train` starts it: what a rank has told is all that the user sees."""
+"""torchrun with megarl's rendezvous: what a rank has told is all that the user sees."""
 
 from __future__ import annotations
 
@@ -22,20 +22,37 @@ sys.exit(2)
 """
 
 
+REFUSED = r"megarl: model\.path: no such directory\n"
+KILLED = r"megarl: rank 0 was killed by SIGKILL \(pid \d+\), and the others were ended\n"
+# What torchrun logs before it asks for a rendezvous. `megarl train` has it silenced by then.
+BEFORE = r"(.*master_addr is only used for static rdzv_backend .*\n)?"
+
+
 @pytest.mark.parametrize(
-    ("how", "code", "told"),
+    ("module", "how", "code", "told"),
     [
-        ("refused", 2, r"megarl: model\.path: no such directory\n"),
-        ("killed", 1, r"megarl: rank 0 was killed by SIGKILL \(pid \d+\), and the others were ended\n"),
+        ("megarl.cluster.nodes.torchrun", "refused", 2, REFUSED),
+        ("megarl.cluster.nodes.torchrun", "killed", 1, KILLED),
+        ("torch.distributed.run", "refused", 1, BEFORE + REFUSED),
+        ("torch.distributed.run", "killed", 1, BEFORE + KILLED),
     ],
 )
-def test_a_rank_that_fails_is_told_once(tmp_path: Path, how: str, code: int, told: str) -> None:
+def test_a_rank_that_fails_is_told_once(tmp_path: Path, module: str, how: str, code: int, told: str) -> None:
+    """Under torchrun as `megarl train` starts it, and under one that the user starts."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    command = [sys.executable, "-m", "megarl.cluster.nodes.torchrun", "--rdzv-backend", "megarl"]
     done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(script), how],
+        [sys.executable, "-m", module, "--rdzv-backend", "megarl", "--nproc-per-node", "2", str(script), how],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == code
     assert re.fullmatch(told, done.stderr), done.stderr
+
+
+def test_another_error_of_torchrun_keeps_its_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from megarl.cluster.nodes.failed_ranks import replace_report\n"
+         "replace_report()\nraise LookupError('another')"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" in done.stderr and "LookupError: another" in done.stderr

@@ -1,0 +1,46 @@
+"""What torchrun says of ranks that have failed: nothing that the rank itself has told the user."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from types import TracebackType
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def quieten_torchrun() -> None:
+    """Silence what torchrun logs of failed ranks: their statuses, that it ends the others, and hints about options."""
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+
+
+def tell_failure(error: ChildFailedError) -> int:
+    """Tell what the ranks could not, and return the exit status: that of the rank that failed first, 1 for a signal.
+
+    A rank that ends with a status of its own has told the user why; of one that a signal has killed a line is written.
+    """
+    rank, failure = error.get_first_failure()
+    if failure.exitcode >= 0:
+        return int(failure.exitcode)
+    name = signal.Signals(-failure.exitcode).name
+    sys.stderr.write(f"megarl: rank {rank} was killed by {name} (pid {failure.pid}), and the others were ended\n")
+    return 1
+
+
+def replace_report() -> None:
+    """Let this process, a torchrun that the user started, end with `tell_failure` in place of torch's long report.
+
+    The exit status stays torchrun's own, 1: Python decides it before it calls the hook.
+    """
+    quieten_torchrun()
+    shown_before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ChildFailedError):
+            tell_failure(error)
+        else:
+            shown_before(kind, error, trace)
+
+    sys.excepthook = show
