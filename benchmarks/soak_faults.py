@@ -9,6 +9,7 @@ found.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ class Happened:
     continued: int = 0
     restarted: int = 0
     recovered_s: float = 0.0
+    longest_gap_s: float = 0.0
     redone_steps: int = 0
     told_before: int = 0
     notes: list[str] = field(default_factory=list)
@@ -87,6 +89,12 @@ class Happened:
     def __str__(self) -> str:
         state = "" if self.over else "NOT OVER: "
         return f"step {self.step}, {self.fault} (pid {self.pid}): {state}{'; '.join(self.notes)}"
+
+
+def longest_gap(records: Sequence[Mapping[str, Any]], since: int) -> float:
+    """Return the longest time in seconds between the ends of two steps in a row, the first of which is step `since`."""
+    ends = [record["wall_time"] for record in records[max(0, since - 1) :]]
+    return max((after - before for before, after in itertools.pairwise(ends)), default=0.0)
 
 
 class Injector:
@@ -251,9 +259,10 @@ class Injector:
             return False
         restarted = self._sum("sync/restarted_replicas", since)
         event.recovered_s = time.monotonic() - self._begun - event.at_s
+        event.longest_gap_s = longest_gap(self._records, since)
         event.notes.append(
             f"replaced {event.recovered_s:.0f} s after it began, {self._step - since} steps "
-            f"later; {restarted:.0f} replicas restarted"
+            f"later, {event.longest_gap_s:.0f} s without a step at most; {restarted:.0f} replicas restarted"
         )
         return True
 

@@ -259,7 +259,7 @@ class Run:
     def step(self, **metrics: float) -> None:
         self.steps += 1
         with (self.directory / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": self.steps, "time/step": 1.0, **metrics}) + "\n")
+            file.write(json.dumps({"step": self.steps, "time/step": 1.0, "wall_time": time.time(), **metrics}) + "\n")
 
     def close(self) -> None:
         for each in self.started:
@@ -572,3 +572,11 @@ def test_missing_and_lethal() -> None:
     happened = [Happened(fault, pid=1, step=1, at_s=0.0, over=fault.kind.action != "slow") for fault in faults]
     assert missing(faults, [each.fault for each in happened if each.over]) == ["slow-engine"]
     assert [each.fault.kind.name for each in lethal(happened)] == ["kill-engine", "hang-replica"]
+
+
+def test_the_longest_time_without_a_step_begins_with_the_step_before_the_fault() -> None:
+    records = [{"wall_time": at} for at in (0.0, 50.0, 51.0, 60.0, 62.0)]
+    assert soak_faults.longest_gap(records, 2) == 9.0
+    assert soak_faults.longest_gap(records, 3) == 9.0
+    assert soak_faults.longest_gap(records, 0) == 50.0
+    assert soak_faults.longest_gap(records, 5) == 0.0

@@ -51,16 +51,21 @@ def disturbed(
     return outcome
 
 
-@pytest.mark.slow
 def test_lost_engines_are_replaced_and_the_other_one_goes_on(
     runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed while it is idle, generates, and in a publication; stopped in the latter two; 20 times slower."""
+    """Killed while it is idle, generates, and in a publication; stopped in the latter two; 20 times slower.
+
+    The run goes on within the start of an engine and GO_ON_S. The new engine itself starts beside training, on the same
+    cores, if a publication has noticed the loss, so it may take twice as long as the first ones.
+    """
     outcome = disturbed(runs, undisturbed, "lost-engines", LOST_ENGINES, capsys)
     assert outcome.engine_start_s, "nobody has seen how long an engine takes to start"
     for event in outcome.happened:
         most = runs.noticed_s(event) + outcome.engine_start_s + GO_ON_S
-        assert event.recovered_s <= most, f"{event}: not within {most:.0f} s"
+        assert event.longest_gap_s <= most, f"{event}: no step within {most:.0f} s"
+        most += outcome.engine_start_s
+        assert 0 < event.recovered_s <= most, f"{event}: not replaced within {most:.0f} s"
     assert not outcome.rolled_back, "ranks began again"
 
 
