@@ -262,7 +262,7 @@ class Injector:
         event.longest_gap_s = longest_gap(self._records, since)
         event.notes.append(
             f"replaced {event.recovered_s:.0f} s after it began, {self._step - since} steps "
-            f"later, {event.longest_gap_s:.0f} s without a step at most; {restarted:.0f} replicas restarted"
+            f"later; {restarted:.0f} replicas restarted; {event.longest_gap_s:.0f} s without a step at most"
         )
         return True
 
