@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from megarl.common.packed_numbers import packed
 from megarl.rollout.loop_records import FrozenLoop, LoopRecord
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart
@@ -111,4 +111,4 @@ class GroupProgress:
 
 def prompt_digest(prompt_ids: Sequence[int]) -> str:
     """Return a digest of a request's prompt."""
-    return hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(packed("q", prompt_ids), digest_size=16).hexdigest()
