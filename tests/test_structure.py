@@ -70,7 +70,6 @@ BOUNDED_ELSEWHERE = {
     "rollout/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
     "rollout/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": "the controller, a part of timeouts.shutdown_s",
-    "rollout/workers/remote_run.py:_result": "the call to the fleet, which has bounds of its own",
     "rollout/workers/worker_groups.py:WorkerGroups.put": "the worker's put, timeouts.queue_s, or its loss",
     "rollout/workers/worker_groups.py:WorkerGroups.respond": "the response's requests, reward and tools, or its loss",
     "rollout/workers/worker_groups.py:WorkerGroups.run": "the group's requests, rewards and tools, or its loss",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+from megarl.common.packed_numbers import packed
 from megarl.queue.streams import STREAMS, Stream, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
@@ -100,12 +101,12 @@ def _row(trajectory: Trajectory) -> bytes:
     values["versions"] = [
         n for s in trajectory.versions for n in (s.version, s.start, s.end, s.lost, s.epoch, s.replica)
     ]
-    for name in _FIELDS:
-        values[name] = getattr(trajectory, name)
-    head = array("q", [*(len(values[name]) for name in ("prompt_ids", "response_ids", "versions")), bits])
-    # The codes of `array` are more than its type stubs can tell apart.
-    parts: list[array[Any]] = [array(code, values[name]) for name, code, _ in _layout(head, streams)]
-    return b"".join([head.tobytes(), *(part.tobytes() for part in parts)])
+    lengths = (len(trajectory.prompt_ids), len(trajectory.response_ids), len(values["versions"]))
+    head, columns = array("q", [*lengths, bits]), trajectory.columns
+    parts = [
+        columns[name] if name in columns else packed(code, values[name]) for name, code, _ in _layout(head, streams)
+    ]
+    return b"".join([head.tobytes(), *parts])
 
 
 def _tag(trajectory: Trajectory) -> dict[str, str]:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
+
+from megarl.common.packed_numbers import packed
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleStatus = Literal["ok", "failed"]
 
 # vLLM's value for a log-prob that is NaN or missing. It must never be averaged.
 MISSING_LOGPROB = -9999.0
+
+# The columns of a trajectory, and how `array` writes them.
+COLUMN_CODES = {"prompt_ids": "i", "response_ids": "i", "rollout_logprobs": "f", "response_mask": "b"}
 
 
 def first_bad_logprob(logprobs: Sequence[float]) -> int | None:
@@ -104,7 +110,15 @@ class Trajectory:
         """The version that the oldest sampled token counts as and staleness is counted from; -1 if none was sampled."""
         return min((span.counts_as for span in self.versions), default=-1)
 
-    @property
+    @cached_property
+    def columns(self) -> dict[str, bytes]:
+        """The tokens and what each of them has, as bytes by the name of the field, for the queue and for the journal.
+
+        Token ids are int32 in it, log-probs float32, the mask int8, in the machine's byte order.
+        """
+        return {name: packed(code, getattr(self, name)) for name, code in COLUMN_CODES.items()}
+
+    @cached_property
     def tag(self) -> SampleTag:
         """The summary of this trajectory that every rank reads."""
         return SampleTag(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from megarl.common.packed_numbers import packed
 from megarl.rollout.loop_records import FrozenLoop, LoopRecord
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart
@@ -62,9 +62,12 @@ class GroupProgress:
         self._requests: dict[str, _Request] = {}
         self._names: dict[RequestPlace, str] = {}
 
-    def begin(self, request: GenerateRequest, place: RequestPlace) -> None:
-        """Record that a request is about to be made. What is kept of it is used if it has the same prompt."""
-        prompt = prompt_digest(request.prompt_ids)
+    def begin(self, request: GenerateRequest, place: RequestPlace, prompt: str | None = None) -> None:
+        """Record that a request is about to be made. What is kept of it is used if it has the same prompt.
+
+        `prompt`: the digest of the prompt, if it is known.
+        """
+        prompt = prompt_digest(request.prompt_ids) if prompt is None else prompt
         self._requests[request.request_id], self._names[place] = _Request(place, prompt), request.request_id
         kept = self._kept.pop(place, None)
         if kept is not None and kept.prompt == prompt:
@@ -78,6 +81,10 @@ class GroupProgress:
     def place(self, request_id: str) -> RequestPlace:
         """Return which request of the group has this id. Raises KeyError for one that was not begun."""
         return self._requests[request_id].place
+
+    def prompt(self, request_id: str) -> str:
+        """Return the digest of a request's prompt. Raises KeyError for one that was not begun."""
+        return self._requests[request_id].prompt
 
     def finished(self, place: RequestPlace) -> ResponsePart | None:
         """Return the response to a request of this attempt or the one before; None if it has not ended there."""
@@ -111,4 +118,4 @@ class GroupProgress:
 
 def prompt_digest(prompt_ids: Sequence[int]) -> str:
     """Return a digest of a request's prompt."""
-    return hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(packed("q", prompt_ids), digest_size=16).hexdigest()

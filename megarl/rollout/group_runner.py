@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMappi
 from dataclasses import replace
 from typing import Protocol
 
+from megarl.common.changed import changed
 from megarl.common.errors import first_exception
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
@@ -235,7 +236,7 @@ class SampleContext(LoopContext):
         started = time.monotonic()
         reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
         if turns:
-            reward_input = replace(reward_input, turns=tuple(turns))
+            reward_input = changed(reward_input, turns=tuple(turns))
         outcome: RewardOutcome = await self._runner.rewards.score(reward_input, self.prompt.reward)
         stats, ended = self.stats, time.monotonic()
         stats.reward_seconds.append(ended - started)

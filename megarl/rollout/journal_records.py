@@ -14,7 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.queue.trajectory import Trajectory, VersionSpan
+import msgspec
+
+from megarl.common.packed_numbers import packed
+from megarl.queue.trajectory import COLUMN_CODES, Trajectory, VersionSpan
 from megarl.rollout.group_progress import BegunResponse, RequestPlace, UnfinishedGroup
 from megarl.rollout.lineage import Lineage, lineage_content, read_lineage
 from megarl.rollout.loop_records import FrozenLoop
@@ -25,7 +28,9 @@ _TEXTS = ("failure", "reward_error", "dataset")
 _PLAIN = ("sample_index", "part", "finish_reason", "reward", "reward_components", "status", "demonstrated",
           "turn_rewards", "turn_starts", *_TEXTS)  # fmt: skip
 _TOKENS = (("response_ids", "i"), ("logprobs", "f"))  # of an unfinished group
-_ARRAYS = (("prompt_ids", "i"), ("response_ids", "i"), ("response_mask", "b"), ("rollout_logprobs", "f"))
+_ARRAYS = tuple(
+    (name, COLUMN_CODES[name]) for name in ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs")
+)
 
 
 @dataclass(frozen=True)
@@ -53,17 +58,17 @@ class EpochRecord:
 
 def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
     """Return the record of a finished group; `problem` identifies what was asked."""
-    arrays: list[array[Any]] = []
+    arrays: list[bytes] = []
     heads = []
     for row in rows:
-        columns: list[array[Any]] = [array(kind, getattr(row, name)) for name, kind in _ARRAYS]
-        columns += [array("d", values) for values in row.streams.values()]
+        columns = [row.columns[name] for name, _ in _ARRAYS]
+        columns += [packed("d", values) for values in row.streams.values()]
         heads.append(
             {name: getattr(row, name) for name in _PLAIN}
             | {
                 "versions": _span_content(row.versions),
                 "streams": list(row.streams),
-                "lengths": [len(column) for column in columns],
+                "lengths": [len(getattr(row, name)) for name, _ in _ARRAYS] + list(map(len, row.streams.values())),
             }
         )
         arrays += columns
@@ -83,7 +88,7 @@ def encode_unfinished(group: int, begun: UnfinishedGroup, problem: str) -> bytes
         }
         for place, each in begun.responses.items()
     ]
-    arrays = [array(kind, getattr(each.tokens, name)) for each in begun.responses.values() for name, kind in _TOKENS]
+    arrays = [packed(kind, getattr(each.tokens, name)) for each in begun.responses.values() for name, kind in _TOKENS]
     head = {"kind": "unfinished", "group": group, "problem": problem, "rows": heads}
     # Records of loops that run in another process are JSON already.
     loops = b",".join(b"[%d,%s]" % (sample, loop.encoded()) for sample, loop in begun.loops.items())
@@ -110,7 +115,13 @@ def decode_unfinished(record: bytes) -> UnfinishedGroup:
 def read_head(record: bytes) -> dict[str, Any]:
     """Return the head of a record."""
     (length,) = _HEAD.unpack_from(record)
-    head: dict[str, Any] = json.loads(record[_HEAD.size : _HEAD.size + length])
+    text = record[_HEAD.size : _HEAD.size + length]
+    try:  # heads of the whole file are read whenever it is searched for what is not needed
+        head: dict[str, Any] = msgspec.json.decode(text)
+    except (
+        msgspec.DecodeError
+    ):  # it may hold what only Python writes: a reward that is not finite, half a surrogate pair
+        head = json.loads(text)
     return head
 
 
@@ -159,7 +170,7 @@ def _span_content(spans: Sequence[VersionSpan]) -> list[list[int]]:
     return [list(vars(span).values()) for span in spans]
 
 
-def _join(head: Mapping[str, object], arrays: Sequence[array[Any]]) -> bytes:
+def _join(head: Mapping[str, object], arrays: Sequence[bytes]) -> bytes:
     return _joined(_text(head), arrays)
 
 
@@ -167,5 +178,5 @@ def _text(head: Mapping[str, object]) -> bytes:
     return json.dumps(head, separators=(",", ":")).encode()
 
 
-def _joined(text: bytes, arrays: Sequence[array[Any]]) -> bytes:
-    return b"".join([_HEAD.pack(len(text)), text, *(each.tobytes() for each in arrays)])
+def _joined(text: bytes, arrays: Sequence[bytes]) -> bytes:
+    return b"".join([_HEAD.pack(len(text)), text, *arrays])

@@ -7,12 +7,12 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from megarl.common.changed import changed
 from megarl.common.errors import RolloutError, ToolFailed
 from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rollout.agents.agent_loop import LoopState
@@ -108,7 +108,7 @@ class LoopContext(ABC):
         turn, self._requests = self._requests, self._requests + 1
         request = self._request(token_ids, turn)
         if max_tokens is not None and max_tokens < request.sampling.max_tokens:
-            request = replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
+            request = changed(request, sampling=changed(request.sampling, max_tokens=max_tokens))
         self._progress.begin(request, (self.sample_index, turn))
         begin = time.monotonic()
         result = self._results[turn] = await self._respond(request, turn)

@@ -23,9 +23,14 @@ Sent = TypeVar("Sent", bound=Sized)
 
 # Between two calls: a call costs a process as much as 20 messages. Where thousands of loops are under way, the turn of
 # each of them takes seconds, and their messages would hardly ever meet within the shortest time.
-GATHER_S, GATHER_EACH_S, MOST_GATHER_S = 0.005, 2e-5, 0.05
+GATHER_S, GATHER_EACH_S, MOST_GATHER_S = 0.005, 2e-5, 0.1
 # Of one call, so that neither side is busy with it for long: 200,000 numbers are read in about 10 ms.
 MOST_MESSAGES, MOST_SIZE = 128, 200_000
+
+
+def gathering_s(under_way: int) -> float:
+    """Return how long messages may gather where so many wait for an answer to theirs."""
+    return min(MOST_GATHER_S, GATHER_EACH_S * under_way)
 
 
 class Outbox(Generic[Sent]):
@@ -38,23 +43,30 @@ class Outbox(Generic[Sent]):
         """
         self._under_way, self._gather_s = under_way, gather_s
         self._waiting: deque[Sent] = deque()
-        self._some = asyncio.Event()
+        self._size = 0  # of those that wait
+        self._some, self._full = asyncio.Event(), asyncio.Event()
         self._next_at = 0.0
 
     def put(self, message: Sent) -> None:
         """Add a message."""
         self._waiting.append(message)
+        self._size += message.size
         self._some.set()
+        self._note_full()
 
     async def take(self, wait_s: float) -> list[Sent]:
-        """Return the first messages; wait until there is one, `wait_s` at most."""
+        """Return the first messages; wait until there is one, `wait_s` at most.
+
+        Others gather meanwhile, but not more than one call takes.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._some.wait()
         if (early_s := self._next_at - time.monotonic()) > 0:
-            await asyncio.sleep(early_s)
-        gather_s = min(MOST_GATHER_S, GATHER_EACH_S * self._under_way())
-        self._next_at = time.monotonic() + max(self._gather_s, gather_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(early_s):
+                    await self._full.wait()
+        self._next_at = time.monotonic() + max(self._gather_s, gathering_s(self._under_way()))
         return self._first()
 
     def _first(self) -> list[Sent]:
@@ -63,11 +75,21 @@ class Outbox(Generic[Sent]):
         while self._waiting and len(first) < MOST_MESSAGES and (not first or size < MOST_SIZE):
             first.append(self._waiting.popleft())
             size += first[-1].size
+        self._size -= size
         if not self._waiting:
             self._some.clear()
+        self._note_full()
         return first
+
+    def _note_full(self) -> None:
+        if len(self._waiting) >= MOST_MESSAGES or self._size >= MOST_SIZE:
+            self._full.set()
+        else:
+            self._full.clear()
 
     def clear(self) -> None:
         """Forget all messages."""
         self._waiting.clear()
+        self._size = 0
         self._some.clear()
+        self._full.clear()

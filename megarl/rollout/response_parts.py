@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from megarl.common.changed import changed
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.requests import GenerateRequest, continuation_seed
@@ -37,7 +38,7 @@ class ResponsePart:
 
     def without_times(self, finish_reason: FinishReason | None) -> ResponsePart:
         """Return the tokens without the times on an engine that works on them no more."""
-        return replace(self, finish_reason=finish_reason, seconds=0.0, queue_s=0.0, prefill_s=0.0)
+        return changed(self, finish_reason=finish_reason, seconds=0.0, queue_s=0.0, prefill_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,12 @@ def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
     """
     if first.finish_reason is not None:
         raise ValueError(f"a response that has ended ({first.finish_reason}) cannot be continued")
+    if not first.response_ids and len(second.versions) < 2:  # as of every response that comes in one part
+        return second
     offset = len(first.response_ids)
     spans = list(first.versions)
     for span in second.versions:
-        moved = replace(span, start=span.start + offset, end=span.end + offset)
+        moved = changed(span, start=span.start + offset, end=span.end + offset)
         if spans and spans[-1] == replace(moved, start=spans[-1].start, end=moved.start):
             moved = replace(moved, start=spans.pop().start)
         spans.append(moved)

@@ -1,5 +1,6 @@
 """Calls of a replica that share Ray calls: one Ray call brings those made in one turn of the controller's event loop,
-and another one, always open while any of them is, takes the answers that have come.
+where thousands are open those of some hundredths of a second, and another one, always open while any of them is, takes
+the answers that have come.
 
 A Ray call costs as much time as 50 short tokens, and every later turn of an agent is a call by itself.
 """
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.outbox import Outbox
+from megarl.rollout.outbox import Outbox, gathering_s
 
 POLL_S = 2.0  # the longest time for which a replica without answers lets the controller wait
 
@@ -127,6 +128,7 @@ class CallLink:
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._unsent: list[SharedCall] = []
         self._seen = 0
+        self._next_at = 0.0  # by the clock of the event loop; until then calls gather
         self._sending: asyncio.Future[Any] | None = None
         self._taking: asyncio.Task[None] | None = None
 
@@ -136,12 +138,19 @@ class CallLink:
         number, future = next(self._numbers), loop.create_future()
         self._open[number] = future
         if not self._unsent:
-            loop.call_soon(self._send)
+            self._send_soon(loop)
         self._unsent.append(SharedCall(number, method, args))
         try:
             return await future
         finally:
             self._open.pop(number, None)
+
+    def _send_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send what is to be sent when the time to gather is over."""
+        if (early_s := self._next_at - loop.time()) > 0:
+            loop.call_later(early_s, self._send)
+        else:
+            loop.call_soon(self._send)
 
     def _send(self) -> None:
         """Send also calls whose callers have gone: a later one can depend on them.
@@ -152,6 +161,7 @@ class CallLink:
         if self._sending is not None or not self._unsent:
             return
         calls, self._unsent = self._unsent, []
+        self._next_at = asyncio.get_running_loop().time() + gathering_s(len(self._open))
         try:
             sending = asyncio.ensure_future(self.replica.begin_calls.remote(self._id, calls))
         except Exception as error:  # a handle of an actor that cannot be called any more
@@ -168,7 +178,8 @@ class CallLink:
             self._fail(error)
         elif self._taking is None or self._taking.done():
             self._taking = asyncio.get_running_loop().create_task(self._take())
-        self._send()
+        if self._unsent:
+            self._send_soon(asyncio.get_running_loop())
 
     async def _take(self) -> None:
         while self._open:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
+from megarl.common.changed import changed
 from megarl.queue.streams import STREAMS, stream_row
 from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan, first_bad_logprob
 from megarl.rewards.types import RewardOutcome
@@ -79,8 +79,9 @@ def _row(
     outcome: RewardOutcome | None,
     failure: str,
     starts: list[int],
+    mask: list[int] | None = None,
 ) -> Trajectory:
-    """Return a row. `starts`: the first token of each of the model's turns."""
+    """Return a row. `starts`: the first token of each of the model's turns. `mask`: None if it sampled all tokens."""
     by_turn = list(outcome.turn_rewards) if outcome is not None else []
     if by_turn and len(by_turn) != len(starts):
         raise ValueError(
@@ -105,6 +106,7 @@ def _row(
         reward_error=error,
         turn_rewards=by_turn,
         turn_starts=starts if by_turn else [],
+        response_mask=mask or [],
     )
 
 
@@ -133,18 +135,20 @@ def dialogue_trajectory(
     for turn, result in enumerate(results):
         starts.append(len(ids))
         offset, after = len(ids), list(inserted[turn]) if turn + 1 < len(results) else []
-        spans += [replace(span, start=span.start + offset, end=span.end + offset) for span in result.versions]
-        ids += [*result.response_ids, *after]
-        logprobs += [*result.logprobs, *[0.0] * len(after)]
-        mask += [*[1] * len(result.response_ids), *[0] * len(after)]
+        spans += [changed(span, start=span.start + offset, end=span.end + offset) for span in result.versions]
+        ids += result.response_ids
+        ids += after
+        logprobs += result.logprobs
+        logprobs += [0.0] * len(after)
+        mask += [1] * len(result.response_ids)
+        mask += [0] * len(after)
     if not ids:
         return failed_trajectory(group_id, sample_index, failure or "empty response")
     versions = tuple(spans)
     whole = GenerateResult("", ids, logprobs, versions, finish_reason, -1, failure=failure)
     if outcome is None and not failure:
         raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
-    row = _row(group_id, sample_index, prompt_ids, whole, outcome, failure, starts)
-    return replace(row, response_mask=mask)
+    return _row(group_id, sample_index, prompt_ids, whole, outcome, failure, starts, mask)
 
 
 def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:

@@ -69,6 +69,16 @@ def test_a_group_is_read_as_it_was_written(rows: list[Trajectory]) -> None:
     assert newest_version(head) == (7 if any(row.response_ids for row in rows) else -1)
 
 
+def test_a_group_with_what_json_has_no_words_for_is_read_too() -> None:
+    """A reward function may return infinity in a component, and an error may hold half of a surrogate pair."""
+    row = Trajectory(
+        5, 0, [1], [2], [-0.5], (VersionSpan(3, 0, 1),), "stop", 1.0, {"odd": float("inf")}, failure="\ud800"
+    )
+    record = encode_group([row], "asked")
+    assert decode_group(record) == [row]
+    assert read_head(record)["rows"][0]["reward_components"] == {"odd": float("inf")}
+
+
 @st.composite
 def responses(draw: st.DrawFn) -> BegunResponse:
     ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))

@@ -80,6 +80,26 @@ def test_calls_of_one_turn_share_a_ray_call_in_their_order_and_their_answers_ano
     run(scenario)
 
 
+def test_where_thousands_of_calls_are_open_those_of_many_turns_share_a_ray_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_calls, "gathering_s", lambda opened: 0.1 * opened)
+
+    async def scenario() -> None:
+        actor = Actor()
+        link = CallLink(actor, 5.0)
+        assert await link.call("double", 0) == 0  # nothing was sent before
+        calls = []
+        for number in range(1, 4):
+            calls.append(asyncio.ensure_future(link.call("double", number)))
+            await asyncio.sleep(0.01)
+        assert await asyncio.gather(*calls) == [2, 4, 6]
+        assert actor.calls == [("double", (number,)) for number in range(4)]
+        assert actor.ray_calls.count("begin") == 2
+
+    run(scenario)
+
+
 def test_no_ray_call_overtakes_calls_that_were_sent_before() -> None:
     """Neither the one that takes answers, nor a small one with later calls."""
 

@@ -9,9 +9,10 @@ from any state, in another process too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl.common.changed import changed
 from megarl.config.agent_sections import AgentConfig
 from megarl.data.tool_calls import MalformedCall, ParsedTurn
 from megarl.queue.trajectory import FinishReason
@@ -110,7 +111,7 @@ def after(state: ToolAgentState, event: AgentEvent, bounds: AgentConfig) -> Tool
         return _after_reading(state, event.turn, bounds)
     if state.phase == "calling" and isinstance(event, CallAnswered):
         answers = (*state.answers, event.answer)
-        return replace(state, answers=answers, phase="inserting" if len(answers) == len(state.calls) else "calling")
+        return changed(state, answers=answers, phase="inserting" if len(answers) == len(state.calls) else "calling")
     if state.phase == "inserting" and isinstance(event, AnswersEncoded):
         return _after_encoding(state, event, bounds)
     raise ValueError(f"{type(event).__name__} cannot happen while the tool agent is {state.phase}")
@@ -119,11 +120,11 @@ def after(state: ToolAgentState, event: AgentEvent, bounds: AgentConfig) -> Tool
 def _after_turn(state: ToolAgentState, event: TurnEnded) -> ToolAgentState:
     turns = state.turns + (not event.empty)
     if event.finish_reason == "stop" and not event.empty:
-        return replace(state, phase="parsing", turns=turns)
+        return changed(state, phase="parsing", turns=turns)
     # A response without tokens is no turn: the trajectory ends with the one before, if there is one.
     failure = event.failure or ("empty response" if event.empty and not turns else "")
     end: FinishReason = "length" if event.finish_reason == "stop" else event.finish_reason
-    return replace(state, phase="done", turns=turns, end=end, failure=failure)
+    return changed(state, phase="done", turns=turns, end=end, failure=failure)
 
 
 def _after_reading(state: ToolAgentState, turn: ParsedTurn, bounds: AgentConfig) -> ToolAgentState:
@@ -132,19 +133,19 @@ def _after_reading(state: ToolAgentState, turn: ParsedTurn, bounds: AgentConfig)
         for call in turn.calls
     )
     malformed = state.malformed + sum(bool(call.error) for call in calls)
-    read = replace(state, calls=calls, malformed=malformed)
+    read = changed(state, calls=calls, malformed=malformed)
     if not calls or malformed > bounds.max_malformed_calls:
-        return replace(read, phase="done", end="stop")
+        return changed(read, phase="done", end="stop")
     if state.turns >= bounds.max_turns:
-        return replace(read, phase="done", end="length")
-    return replace(read, phase="calling")
+        return changed(read, phase="done", end="length")
+    return changed(read, phase="calling")
 
 
 def _after_encoding(state: ToolAgentState, event: AnswersEncoded, bounds: AgentConfig) -> ToolAgentState:
     if event.fit:
         done = Round(state.calls, state.answers, event.token_ids)
-        return replace(state, phase="generating", rounds=(*state.rounds, done), calls=(), answers=())
+        return changed(state, phase="generating", rounds=(*state.rounds, done), calls=(), answers=())
     failure = ""
     if bounds.on_overflow == "fail":
         failure = f"{len(event.token_ids)} tokens of tool answers do not fit into the trajectory (agent.on_overflow)"
-    return replace(state, phase="done", end="length", failure=failure, overflow=True)
+    return changed(state, phase="done", end="length", failure=failure, overflow=True)

@@ -132,6 +132,7 @@ class AgentWorker:
             attach_teachers(config, self.spec.pool.namespace),
         )
         self._loops = WorkerLoops(config, self.spec.partition, parts)
+        writer.under_way = self._loops.under_way
         self._passing = asyncio.create_task(self._loops.pass_on())
         exempt_present_objects()
         collect_for_loops(shipped=config.agent.loop in SHIPPED_LOOPS)

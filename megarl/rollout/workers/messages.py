@@ -132,12 +132,16 @@ class DropGroup:
 
 @dataclass(frozen=True)
 class Asked:
-    """To the controller: a request of a loop. `near`: the replica that has its beginning in the cache."""
+    """To the controller: a request of a loop. `near`: the replica that has its beginning in the cache.
+
+    `prompt`: the digest of its prompt (`prompt_digest`).
+    """
 
     run: int
     place: RequestPlace
     request: GenerateRequest
     near: int | None
+    prompt: str
 
     @property
     def size(self) -> int:

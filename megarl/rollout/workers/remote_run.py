@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megarl.rollout.group_progress import GroupProgress, RequestPlace, UnfinishedGroup, prompt_digest
+from megarl.rollout.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
 from megarl.rollout.journal_records import encode_unfinished
 from megarl.rollout.loop_records import EncodedLoop, LoopRecord
 from megarl.rollout.prompts import Drawn
@@ -91,7 +91,7 @@ class RemoteRun(ABC):
 
     def ask(self, message: Asked, send: Callable[[ToWorker], None]) -> None:
         """Have engines answer a request, or take the answer that is on its way, or there, for an earlier worker."""
-        digest = prompt_digest(message.request.prompt_ids)
+        digest = message.prompt
         found = self._requests.get(message.place)
         if found is None or found.prompt != digest:
             found = self._requests[message.place] = _Request(digest, self._begin(message, again=found is not None))
@@ -102,8 +102,8 @@ class RemoteRun(ABC):
         if again:  # an engine may still work on the earlier one, which had another prompt
             self._renamed += 1
             request = replace(request, request_id=f"{request.request_id}.{self._renamed}")
-        self.progress.begin(request, message.place)
-        return asyncio.get_running_loop().create_task(_result(self.request(request, message)))
+        self.progress.begin(request, message.place, message.prompt)
+        return asyncio.get_running_loop().create_task(self.request(request, message))
 
     def _answer(self, message: Asked, send: Callable[[ToWorker], None], response: asyncio.Task[GenerateResult]) -> None:
         if response.cancelled():
@@ -127,7 +127,3 @@ def close_future(future: asyncio.Future[Any]) -> None:
         future.cancel()
     elif not future.cancelled():
         future.exception()  # nobody has to ask for it any more
-
-
-async def _result(response: Awaitable[GenerateResult]) -> GenerateResult:
-    return await response

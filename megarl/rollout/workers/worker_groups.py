@@ -81,6 +81,7 @@ class WorkerGroups:
         self._start, self._end, self._notify = start, end, notify
         self._links: dict[int, WorkerLink] = {}
         self._runs: dict[int, RemoteRun] = {}
+        self._loops: Counter[int | None] = Counter()  # of those runs, by worker
         self._without_worker: deque[RemoteRun] = deque()
         self._numbers = itertools.count()
         self._drawing = asyncio.Lock()
@@ -198,18 +199,11 @@ class WorkerGroups:
         self._end(link.actor)
 
     def _open(self, index: int, actor: WorkerActor) -> None:
-        loops = lambda: self._loops()[index]  # noqa: E731
+        loops = lambda: self._loops[index]  # noqa: E731
         link = WorkerLink(index, actor, self._config.timeouts.rpc_s, self._receive, self._lose, loops)
         self._links[index] = link
         link.open()
         self._do(self._assign_waiting())
-
-    def _loops(self) -> Counter[int | None]:
-        """Return the number of loops that each worker runs."""
-        loops: Counter[int | None] = Counter()
-        for run in self._runs.values():
-            loops[run.worker] += run.loops
-        return loops
 
     def _link_of(self, remote: RemoteRun) -> WorkerLink | None:
         return None if remote.worker is None else self._links.get(remote.worker)
@@ -228,10 +222,10 @@ class WorkerGroups:
             else:
                 self._without_worker.append(remote)
             return
-        loops = self._loops()
-        index = min(self._links, key=lambda each: (loops[each], each))
+        index = min(self._links, key=lambda each: (self._loops[each], each))
         run = next(self._numbers)
         self._runs[run] = remote
+        self._loops[index] += remote.loops
         self._links[index].send(remote.assign(index, run))
 
     def _forget(self, remote: RemoteRun) -> None:
@@ -241,7 +235,8 @@ class WorkerGroups:
         self._release(remote)
 
     def _release(self, remote: RemoteRun) -> None:
-        self._runs.pop(remote.run, None)
+        if self._runs.pop(remote.run, None) is not None:
+            self._loops[remote.worker] -= remote.loops
         if remote in self._without_worker:
             self._without_worker.remove(remote)
         remote.close()
@@ -298,6 +293,7 @@ class WorkerGroups:
         stats.workers_lost += 1
         for run, remote in lost:
             del self._runs[run]
+            self._loops[link.index] -= remote.loops
             remote.take_away()
             if remote.ended.done():  # its rows are here too
                 if isinstance(remote, RemoteGroup) and not remote.queued.done():

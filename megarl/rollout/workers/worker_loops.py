@@ -26,10 +26,14 @@ class WorkerLoops:
         self._decoder = BatchDecoder(parts.decode_all, config.timeouts.rpc_s)
         self._runs: dict[int, WorkerRun] = {}
         self._loops = 0  # of all runs together
-        self._outbox: Outbox[ToController] = Outbox(lambda: self._loops)
+        self._outbox: Outbox[ToController] = Outbox(self.under_way)
         self._given = 0  # the number of the last call of `give`
         self._report = WorkerReport(0)
         self._taking = asyncio.Lock()
+
+    def under_way(self) -> int:
+        """Return the number of loops that run."""
+        return self._loops
 
     async def give(self, number: int, messages: Sequence[ToWorker]) -> None:
         """Take messages of the controller. `number`: of the call; one that was made twice counts once."""

@@ -159,7 +159,7 @@ class WorkerRun(ABC):
         self.send_records({place[0]})  # before it, so that nobody has a response to a turn of which nothing is known
         answer: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
         self._asked[place] = answer
-        self.outbox.put(Asked(self.number, place, request, near))
+        self.outbox.put(Asked(self.number, place, request, near, progress.prompt(request.request_id)))
         return await answer
 
     async def persist(self) -> None:
