@@ -112,6 +112,14 @@ def started(command: list[str], log: Path, environment: dict[str, str]) -> Itera
             process.wait(60)
 
 
+def end_on_sigterm() -> None:
+    """Let SIGTERM (`timeout`, a batch system) end this process as Ctrl-C does: by an exception, which ends the servers.
+
+    They are in sessions of their own, so nobody else ends them, and each holds an engine's memory.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     """Wait until a server answers its health check. Raises RuntimeError with the end of its log if it does not."""
     import urllib.error
@@ -195,6 +203,7 @@ def main() -> int:
     add_options(parser)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    end_on_sigterm()
     counts = {128: CONCURRENT, 16: CONCURRENT} if options.quick else {128: 4 * CONCURRENT, 16: 16 * CONCURRENT}
     taken: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="door-") as name:

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 from benchmarks.door import BOUNDS, CONCURRENT, body_of, rows_of
+from tests.support.checkout import ROOT
+
+SERVES = """
+import sys, time
+from pathlib import Path
+from benchmarks.door import end_on_sigterm, started
+end_on_sigterm()
+with started([sys.executable, "-c", "import time; time.sleep(300)"], Path(sys.argv[1]), {}) as process:
+    print(process.pid, flush=True)
+    time.sleep(300)
+"""
 
 
 def test_no_two_requests_share_a_prompt_and_all_ask_for_exactly_the_tokens() -> None:
@@ -22,3 +38,14 @@ def test_the_rows_compare_medians() -> None:
     assert (long.ratio, long.bound, long.ok) == (1.1, BOUNDS[128], True)
     assert (short.ratio, short.bound, short.ok) == (2.0, BOUNDS[16], False)
     assert str(CONCURRENT) in long.name and long.details["requests"] == 256
+
+
+def test_sigterm_ends_its_servers_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SERVES, str(tmp_path / "log")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        server = int(benchmark.stdout.readline())
+        assert Path(f"/proc/{server}").exists()
+        benchmark.send_signal(signal.SIGTERM)
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{server}").exists()
