@@ -74,9 +74,9 @@ class Made:
         plan = plan_step([row.tag for row in rows], self.config, dp_size=1, version=version)
         sources = TokenSources.of(plan.tags.values(), self.config)
         sums = SourceGaps.zeros(sources.buckets.size)
-        for row in rows:
+        for row, sources_R in zip(rows, sources.of_rows(rows, [version] * len(rows)), strict=True):
             gap = torch.tensor([gaps.get(row.versions[0].replica, 0.0)])
-            sums.add(torch.zeros(1), gap, torch.ones(1, dtype=torch.bool), sources.of_row(row, version))
+            sums.add(torch.zeros(1), gap, torch.ones(1, dtype=torch.bool), sources_R)
         full = {"tokens": 1.0, "ess": 1.0, "approx_kl": 0.0} | (compared or {})
         return plan, StepMeasures(sources, sums, full if gaps or compared else None)
 
