@@ -115,6 +115,21 @@ def test_the_beginning_and_the_end_of_an_alarm_are_recorded_once() -> None:
     assert run.recorded == [("ess", -1, "begins"), ("ess", -1, "its value recovered")]
 
 
+def test_a_later_update_of_the_step_counts_in_what_is_judged_after_it() -> None:
+    """Also if the comparison was asked for before, as the metrics of the first update do."""
+    run = Made(monitor__ess={"action": "skip", "threshold": 0.5, "patience": 1})
+    plan, measured = run.measured(3, {0: 0.01, 1: 0.01}, None, None, (0.0, 1.0), "stop")
+    run.monitor.watch(plan, measured)
+    before = measured.by_source.by_replica
+    _, later = run.measured(3, {0: 0.01, 1: 0.9}, None, None, (0.0, 1.0), "stop")
+    measured.add_gaps(later.gaps)
+    run.monitor.act(4)
+    assert run.taken == [1]
+    assert before[1][0].tokens == 2 and measured.by_source.by_replica[1][0].tokens == 4
+    measured.compare_in_update({"tokens": 4.0, "ess": 1.0, "approx_kl": 0.0}, later.gaps)
+    assert measured.by_source.by_replica[1][0].tokens == 2
+
+
 def test_the_alarm_of_a_replica_that_is_taken_out_ends_with_it() -> None:
     run = Made(monitor__logprob_gap=OFF, monitor__ratio_tail=OFF)
     run.step(3, {0: 0.01, 1: 0.9})

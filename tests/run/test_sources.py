@@ -51,6 +51,23 @@ def test_the_parts_of_one_response_keep_their_replicas_and_lags() -> None:
     ]  # fmt: skip
 
 
+def test_rows_keep_their_own_tokens_and_versions() -> None:
+    """Of several lengths, one of them empty, and with a span that ends beyond its row."""
+    rows = [
+        row((VersionSpan(3, 0, 2, replica=0),), 3),
+        row((), 0, group=1),
+        row((VersionSpan(3, 0, 9, replica=1),), 2, group=2),
+        row((VersionSpan(4, 1, 2, replica=0),), 2, group=3),
+    ]
+    sources = TokenSources.of([each.tag for each in rows], config())
+    index = sources.buckets.index
+    found = sources.of_rows(rows, [3, 3, 5, 6])
+    assert [each.tolist() for each in found] == [
+        [index(0, 0), index(0, 0), NO_SOURCE], [], [index(1, 2)] * 2, [NO_SOURCE, index(0, 2)]
+    ]  # fmt: skip
+    assert sources.of_rows([], []) == []
+
+
 def test_weights_whose_updates_were_lost_are_as_old_as_the_path_to_them() -> None:
     """Version 7 with 2 lost updates counts as version 3."""
     one = row((VersionSpan(7, 0, 1, lost=2, epoch=1, replica=1),), 1)
