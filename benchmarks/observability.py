@@ -8,7 +8,7 @@ Each row makes the calls of many steps as the process of a run makes them, write
 scrape the Prometheus endpoint and a real server take the metrics of MLflow, and counts processor time of all threads
 of this process, the writers' included: what the step would not take without them. The ratio is that time per step over
 the step's wall time: with --run the median of the run, else --step-seconds. So a ratio of 0.01 is one hundredth of a
-core. MLflow has to be installed, as `make setup-test` does.
+core. MLflow and wandb have to be installed, as `make setup-test` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from observability_base import StepSize, cpu_per_step, of_run, recording, step_values
 from observability_monitor import of_monitor
-from observability_services import of_mlflow, of_prometheus
+from observability_services import of_mlflow, of_prometheus, of_wandb
 from report import Ratio, add_options, finish
 
 from megarl.rollout.batch_stats import BatchStats
@@ -138,6 +138,7 @@ ROWS = {
     "monitor of trainer rank 0": of_monitor,
     "Prometheus of trainer rank 0": of_prometheus,
     "MLflow of trainer rank 0": of_mlflow,
+    "W&B (offline) of trainer rank 0": of_wandb,
     "trajectories in the controller": of_controller,
     "steps of an engine in its replica": of_replica,
 }

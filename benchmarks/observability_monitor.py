@@ -48,11 +48,12 @@ def _step_of(
     trainer_R, keep_R = engine_R + 0.01, torch.ones(engine_R.numel(), dtype=torch.bool)
     cuts = torch.tensor([0, engine_R.numel()], dtype=torch.int32)
     compared = LossStats.of_pair(engine_R, trainer_R, keep_R, cuts).means() | {"entropy": 1.0}
+    versions = [VERSION] * len(rows)
     tags: list[SampleTag] = list(plan.tags.values())
 
     def step(_: int) -> None:
         measured = StepMeasures.begin(tags, config)
-        sources_R = torch.cat([measured.sources.of_row(row, VERSION) for row in rows])
+        sources_R = torch.cat(measured.sources.of_rows(rows, versions))
         gaps = SourceGaps.zeros(measured.sources.buckets.size)
         parts = (part.chunk(micro_batches) for part in (engine_R, trainer_R, keep_R, sources_R))
         for engine, trainer, keep, sources in zip(*parts, strict=True):

@@ -1,7 +1,8 @@
-"""The cost of Prometheus and MLflow in trainer rank 0, with a real client that scrapes, and a real tracking server."""
+"""The cost of Prometheus, MLflow and W&B in trainer rank 0: a real client scrapes, a real tracking server takes."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -14,18 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from observability_base import StepSize, cpu_per_step, recording, step_values
 
 from megarl.telemetry.mlflow_remote import MlflowRemote
 from megarl.telemetry.prometheus import PrometheusSink, read_endpoint
 from megarl.telemetry.remote_sink import GATHER_S, MOST_AT_ONCE, Record
+from megarl.telemetry.sinks import WandbSink
 
 SCRAPE_S = 15.0  # between two scrapes, as in Prometheus's example configuration; its default is 60
-STARTS_S = 120.0
+STARTS_S = 300.0
 MLFLOW_MISSING = (
     "MLflow is not here: make setup-test, or set MEGARL_MLFLOW to a directory made by "
     "pip install --no-deps --target DIR -r requirements/mlflow.lock"
 )
+WANDB_MISSING = "wandb is not here: make setup-test, or pip install wandb"
 # Scrapes once for each line that it reads.
 _CLIENT = """
 import sys, urllib.request
@@ -104,6 +108,24 @@ def of_mlflow(size: StepSize, steps: int, directory: Path) -> tuple[float, dict[
         seconds = cpu_per_step(send, max(2, steps // together)) / together
         remote.finish("finished")
     return seconds, {"metrics": len(values), "steps_together": together}
+
+
+def of_wandb(size: StepSize, steps: int, directory: Path) -> tuple[float, dict[str, Any]]:
+    """The metrics of each step, given to Weights & Biases offline: its library hands them to a process of its own.
+
+    The details have that process's time too: it has a core of its own, and is no part of the ratio.
+    """
+    os.environ.update({"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
+    if importlib.util.find_spec("wandb") is None:
+        raise FileNotFoundError(WANDB_MISSING)
+    with recording(directory, "") as config:
+        sink, values = WandbSink("cost", config), step_values()
+        others = [psutil.Process(each.pid) for each in psutil.Process().children() if "wandb-core" in each.name()]
+        before = [sum(each.cpu_times()[:2]) for each in others]
+        seconds = cpu_per_step(lambda number: sink.write(number + 1, values), steps, lambda: None)
+        core = sum(sum(each.cpu_times()[:2]) for each in others) - sum(before)
+        sink.close()
+    return seconds, {"metrics": len(values), "wandb_core_ms_per_step": round(core / steps * 1000, 3)}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,13 @@ def launch_supervisor(
         )
     else:
         logger.info("reusing the pool of the previous attempt")
-    return attach_supervisor(run_dir, launch_id, timeout_s)
+    try:
+        return attach_supervisor(run_dir, launch_id, timeout_s)
+    except KeyboardInterrupt:  # the caller has no handle by which to end it
+        if (started := _STARTED.get(launch_id)) is not None:
+            with suppress(ProcessLookupError):  # it has ended already
+                stop_supervisor(run_dir, ProcessId.of(started.pid), launch_id, timeouts.shutdown_s)
+        raise
 
 
 def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | None:

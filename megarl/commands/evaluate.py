@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.commands.checkpoint_options import dtype_of, model_config_of, refuse_megatron
+from megarl.commands.interrupts import ANY_STOP, interrupted_once
 from megarl.common.errors import ConfigError
 from megarl.config.datasets import HeldOutSet, held_out_sets
 
@@ -100,7 +101,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Evaluate and report; return the exit status.
 
-    It is 0 on success, 1 (with one message) if the pool or every response of a set failed, 130 after Ctrl-C. Raises
+    It is 0 on success, 1 (with one message) if the pool or every response of a set failed, 130 after Ctrl-C or SIGTERM. Raises
     ConfigError for a mistake in options, model or data, or if another run holds the run directory.
     """
     from megarl.common.claim import Holder, claim
@@ -128,7 +129,8 @@ def _report(config: Config, options: argparse.Namespace) -> int:
     from megarl.common.errors import RolloutError
 
     try:
-        reports = _evaluate(config)
+        with interrupted_once(ANY_STOP):
+            reports = _evaluate(config)
     except (RolloutError, ValueError, TimeoutError) as error:
         sys.stderr.write(f"megarl: {error}\n")
         return 1

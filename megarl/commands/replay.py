@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from megarl.commands.interrupts import CTRL_C, interrupted_once
 from megarl.common.errors import ConfigError
 from megarl.common.object_collectives import TEXT
 from megarl.config.datasets import train_sets
@@ -27,6 +28,7 @@ from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch, read_schedule, replay_schedule
 
 if TYPE_CHECKING:
+    from megarl.common.claim import RunClaim
     from megarl.config.schema import Config
     from megarl.run.step import StepPlan
     from megarl.trainer.policy import Policy
@@ -88,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
 
     held = claim_for_ranks(config, int(os.environ.get("RANK", "0")), "megarl replay")
     try:
-        return _run_rank(config, batches, steps, schedule, options.checkpoint, export=options.export)
+        return _run_rank(config, batches, steps, schedule, options.checkpoint, held, export=options.export)
     finally:
         if held is not None:
             held.release()
@@ -235,10 +237,14 @@ def _run_rank(
     steps: Sequence[int],
     schedule: Mapping[int, ScheduledBatch],
     checkpoint: Path | None,
+    held: RunClaim | None,
     *,
     export: bool,
 ) -> int:
-    """Run the whole replay of one rank: process group, policy, steps, export."""
+    """Run the whole replay of one rank: process group, policy, steps, export. After Ctrl-C the process ends with 130.
+
+    `held`: the claim of the output directory, if this rank holds it.
+    """
     from megarl.common.output import redirect_output
     from megarl.run.failure import FailureReport, set_aside
 
@@ -249,7 +255,16 @@ def _run_rank(
     if rank == 0:
         set_aside(config.run_dir)
     try:
-        _train(config, batches, steps, schedule, checkpoint, terminal, export=export)
+        with interrupted_once(CTRL_C):
+            _train(config, batches, steps, schedule, checkpoint, terminal, export=export)
+    except KeyboardInterrupt:
+        if rank == 0:  # standard error is the log file by now
+            terminal.write("megarl: interrupted; the same command begins anew\n")
+            terminal.flush()
+        if held is not None:
+            held.release()
+        # Its peers are in a collective, or have left one that this rank waits in: what ends a process group may hang.
+        os._exit(130)
     except Exception as error:
         try:
             failure.claim(error, terminal, log_file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +13,7 @@ from megarl.common.object_collectives import Codec, codec_of
 from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, SOURCES
 from megarl.queue.trajectory import SampleTag, Trajectory
-from megarl.run.sources import TokenSources
+from megarl.run.sources import SourceComparison, TokenSources
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 
@@ -40,14 +40,22 @@ class StepMeasures:
     """Holds what a step has measured when its first update is about to change the weights; equal on every rank.
 
     `compared`: engine (old) against trainer (new) over all compared tokens, by the names of `LossStats.means`; None if
-    the step makes no update. `gaps`: the same by source; those of later updates of the step are added when they have
-    been made. `entropy`: of the policy, in nats per token; None if it was not measured.
+    the step makes no update. `gaps`: the same by source, changed by the methods alone; those of later updates of the
+    step are added when they have been made. `entropy`: of the policy, in nats per token; None if it was not measured.
     """
 
     sources: TokenSources
     gaps: SourceGaps
     compared: Mapping[str, float] | None = None
     entropy: float | None = None
+    _by_source: SourceComparison | None = field(default=None, init=False, repr=False)
+
+    @property
+    def by_source(self) -> SourceComparison:
+        """The comparison by source, of the updates so far."""
+        if self._by_source is None:
+            self._by_source = self.sources.compare(self.gaps)
+        return self._by_source
 
     @classmethod
     def begin(cls, tags: Iterable[SampleTag], config: Config) -> StepMeasures:
@@ -72,14 +80,19 @@ class StepMeasures:
             own.add(engine_R, trainer_R, sampled_R, sample.streams[SOURCES])
         everyone = parallel.dp_all_gather_object((LossStats.merge(parts), own), _COMPARED)
         for _, gaps in everyone:
-            self.gaps.merge(gaps)
+            self.add_gaps(gaps)
         self.compared = LossStats.merge(stats for stats, _ in everyone).means()
 
     def compare_in_update(self, values: Mapping[str, float], gaps: SourceGaps | None) -> None:
         """Take over what the first update has found: its metrics and `gaps`; None if a pass has compared all."""
         self.entropy = values.get("entropy") if values["tokens"] else None
         if gaps is not None:
-            self.compared, self.gaps = engine_against_trainer(values), gaps
+            self.compared, self.gaps, self._by_source = engine_against_trainer(values), gaps, None
+
+    def add_gaps(self, gaps: SourceGaps) -> None:
+        """Add what another rank, or a later update of the step, has compared."""
+        self.gaps.merge(gaps)
+        self._by_source = None
 
 
 def engine_against_trainer(values: Mapping[str, float]) -> Mapping[str, float]:

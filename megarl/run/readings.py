@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 
 from megarl.config.monitor_section import MonitorConfig
@@ -32,12 +31,13 @@ def rules_of(section: MonitorConfig) -> list[AlarmRule]:
 
 def plan_values(plan: StepPlan) -> dict[str, float]:
     """Return `truncated` and `no_signal` of the groups that no earlier step has trained, each where it is known."""
-    usable = [tag for tag in plan.new_tags if tag.status == "ok" and not tag.demonstrated]
-    outcome = plan.outcome
-    shown = {tag.group_id for tag in plan.new_tags if tag.demonstrated} & set(plan.trained_groups)
+    new_tags, outcome = plan.new_tags, plan.outcome
+    usable = [tag.truncated for tag in new_tags if tag.status == "ok" and not tag.demonstrated]
+    demonstrated = {tag.group_id for tag in new_tags if tag.demonstrated}
+    shown = demonstrated and demonstrated.intersection(plan.trained_groups)
     judged = outcome.trained + outcome.filtered - len(shown)
     return {
-        **({"truncated": statistics.fmean(tag.truncated for tag in usable)} if usable else {}),
+        **({"truncated": sum(usable) / len(usable)} if usable else {}),
         **({"no_signal": outcome.filtered / judged} if judged else {}),
     }
 
@@ -48,9 +48,9 @@ def logprob_values(measured: StepMeasures, min_tokens: int) -> dict[str, float]:
     if measured.compared is None or not measured.compared["tokens"]:  # nothing that an engine has sampled
         return values
     values |= {"ess": measured.compared["ess"], "k3_kl": measured.compared["approx_kl"]}
-    if (whole := measured.sources.whole(measured.gaps)).tokens:
+    if (whole := measured.by_source.whole).tokens:
         values["ratio_tail"] = whole.tail
-    by_lag = measured.sources.by_lag(measured.gaps)
+    by_lag = measured.by_source.by_lag
     if fresh := [lag for lag, gap in sorted(by_lag.items()) if gap.tokens >= min_tokens]:
         values["logprob_gap"] = by_lag[fresh[0]].logprob_abs_diff / (1 + fresh[0])
     return values
@@ -64,7 +64,7 @@ def replica_values(
     `version`: that of the weights with which the tokens of lag 0 agree. `engine_since`: the first version that the
     present engine of a replica can have, of those that were replaced; older tokens are of the engine before.
     """
-    by_replica = measured.sources.by_replica(measured.gaps)
+    by_replica = measured.by_source.by_replica
     means = {
         replica: {
             lag: (gap.tokens, gap.logprob_abs_diff)

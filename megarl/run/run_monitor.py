@@ -48,6 +48,7 @@ class RunMonitor:
     def __init__(self, config: Config, pool: QuarantinePool, recorder: Recorder) -> None:
         self._config, self._pool, self._recorder = config.monitor, pool, recorder
         self._monitor = Monitor(rules_of(config.monitor), config.monitor.hysteresis)
+        self._judges_before = any(rule.action in _BEFORE for rule in self._monitor.rules.values())
         self._quarantines: Counter[int] = Counter()
         self._engine_since: dict[int, int] = {}  # see `replica_values`, of replicas that were quarantined
         self._watched: tuple[StepPlan, StepMeasures] | None = None
@@ -57,6 +58,8 @@ class RunMonitor:
     def watch(self, plan: StepPlan, measured: StepMeasures) -> None:
         """Judge the rules that keep a batch from the update. Raises AlarmStopsRun or AlarmSkipsStep."""
         self._watched = (plan, measured)
+        if not self._judges_before:
+            return
         found = self._readings(plan, measured)[0]
         self._judge([each for each in found if self._action(each) in _BEFORE])
         for action, error in (("stop", AlarmStopsRun), ("skip", AlarmSkipsStep)):

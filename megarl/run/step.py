@@ -310,7 +310,7 @@ def train_step(
             if (values := _make_update(update, mine, made, step)) is None:
                 continue
             if made and not recomputes:
-                measured.gaps.merge(policy.source_gaps)
+                measured.add_gaps(policy.source_gaps)
             made += 1
             record_update(metrics, values, config)
     if not made:
@@ -422,13 +422,14 @@ def train_samples(
     engine = ROLLOUT_LOGPROBS if correction_of(config) else OLD_LOGPROBS
     temperatures = own_temperatures(config)
     samples = {}
-    for key in plan.keys_of(replica):
+    keys = plan.keys_of(replica)
+    versions = [plan.version + (0 if compares_all else update_of[key]) for key in keys]
+    for key, sources_R in zip(keys, sources.of_rows([rows[key] for key in keys], versions), strict=True):
         row = rows[key]
         row = replace(row, streams={**row.streams, **default_weights(config, row)})
         samples[key] = TrainSample.of(row, trained=trained[key], temperature=temperatures.get(row.dataset))
         samples[key].streams[engine] = torch.tensor(row.rollout_logprobs, dtype=torch.float32)
-        version = plan.version + (0 if compares_all else update_of[key])
-        samples[key].streams[SOURCES] = sources.of_row(row, version)
+        samples[key].streams[SOURCES] = sources_R
     return samples
 
 

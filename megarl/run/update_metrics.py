@@ -85,12 +85,12 @@ def record_measures(metrics: StepMetrics, measured: StepMeasures) -> None:
     """Record the comparison of engine and trainer: of all tokens, by version lag and by replica."""
     assert measured.compared is not None  # the step makes an update
     record_mismatch(metrics, measured.compared)
-    sources, gaps = measured.sources, measured.gaps
-    whole = sources.whole(gaps)
+    by_source = measured.by_source
+    whole = by_source.whole
     if not whole.tokens:
         return
     metrics.record("mismatch/ratio_tail_share", whole.tail, weight=whole.tokens)
-    for lag, gap in sources.by_lag(gaps).items():
+    for lag, gap in by_source.by_lag.items():
         values = {
             "tokens": gap.tokens,
             "logprob_abs_diff": gap.logprob_abs_diff,
@@ -98,7 +98,7 @@ def record_measures(metrics: StepMetrics, measured: StepMeasures) -> None:
             "ess": gap.ess,
         }
         metrics.update(values, prefix=f"mismatch/lag/{lag}/", weight=gap.tokens)
-    for replica, by_lag in list(sources.by_replica(gaps).items())[:MOST_SHOWN]:
+    for replica, by_lag in list(by_source.by_replica.items())[:MOST_SHOWN]:
         tokens = sum(gap.tokens for gap in by_lag.values())
         mean = sum(gap.tokens * gap.logprob_abs_diff for gap in by_lag.values()) / tokens
         values = {"tokens": tokens, "logprob_abs_diff": mean}

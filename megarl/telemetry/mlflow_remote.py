@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megarl.common.files import write_json
 from megarl.common.run_files import Status
 from megarl.config.schema import Config
+from megarl.telemetry.mlflow_post import Point, Poster, poster_of
 from megarl.telemetry.remote_sink import LostRecords, Record
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ MLFLOW_FILE = "mlflow.json"
 ID_TAG = "megarl.run"
 # Of the server, per request (mlflow.utils.validation); the length of a parameter is that of servers before 2.0.
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER, _LONGEST_KEY = 1000, 100, 500, 250
+_MOST_KEYS = 4096  # names of metrics whose keys are kept; every step has the same ones
 # Unless the user has set them. The sink sends again by itself, and nobody is told of a request before MLflow gives up.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # s; 120 by default
@@ -60,24 +63,31 @@ class MlflowRemote:
         self._id = _own_id(config.run_dir / MLFLOW_FILE)
         self._client: MlflowClient | None = None
         self._run_id = ""
+        self._post: Poster | None = None
 
     def send(self, records: Sequence[Record]) -> None:
         """Log records. Raises LostRecords for those that the server will never take, and what MLflow raises."""
         client = self._connected()
-        metric = self._mlflow.entities.Metric
-        metrics = [
-            metric(key_of(name), float(value), int(record.wall_time * 1000), record.step)
+        points = [
+            Point(key_of(name), float(value), int(record.wall_time * 1000), record.step)
             for record in records
             for name, value in record.values.items()
         ]
-        for some in _in_parts(metrics, _MOST_METRICS):
+        for some in _in_parts(points, _MOST_METRICS):
             try:
-                client.log_batch(self._run_id, metrics=some)
+                self._log(client, some)
             except self._mlflow.MlflowException as error:
                 if error.error_code in _NEVER_TAKEN:
                     steps = f"steps {records[0].step} to {records[-1].step}"
                     raise LostRecords(f"the server refuses the metrics of {steps}: {error}") from error
                 raise
+
+    def _log(self, client: MlflowClient, points: Sequence[Point]) -> None:
+        """Log points in one request. Raises what MLflow raises."""
+        if self._post is not None:
+            self._post(self._run_id, points)
+        else:
+            client.log_batch(self._run_id, metrics=[self._mlflow.entities.Metric(*each) for each in points])
 
     def finish(self, status: Status | None) -> None:
         """Set the state of the run: FINISHED, KILLED if it was preempted, else FAILED."""
@@ -102,7 +112,7 @@ class MlflowRemote:
             parameters = [parameter(key, value) for key, value in parameters_of(self._config).items()]
             for some in _in_parts(parameters, _MOST_PARAMETERS):
                 client.log_batch(run_id, params=some)
-        self._run_id = run_id
+        self._run_id, self._post = run_id, poster_of(client.tracking_uri)
         return client
 
     def _experiment(self, client: MlflowClient, name: str) -> str:
@@ -117,6 +127,7 @@ class MlflowRemote:
             return str(client.get_experiment_by_name(name).experiment_id)  # another run was faster
 
 
+@lru_cache(_MOST_KEYS)
 def key_of(name: str) -> str:
     """Return the name of a metric in MLflow: `pass@8` is `pass_at_8`, and a sign that MLflow refuses is `_`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)[:_LONGEST_KEY]

@@ -74,9 +74,9 @@ class Made:
         plan = plan_step([row.tag for row in rows], self.config, dp_size=1, version=version)
         sources = TokenSources.of(plan.tags.values(), self.config)
         sums = SourceGaps.zeros(sources.buckets.size)
-        for row in rows:
+        for row, sources_R in zip(rows, sources.of_rows(rows, [version] * len(rows)), strict=True):
             gap = torch.tensor([gaps.get(row.versions[0].replica, 0.0)])
-            sums.add(torch.zeros(1), gap, torch.ones(1, dtype=torch.bool), sources.of_row(row, version))
+            sums.add(torch.zeros(1), gap, torch.ones(1, dtype=torch.bool), sources_R)
         full = {"tokens": 1.0, "ess": 1.0, "approx_kl": 0.0} | (compared or {})
         return plan, StepMeasures(sources, sums, full if gaps or compared else None)
 
@@ -113,6 +113,21 @@ def test_the_beginning_and_the_end_of_an_alarm_are_recorded_once() -> None:
     for ess in (0.1, 0.9, 0.9):
         run.step(4, compared={"ess": ess})
     assert run.recorded == [("ess", -1, "begins"), ("ess", -1, "its value recovered")]
+
+
+def test_a_later_update_of_the_step_counts_in_what_is_judged_after_it() -> None:
+    """Also if the comparison was asked for before, as the metrics of the first update do."""
+    run = Made(monitor__ess={"action": "skip", "threshold": 0.5, "patience": 1})
+    plan, measured = run.measured(3, {0: 0.01, 1: 0.01}, None, None, (0.0, 1.0), "stop")
+    run.monitor.watch(plan, measured)
+    before = measured.by_source.by_replica
+    _, later = run.measured(3, {0: 0.01, 1: 0.9}, None, None, (0.0, 1.0), "stop")
+    measured.add_gaps(later.gaps)
+    run.monitor.act(4)
+    assert run.taken == [1]
+    assert before[1][0].tokens == 2 and measured.by_source.by_replica[1][0].tokens == 4
+    measured.compare_in_update({"tokens": 4.0, "ess": 1.0, "approx_kl": 0.0}, later.gaps)
+    assert measured.by_source.by_replica[1][0].tokens == 2
 
 
 def test_the_alarm_of_a_replica_that_is_taken_out_ends_with_it() -> None:

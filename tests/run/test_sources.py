@@ -26,6 +26,11 @@ def row(spans: tuple[VersionSpan, ...], tokens: int, group: int = 0) -> Trajecto
     return Trajectory(group, 0, [1], [5] * tokens, [-0.5] * tokens, spans, "stop", 1.0)
 
 
+def of_row(sources: TokenSources, one: Trajectory, version: int) -> torch.Tensor:
+    (sources_R,) = sources.of_rows([one], [version])
+    return sources_R
+
+
 def test_the_parts_of_one_response_keep_their_replicas_and_lags() -> None:
     """Replica 0 began with version 3, went on with 5; replica 7 made the end. Token 6 was inserted by a tool."""
     spans = (
@@ -40,17 +45,34 @@ def test_the_parts_of_one_response_keep_their_replicas_and_lags() -> None:
     buckets = sources.buckets
     assert (buckets.slots, buckets.lags, sources.slot_of) == (5, 5, {0: 0, 7: 1})
     other = buckets.slots - 1
-    assert sources.of_row(one, version=6).tolist() == [
+    assert of_row(sources, one, 6).tolist() == [
         *[buckets.index(0, 3)] * 2, *[buckets.index(0, 1)] * 2, *[buckets.index(1, 1)] * 2,
         NO_SOURCE, buckets.index(other, 1),
     ]  # fmt: skip
+
+
+def test_rows_keep_their_own_tokens_and_versions() -> None:
+    """Of several lengths, one of them empty, and with a span that ends beyond its row."""
+    rows = [
+        row((VersionSpan(3, 0, 2, replica=0),), 3),
+        row((), 0, group=1),
+        row((VersionSpan(3, 0, 9, replica=1),), 2, group=2),
+        row((VersionSpan(4, 1, 2, replica=0),), 2, group=3),
+    ]
+    sources = TokenSources.of([each.tag for each in rows], config())
+    index = sources.buckets.index
+    found = sources.of_rows(rows, [3, 3, 5, 6])
+    assert [each.tolist() for each in found] == [
+        [index(0, 0), index(0, 0), NO_SOURCE], [], [index(1, 2)] * 2, [NO_SOURCE, index(0, 2)]
+    ]  # fmt: skip
+    assert sources.of_rows([], []) == []
 
 
 def test_weights_whose_updates_were_lost_are_as_old_as_the_path_to_them() -> None:
     """Version 7 with 2 lost updates counts as version 3."""
     one = row((VersionSpan(7, 0, 1, lost=2, epoch=1, replica=1),), 1)
     sources = TokenSources.of([one.tag], config())
-    assert sources.of_row(one, version=6).tolist() == [sources.buckets.index(0, 3)]
+    assert of_row(sources, one, 6).tolist() == [sources.buckets.index(0, 3)]
 
 
 @given(replicas=st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=12), order=st.randoms())
@@ -76,10 +98,11 @@ def test_the_number_of_buckets_is_bounded_and_what_has_none_is_counted() -> None
     sources = TokenSources.of([each.tag for each in many], config())
     gaps = SourceGaps.zeros(sources.buckets.size)
     for each in many:
-        bucket_R = sources.of_row(each, version=0)
+        bucket_R = of_row(sources, each, 0)
         gaps.add(torch.zeros(1), torch.full((1,), 0.5), torch.ones(1, dtype=torch.bool), bucket_R)
-    assert sources.whole(gaps).tokens == 9 == sources.by_lag(gaps)[0].tokens
-    assert sorted(sources.by_replica(gaps)) == [5, 6, 7, 8]
+    compared = sources.compare(gaps)
+    assert compared.whole.tokens == 9 == compared.by_lag[0].tokens
+    assert sorted(compared.by_replica) == [5, 6, 7, 8]
 
 
 def test_lags_and_replicas_are_told_apart() -> None:
@@ -87,9 +110,10 @@ def test_lags_and_replicas_are_told_apart() -> None:
     sources = TokenSources.of([one.tag], config())
     gaps = SourceGaps.zeros(sources.buckets.size)
     trainer_R = torch.tensor([0.4, 0.2, 0.0, 0.3, 0.0])
-    gaps.add(torch.zeros(5), trainer_R, torch.tensor([1, 1, 1, 1, 0]), sources.of_row(one, version=6))
-    assert {lag: gap.tokens for lag, gap in sources.by_lag(gaps).items()} == {0: 2, 3: 2}
-    found = sources.by_replica(gaps)
+    gaps.add(torch.zeros(5), trainer_R, torch.tensor([1, 1, 1, 1, 0]), of_row(sources, one, 6))
+    compared = sources.compare(gaps)
+    assert {lag: gap.tokens for lag, gap in compared.by_lag.items()} == {0: 2, 3: 2}
+    found = compared.by_replica
     assert {replica: list(by_lag) for replica, by_lag in found.items()} == {0: [3], 1: [0]}
     assert found[0][3].logprob_abs_diff == pytest.approx(0.3) and found[1][0].logprob_abs_diff == pytest.approx(0.15)
 

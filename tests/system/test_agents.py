@@ -15,6 +15,7 @@ from megarl.queue.dump import read_batch
 from megarl.telemetry.event_files import read_events
 from tests.support.chat_templates import CHATML_TOOLS
 from tests.support.leftovers import assert_nothing_left
+from tests.support.open_sockets import check_sockets
 from tests.support.run import Run, tiny_config, train
 from tests.support.whole_runs import (
     actors,
@@ -98,6 +99,7 @@ def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_p
         assert len(workers) == 2 and {path.name for path in (run_dir / "logs").glob("worker-*.log")} == {
             "worker-0.log", "worker-1.log"
         }  # fmt: skip
+        check_sockets(run_dir, {"agent worker", "engine", "trainer rank"})
         workers[rng.randrange(2)].kill()
         output, _ = process.communicate(timeout=240)
     finally:

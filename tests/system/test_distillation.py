@@ -11,8 +11,9 @@ from megarl.queue.dump import read_batch
 from megarl.queue.streams import TEACHER_LOGPROBS
 from tests.support.digit_teacher import make_digit_teacher
 from tests.support.leftovers import assert_nothing_left
+from tests.support.open_sockets import check_sockets
 from tests.support.run import Run, step_records, tiny_config, train
-from tests.support.whole_runs import actors, check_every_group_once, start_run, wait_for
+from tests.support.whole_runs import actors, check_every_group_once, kill_everything, start_run, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -43,7 +44,15 @@ def check_learnt(run: Run) -> None:
 
 
 def test_a_student_learns_from_a_teacher_with_an_engine_of_its_own(tmp_path: Path) -> None:
-    run = train(distilled(tmp_path, make_digit_teacher(tmp_path / "teacher")))
+    run_dir, process = tmp_path / "run", start_run(distilled(tmp_path, make_digit_teacher(tmp_path / "teacher")))
+    try:
+        wait_for(lambda: len(step_records(run_dir)) >= 1, process)
+        check_sockets(run_dir, {"teacher's engine", "engine", "trainer rank"})
+        output, _ = process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            kill_everything(process, run_dir)
+    run = Run(process.returncode, output, run_dir)
     check_learnt(run)
     assert all(record["rollout/teacher_seconds_mean"] > 0 for record in run.metrics)
     rows = read_batch(run.directory / "batches", 0).trajectories

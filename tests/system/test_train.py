@@ -17,14 +17,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.cluster.handle import read_state
-from megarl.commands.doctor.listeners import judge
-from megarl.commands.doctor.run_sockets import find_listeners, find_roles
 from megarl.queue.dump import DumpedBatch, read_batch
 from megarl.rollout.sample_times import PARTS
 from megarl.telemetry.event_files import read_events
-from tests.support.checkout import ROOT, environment
 from tests.support.leftovers import assert_nothing_left
+from tests.support.open_sockets import check_sockets
 from tests.support.reward_functions import digit_share
 from tests.support.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
 
@@ -276,7 +273,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     try:
         wait_for_steps(run_dir, process)
-        check_sockets(run_dir)
+        check_sockets(run_dir, {"trainer rank", "torchrun", "queue controller", "queue storage", "engine"})
         everybody = family(run_dir, process)
         engines = [p for p in everybody if "EngineReplica" in " ".join(p.cmdline())]
         assert len(engines) == 1, [p.cmdline() for p in everybody]
@@ -349,21 +346,6 @@ def test_killed_alone_in_a_living_run_it_takes_everything_along(tmp_path: Path, 
     _, left = psutil.wait_procs(everybody, timeout=30)
     assert left == []
     assert_nothing_left(run_dir)
-
-
-def check_sockets(run_dir: Path) -> None:
-    """No process of the living run, torchrun included, listens on all interfaces or for a purpose that is not known."""
-    roles = find_roles(run_dir, read_state(run_dir) or {})
-    verdicts = judge(find_listeners(roles), ray_on_loopback=True)
-    assert {"trainer rank", "torchrun", "queue controller", "queue storage", "engine"} <= set(roles.values())
-    assert {"token", "curve", "loopback only"} <= {verdict.lock for verdict in verdicts}
-    assert [verdict for verdict in verdicts if verdict.level != "ok"] == []
-    # What the README's reader would run says the same.
-    command = [sys.executable, "-m", "megarl", "doctor", "--run", str(run_dir)]
-    told = subprocess.run(
-        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120, check=False
-    )
-    assert told.returncode == 0 and "sockets are known and locked" in told.stdout, told.stdout + told.stderr
 
 
 def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]:

@@ -153,13 +153,16 @@ def test_more_values_than_a_request_may_have(database: str, tmp_path: Path) -> N
 def test_what_the_server_refuses_for_good_is_not_sent_again(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _is_refused_for_good(database, tmp_path, monkeypatch)
+
+
+def _is_refused_for_good(uri: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.telemetry import mlflow_remote
 
-    remote = MlflowRemote(at(database, tmp_path))
-    remote.send([Record(1, 1.0, VALUES)])
+    remote = MlflowRemote(at(uri, run_dir))
     monkeypatch.setattr(mlflow_remote, "key_of", lambda name: name)
-    with pytest.raises(LostRecords, match=r"refuses the metrics of steps 2 to 2.*pass@8"):
-        remote.send([Record(2, 2.0, VALUES)])
+    with pytest.raises(LostRecords, match=r"refuses the metrics of steps 5 to 5.*pass@8"):
+        remote.send([Record(5, 5.0, VALUES)])
 
 
 @needs_mlflow
@@ -209,7 +212,7 @@ def test_a_server_that_is_away_loses_no_step_and_ends_no_run(tmp_path: Path, mon
         writer.write(1, VALUES)
         wait_until(lambda: writer.failures > 0, 120, "a failure")  # the server is not there yet
         with serving(tmp_path, port):
-            writer.write(2, VALUES)
+            writer.write(2, VALUES | {"policy/grad_norm": math.nan})
             wait_until(lambda: bool(runs(uri)), 120, "the run")
             (run,) = runs(uri)
             wait_until(lambda: len(history(uri, run.info.run_id, "reward/mean")) == 2, 60, "both steps")
@@ -223,6 +226,9 @@ def test_a_server_that_is_away_loses_no_step_and_ends_no_run(tmp_path: Path, mon
             (run,) = runs(uri)
             assert run.info.status == "FINISHED"
             assert [step for step, _ in history(uri, run.info.run_id, "reward/mean")] == [1, 2, 3, 4]
+            assert run.data.metrics.keys() == {"eval/held-out/pass_at_8", *list(VALUES)[::2], "policy/grad_norm"}
+            assert math.isnan(run.data.metrics["policy/grad_norm"])
+            _is_refused_for_good(uri, tmp_path, monkeypatch)
     assert "MLflow could not be written" in terminal.getvalue()
 
 

@@ -1,0 +1,29 @@
+"""The listening sockets of a living run, as `megarl doctor --run` judges them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Set
+from pathlib import Path
+
+from megarl.cluster.handle import read_state
+from megarl.commands.cli import main
+from megarl.commands.doctor.listeners import judge
+from megarl.commands.doctor.run_sockets import find_listeners, find_roles
+
+
+def check_sockets(run_dir: Path, expected: Set[str]) -> None:
+    """No process of the living run, torchrun included, listens on all interfaces or for a purpose that is not known.
+
+    `expected`: roles of which the run must have processes.
+    """
+    roles = find_roles(run_dir, read_state(run_dir) or {})
+    verdicts = judge(find_listeners(roles), ray_on_loopback=True)
+    assert expected <= set(roles.values()), sorted(set(roles.values()))
+    assert {"token", "curve", "loopback only"} <= {verdict.lock for verdict in verdicts}
+    assert [verdict for verdict in verdicts if verdict.level != "ok"] == []
+    # What the user's command says is the same. It is called here, because a short run would end while it starts.
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert main(["doctor", "--run", str(run_dir)]) == 0, told.getvalue()
+    assert "sockets are known and locked" in told.getvalue()
