@@ -84,7 +84,10 @@ def test_engines_that_were_added_are_explained_by_the_log_of_the_controller(tmp_
     report = check_run(run_dir)
     assert report.ok and report.engine_starts == 3 and report.engine_restarts == 0
     (run_dir / "logs" / "controller.log").write_text("12:00 INFO starting replicas [2, 3]\n")
-    assert set(found(run_dir)) == {"engines"}, "one that was added has not started"
+    assert found(run_dir) == {}, "the second one was still being started"
+    (run_dir / "logs" / "replica-0.log").write_text("")
+    (run_dir / "logs" / "replica-2.log").write_text("")
+    assert set(found(run_dir)) == {"engines"}, "one that was there at the start is missing"
 
 
 def test_every_end_is_met(tmp_path: Path) -> None:
