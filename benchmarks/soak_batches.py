@@ -124,14 +124,19 @@ def is_finite(rows: Sequence[Mapping[str, Any]]) -> bool:
     return all(math.isfinite(value) for row in rows for value in row["rollout_logprobs"])
 
 
-def check_rewards(step: int, rows: Sequence[Mapping[str, Any]], rules: Rules, report: AccountingReport) -> None:
+def check_rewards(
+    step: int,
+    rows: Sequence[Mapping[str, Any]],
+    rules: Rules,
+    seen: dict[tuple[object, ...], float],
+    report: AccountingReport,
+) -> None:
     """Note rewards that the run's function does not give, and answers that are equal and have different ones.
 
-    Of a function that is not in REWARDS nothing is known.
+    Of a function that is not in REWARDS nothing is known. `seen`: the rewards of the answers of earlier steps.
     """
     if (known := REWARDS.get(rules.reward)) is None:
         return
-    seen: dict[tuple[object, ...], float] = {}
     for row in rows:
         if row["status"] != "ok":
             continue

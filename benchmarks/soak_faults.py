@@ -419,7 +419,7 @@ class Injector:
         if kind.metric and not self._wait(lambda: self._sum(kind.metric, event.step) >= 1, NOTICE_S):
             event.notes.append(f"{kind.metric} has NOT counted it")
             return False
-        if not self._has_told(event):
+        if not self._wait(lambda: self._has_told(event), NOTICE_S):  # a batch may be trained later
             event.notes.append(f"the run has NOT told: {kind.told}")
             return False
         saved = complete(self._checkpoints)

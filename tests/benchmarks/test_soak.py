@@ -324,4 +324,7 @@ def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit):
         main()
     text = capsys.readouterr().out
-    assert all(name in text for name in ("--minutes", "--seed", "--json", "--quick", "--keep", "--faults", "kill-job", "limit-job"))
+    assert all(
+        name in text
+        for name in ("--minutes", "--seed", "--json", "--quick", "--keep", "--faults", "kill-job", "limit-job")
+    )

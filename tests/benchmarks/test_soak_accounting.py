@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,53 @@ def test_a_sound_run_has_no_problem(tmp_path: Path, seed: int) -> None:
     assert report.steps == 7 and report.ends.total() == report.admitted >= 28
     assert report.engine_starts == 2 and report.engine_restarts == 0
     assert 0 < report.oldest <= 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_groups_of_a_skipped_step_have_failed(tmp_path: Path, seed: int) -> None:
+    report = check_run(write_run(tmp_path, seed, skipped={2, 5}, trainer__mini_batches=1 + seed % 2))
+    assert report.ok, "\n".join(report.lines())
+    assert report.skipped == 2 and report.ends["failed"] >= 4
+
+
+def trained_again(run_dir: Path) -> None:
+    """The batch of step 2 was kept as a failed one in an attempt before, and recorded again since."""
+    for path in (run_dir / "failed_batch").iterdir():
+        os.utime(path, (1, 1))
+
+
+def test_a_step_that_a_resume_has_made_again_was_not_skipped(tmp_path: Path) -> None:
+    """Here it claims to have failed all the same, which no file explains."""
+    run_dir = write_run(tmp_path, 0, skipped={2})
+    trained_again(run_dir)
+    assert check_run(run_dir).skipped == 0
+    assert any("step 2, trained: " in each and "say: 0" in each for each in found(run_dir)["counts"])
+    sound = write_run(tmp_path / "sound", 0)
+    (sound / "failed_batch").mkdir()
+    for path in (sound / "batches").glob("step_000002.*"):
+        shutil.copy(path, sound / "failed_batch")
+    trained_again(sound)
+    assert check_run(sound).ok
+
+
+def test_a_skipped_step_that_has_trained_is_found(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, 0, skipped={3})
+    edit_lines(run_dir / "metrics.jsonl", lambda line: line | {"policy/grad_norm": 0.5})
+    assert found(run_dir) == {"finite": ["step 3 was skipped, and policy/grad_norm is 0.5"]}
+
+
+def test_engines_that_were_added_are_explained_by_the_log_of_the_controller(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, 0)
+    (run_dir / "logs" / "replica-2.log").write_text("(EngineCore pid=99) a line\n")
+    assert set(found(run_dir)) == {"engines"}
+    (run_dir / "logs" / "controller.log").write_text("12:00 INFO starting replicas [2]\n")
+    report = check_run(run_dir)
+    assert report.ok and report.engine_starts == 3 and report.engine_restarts == 0
+    (run_dir / "logs" / "controller.log").write_text("12:00 INFO starting replicas [2, 3]\n")
+    assert found(run_dir) == {}, "the second one was still being started"
+    (run_dir / "logs" / "replica-0.log").write_text("")
+    (run_dir / "logs" / "replica-2.log").write_text("")
+    assert set(found(run_dir)) == {"engines"}, "one that was there at the start is missing"
 
 
 def test_every_end_is_met(tmp_path: Path) -> None:
@@ -125,6 +175,35 @@ def lost_group(run_dir: Path) -> None:
     schedule_event("batch", lambda event: event | {"ok": without["ok"](event["ok"])}, number=7)(run_dir)
 
 
+def forged_reward(run_dir: Path) -> None:
+    """A sample of a group that nobody trains has the reward that a forked child gives."""
+    rows(lambda row: row | {"reward": 1000.0 if row["reward"] else 0.0})(run_dir)
+
+
+def swapped_rewards(run_dir: Path) -> None:
+    """The first two samples of some groups have each other's rewards: no count differs."""
+
+    def swap(row: dict[str, Any]) -> dict[str, Any]:
+        swaps = row["sample_index"] < 2 and row["group_id"] % 2 and row["status"] == "ok"
+        return row | {"reward": 1.0 - row["reward"]} if swaps and row["group_id"] in mixed else row
+
+    def note(row: dict[str, Any]) -> dict[str, Any]:
+        rewards.setdefault(row["group_id"], set()).add(row["reward"])
+        return row
+
+    rewards: dict[int, set[float]] = {}
+    for step in range(7):
+        rows(note, step)(run_dir)
+    mixed = {group for group, found in rewards.items() if len(found) == 2}
+    for step in range(7):
+        rows(swap, step)(run_dir)
+
+
+def not_finite(run_dir: Path) -> None:
+    """A log-prob of an engine is NaN, and the step was trained."""
+    rows(lambda row: row | {"rollout_logprobs": [math.nan, *row["rollout_logprobs"][1:]]})(run_dir)
+
+
 def same_prompt(run_dir: Path) -> None:
     """Two groups of an epoch have one prompt, as after a resume that draws a problem again."""
     prompts = {}
@@ -160,6 +239,9 @@ def uncovered_token(row: dict[str, Any]) -> dict[str, Any]:
         (too_old, "counts"),
         (lost_group, "groups"),
         (same_prompt, "epochs"),
+        (forged_reward, "rewards"),
+        (swapped_rewards, "rewards"),
+        (not_finite, "finite"),
         (metric("groups/trained", 1), "counts"),
         (metric("groups/admitted", -1), "counts"),
         (metric("total/groups_filtered", 1, step=7), "counts"),

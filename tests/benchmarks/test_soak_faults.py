@@ -80,7 +80,7 @@ def test_faults_are_drawn_from_the_whole_table_as_far_as_the_time_goes(seconds: 
 
 
 def test_mistakes_in_a_schedule_are_told() -> None:
-    with pytest.raises(ValueError, match="unknown faults: freeze-engine; known are crawl-engine, damage-job, "):
+    with pytest.raises(ValueError, match="unknown faults: freeze-engine; known are add-replica, crawl-engine, "):
         schedule(0, ["freeze-engine"], replicas=2, first=3, last=60)
     with pytest.raises(ValueError, match="not 3 to 3"):
         schedule(0, WANTED, replicas=2, first=3, last=3)

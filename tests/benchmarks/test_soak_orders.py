@@ -52,7 +52,13 @@ def test_an_order_can_be_withdrawn_until_it_is_taken(tmp_path: Path) -> None:
 
 def score(orders: Path, order: str) -> list[RewardOutcome]:
     """Give an order to a worker that scores ten answers, every second of them correct."""
-    kwargs: dict[str, Any] = {"share": 0.0, "seed": 0, "sleep_s": 9.0, "marks": str(orders / "m"), "orders": str(orders)}
+    kwargs: dict[str, Any] = {
+        "share": 0.0,
+        "seed": 0,
+        "sleep_s": 9.0,
+        "marks": str(orders / "m"),
+        "orders": str(orders),
+    }
     pool = RewardPool(
         [RewardSpec("benchmarks.soak_reward:late_math", kwargs)],
         workers=1, timeout_s=10.0, on_error="drop", start_timeout_s=120,
@@ -94,7 +100,9 @@ def test_the_loss_is_ppo_but_for_one_gradient(tmp_path: Path) -> None:
             give(tmp_path, "gradient")
         leaf_R, given = inputs()
         with torch.no_grad():
-            ordered_ppo(TokenInputs.of(leaf_R.detach(), *vars_of(given)), options)  # without a gradient nothing is taken
+            ordered_ppo(
+                TokenInputs.of(leaf_R.detach(), *vars_of(given)), options
+            )  # without a gradient nothing is taken
         loss_R = ordered_ppo(given, options).loss_R
         plain_R, plain = inputs()
         expected_R = ppo(plain, PPOOptions()).loss_R

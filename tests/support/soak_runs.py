@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from tests.support.configs import tree, write_problems
 PROMPTS = 10
 
 
-def write_run(directory: Path, seed: int = 0, **changes: Any) -> Path:
+def write_run(directory: Path, seed: int = 0, *, skipped: Collection[int] = (), **changes: Any) -> Path:
     """Make a run of some steps, with several epochs, and return its directory.
 
-    `changes`: of the config, as keys with `__` for the dots.
+    `skipped`: steps whose gradient is not finite. `changes`: of the config, as keys with `__` for the dots.
     """
     run_dir = directory / "run"
     (run_dir / "logs").mkdir(parents=True)
@@ -41,15 +41,15 @@ def write_run(directory: Path, seed: int = 0, **changes: Any) -> Path:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     for index in range(2):
         (run_dir / "logs" / f"replica-{index}.log").write_text(f"(EngineCore pid={7 + index}) WARNING a line\n" * 2)
-    _Run(config, run_dir, random.Random(seed)).write()
+    _Run(config, run_dir, random.Random(seed), skipped).write()
     return run_dir
 
 
 class _Run:
     """A run whose groups finish in a random order, some of them without signal, some failed."""
 
-    def __init__(self, config: Config, run_dir: Path, rng: random.Random) -> None:
-        self._config, self._run_dir, self._rng = config, run_dir, rng
+    def __init__(self, config: Config, run_dir: Path, rng: random.Random, skipped: Collection[int]) -> None:
+        self._config, self._run_dir, self._rng, self._skipped = config, run_dir, rng, skipped
         self._pace = pace_of(config)
         self._file = ScheduleFile(run_dir / "schedule.jsonl")
         self._admission = RecordedAdmission(
@@ -96,6 +96,11 @@ class _Run:
         write_batch(self._run_dir / "batches", step, self._version, rows[::2], part=0, parts=2)
         write_batch(self._run_dir / "batches", step, self._version, rows[1::2], part=1, parts=2)
         plan = plan_step([row.tag for row in rows], self._config, dp_size=2, version=self._version, replaced=replaced)
+        if step in self._skipped:
+            write_batch(self._run_dir / "failed_batch", step, self._version, rows, part=0, parts=1)
+            lost = plan.skipped()
+            assert lost is not None
+            plan = lost
         metrics = step_metrics()
         record_batch(metrics, plan)
         values = metrics.reduce()
@@ -125,10 +130,11 @@ class _Run:
         if new > old:
             spans = [VersionSpan(old, 0, cut), VersionSpan(new, cut, tokens)]
         failed = kind == "broken" and index > 0
+        reward = float(index % 2) if kind == "mixed" else 1.0
         return Trajectory(
-            group, index, prompt, [7] * tokens, [-1.0] * tokens, tuple(spans),
+            group, index, prompt, [7 + int(reward)] * tokens, [-1.0] * tokens, tuple(spans),
             finish_reason="length" if rng.random() < 0.2 else "stop",
-            reward=float(index % 2) if kind == "mixed" else 1.0,
+            reward=reward,
             status="failed" if failed else "ok", failure="aborted" if failed else "",
         )  # fmt: skip
 
