@@ -15,4 +15,4 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command of the converter and return its exit status."""
     from megarl.checkpoint.convert.command_line import main
 
-    return main(arguments)
+    return main(arguments, program="megarl convert", of_torchrun="-m megarl convert")

@@ -108,7 +108,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         info = load_info(source or config.model.path)
     except ValueError as error:
         if not files or config.model.path.is_dir():  # `_files` has told that it is not there
-            problems.append(f"model.{key}: {error}")
+            problems.append(f"model.{key}: {error}{_started_elsewhere(source)}")
         raise ConfigError(list(dict.fromkeys(problems))) from None
     problems += list(_shape(config, info)) + list(head_size_problems(info, device))
     problems += list(layout_checks.model_problems(config, info)) + list(_lengths(config, info))
@@ -337,6 +337,15 @@ def _files(config: Config) -> Iterator[str]:
             yield f"{key}: {files} holds no tokenizer.json; copy the tokenizer files of the model into it"
 
 
+def _started_elsewhere(path: Path | None) -> str:
+    """Return where a relative path that is not there was looked for; empty for any other."""
+    if path is None or path.is_absolute() or path.exists():
+        return ""
+    return (
+        f" (current directory: {os.getcwd()}; relative paths start there, those of the shipped recipes in the checkout)"
+    )
+
+
 def _shape(config: Config, info: ModelInfo) -> Iterator[str]:
     """Yield a problem if `model.shape` describes another model than `model.path`.
 
@@ -347,7 +356,7 @@ def _shape(config: Config, info: ModelInfo) -> Iterator[str]:
     try:
         shape = load_info(config.model.shape)
     except ValueError as error:
-        yield f"model.shape: {error}"
+        yield f"model.shape: {error}{_started_elsewhere(config.model.shape)}"
         return
     sizes = ("family", "num_layers", "dims", "kv_heads", "max_positions", "tied", "topk")
     if differs := [name for name in sizes if getattr(shape, name) != getattr(info, name)]:

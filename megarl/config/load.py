@@ -50,19 +50,23 @@ def parse_yaml(text: str) -> object:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError([f"not valid YAML: {' '.join(str(error).split())}"]) from None
+        told = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
+        raise ConfigError([f"not valid YAML: {told}"]) from None
 
 
 def parse_override(text: str) -> tuple[list[str], object]:
     """Parse `section.key=value` to (["section", "key"], value as YAML); an empty value is None.
 
-    Raises ConfigError for any other form.
+    Raises ConfigError, which names the override, for any other form.
     """
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
         raise ConfigError([f"override {text!r}: write section.key=value, e.g. trainer.optimizer.lr=1e-5"])
-    return path, parse_yaml(value)
+    try:
+        return path, parse_yaml(value)
+    except ConfigError as error:
+        raise ConfigError([f"override {text!r}: {problem}" for problem in error.problems]) from None
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -73,21 +77,33 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     tree = json.loads(json.dumps(tree, default=str))
     for text in overrides:
         path, value = parse_override(text)
-        section: Any = tree  # a node of nested plain values
-        for depth, name in enumerate(path[:-1]):
-            if isinstance(section, list):
-                raise ConfigError([f"{'.'.join(path[:depth])}: a list; override it as a whole, e.g. "
-                                   f"'{'.'.join(path[:depth])}=[...]'"])  # fmt: skip
-            if section.get(name) is None:
-                section[name] = {}
-            section = section[name]
-            if not isinstance(section, dict | list):
-                raise ConfigError([f"{'.'.join(path)}: {'.'.join(path[: depth + 1])} is not a section"])
-        if isinstance(section, list):
-            whole = ".".join(path[:-1])
-            raise ConfigError([f"{whole}: a list; override it as a whole, e.g. '{whole}=[...]'"])
-        section[path[-1]] = value
+        try:
+            _section_at(tree, path)[path[-1]] = value
+        except ConfigError as error:
+            raise ConfigError([f"override {text!r}: {problem}" for problem in error.problems]) from None
     return tree
+
+
+def _section_at(tree: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    """Return the section of `tree` that holds the last name of `path`; add it, and those above it, if missing."""
+    section: Any = tree  # a node of nested plain values
+    for depth, name in enumerate(path[:-1]):
+        if isinstance(section, list):
+            raise _inside_list(path[:depth])
+        if section.get(name) is None:
+            section[name] = {}
+        section = section[name]
+        if not isinstance(section, dict | list):
+            raise ConfigError([f"{'.'.join(path)}: {'.'.join(path[: depth + 1])} is not a section"])
+    if isinstance(section, list):
+        raise _inside_list(path[:-1])
+    found: dict[str, Any] = section
+    return found
+
+
+def _inside_list(path: list[str]) -> ConfigError:
+    whole = ".".join(path)
+    return ConfigError([f"{whole}: a list; override it as a whole, e.g. '{whole}=[...]'"])
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -108,16 +124,32 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
             tree = {}
         if not isinstance(tree, dict):
             raise ConfigError([f"must hold sections (run:, model:, ...), not a {type(tree).__name__}"])
-        return config_from_tree(apply_overrides(tree, overrides))
     except ConfigError as error:
-        raise ConfigError([_with_source(each, overrides) for each in error.problems], str(path)) from None
+        raise ConfigError(error.problems, str(path)) from None
+    changed = apply_overrides(tree, overrides)  # its errors name the override, and the file is innocent
+    try:
+        return config_from_tree(changed)
+    except ConfigError as error:
+        raise _with_origins(error, path, tree, overrides) from None
 
 
-def _with_source(problem: str, overrides: Sequence[str]) -> str:
-    """Return a problem, with the override that has given its key, if one has."""
-    key = problem.partition(":")[0]
-    given = [text for text in overrides if text.partition("=")[0].strip() == key]
-    return f"{problem} (on the command line: {given[-1]})" if given else problem
+def _with_origins(error: ConfigError, path: Path, tree: dict[str, Any], overrides: Sequence[str]) -> ConfigError:
+    """Return `error` with the override behind each problem that has one; the file is named if it has others."""
+    before = [_problems(tree, overrides[:count]) for count in range(len(overrides))]
+    told, of_file = [], False
+    for problem in error.problems:
+        without = [count for count, problems in enumerate(before) if problem not in problems]
+        of_file = of_file or not without
+        told.append(f"{problem} (on the command line: {overrides[without[-1]]})" if without else problem)
+    return ConfigError(told, str(path) if of_file else "")
+
+
+def _problems(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    try:
+        config_from_tree(apply_overrides(tree, overrides))
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def config_from_tree(tree: dict[str, Any]) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megarl.common.errors import ConfigError
 from megarl.config.datasets import all_sets
@@ -11,7 +12,8 @@ from megarl.data.dataset import load_prompts, row_problems
 from megarl.data.formats import Prompt
 
 MOST_ROWS = 50_000  # of each file, about a second; the run itself checks all of them
-MOST_TOLD = 10  # of each file
+MOST_TOLD = 10  # different problems of each file
+MOST_NAMED = 5  # rows with the same problem
 
 
 def check_data_files(config: Config) -> None:
@@ -21,15 +23,28 @@ def check_data_files(config: Config) -> None:
 
 
 def data_file_problems(config: Config) -> Iterator[str]:
-    """Yield the bad rows of all training and evaluation sets, as `key: file:line: what is wrong`."""
+    """Yield the bad rows of all training and evaluation sets, as `key: file:line: what is wrong`.
+
+    Rows of a set with the same problem are one line.
+    """
     for each in all_sets(config):
         try:
-            found = row_problems(each.path, each.data, MOST_ROWS)
+            found = list(row_problems(each.path, each.data, MOST_ROWS).items())
         except (ValueError, OSError) as error:
-            found = [str(error)]
-        yield from (f"{each.key}: {problem}" for problem in found[:MOST_TOLD])
-        if (more := len(found) - MOST_TOLD) > 0:
+            yield f"{each.key}: {error}"
+            continue
+        yield from (f"{each.key}: {rows[0]}: {text}{_others(each.path, rows)}" for text, rows in found[:MOST_TOLD])
+        if (more := sum(len(rows) for _, rows in found[MOST_TOLD:])) > 0:
             yield f"{each.key}: {more} more rows of {each.path} are wrong"
+
+
+def _others(path: Path, rows: list[str]) -> str:
+    """Return how many rows have the problem of the first one, and which; empty if none has."""
+    if len(rows) == 1:
+        return ""
+    named = [row.removeprefix(str(path)).lstrip(":, ") for row in rows[1 : 1 + MOST_NAMED]]
+    etc = ", ..." if len(rows) > 1 + MOST_NAMED else ""
+    return f" (and in {len(rows) - 1} more: {', '.join(named)}{etc})"
 
 
 def first_prompts(config: Config) -> dict[str, Prompt]:

@@ -67,18 +67,19 @@ def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None)
     return PromptDataset(_open(Path(path)), config, limit)
 
 
-def row_problems(path: Path | str, config: DataConfig, limit: int) -> list[str]:
-    """Return what is wrong with each of the first `limit` rows of a prompt file, with file and line.
+def row_problems(path: Path | str, config: DataConfig, limit: int) -> dict[str, list[str]]:
+    """Return what is wrong with the first `limit` rows of a prompt file: each problem, and all rows that have it.
 
-    Raises ValueError if the file cannot be opened, or holds no rows.
+    A row is `path:line`, or `path, row N`. Raises ValueError if the file cannot be opened, or holds no rows.
     """
-    rows, count, found = _open(Path(path)), 0, []
+    rows, count = _open(Path(path)), 0
+    found: dict[str, list[str]] = {}
     form: Format | None = None
     for where, read in islice(rows.scan(), limit):
         try:
             form = _check_row(count, where, read, form, config)
         except ValueError as error:
-            found.append(str(error))
+            found.setdefault(str(error).removeprefix(f"{where}: "), []).append(where)
         count += 1
     if count == 0:
         raise ValueError(f"{path} holds no rows")

@@ -64,15 +64,15 @@ class Harness:
         try:
             found: Any = getattr(importlib.import_module(module), name)
         except Exception as error:
-            raise ValueError(f"agent.act {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+            raise ValueError(f"agent.act: {path!r} cannot be imported: {type(error).__name__}: {error}") from error
         if not inspect.iscoroutinefunction(found):
-            raise ValueError(f"agent.act {path!r} must be an `async def act(base_url, token, session, row)`")
+            raise ValueError(f"agent.act: {path!r} must be an `async def act(base_url, token, session, row)`")
         kwargs = resolved(agent.kwargs, "agent.kwargs")
         try:
             inspect.signature(found).bind("", "", "", {}, **kwargs)
         except TypeError as error:
             raise ValueError(
-                f"agent.act {path!r} cannot be called with (base_url, token, session, row) and agent.kwargs: {error}"
+                f"agent.act: {path!r} cannot be called with (base_url, token, session, row) and agent.kwargs: {error}"
             ) from error
         return cls(functools.partial(found, **kwargs), agent.act_timeout_s, agent.act_attempts)
 

@@ -40,16 +40,10 @@ class Toolboxes:
 
     def of(self, chosen: TrainSet | HeldOutSet) -> Toolbox | None:
         """Return the toolbox of a set. Raises ValueError for tools, or a chat template, that cannot be used."""
-        agent = self._config.agent
-        if agent.loop == SINGLE_TURN:
+        if self._config.agent.loop == SINGLE_TURN:
             return None
-        kwargs = chosen.data.chat_template_kwargs
-        dialogue = Dialogue(self._tokenizer, self._stops, kwargs)
         tools = [self._tool(tool, f"{chosen.key}.tools.{index}") for index, tool in enumerate(chosen.tools)]
-        if agent.loop == TOOL_AGENT:
-            dialogue.check(tools=bool(tools))
-        form = tool_format(agent.tool_format, self._tokenizer, kwargs) if tools else HERMES
-        return Toolbox.of(dialogue, agent, tools, form, self._config.run_dir if self._config.door.enabled else None)
+        return make_toolbox(self._config, chosen, tools, self._tokenizer, self._stops)
 
     def _tool(self, chosen: ToolConfig, key: str) -> Tool:
         same = chosen.model_dump_json()
@@ -58,18 +52,39 @@ class Toolboxes:
         return self._made[same]
 
     async def close(self, timeout_s: float = CLOSE_S) -> None:
-        """End the processes and connections of all tools; one that fails, or takes longer, is logged."""
+        """See `close_tools`."""
         made, self._made = list(self._made.values()), {}
-        closing = [asyncio.ensure_future(tool.close()) for tool in made]
-        if not closing:
-            return
-        _, late = await asyncio.wait(closing, timeout=timeout_s)
-        for tool, ended in zip(made, closing, strict=True):
-            if ended in late:
-                ended.cancel()
-                logger.error("the tool %s did not close within %.0f s", tool.name, timeout_s)
-            elif (error := ended.exception()) is not None:
-                logger.error("the tool %s did not close: %s: %s", tool.name, type(error).__name__, error)
+        await close_tools(made, timeout_s)
+
+
+async def close_tools(made: Sequence[Tool], timeout_s: float = CLOSE_S) -> None:
+    """End the processes and connections of all tools; one that fails, or takes longer, is logged."""
+    closing = [asyncio.ensure_future(tool.close()) for tool in made]
+    if not closing:
+        return
+    _, late = await asyncio.wait(closing, timeout=timeout_s)
+    for tool, ended in zip(made, closing, strict=True):
+        if ended in late:
+            ended.cancel()
+            logger.error("the tool %s did not close within %.0f s", tool.name, timeout_s)
+        elif (error := ended.exception()) is not None:
+            logger.error("the tool %s did not close: %s: %s", tool.name, type(error).__name__, error)
+
+
+def make_toolbox(
+    config: Config,
+    chosen: TrainSet | HeldOutSet,
+    tools: Sequence[Tool],
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> Toolbox:
+    """Return the toolbox of a set with these tools. Raises ValueError if the chat template cannot be used with them."""
+    agent, kwargs = config.agent, chosen.data.chat_template_kwargs
+    dialogue = Dialogue(tokenizer, stop_token_ids, kwargs)
+    if agent.loop == TOOL_AGENT:
+        dialogue.check(tools=bool(tools))
+    form = tool_format(agent.tool_format, tokenizer, kwargs) if tools else HERMES
+    return Toolbox.of(dialogue, agent, tools, form, config.run_dir if config.door.enabled else None)
 
 
 def make_tool(chosen: ToolConfig, key: str) -> Tool:
@@ -87,6 +102,8 @@ def make_tool(chosen: ToolConfig, key: str) -> Tool:
         return _of_class(found, chosen, key)
     except (TypeError, ValueError, TimeoutError, SandboxError) as error:
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {error}") from error
+    except Exception as error:  # whatever the values of its arguments lead to
+        raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _of_class(found: Any, chosen: ToolConfig, key: str) -> Tool:  # noqa: ANN401  # a class of the user's

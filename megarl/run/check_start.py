@@ -1,7 +1,7 @@
 """The checks before a run starts, beyond its plan: everything that the run will open and call is tried once.
 
-Data files, tokenizer and chat template, the headers of the weights, and one call of each reward function. A mistake
-would otherwise show when engines and trainer are up.
+Data files, tokenizer and chat template, the agent's loop and tools, the headers of the weights, and one call of each
+reward function. A mistake would otherwise show when engines and trainer are up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_start(config: Config, info: ModelInfo) -> list[str]:
     warnings: list[str] = []
     with _trial_calls(config, first) as calls:  # they start while the files are read
         problems += data_file_problems(config)
-        problems += tokenizer_problems(config, first)
+        problems += _tokenizer_and_agent(config, first)
         problems += weight_problems(config, info)
         problems += resume_problems(config, info)
         for each in calls.problems():
@@ -52,6 +52,16 @@ def check_start(config: Config, info: ModelInfo) -> list[str]:
     if problems:
         raise ConfigError(problems)
     return warnings
+
+
+def _tokenizer_and_agent(config: Config, first: Mapping[str, Prompt]) -> list[str]:
+    """Return what is wrong with the tokenizer and the agent, whose tools the prompts show."""
+    if config.agent.loop == SINGLE_TURN:
+        return tokenizer_problems(config, first)
+    from megarl.rollout.check_agent import try_agent  # its imports take a second, which single turns do not need
+
+    agent = try_agent(config)
+    return tokenizer_problems(config, first, agent.schemas) + agent.problems
 
 
 def mark_checked(environment: MutableMapping[str, str]) -> None:

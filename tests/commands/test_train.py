@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megarl.checkpoint.convert import command_line
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.commands import cli
 from megarl.common.run_files import ExitRecord, write_exit
@@ -116,3 +117,27 @@ def test_convert_inspects_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         cli.main(["convert", "--help"])
     assert "verify" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("start", ["megarl convert", "convert.py"])
+def test_the_converter_calls_itself_as_it_was_started(
+    start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: str) -> tuple[int | str | None, str]:
+        command = ["convert"] if start == "megarl convert" else []
+        try:
+            status: int | str | None = (cli.main if command else command_line.main)([*command, *arguments])
+        except SystemExit as ended:
+            status = ended.code
+        told = capsys.readouterr()
+        return status, " ".join((told.out + told.err).split())
+
+    status, told = run("--help")
+    assert status == 0 and told.startswith(f"usage: {start} [-h]")
+    script = "-m megarl convert" if start == "megarl convert" else "tools/checkpoint/convert.py"
+    assert f"torchrun --rdzv-backend megarl --nproc-per-node 8 {script} import" in told
+    assert run("inspect", "--help")[1].endswith(f"example: {start} inspect Qwen3-8B-megatron")
+    status, told = run("inspect", str(tmp_path / "gone"))
+    assert status == 1 and told.startswith(f"{start}: {tmp_path / 'gone'}")
+    status, told = run("import")
+    assert status == 2 and f"{start} import: error: " in told

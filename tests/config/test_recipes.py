@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megarl.common.errors import ConfigError
+from megarl.config.checks import check
 from megarl.config.data_sections import EvalSetConfig
 from megarl.config.load import config_from_tree
 from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
@@ -121,3 +123,13 @@ def test_the_settings_of_the_published_script_are_accepted(name: str) -> None:
         f"{key.replace('__', '.')}={value}" in RECIPES[name].read_text().partition("\nrun:")[0]
         for key, value in changes.items()
     )
+
+
+def test_a_recipe_planned_outside_the_checkout_says_where_its_shape_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All relative paths start at the current directory, those of a recipe too."""
+    monkeypatch.chdir(tmp_path)
+    told = rf"^model\.shape: examples/.*config\.json not found: .* \(current directory: {tmp_path}; relative paths"
+    with pytest.raises(ConfigError, match=told):
+        check(config_of(recipe("qwen3_8b_gsm8k_8")), device="cuda", files=False)

@@ -54,12 +54,28 @@ def test_of_very_many_bad_rows_some_are_told_and_the_others_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text(write_problems(tmp_path / "good.jsonl", 1).read_text() + "no\n" * 30)
+    different = "".join(f'{{"problem": {number}, "answer": "1"}}\n' for number in range(30))
+    bad.write_text(write_problems(tmp_path / "good.jsonl", 1).read_text() + different)
     with pytest.raises(ConfigError) as raised:
         check_data_files(config("model", bad))
     assert len(raised.value.problems) == 11 and raised.value.problems[-1] == f"data: 20 more rows of {bad} are wrong"
     monkeypatch.setattr(check_files, "MOST_ROWS", 1)
     check_data_files(config("model", bad))
+
+
+def test_rows_with_the_same_problem_are_one_line(tmp_path: Path) -> None:
+    path = write_problems(tmp_path / "many.jsonl", 64)
+    with pytest.raises(ConfigError) as raised:
+        check_data_files(config("model", path, data__prompt_field="question"))
+    [problem] = raised.value.problems
+    assert problem.startswith(f"data: {path}:1: there is no field 'question' (data.prompt_field)")
+    assert problem.endswith(" (and in 63 more: 2, 3, 4, 5, 6, ...)")
+    path.write_text(write_problems(tmp_path / "good.jsonl", 1).read_text() + "no\n[1]\nno\n")
+    with pytest.raises(ConfigError) as raised:
+        check_data_files(config("model", path))
+    first, second = raised.value.problems
+    assert first.startswith(f"data: {path}:2: not JSON: ") and first.endswith(" (and in 1 more: 4)")
+    assert second == f"data: {path}:3: must be a JSON object, not list"
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from tests.support.checkout import ROOT
 from tests.support.run import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+LONGEST_S = 600.0  # the README says 3 to 10 minutes
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +32,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(assets: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
     """The summary of a run of agents_cpu.yaml."""
     heldout = f'[{{"name": "products", "path": "{assets / "heldout.jsonl"}"}}]'
+    begun = time.monotonic()
     process = start(
         ROOT / "examples/rl/configs/agents_cpu.yaml",
         f"run.dir={run_dir}",
@@ -38,9 +43,19 @@ def trained(assets: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
     )
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output[-4000:]
+    check_time(time.monotonic() - begun)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     assert summary["eval_before"]["n"] == summary["eval_after"]["n"] >= 500
     return summary
+
+
+def check_time(seconds: float) -> None:
+    """A run that shares its cores with a test beside it takes longer, which is printed and no failure."""
+    told = f"the run took {seconds:.0f} s; {LONGEST_S:.0f} s are told for two cores of its own"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        print(told)
+    else:
+        assert seconds <= LONGEST_S, told
 
 
 def test_it_learns_to_call_the_tool(assets: Path, tmp_path: Path) -> None:

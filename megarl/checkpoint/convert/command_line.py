@@ -1,4 +1,4 @@
-"""The command line of tools/checkpoint/convert.py."""
+"""The command line of `megarl convert` and tools/checkpoint/convert.py."""
 
 from __future__ import annotations
 
@@ -21,18 +21,24 @@ if TYPE_CHECKING:
     from megarl.checkpoint.format.hf_files import HFDirectory
     from megarl.checkpoint.format.megatron_files import MegatronDirectory
 
-PROGRAM = "convert.py"
 _EXIT_DELAY_S = 5.0  # torchrun ends all ranks when the first one exits: by then rank 0 must have written its message
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    program: str = "convert.py",
+    of_torchrun: str = "tools/checkpoint/convert.py",
+) -> int:
     """Run one command and return its exit status.
+
+    `program`: how it was started, for help and messages; `of_torchrun`: how torchrun starts it.
 
     It is 0 for done or equal, 1 for failed or not equal, 130 for interrupted; a mistake on the command line raises
     SystemExit(2).
     """
-    options = _parser().parse_args(arguments)
+    options = _parser(program, of_torchrun).parse_args(arguments)
     command: Callable[[argparse.Namespace, TextIO], int] = options.command
     try:
         return command(options, sys.stdout)
@@ -40,19 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if int(os.environ.get("RANK", "0")) and "WORLD_SIZE" in os.environ:
             time.sleep(_EXIT_DELAY_S)
             return 1
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        sys.stderr.write(f"{program}: {error}\n")
         return 1
     except KeyboardInterrupt:
         remedy = "; continue with --resume" if options.resumable else ""
-        sys.stderr.write(f"{PROGRAM}: interrupted{remedy}\n")
+        sys.stderr.write(f"{program}: interrupted{remedy}\n")
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str, of_torchrun: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=PROGRAM,
+        prog=program,
         description="Hugging Face <-> Megatron-Core checkpoints: exact, streaming, resumable.",
-        epilog="On several ranks: torchrun --rdzv-backend megarl --nproc-per-node 8 convert.py import ...",
+        epilog=f"On several ranks: torchrun --rdzv-backend megarl --nproc-per-node 8 {of_torchrun} import ...",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _import_parser(commands)
@@ -64,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, example: str,
              run: Callable[[argparse.Namespace, TextIO], int]) -> argparse.ArgumentParser:  # fmt: skip
-    parser = commands.add_parser(name, help=text, description=text, epilog=f"example: {PROGRAM} {example}")
+    parser = commands.add_parser(name, help=text, description=text, epilog=f"example: %(prog)s {example}")
     parser.set_defaults(command=run, resumable=False)
     return parser
 
@@ -74,7 +80,7 @@ def _import_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         commands,
         "import",
         "Hugging Face safetensors -> a Megatron-Core torch_dist checkpoint that any TP/PP/VPP/EP layout loads.",
-        "import --hf Qwen3-8B --out Qwen3-8B-megatron",
+        "--hf Qwen3-8B --out Qwen3-8B-megatron",
         _import,
     )
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
@@ -88,7 +94,7 @@ def _export_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         commands,
         "export",
         "A Megatron checkpoint (its root, or any saved step) -> a Hugging Face directory.",
-        "export --megatron runs/my/checkpoints/iter_0000100 --hf my-step-100",
+        "--megatron runs/my/checkpoints/iter_0000100 --hf my-step-100",
         _export,
     )
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="checkpoint root or step directory")
@@ -111,7 +117,7 @@ def _verify_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         commands,
         "verify",
         "Compare two models tensor by tensor, each a Hugging Face or a Megatron directory; exit status 0 if equal.",
-        "verify Qwen3-8B Qwen3-8B-megatron --logits --text 'The quick brown fox'",
+        "Qwen3-8B Qwen3-8B-megatron --logits --text 'The quick brown fox'",
         _verify,
     )
     parser.add_argument("a", type=Path, metavar="A", help="Hugging Face or Megatron directory")
@@ -137,7 +143,7 @@ def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         commands,
         "inspect",
         "Show the family, parameters, dtypes, layers, shards and sizes of a Hugging Face or Megatron directory.",
-        "inspect Qwen3-8B-megatron",
+        "Qwen3-8B-megatron",
         _inspect,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face or Megatron directory")

@@ -28,12 +28,16 @@ def find_loop(agent: AgentConfig) -> AgentLoop:
     try:
         found: Any = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise ValueError(f"agent.loop {agent.loop!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(f"agent.loop: {agent.loop!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
-        raise ValueError(f"agent.loop {agent.loop!r} must be a class with a method `async def run(self, ctx)`")
+        raise ValueError(f"agent.loop: {agent.loop!r} must be a class with a method `async def run(self, ctx)`")
     try:
         made = found(**resolved(agent.kwargs, "agent.kwargs"))
     except TypeError as error:
-        raise ValueError(f"agent.loop {agent.loop!r} cannot be made with agent.kwargs: {error}") from error
+        raise ValueError(f"agent.loop: {agent.loop!r} cannot be made with agent.kwargs: {error}") from error
+    except ValueError:  # it says itself which argument is wrong
+        raise
+    except Exception as error:
+        raise ValueError(f"agent.loop: {agent.loop!r} failed with {type(error).__name__}: {error}") from error
     loop: AgentLoop = made
     return loop

@@ -1,0 +1,115 @@
+"""The checks before a start try the agent: its loop, every tool, and the chat template with the tools."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.common.errors import ConfigError
+from megarl.config.load import config_from_tree
+from megarl.config.schema import Config
+from megarl.models.read_config import load_info
+from megarl.run.check_start import check_start
+from tests.support.chat_templates import CHATML_TOOLS
+from tests.support.configs import config, tree, write_problems
+from tests.support.tiny import make_tiny_model
+
+SHARE = "tests.support.reward_functions:digit_share"
+NO_TOOLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+DROPS_TURNS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages[-2:] %}<|{{ m.role }}|>{{ m.content }}{% if loop.last %}<|end|>{% endif %}{% endfor %}"
+)
+DIGITS = "examples.rl.agents.digits:Digits"
+LOOP = "examples.rl.agents.second_thoughts:SecondThoughts"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("sound") / "model")
+
+
+@pytest.fixture
+def model(sound: Path, tmp_path: Path) -> Path:
+    """A copy of the model, whose template is to be replaced."""
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_problems(tmp_path / "prompts.jsonl", 4)
+
+
+def problems_of(chosen: Config) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        check_start(chosen, load_info(chosen.model.path))
+    return raised.value.problems
+
+
+def agent_problems_of(model: Path, data: Path, template: str = "", **changes: Any) -> list[str]:
+    if template:
+        (model / "chat_template.jinja").write_text(template)
+    sections = {"agent__loop": "tool_agent", "agent__tool_format": "hermes", "reward__function": SHARE, **changes}
+    return problems_of(config(model, data, reward__trial_call=False, **sections))
+
+
+def test_a_tool_agent_needs_a_template_that_shows_tools_and_only_appends(model: Path, data: Path) -> None:
+    tools = [{"kind": "calculator"}]
+    [problem] = agent_problems_of(model, data, NO_TOOLS, tools=tools)
+    assert problem.startswith("data: the chat template does not show tools to the model; use the template of")
+    [problem] = agent_problems_of(model, data, DROPS_TURNS, tools=tools)
+    assert problem.startswith("data: the chat template changes what stands before a message") and "appends" in problem
+    [problem] = agent_problems_of(model, data, CHATML_TOOLS, tools=tools, agent__tool_format="template")
+    assert problem.startswith("data: ") and "set agent.tool_format: hermes" in problem
+
+
+def test_every_tool_that_cannot_be_made_is_told_once_with_the_template_that_fails_the_others(
+    model: Path, data: Path
+) -> None:
+    wrong, unused = {"kind": "calculator", "kwargs": {"x": 3}}, {"kind": "json:no_such_function"}
+    sets = [
+        {"name": "a", "path": str(data), "tools": [wrong, {"kind": DIGITS}]},
+        {"name": "b", "path": str(data), "tools": [wrong, {"kind": DIGITS, "kwargs": {"base": 7}, "name": "other"}]},
+    ]
+    agent = {"loop": LOOP, "kwargs": {"tool": "digits", "tokens": 3}, "tool_format": "hermes"}
+    (model / "chat_template.jinja").write_text(NO_TOOLS)
+    base = tree(model, data, reward__function=SHARE, reward__trial_call=False)
+    told = problems_of(config_from_tree({**base, "data": {"sets": sets}, "agent": agent, "tools": [unused]}))
+    assert [each.partition(":")[0] for each in told] == [
+        "data.sets.0", "agent.loop", "data.sets.0.tools.0", "data.sets.1.tools.1"
+    ]  # fmt: skip
+    assert "does not show tools" in told[0]
+    assert "cannot be made with agent.kwargs: " in told[1] and "'tokens'" in told[1]
+    assert "'calculator' cannot be made: " in told[2] and "'x'" in told[2]
+    assert f"{DIGITS!r} cannot be made: its class failed with TypeError: " in told[3]
+
+
+def test_what_an_agent_of_ones_own_names_is_imported(sound: Path, data: Path) -> None:
+    own = {"agent__loop": LOOP.replace("Thoughts", "Thought"), "tools": [{"kind": f"{DIGITS}2"}]}
+    loop, tool = agent_problems_of(sound, data, **own)
+    assert loop.startswith(f"agent.loop: {own['agent__loop']!r} cannot be imported: AttributeError")
+    assert tool.startswith("tools.0: ") and "the import failed with AttributeError" in tool
+    acts = {"agent__loop": "harness", "agent__act": "json:loads", "door__enabled": True}
+    [problem] = agent_problems_of(sound, data, **acts)
+    assert problem == "agent.act: 'json:loads' must be an `async def act(base_url, token, session, row)`"
+
+
+def test_the_tools_that_were_tried_are_closed(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.rl.agents.digits import Digits
+
+    closed = []
+
+    async def close(tool: Digits) -> None:
+        closed.append(tool.name)
+
+    monkeypatch.setattr(Digits, "close", close)
+    (model / "chat_template.jinja").write_text(CHATML_TOOLS)
+    tools = [{"kind": DIGITS}, {"kind": "tests.support.tool_functions:add"}]
+    agent = {"agent__loop": "tool_agent", "agent__tool_format": "hermes"}
+    chosen = config(model, data, reward__function=SHARE, reward__trial_call=False, tools=tools, **agent)
+    assert check_start(chosen, load_info(model)) == [] and closed == ["digits"]
+    assert not any("add" in thread.name for thread in threading.enumerate())
