@@ -27,7 +27,7 @@ def test_the_time_to_gather_grows_with_those_who_wait_and_is_bounded() -> None:
 
 @pytest.mark.parametrize("size", [1, outbox.MOST_SIZE])
 def test_messages_gather_until_a_call_is_full(size: int) -> None:
-    """By their number, or by their size: then the time to gather is not waited for."""
+    """A call is full by the number of messages or by their size: nobody waits for the end of the time to gather."""
 
     async def scenario() -> None:
         box: Outbox[Message] = Outbox(gather_s=60.0)
