@@ -101,8 +101,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Evaluate and report; return the exit status.
 
-    It is 0 on success, 1 (with one message) if the pool or every response of a set failed, 130 after Ctrl-C or SIGTERM. Raises
-    ConfigError for a mistake in options, model or data, or if another run holds the run directory.
+    It is 0 on success, 1 (with one message) if the pool or every response of a set failed, 130 after Ctrl-C or SIGTERM.
+    Raises ConfigError for a mistake in options, model or data, or if another run holds the run directory.
     """
     from megarl.common.claim import Holder, claim
     from megarl.common.processes import ProcessId
