@@ -163,12 +163,13 @@ def run_once(
     until: float,
     faults: Sequence[Fault],
     late_share: float,
-    kinds: Collection[Kind],
+    kinds: Collection[Kind] | None = None,
 ) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
 
-    `kinds`: those of the faults of both runs, see `run_config`.
+    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own.
     """
+    kinds = [fault.kind for fault in faults] if kinds is None else kinds
     outcome = SoakOutcome(name)
     run_dir = directory / name
     begun = time.monotonic()

@@ -1,7 +1,11 @@
-"""Parts of the rollout pool are killed, or hang, under a training run, which goes on and ends well."""
+"""Parts of the rollout pool are killed, or hang, under a training run, which goes on and ends well.
+
+MEGARL_FAULT_SEED=N repeats the moments, as far as the machine is as fast.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from megarl.cluster.handle import read_state
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.leftovers import assert_nothing_left
+from tests.support.random_moment import moments
 from tests.support.run import Run, step_records
 from tests.support.whole_runs import (
     actors,
@@ -42,12 +47,14 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
     config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": 15})
     config["evaluation"], config["admission"] = {}, {"mode": mode}
     config["run"]["deterministic"] = mode == "sync"
+    rng = moments()
     run_dir, process = tmp_path / "run", start_run(config)
     try:
         wait_for(lambda: metric_steps(run_dir) >= 2, process)
         [engine], ranks = actors(run_dir, "EngineReplica"), ranks_of(process)
         deaths = (("SimpleStorageUnit", "kill"), ("RolloutController", "kill"), ("RolloutController", "suspend"))
         for number, (victim, death) in enumerate(deaths, start=1):
+            time.sleep(rng.uniform(0.0, 2.0))
             [found, *_] = actors(run_dir, victim)
             getattr(found, death)()
             wait_for(lambda number=number: rebuilds(run_dir) == number, process)  # type: ignore[misc]
@@ -81,9 +88,11 @@ def test_the_only_engine_hangs_and_is_replaced_without_a_restart_of_the_ranks(tm
     config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": 15})
     config["run"]["deterministic"], config["evaluation"], config["admission"] = False, {}, {"mode": mode}
     config["sampling"]["max_tokens"] = 48
+    rng = moments()
     run_dir, process = tmp_path / "run", start_run(config)
     try:
         wait_for(lambda: metric_steps(run_dir) >= 2, process)
+        time.sleep(rng.uniform(0.0, 2.0))
         [engine] = actors(run_dir, "EngineReplica")
         engine.suspend()
         wait_for(lambda: restarted(run_dir) > 0, process)

@@ -22,6 +22,7 @@ from megarl.rollout.sample_times import PARTS
 from megarl.telemetry.event_files import read_events
 from tests.support.leftovers import assert_nothing_left
 from tests.support.open_sockets import check_sockets
+from tests.support.random_moment import moments
 from tests.support.reward_functions import digit_share
 from tests.support.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
 
@@ -264,7 +265,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: P
 
 
 def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
-    """SIGKILL of the only engine, whatever it does: it is replaced and the run goes on, until torchrun is killed."""
+    """SIGKILL of the only engine at a random moment: it is replaced and the run goes on, until torchrun is killed."""
+    rng = moments()
     config = tiny_config(tmp_path, steps=5000)
     config["evaluation"] = {}
     path = tmp_path / "config.yaml"
@@ -277,6 +279,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
         everybody = family(run_dir, process)
         engines = [p for p in everybody if "EngineReplica" in " ".join(p.cmdline())]
         assert len(engines) == 1, [p.cmdline() for p in everybody]
+        time.sleep(rng.uniform(0.0, 2.0))
         engines[0].kill()
         wait_for_replacement(run_dir, process)
         everybody |= family(run_dir, process)
