@@ -73,7 +73,7 @@ class RandomBatcher(ScriptedBatcher):
 
 
 def rendered(answers: list[str]) -> str:
-    """What the template writes after a turn of the model, to which tools give these answers."""
+    """Return what the template writes after a turn of the model, to which tools give these answers."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
     messages += [{"role": "tool", "content": answer} for answer in answers]
     whole: str = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
