@@ -14,6 +14,7 @@ from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import RolloutError
 from megarl.common.garbage import collect_rarely, exempt_present_objects
 from megarl.common.output import redirect_output
+from megarl.config.job_sections import DoorConfig
 from megarl.config.schema import Config
 from megarl.data.tokenize import load_tokenizer, stop_token_ids
 from megarl.door.access import door_token, read_token, write_door_file, write_token
@@ -116,7 +117,7 @@ class DoorActor:
         return token, write_token(self.run_dir, token)
 
     async def _open(self) -> tuple[str, int]:
-        host = self.config.door.host or os.environ.get(NODE_ADDRESS_VARIABLE, LOOPBACK)
+        host = address_of(self.config.door)
         deadline = time.monotonic() + PORT_S
         while True:
             try:
@@ -137,6 +138,14 @@ class DoorActor:
             ray.get_actor, self.spec.controller, namespace=self.spec.pool.namespace
         )
         return found
+
+
+def address_of(door: DoorConfig) -> str:
+    """Return the one address at which the door listens.
+
+    That of the config, else that by which this node is a member of the job; without a job of several nodes, loopback.
+    """
+    return door.host or os.environ.get(NODE_ADDRESS_VARIABLE) or LOOPBACK
 
 
 def model_names(model: Path) -> tuple[str, ...]:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class AgentTrial:
-    """What was found: `problems` as `key: what is wrong`, and the schemas of each set's tools by the set's key."""
+    """Holds what a trial has found.
+
+    `problems`: as `key: what is wrong`; `schemas`: those of each set's tools by the set's key.
+    """
 
     problems: list[str] = field(default_factory=list)
     schemas: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

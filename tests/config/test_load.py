@@ -138,9 +138,9 @@ def test_a_problem_is_told_with_the_override_that_made_it_and_the_file_with_its_
     assert complaint(good, *overrides) == (
         f"{good}: 3 problems"
         "\n  - run.steps: must be at least 1, not -1 (on the command line: run.steps=-1)"
-        "\n  - sampling.max_tokens: must be at least 1, not 0"
         "\n  - algorithm.correction.cap: must be a number, not 'much' (on the command line: "
         "algorithm.rollout_is_threshold=much)"
+        "\n  - sampling.max_tokens: must be at least 1, not 0"
     )
     assert str(good) not in complaint(good, "sampling.max_tokens=4", "trainer.gpus=0")
 

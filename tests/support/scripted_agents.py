@@ -74,7 +74,7 @@ class ScriptedBatcher:
         self.asked.append((request, prefix, near))
         so_far = ResponsesSoFar([request], tokens)
         name, turn = request.request_id, int(request.request_id.rsplit("-", 1)[1])
-        ids = ids_of(self.turns[turn])
+        ids = self.ids(turn)
         while so_far.unfinished:
             [sent] = so_far.send(1)
             done = len(sent.prompt_ids) - len(request.prompt_ids)
@@ -87,6 +87,10 @@ class ScriptedBatcher:
             so_far.add({name: ResponsePart(piece, [-(token % 8) / 4 for token in piece], spans, ended)})
             await (asyncio.sleep(0) if self.pause is None else self.pause())
         return so_far.results()[0]
+
+    def ids(self, turn: int) -> list[int]:
+        """The tokens of a turn, with the one that ends it."""
+        return ids_of(self.turns[turn])
 
 
 @dataclass

@@ -158,6 +158,19 @@ def test_an_answer_that_does_not_fit_ends_the_trajectory_before_it(config: Confi
     assert runner.stats.overflows == 2
 
 
+@pytest.mark.parametrize("piece", [1, 7])
+def test_an_interrupted_call_in_json_is_read_from_the_whole_turn(config: Config, piece: int) -> None:
+    """Every part of the call ends where JSON, or its tag, is broken."""
+    assert len(ids_of(call_text("add", a=1, b=1))) > 2 * piece
+    tool, rewards, batcher = Counter(), KeepingRewards(), ScriptedBatcher(TURNS, piece)
+    rows = asyncio.run(agent_runner(config, ToolAgent(), toolbox_of(tool), batcher, rewards).run(5))
+    assert all(row.status == "ok" and row.reward == 1.0 for row in rows)
+    assert tool.calls == [{"a": 1, "b": 1}] * 2 + [{"a": 2, "b": 2}] * 2
+    assert rewards.judged[0].turns[0].calls == ({"name": "add", "arguments": {"a": 1, "b": 1}},)
+    assert [turn.text for turn in rewards.judged[0].turns] == [TURNS[0], "2", TURNS[1], "4", TURNS[2]]
+    assert all(sampled(row) == "".join(f"{turn}<|im_end|>" for turn in TURNS) for row in rows)
+
+
 def test_tagged_calls_are_typed_and_read_from_the_whole_turn_however_it_was_interrupted(config: Config) -> None:
     number = {"type": "integer"}
     tool = Counter(parameters={"type": "object", "properties": {"a": number, "b": number}})
