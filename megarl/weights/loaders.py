@@ -199,4 +199,5 @@ def prepack_embeddings(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            del module.cpu_linear  # with the packed copy of the old weights, before another one is made
             module.quant_method.process_weights_after_loading(module)
