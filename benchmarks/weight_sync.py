@@ -10,7 +10,7 @@ compared. Memory is the peak of each process's private bytes (smaps_rollup) over
 joined the weight-sync group. The engine's is measured twice: with vLLM's layer-wise reload, which its CPU kernels need,
 and loaded in place after these kernels were replaced by torch's, minus the bytes before these syncs. Both may take
 three buckets and twice the largest module that vLLM fuses from several tensors; the embedding, which is larger here,
-is none. (A reload builds the embedding anew as well, and so needs more than that: its row shows it.)
+is none. (A reload on a CPU also makes a packed copy of each module, and so can need more: its row shows it.)
 """
 
 from __future__ import annotations

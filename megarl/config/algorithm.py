@@ -17,8 +17,9 @@ from megarl.algorithms.losses import LOSSES
 from megarl.algorithms.registry import Chosen, RegisteredFunction
 from megarl.algorithms.token_loss import TokenInputs, TokenLoss
 from megarl.common.errors import ConfigError
+from megarl.config.algorithm_section import AlgorithmConfig
 from megarl.config.load import explain
-from megarl.config.schema import AlgorithmConfig, Config
+from megarl.config.schema import Config
 
 T = TypeVar("T")
 

@@ -42,9 +42,8 @@ def undo_reload(model: nn.Module, before: LiveTensors) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, get_layerwise_info
 
     for module in model.modules():
-        info = get_layerwise_info(module)
-        if info.can_load():
-            _put_back(module, info)
+        if get_layerwise_info(module).can_load():
+            put_back(module)
     LOADING_LAYERS.clear()
     described: Any = model  # attributes that vLLM sets when a reload begins
     if hasattr(model, "_original_do_torchao_reload"):
@@ -52,10 +51,16 @@ def undo_reload(model: nn.Module, before: LiveTensors) -> None:
     _check(model, before)
 
 
-def _put_back(module: nn.Module, info: Any) -> None:  # noqa: ANN401  # a class of vLLM, which is imported late
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _place_kernel_tensors
+def put_back(module: nn.Module) -> None:
+    """Give a module of a reload that has begun its live tensors and their loaders again: it takes no part any more."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _get_original_loader,
+        _place_kernel_tensors,
+        get_layerwise_info,
+    )
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
+    info = get_layerwise_info(module)
     for tensor in get_layer_tensors(module).values():
         if not tensor.is_meta:  # a reload leaves some where they are, such as a bias, and changes their loader only
             tensor.weight_loader = _get_original_loader(tensor)

@@ -38,6 +38,29 @@ def in_place_obstacle(model: nn.Module, device_type: str) -> str | None:
     return None
 
 
+def embeddings_in_place(model: nn.Module, device_type: str) -> list[nn.Module]:
+    """Return the embeddings and output heads that can be loaded in place although other modules must be reloaded.
+
+    A reload would hold each of them twice beside the live one, and it is the largest tensor of many models. Call it
+    before the reload begins. A CPU kernel's packed copy of them has to be made anew after the load (`loaders.py`).
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def fits(module: nn.Module) -> bool:
+        plain = type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod
+        return plain and next(_layout(module, device_type), None) is None
+
+    if device_type not in ("cpu", "cuda") or torch.version.hip is not None:
+        return []
+    sharing: dict[int, list[nn.Module]] = {}  # by the tensor: a tied weight is loaded in one way
+    for module in model.modules():
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                sharing.setdefault(id(tensor), []).append(module)
+    spoiled = {module for modules in sharing.values() if not all(map(fits, modules)) for module in modules}
+    return [module for module in model.modules() if module not in spoiled and fits(module)]
+
+
 def _processing(module: nn.Module, device_type: str) -> str | None:
     """Return what a reload would do with the module's loaded weights, or None if it is nothing."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer

@@ -1,8 +1,8 @@
 """Loads received tensors into vLLM's model: in place where that gives the same bits, else by vLLM's layer-wise reload.
 
 The reload calls each weight loader twice (once on meta tensors, to count elements), keeps all tensors of incomplete
-layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, and
-`recorded_copies.py` then spares the loaders too.
+layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, for the model or
+for its embeddings alone, and `recorded_copies.py` then spares the loaders too.
 
 Shapes: B bytes of a flat uint8 buffer; tensors without a suffix may have any shape.
 """
@@ -19,9 +19,9 @@ import torch
 
 from megarl.common.errors import WeightSyncError
 from megarl.common.malloc import MMAP_OTHERWISE, map_blocks_from
-from megarl.weights.abandoned_reload import LiveTensors, live_tensors, undo_reload
+from megarl.weights.abandoned_reload import LiveTensors, live_tensors, put_back, undo_reload
 from megarl.weights.coverage import LoadCoverage, missing_message
-from megarl.weights.in_place import in_place_obstacle
+from megarl.weights.in_place import embeddings_in_place, in_place_obstacle
 from megarl.weights.recorded_copies import RecordedCopies
 
 if TYPE_CHECKING:
@@ -80,7 +80,10 @@ class ModelLoader:
             self._copies.start(self._model)
         else:
             self._before = live_tensors(self._model)
+            in_place = embeddings_in_place(self._model, self._device.type)
             initialize_layerwise_reload(self._model)
+            for module in in_place:
+                put_back(module)
             if self._coverage is not None:
                 self._coverage.follow_reload()
         if self._device.type == "cpu":
@@ -133,7 +136,7 @@ class ModelLoader:
             self._before = {}
         if self._device.type == "cpu":
             if self.obstacle is not None:
-                prepack_tied_head(self._model)
+                prepack_embeddings(self._model)
             map_blocks_from(MMAP_OTHERWISE)
 
     def abandon(self) -> None:
@@ -185,15 +188,16 @@ def prepack_updated_experts() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
 
 
-def prepack_tied_head(model: torch.nn.Module) -> None:
-    """Pack the output head's weight again after an update, which vLLM 0.32 omits for tied embeddings. CPU only.
+def prepack_embeddings(model: torch.nn.Module) -> None:
+    """Pack the weights of embeddings and output heads again after an update. CPU only.
 
-    The layer-wise reload gives the shared weight to the embedding alone, so without this the head's kernel keeps a
-    packed copy of the old weight, and the logits do not follow the weights.
-    https://github.com/vllm-project/vllm, model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`.
+    Those that were loaded in place still have packed copies of the old weights. vLLM 0.32 omits this for a tied head
+    too: its layer-wise reload gives the shared weight to the embedding alone. Without it the logits do not follow the
+    weights. https://github.com/vllm-project/vllm, model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     for module in model.modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            del module.cpu_linear  # with the packed copy of the old weights, before another one is made
             module.quant_method.process_weights_after_loading(module)

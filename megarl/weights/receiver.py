@@ -140,6 +140,7 @@ class Receiver:
                 del buffer_B  # its content was copied, and a large tensor needs the memory
                 on_wire += self._post_after(bucket)
                 loader.load(tensors)
+                del tensors  # or a large tensor would live until the next bucket is loaded
             else:
                 loader.load(tensors)
                 del tensors

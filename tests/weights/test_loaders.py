@@ -64,6 +64,39 @@ def test_a_packed_model_is_reloaded(tmp_path: Path) -> None:
         assert loader.way.startswith("layer-wise reload: model.embed_tokens")
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reload_makes_no_second_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    """It is the largest tensor, and overwritten in place; kernels that keep a packed copy of it get a new one."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    made: list[int] = []
+    original = layerwise.materialize_layer
+
+    def materialize(layer: torch.nn.Module, *rest: object) -> None:
+        original(layer, *rest)
+        made.append(max(parameter.numel() for parameter in layer.parameters()))
+
+    monkeypatch.setattr(layerwise, "materialize_layer", materialize)
+    make_tiny_model(tmp_path, "qwen3", seed=1, tie_word_embeddings=tied)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    with vllm_model(tmp_path, packed=True) as (model, config):
+        place = model.model.embed_tokens.weight.data_ptr()
+        loader = ModelLoader(model, config, CPU)
+        for _ in range(2):
+            tensors = {name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}
+            made.clear()
+            load(loader, tensors)
+            assert made and embedding.numel() not in made, "only other modules are built anew"
+            embedding = tensors["model.embed_tokens.weight"]
+            weight = model.model.embed_tokens.weight
+            assert weight.data_ptr() == place and torch.equal(weight[: len(embedding)], embedding)
+            head = embedding if tied else tensors["lm_head.weight"]
+            input_NI = torch.linspace(-1, 1, 3 * head.shape[1]).view(3, -1)
+            given = model.lm_head.quant_method.apply(model.lm_head, input_NI)[:, : len(head)]
+            torch.testing.assert_close(given, input_NI @ head.T)
+
+
 def outputs(model: torch.nn.Module) -> list[bytes]:
     """The output of each linear layer, packed or not, for the same input. Shapes: N rows, I input features."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -130,12 +163,14 @@ def test_after_a_sync_that_was_given_up_the_next_one_must_bring_every_weight(tmp
 
 def test_a_reload_that_cannot_be_undone_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later vLLM may put other tensors into a module than those that were set aside."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
     make_tiny_model(tmp_path, "qwen3")
     tensors = list(load_file(tmp_path / "model.safetensors").items())
     with vllm_model(tmp_path, packed=True) as (model, config):
         loader = ModelLoader(model, config, CPU)
         loader.start()
         loader.load(tensors[:7])
-        monkeypatch.setattr(abandoned_reload, "_put_back", lambda module, info: info.reset())
+        monkeypatch.setattr(abandoned_reload, "put_back", lambda module: get_layerwise_info(module).reset())
         with pytest.raises(WeightSyncError, match=r"an interrupted reload left \d+ tensors or modules"):
             loader.abandon()

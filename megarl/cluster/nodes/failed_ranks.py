@@ -1,4 +1,4 @@
-"""What torchrun says of ranks that have failed: nothing that the rank itself has told the user."""
+"""The report of ranks that have failed, as torchrun gives it: without what the ranks themselves have told the user."""
 
 from __future__ import annotations
 
