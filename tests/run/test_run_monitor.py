@@ -116,7 +116,7 @@ def test_the_beginning_and_the_end_of_an_alarm_are_recorded_once() -> None:
 
 
 def test_a_later_update_of_the_step_counts_in_what_is_judged_after_it() -> None:
-    """Also if the comparison was asked for before, as the metrics of the first update do."""
+    """The metrics of the first update have asked for the comparison before."""
     run = Made(monitor__ess={"action": "skip", "threshold": 0.5, "patience": 1})
     plan, measured = run.measured(3, {0: 0.01, 1: 0.01}, None, None, (0.0, 1.0), "stop")
     run.monitor.watch(plan, measured)

@@ -52,7 +52,7 @@ def test_the_parts_of_one_response_keep_their_replicas_and_lags() -> None:
 
 
 def test_rows_keep_their_own_tokens_and_versions() -> None:
-    """Of several lengths, one of them empty, and with a span that ends beyond its row."""
+    """The rows have several lengths: one is empty, and one has a span that ends beyond it."""
     rows = [
         row((VersionSpan(3, 0, 2, replica=0),), 3),
         row((), 0, group=1),

@@ -1,4 +1,4 @@
-"""What is posted to MLflow is what MLflow's own client would post, and its refusals are the same errors."""
+"""MLflow gets the request that its own client would make, and its refusals raise the same errors."""
 
 from __future__ import annotations
 
