@@ -115,8 +115,12 @@ def _written(directory: Path, step: int) -> list[int]:
 
 def skip(groups: Sequence[CountedGroup]) -> list[CountedGroup]:
     """Return the groups of a step that was skipped: those that would have been trained have failed."""
-    nothing = {"trained_samples": 0, "loss_tokens": 0, "trained_tokens": 0}
-    return [replace(each, end="failed", **nothing) if each.end == "trained" else each for each in groups]
+    return [
+        replace(each, end="failed", trained_samples=0, loss_tokens=0, trained_tokens=0)
+        if each.end == "trained"
+        else each
+        for each in groups
+    ]
 
 
 def is_finite(rows: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""What a run of the soak needs beside the quickstart's config, so that a kind of fault can happen to it.
+"""Changes of the config that a run of the soak needs, so that a kind of fault can happen to it.
 
 Both runs of a soak have it, the undisturbed one too.
 """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +17,7 @@ import pytest
 
 from benchmarks import soak_faults, soak_processes
 from benchmarks.soak_faults import Happened, Injector, lethal, read_so_far
-from benchmarks.soak_kinds import KINDS, Fault, draw, missing, schedule
+from benchmarks.soak_kinds import KINDS, draw, missing, schedule
 from benchmarks.soak_processes import (
     TITLES,
     Replica,
@@ -34,13 +32,10 @@ from benchmarks.soak_processes import (
     restarts_of,
     throttle,
 )
+from tests.support.faulted_run import BUSY, Run, fault_of
 from tests.support.waiting import wait_until
 
 WANTED = ["kill-engine", "hang-replica", "pause-engine", "slow-engine"]
-
-
-def fault_of(name: str, index: int = 0, after_step: int = 1, seconds: float = 0.0) -> Fault:
-    return Fault(KINDS[name], index, after_step, 0.0, seconds)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -69,14 +64,14 @@ def test_a_hang_gets_more_steps_than_a_pause() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0, 400.0, 10_000.0])
 def test_faults_are_drawn_from_the_whole_table_as_far_as_the_time_goes(seconds: float) -> None:
-    drawn = [draw(seed, seconds, without=["fill-disk"]) for seed in range(60)]
+    drawn = [draw(seed, seconds, without=["fill-disk"]) for seed in range(400)]
     for names in drawn:
         assert len(set(names)) == len(names) and sum(KINDS[name].cost_s for name in names) <= seconds
         left = seconds - sum(KINDS[name].cost_s for name in names)
         assert all(kind.cost_s > left for name, kind in KINDS.items() if name not in (*names, "fill-disk"))
     possible = {name for name, kind in KINDS.items() if kind.cost_s <= seconds} - {"fill-disk"}
     assert {name for names in drawn for name in names} == possible
-    assert drawn == [draw(seed, seconds, without=["fill-disk"]) for seed in range(60)]
+    assert drawn == [draw(seed, seconds, without=["fill-disk"]) for seed in range(400)]
 
 
 def test_mistakes_in_a_schedule_are_told() -> None:
@@ -87,8 +82,6 @@ def test_mistakes_in_a_schedule_are_told() -> None:
 
 
 # --- signals, on a process that computes
-
-BUSY = "while True: pass"
 
 
 @pytest.fixture
@@ -164,7 +157,8 @@ def test_the_other_parts_of_a_run_are_found_by_their_command_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A supervisor over a reward worker, controller and queue; torchrun's agent over a rank and another child."""
-    parts = " ".join(f"(exec -a 'python -m {title}.x' sleep 600) &" for title in TITLES.values())
+    titles = {target: title for target, title in TITLES.items() if target != "agent-worker"}
+    parts = " ".join(f"(exec -a 'python -m {title}.x' sleep 600) &" for title in titles.values())
     rank = "TORCHELASTIC_RESTART_COUNT=3 bash -c 'exec -a train_rl.py sleep 600'"
     supervisor = psutil.Popen(["bash", "-c", f"{parts} wait"])
     agent = psutil.Popen(["bash", "-c", f"{rank} & sleep 600 & wait", "torch.distributed.run"])
@@ -174,7 +168,7 @@ def test_the_other_parts_of_a_run_are_found_by_their_command_lines(
     try:
         assert find_processes(tmp_path, "job") == [] and find_agent(tmp_path) is None
         (tmp_path / "supervisor.json").write_text(json.dumps(pids))
-        for target in (*TITLES, "rank"):
+        for target in (*titles, "rank"):
             wait_until(lambda target=target: len(find_processes(tmp_path, target)) == 1, 30, f"the {target}")  # type: ignore[misc]
         assert find_processes(tmp_path, "agent") == [agent] == [find_agent(tmp_path)]
         wait_until(lambda: restarts_of(tmp_path) == 3, 30, "the environment of the rank")
@@ -217,56 +211,6 @@ def test_a_line_that_is_being_written_is_no_step(tmp_path: Path) -> None:
 
 
 # --- the injector, on a run of which only the files are there
-
-
-class Run:
-    """Two replicas that are processes, and a metrics.jsonl to which steps are added."""
-
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.directory = directory
-        self.started: list[psutil.Popen] = []  # all that `close` ends, whatever a test has made of them
-        self.replicas = {index: self.start() for index in range(2)}
-        monkeypatch.setattr(soak_faults, "find_replicas", self.find)
-        for name in ("find_processes", "find_agent", "restarts_of"):
-            monkeypatch.setattr(soak_faults, name, getattr(self, name))
-        monkeypatch.setattr(soak_faults, "POLL_S", 0.02)
-        self.workers = [self.start().engine for _ in range(2)]
-        self.agent, self.restarts = psutil.Process(), 0
-        self.steps = 0
-
-    def start(self) -> Replica:
-        engine = psutil.Popen([sys.executable, "-c", BUSY])
-        self.started.append(engine)
-        return Replica(actor=engine, engine=engine)
-
-    def find(self, run_dir: Path) -> dict[int, Replica]:
-        return {index: each for index, each in self.replicas.items() if self.alive(each.engine)}
-
-    def find_processes(self, run_dir: Path, target: str) -> list[psutil.Process]:
-        """The processes of every part but the replicas: `workers`."""
-        return [each for each in self.workers if self.alive(each)]
-
-    def find_agent(self, run_dir: Path) -> psutil.Process:
-        return self.agent
-
-    def restarts_of(self, run_dir: Path) -> int:
-        return self.restarts
-
-    @staticmethod
-    def alive(process: psutil.Process) -> bool:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-    def step(self, **metrics: float) -> None:
-        self.steps += 1
-        with (self.directory / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": self.steps, "time/step": 1.0, "wall_time": time.time(), **metrics}) + "\n")
-
-    def close(self) -> None:
-        for each in self.started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(signal.SIGCONT)
-                each.kill()
-                each.wait(10)
 
 
 @pytest.fixture
@@ -461,7 +405,7 @@ def test_a_drained_replica_is_over_when_it_works_again(run: Run, monkeypatch: py
         commands.append(words[3:])
         return subprocess.CompletedProcess(words, code, "replica 1 is told\n", "megarl: it is not there\n")
 
-    monkeypatch.setattr(soak_faults.subprocess, "run", command)
+    monkeypatch.setattr(subprocess, "run", command)
     run.step()
     injector = Injector(run.directory, [fault_of("drain-replica", 1)], replicas=2, say=lambda text: None)
     wait_until(lambda: bool(commands), 30, "the command")

@@ -21,7 +21,7 @@ from benchmarks.soak_orders import take
 from benchmarks.soak_pool import PoolChange
 from benchmarks.soak_processes import find_processes
 from benchmarks.soak_variant import orders_of
-from tests.benchmarks.test_soak_faults import Run, fault_of
+from tests.support.faulted_run import Run, fault_of
 from tests.support.waiting import wait_until
 
 
