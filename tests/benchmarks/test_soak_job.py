@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     """The commands that were started; each ends with the next of `codes`."""
     started: list[list[str]] = []
 
-    def run_once(command: list[str], log: Path, until: float, timeout_s: float) -> int:
+    def run_once(command: list[str], log: Path, until: float, timeout_s: float, env: Mapping[str, str]) -> int:
         started.append(command)
         log.write_text(f"the output of start {len(started)}")
         return codes.pop(0)
@@ -47,7 +49,7 @@ def test_a_job_that_a_fault_has_ended_is_started_again_by_the_same_command(
 def test_a_job_that_a_stop_request_has_ended_is_started_again(
     tmp_path: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_once(command: list[str], log: Path, until: float, timeout_s: float) -> int:
+    def run_once(command: list[str], log: Path, until: float, timeout_s: float, env: Mapping[str, str]) -> int:
         commands.append(command)
         log.write_text("")
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -75,4 +77,4 @@ def test_a_job_that_leaves_processes_is_not_started_again(
 
 def test_a_job_that_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"run did not end within 1 s; see .*run.log"):
-        soak_job._run_once(["sleep", "600"], tmp_path / "run.log", 0.0, 1.0)
+        soak_job._run_once(["sleep", "600"], tmp_path / "run.log", 0.0, 1.0, os.environ)

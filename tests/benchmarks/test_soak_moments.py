@@ -155,11 +155,11 @@ def test_every_kind_of_file_is_damaged(tmp_path: Path) -> None:
 
 
 def test_complete_checkpoints_are_found_oldest_first(tmp_path: Path) -> None:
-    assert complete(tmp_path) == []
+    assert complete(tmp_path / "checkpoints") == []
     found = [checkpoint(tmp_path, step) for step in (5, 10)]
     checkpoint(tmp_path, 15).rename(tmp_path / "checkpoints" / "iter_0000015.rolled_back")
     (tmp_path / "checkpoints" / ".iter_0000020.partial").mkdir()
-    assert complete(tmp_path) == found
+    assert complete(tmp_path / "checkpoints") == found
     assert not refused(found[1])
     found[1].rename(found[1].with_name("iter_0000010.damaged"))
-    assert refused(found[1]) and complete(tmp_path) == found[:1]
+    assert refused(found[1]) and complete(tmp_path / "checkpoints") == found[:1]
