@@ -51,6 +51,7 @@ def disturbed(
     return outcome
 
 
+@pytest.mark.slow
 def test_lost_engines_are_replaced_and_the_other_one_goes_on(
     runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
