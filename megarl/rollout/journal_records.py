@@ -116,11 +116,11 @@ def read_head(record: bytes) -> dict[str, Any]:
     """Return the head of a record."""
     (length,) = _HEAD.unpack_from(record)
     text = record[_HEAD.size : _HEAD.size + length]
-    try:  # heads of the whole file are read whenever it is searched for what is not needed
+    # The heads of the whole file are read whenever it is searched for what is not needed. json.loads takes longer, but
+    # reads also what only Python writes: a reward that is not finite, half a surrogate pair.
+    try:
         head: dict[str, Any] = msgspec.json.decode(text)
-    except (
-        msgspec.DecodeError
-    ):  # it may hold what only Python writes: a reward that is not finite, half a surrogate pair
+    except msgspec.DecodeError:
         head = json.loads(text)
     return head
 

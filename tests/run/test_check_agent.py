@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.common.errors import ConfigError
 from megarl.config.load import config_from_tree
-from megarl.config.schema import Config
 from megarl.models.read_config import load_info
 from megarl.run.check_start import check_start
 from tests.support.chat_templates import CHATML_TOOLS
-from tests.support.configs import config, tree, write_problems
-from tests.support.tiny import make_tiny_model
+from tests.support.check_start import problems_of
+from tests.support.configs import config, tree
 
 SHARE = "tests.support.reward_functions:digit_share"
 NO_TOOLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -26,28 +23,6 @@ DROPS_TURNS = (
 )
 DIGITS = "examples.rl.agents.digits:Digits"
 LOOP = "examples.rl.agents.second_thoughts:SecondThoughts"
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("sound") / "model")
-
-
-@pytest.fixture
-def model(sound: Path, tmp_path: Path) -> Path:
-    """A copy of the model, whose template is to be replaced."""
-    return Path(shutil.copytree(sound, tmp_path / "model"))
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_problems(tmp_path / "prompts.jsonl", 4)
-
-
-def problems_of(chosen: Config) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        check_start(chosen, load_info(chosen.model.path))
-    return raised.value.problems
 
 
 def agent_problems_of(model: Path, data: Path, template: str = "", **changes: Any) -> list[str]:

@@ -4,47 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.commands import cli
-from megarl.common.errors import ConfigError
 from megarl.config.checks import detect_device
 from megarl.config.load import load_config
-from megarl.config.schema import Config
 from megarl.models.read_config import load_info
 from megarl.run.check_start import check_start, is_checked, mark_checked
+from tests.support.check_start import problems_of
 from tests.support.checkout import ROOT
-from tests.support.configs import config, write_problems
-from tests.support.tiny import make_tiny_model
+from tests.support.configs import config
 
 SHARE = "tests.support.reward_functions:digit_share"
 BROKEN = "tests.support.reward_functions:broken"
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("sound") / "model")
-
-
-@pytest.fixture
-def model(sound: Path, tmp_path: Path) -> Path:
-    """A copy of the model, to be damaged."""
-    return Path(shutil.copytree(sound, tmp_path / "model"))
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_problems(tmp_path / "prompts.jsonl", 4)
-
-
-def problems_of(chosen: Config) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        check_start(chosen, load_info(chosen.model.path))
-    return raised.value.problems
 
 
 def with_header(path: Path, change: Any) -> None:

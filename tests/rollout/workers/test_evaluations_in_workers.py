@@ -157,6 +157,7 @@ def test_workers_make_the_responses_that_the_controller_makes() -> None:
     assert not any(start.task.chosen.problems or start.task.chosen.toolbox for each in starts for start in each)
     assert not scene.crew.groups._runs and not any(worker.loops._runs for worker in scene.crew.made)
     assert {worker.loops._loops for worker in scene.crew.made} == {0}
+    assert not any(scene.crew.groups._loops.values())
 
 
 def test_the_controller_admits_their_requests() -> None:

@@ -117,6 +117,7 @@ def test_a_worker_dies_at_any_point(at: int) -> None:
     assert [len(group) for group in scene.queue.groups] == [2], "once in the queue"
     asked = [request.request_id for request, *_ in scene.batcher.asked]
     assert len(asked) == len(set(asked)), "no engine is asked twice for one name"
+    assert not any(scene.crew.groups._loops.values()), "a worker counts as busy with loops that it has not"
 
 
 def test_the_points_are_in_all_phases() -> None:
