@@ -81,6 +81,7 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
         unused: Any = None
         runner = GroupRunner(config, unused, source, engines, unused, partition="run.0")
         writer: Any = queue
+        assert writer.under_way == worker._loops.under_way, "by which its puts gather"
         groups = WorkerGroups(
             config, source, runner, writer, start=start, end=lambda actor: None, notify=lambda text: None
         )
