@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl import platforms
 from megarl.models.info import ModelInfo
+from megarl.platforms import cpu_elementwise
 
 WINDOW_BLOCK = 256  # query rows of a block, for attention in a sliding window
 
@@ -50,6 +51,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, input_XE: torch.Tensor) -> torch.Tensor:
         """Return the input, normalized and scaled."""
+        if cpu_elementwise.enabled() and input_XE.dtype == self.weight.dtype == torch.float32:
+            return cpu_elementwise.rms_norm(input_XE, self.weight, self.eps)
         normed_XE = torch.nn.functional.rms_norm(input_XE.float(), (input_XE.shape[-1],), eps=self.eps)
         return normed_XE.to(input_XE.dtype) * self.weight
 

@@ -18,6 +18,7 @@ from megarl.models.info import LatentAttention, ModelInfo
 from megarl.models.layer_spec import block_spec, use_transformer_engine
 from megarl.models.layout import Layout
 from megarl.models.rope import attention_factor, inverse_frequencies, yarn_betas
+from megarl.platforms import cpu_elementwise
 
 Precision = Literal["bf16", "fp32"]
 
@@ -151,7 +152,7 @@ def _platform_fields(initialize: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
         # On the CPU this gives the same initial weights under every layout. Loaded weights do not need it.
         "use_cpu_initialization": not cuda and initialize,
-        "bias_activation_fusion": cuda,
+        "bias_activation_fusion": cuda or cpu_elementwise.enabled(),
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": engine,

@@ -59,6 +59,6 @@ class Pins:
 
         An evaluation whose pinned replicas are all lost goes on with the others.
         """
-        if background and self.pinned:
-            return set(replicas) - self.pinned
-        return set(self.reserved)
+        if not self.pinned and not self._outdated:  # as between evaluations, where every request asks
+            return set()
+        return set(replicas) - self.pinned if background and self.pinned else set(self.reserved)
