@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,16 +47,24 @@ def rms_norm(input_XE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return result
 
 
+class _Saved(Protocol):
+    """What is used of the object that autograd gives to a function for its backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_XE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    def forward(ctx: _Saved, input_XE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         square_X1 = torch.linalg.vector_norm(input_XE, dim=-1, keepdim=True).square_()
         scale_X1 = square_X1.div_(input_XE.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(input_XE, weight_E, scale_X1)
         return (input_XE * scale_X1).mul_(weight_E)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient_XE,) = gradients
         input_XE, weight_E, scale_X1 = ctx.saved_tensors
         channels = input_XE.shape[-1]
@@ -95,13 +103,13 @@ def rope(input_XD: Tensor, angles_XD: Tensor, factor: float = 1.0) -> Tensor:
 
 class _RoPE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_XD: Tensor, cosine_XD: Tensor, sine_XD: Tensor) -> Tensor:
+    def forward(ctx: _Saved, input_XD: Tensor, cosine_XD: Tensor, sine_XD: Tensor) -> Tensor:
         ctx.save_for_backward(cosine_XD, sine_XD)
         first_sine, second_sine = sine_XD.chunk(2, -1)
         return _rotated(input_XD, cosine_XD, first_sine, second_sine, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Saved, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cosine_XD, sine_XD = ctx.saved_tensors
         first_sine, second_sine = sine_XD.chunk(2, -1)
         return _rotated(gradients[0], cosine_XD, second_sine, first_sine, -1.0), None, None
@@ -121,7 +129,7 @@ def _with_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return Megatron-Core's function for tensors that are not packed, with this module's where that is the same."""
 
     @functools.wraps(original)
-    def apply(t: Tensor, freqs: Tensor, *args: Any, mscale: float = 1.0, **options: Any) -> Tensor:
+    def apply(t: Tensor, freqs: Tensor, *args: bool, mscale: float = 1.0, **options: bool) -> Tensor:
         special = args or any(options.values())  # interleaved, or multi-latent attention
         if special or freqs.shape[-1] != t.shape[-1] or freqs.shape[-1] % 2:
             return original(t, freqs, *args, mscale=mscale, **options)
