@@ -19,6 +19,7 @@ import pytest
 from megarl.cluster import handle as launch
 from megarl.common.errors import PoolEnded, SupervisorFailed
 from megarl.common.processes import ProcessId, is_alive
+from tests.support.configs import config
 
 GONE = ProcessId(1, -1)
 
@@ -58,6 +59,34 @@ def test_torchrun_variables_do_not_reach_the_pool(monkeypatch: pytest.MonkeyPatc
 
 def handle(run_dir: Path) -> launch.SupervisorHandle:
     return launch.SupervisorHandle(str(run_dir), "a:1", "n", "p", 0, "abc", ProcessId.own(), platform.node())
+
+
+def test_a_start_that_is_interrupted_ends_the_supervisor_that_nobody_has_a_handle_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the head starts; the supervisor is a process that would sleep for a minute."""
+    chosen = config(tmp_path / "model")
+    stopped: list[tuple[int, float]] = []
+    sleepers: list[subprocess.Popen[bytes]] = []
+
+    def start(config_json: str, run_dir: Path, agent_pid: int, launch_id: str, **options: object) -> None:
+        sleepers.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        launch._STARTED[launch_id] = sleepers[0]
+
+    def attach(*args: object) -> launch.SupervisorHandle:
+        raise KeyboardInterrupt
+
+    def stop(run_dir: Path, process: ProcessId, launch_id: str, timeout_s: float) -> None:
+        stopped.append((process.pid, timeout_s))
+        launch._STARTED.pop(launch_id).kill()
+
+    monkeypatch.setattr(launch, "start_supervisor", start)
+    monkeypatch.setattr(launch, "attach_supervisor", attach)
+    monkeypatch.setattr(launch, "stop_supervisor", stop)
+    with pytest.raises(KeyboardInterrupt):
+        launch.launch_supervisor(chosen.model_dump_json(), tmp_path, os.getpid())
+    assert stopped == [(sleepers[0].pid, chosen.timeouts.shutdown_s)]
+    sleepers[0].wait(10)
 
 
 def test_only_the_same_agents_ready_pool_of_the_same_config_is_kept(tmp_path: Path) -> None:
