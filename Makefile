@@ -16,7 +16,7 @@ ENV_PY := $(ENV_VENV)/bin/python
 # Another Megatron-Core than the locked one, for make test-mcore: only its own files, laid before those of .venv.
 NEXT ?= 0.19.2
 MCORE := $(VENV)/mcore-$(NEXT)
-MCORE_TESTS ?= tests/platforms/test_patches.py tests/common/test_megatron_versions.py tests/models tests/trainer tests/checkpoint
+MCORE_TESTS ?= tests/platforms/test_patches.py tests/platforms/test_cpu_elementwise.py tests/common/test_megatron_versions.py tests/models tests/trainer tests/checkpoint
 # Published implementations that tests compare with (verl, AReaL).
 ORACLES ?= .oracles
 GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps

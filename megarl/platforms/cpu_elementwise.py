@@ -13,15 +13,19 @@ Shapes: X any axes, E channels that are normalized, D channels of a head, F chan
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megarl.common.errors import InstallationError
 from megarl.platforms.cpu_matmul import VARIABLE
+from megarl.platforms.patches import rebind
 
 
 @functools.cache
@@ -31,14 +35,45 @@ def enabled() -> bool:
 
 
 def install() -> None:
-    """Make Megatron-Core's fused SwiGLU and its RoPE use the functions of this module; call it once."""
+    """Make Megatron-Core's fused SwiGLU and its RoPE use the functions of this module; call it once.
+
+    Raises InstallationError if one of the two is not as in the versions that megarl supports.
+    """
     if not enabled():
         return
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.common.embeddings import rope_utils
 
-    fused_bias_swiglu.swiglu_back = swiglu_back
-    rope_utils._apply_rotary_pos_emb_bshd = _with_rope(rope_utils._apply_rotary_pos_emb_bshd)
+    _replace(fused_bias_swiglu, "swiglu_back", ("g", "y"), lambda original: swiglu_back)
+    _replace(rope_utils, "_apply_rotary_pos_emb_bshd", ("t", "freqs"), _with_rope, options=("mscale",))
+
+
+def _replace(
+    module: ModuleType,
+    name: str,
+    tensors: tuple[str, ...],
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    options: tuple[str, ...] = (),
+) -> None:
+    """Set `module.name`, and what has been imported from there, to `make` of it.
+
+    Its parameters must be `tensors`, and after them only those that have a default, `options` among them. A name that
+    is gone would be set without an effect, and a further tensor would be left out without an error.
+    """
+    original = getattr(module, name, None)
+    parameters = {} if original is None else inspect.signature(original).parameters
+    needed = tuple(key for key, each in parameters.items() if each.default is each.empty)
+    if original is None or needed != tensors or not set(options) <= set(parameters):
+        import megatron.core
+
+        raise InstallationError(
+            f"{module.__name__}.{name} of megatron-core {megatron.core.__version__} is not the function that megarl "
+            f"replaces on a CPU. Install the locked version (`make setup`), or set {VARIABLE}=torch to use torch's "
+            "functions, which are slower"
+        )
+    replacement = make(original)
+    setattr(module, name, replacement)
+    rebind(name, original, replacement)
 
 
 def rms_norm(input_XE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -126,10 +161,13 @@ def _rotated(x_XD: Tensor, cosine_XD: Tensor, first_sine: Tensor, second_sine: T
 
 
 def _with_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return Megatron-Core's function for tensors that are not packed, with this module's where that is the same."""
+    """Return Megatron-Core's function for one axis of tokens, with this module's where that is the same.
+
+    Those for packed sequences call it too.
+    """
 
     @functools.wraps(original)
-    def apply(t: Tensor, freqs: Tensor, *args: bool, mscale: float = 1.0, **options: bool) -> Tensor:
+    def apply(t: Tensor, freqs: Tensor, *args: bool, mscale: float = 1.0, **options: bool | None) -> Tensor:
         special = args or any(options.values())  # interleaved, or multi-latent attention
         if special or freqs.shape[-1] != t.shape[-1] or freqs.shape[-1] % 2:
             return original(t, freqs, *args, mscale=mscale, **options)

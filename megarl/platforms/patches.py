@@ -81,7 +81,7 @@ def all_to_all_split_sizes() -> None:
         return original(group, input_, as_list(output_split_sizes_), as_list(input_split_sizes), *args, **kwargs)
 
     mappings.all_to_all = all_to_all
-    _rebind("all_to_all", original, all_to_all)
+    rebind("all_to_all", original, all_to_all)
 
 
 def adam_step_is_shared() -> None:
@@ -230,7 +230,7 @@ def aux_loss_counts_of_padding() -> None:
         return per_expert, total / reduce_group.size(), total.clamp(min=1)
 
     moe_utils.get_tokens_per_expert_and_token_count = counts
-    _rebind("get_tokens_per_expert_and_token_count", original, counts)
+    rebind("get_tokens_per_expert_and_token_count", original, counts)
 
 
 def expert_bias_padding_mask_shape() -> None:
@@ -339,7 +339,7 @@ def mla_query_has_no_norm_without_compression() -> None:
     QKNormConfigResolver._mla_fused_linear_or_default = choose
 
 
-def _rebind(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+def rebind(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Set `replacement` in every Megatron module that has imported `original` by name."""
     import sys
 

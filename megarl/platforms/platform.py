@@ -48,12 +48,15 @@ def activate(device: int | None = None) -> Platform:
 def _make_megatron_usable() -> None:
     cuda.check_transformer_engine()
     if not current().is_cuda:
-        from megarl.platforms import cpu, cpu_elementwise, cpu_matmul
+        from megarl.platforms import cpu, cpu_matmul
 
         cpu.install()
         cpu_matmul.install()
-        cpu_elementwise.install()
     megatron_versions.check_imported()
     from megarl.platforms import patches
 
     patches.apply()
+    if not current().is_cuda:
+        from megarl.platforms import cpu_elementwise
+
+        cpu_elementwise.install()

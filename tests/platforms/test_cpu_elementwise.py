@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,9 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from megarl.common.errors import InstallationError
+from megarl.platforms import cpu_elementwise
 from megarl.platforms.cpu_elementwise import rms_norm, rope, swiglu_back
 from megarl.platforms.cpu_matmul import VARIABLE
 from tests.support.checkout import ROOT, environment
+from tests.support.family_models import family_models, make_batch
+from tests.support.world import World
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines without CUDA")
 SEEDS = st.integers(0, 2**16)
@@ -132,3 +139,57 @@ def test_megatron_uses_them_unless_it_is_told_not_to(chosen: str | None) -> None
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == (["1", "1", "1"] if chosen is None else ["0", "0", "0"])
+
+
+def _module(function: Callable[..., Tensor]) -> ModuleType:
+    module = ModuleType("megatron.core.a_module")
+    module.name = function  # type: ignore[attr-defined]
+    return module
+
+
+def test_a_function_of_megatron_that_has_changed_is_refused() -> None:
+    """Otherwise it would be replaced without an effect, or called without the new tensor."""
+
+    def replace(function: Callable[..., Tensor], name: str = "name") -> ModuleType:
+        module = _module(function)
+        cpu_elementwise._replace(module, name, ("g", "y"), lambda original: swiglu_back, options=("scale",))
+        return module
+
+    assert replace(lambda g, y, flag=False, scale=1.0: g).name is swiglu_back
+    for changed, name in (
+        (lambda g, y, scale=1.0: g, "gone"),
+        (lambda g, y: g, "name"),
+        (lambda y, g, scale=1.0: g, "name"),
+        (lambda g, y, weights, scale=1.0: g, "name"),
+    ):
+        with pytest.raises(InstallationError, match=rf"a_module\.{name} of megatron-core .* is not .*{VARIABLE}=torch"):
+            replace(changed, name)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return family_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_a_model_uses_them_in_both_passes_and_has_the_gradients_of_torchs_functions(
+    name: str, precision: str, tolerance: float, world: Callable[[int], World], model_dir: Callable[[str], Path]
+) -> None:
+    case, micro_batch = "tests.support.ranks.elementwise:gradients", make_batch()[0]
+    (calls, modules, found), (none, _, expected) = (
+        world(1).run(case, model_dir=str(model_dir(name)), micro_batch=micro_batch, precision=precision, plain=plain)[0]
+        for plain in (False, True)
+    )
+    assert none == {}
+    norms = modules["norm"] if precision == "fp32" else 0  # in bf16 they are torch's
+    assert calls.get("norm forward", 0) == calls.get("norm backward", 0) == norms
+    assert calls["swiglu forward"] >= modules["mlp"] and calls["swiglu backward"] == modules["mlp"]
+    ropes = 0 if name == "deepseek_v3" else 2 * modules["layers"]  # one for queries, one for keys, or for each sequence
+    assert calls.get("rope forward", 0) == calls.get("rope backward", 0) and calls.get("rope forward", 0) >= ropes
+    assert (ropes == 0) == ("rope forward" not in calls)
+    assert found.keys() == expected.keys() and len(found) > modules["layers"]
+    for parameter, gradient in found.items():
+        gap = (gradient.float() - expected[parameter].float()).norm() / expected[parameter].float().norm()
+        assert gap <= tolerance, (parameter, gap)
