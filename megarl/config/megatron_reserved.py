@@ -100,7 +100,7 @@ RESERVED: dict[Target, dict[str, str]] = {
 GPU_ONLY: dict[Target, frozenset[str]] = {
     "transformer": frozenset(
         _each(
-            "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion"
+            "apply_rope_fusion bias_dropout_fusion masked_softmax_fusion"
             " cross_entropy_loss_fusion moe_permute_fusion moe_router_fusion"
             " moe_grouped_gemm fused_single_qkv_rope use_te_rng_tracker use_te_activation_func fp8 fp4"
             " tp_comm_overlap moe_enable_deepep persist_layer_norm memory_efficient_layer_norm cpu_offloading"
