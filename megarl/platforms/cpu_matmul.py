@@ -7,7 +7,8 @@ because it reads a transposed operand as it lies. Both round in float32, not ali
 one that torch itself takes for bfloat16, and for compiled linear layers in float32.
 
 The environment variable MEGARL_CPU_MATMUL=torch keeps torch's own products, to compare a run bit for bit with one of
-another processor, or of a commit without this module.
+another processor, or of a commit without this module. It also keeps torch's functions where cpu_elementwise.py would
+replace them.
 """
 
 from __future__ import annotations

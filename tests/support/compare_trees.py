@@ -8,7 +8,8 @@ TP2 and a mixture of experts under EP2, six steps with evaluations, an export an
 second run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the prompts
 drawn, all recorded trajectories and every metric of the old tree that is not a timing. With `--quickstart` it compares
 a few steps of the quickstart's own job instead, with the model and the data of that directory. Exit status 1 names the
-first difference. The variable makes both trees use torch's own float32 products (`megarl/platforms/cpu_matmul.py`).
+first difference. The variable makes both trees use torch's own float32 products, RMSNorm, SwiGLU and RoPE
+(`megarl/platforms/cpu_matmul.py`, `cpu_elementwise.py`), as trees did that know nothing of it.
 """
 
 from __future__ import annotations
