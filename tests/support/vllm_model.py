@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ def vllm_model(directory: Path, *, packed: bool = False, **engine_args: Any) -> 
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.base_loader import process_weights_after_loading
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import ModelRegistry
+
+    # Where nothing is cached, vLLM inspects each class in a new process, which imports vLLM again.
+    for name in json.loads((directory / "config.json").read_text())["architectures"]:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
     arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "skip_tokenizer_init": True}
     config = EngineArgs(model=str(directory), **(arguments | engine_args)).create_engine_config()

@@ -20,8 +20,13 @@ from megarl.weights.sender import SyncSettings, WeightSender
 from tests.support.checkout import ROOT, environment
 from tests.support.fake_engines import FakePool, FakeReplica, ListExporter
 
-DEADLINE_S = 8.0
-SETTINGS = SyncSettings(bucket_bytes=2**23, sync_s=DEADLINE_S, rpc_s=30.0, restarts=0, transport="gloo")
+# A process that is stopped is found by the deadline alone, which is therefore short; one that is killed, before it.
+DEADLINES_S = {signal.SIGKILL: 8.0, signal.SIGSTOP: 4.0}
+
+
+def settings(end: signal.Signals, restarts: int) -> SyncSettings:
+    deadline_s = DEADLINES_S[end]
+    return SyncSettings(bucket_bytes=2**23, sync_s=deadline_s, rpc_s=30.0, restarts=restarts, transport="gloo")
 
 
 class ProcessReplica:
@@ -75,7 +80,7 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
     before = set(threading.enumerate())
     pool = MixedPool(victim)
     exporter = ListExporter({f"t{i}": torch.randn(1 << 20) for i in range(24)})
-    sender = WeightSender(SETTINGS, exporter)
+    sender = WeightSender(settings(end, restarts=0), exporter)
     sender.connect(pool)
     sender.publish(0)
     survivor = pool.replicas()[0]
@@ -85,13 +90,13 @@ def test_a_receiver_lost_in_mid_sync_is_named_within_the_deadline(victim: Proces
     with pytest.raises(WeightSyncError) as info:
         sender.publish(1)
     elapsed = time.monotonic() - start
-    assert elapsed < DEADLINE_S + 15.0  # a loaded machine
+    assert elapsed < DEADLINES_S[end] + 15.0  # a loaded machine
     if end == signal.SIGKILL:
-        assert elapsed < DEADLINE_S, "a closed connection is noticed before the deadline"
+        assert elapsed < DEADLINES_S[end], "a closed connection is noticed before the deadline"
     else:
         found = re.search(r"waited (\d+\.\d) s for engine replica 1 worker 0 in the broadcast", str(info.value))
         assert found is not None, info.value
-        assert float(found[1]) < DEADLINE_S + 3.0, "it was waited for longer than the deadline"
+        assert float(found[1]) < DEADLINES_S[end] + 3.0, "it was waited for longer than the deadline"
     assert [name for name in info.value.failed_members if "replica 1" not in name] == []
     assert info.value.failed_members and info.value.needs_restart == ("replica 0", "replica 1")
     assert survivor.version == "0" and not survivor.serving
@@ -105,7 +110,7 @@ def test_a_receiver_lost_in_mid_sync_costs_the_other_one_only_time(victim: Proce
     deadline of the sync, which alone tells that it hangs."""
     pool = MixedPool(victim)
     exporter = ListExporter({f"t{i}": torch.randn(1 << 20) for i in range(24)})
-    sender = WeightSender(SyncSettings(**{**SETTINGS.__dict__, "restarts": 1}), exporter)
+    sender = WeightSender(settings(end, restarts=1), exporter)
     sender.connect(pool)
     sender.publish(0)
     survivor = pool.replicas()[0]
@@ -120,7 +125,7 @@ def test_a_receiver_lost_in_mid_sync_costs_the_other_one_only_time(victim: Proce
     start = time.monotonic()
     report = sender.publish(1)
     elapsed = time.monotonic() - start
-    assert elapsed < (15.0 if end == signal.SIGKILL else DEADLINE_S + 25.0)  # a loaded machine
+    assert elapsed < (15.0 if end == signal.SIGKILL else DEADLINES_S[end] + 25.0)  # a loaded machine
     assert report.restarted == ("replica 1",) and pool.names() == ["replica 0"] and pool.restarted == []
     assert pool.replicas() == [survivor] and survivor.serving and survivor.version == "1"
     assert survivor.calls.count("abandon_weight_update") == 1

@@ -401,7 +401,8 @@ def test_a_leader_that_stages_for_too_long_ends_the_sync_and_calls_no_engine(mon
     pool = FakePool(1, 1)
     sender, exporter = make_sender(pool, with_settings(sync_s=1.0))
     sender.publish(0)
-    exporter.before_copy = lambda tensor: time.sleep(3.0) if tensor == 0 else None
+    pauses = iter([3.0])  # of the first copy only
+    exporter.before_copy = lambda tensor: time.sleep(next(pauses, 0.0))
     with pytest.raises(WeightSyncError, match=r"during stage: .*rank 0 waited 1\.5 s for its own first") as info:
         sender.publish(1)
     assert info.value.needs_restart == ()

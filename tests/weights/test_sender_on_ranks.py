@@ -53,11 +53,11 @@ def test_all_ranks_learn_of_a_failed_engine_and_stay_in_step(world: Callable[[in
     ("how", "owners", "first", "staging_bytes", "staged", "published"),
     [
         ("sleep", "one", 9, 0, False, 1),
-        ("sleep", "one", 9, 0, False, 0),
-        ("sleep", "stages", 9, 0, False, 1),
+        pytest.param("sleep", "one", 9, 0, False, 0, marks=pytest.mark.slow),
+        pytest.param("sleep", "stages", 9, 0, False, 1, marks=pytest.mark.slow),
         ("stop", "stages", 9, 0, None, 1),  # a process can be stopped before or after its last message
         ("sleep", "one", 0, 0, True, 1),
-        ("stop", "stages", 9, 2**20, True, 1),
+        pytest.param("stop", "stages", 9, 2**20, True, 1, marks=pytest.mark.slow),
         ("sleep", "stages", 9, 2**20, True, 0),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_rank_that_hangs_in_a_gather_is_named_by_all_others_in_time(
     for rank in (0, 2, 3):
         result = results[rank]
         assert result["failed_members"] == ("trainer rank 1",), result["error"]
-        assert result["seconds"] < 5.0 + 3.0, "within the deadline of 5 s, and 3 s for the answers"
+        assert result["seconds"] < 3.0 + 5.0, "within the deadline of 3 s, and 5 s for the answers"
         assert re.search(r"trainer rank 0 waited \d+\.\d s for .*trainer rank 1", result["error"]), result["error"]
     untouched = results[0]["pauses"] == [published, published]
     assert staged in (None, untouched)
@@ -95,7 +95,7 @@ def test_a_rank_that_hangs_in_a_gather_is_named_by_all_others_in_time(
     )
 
 
-@pytest.mark.parametrize("published", [0, 1])
+@pytest.mark.parametrize("published", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_hangs_in_a_gather_of_megatron_shards_is_named_in_time(
     world: Callable[[int], World], tmp_path: Path, published: int
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_in_a_gather_of_megatron_shards_is_named_in_time(
         "tests.support.ranks.weight_sync:export_while_a_rank_hangs", model=str(model), published=published
     )
     assert leader["failed_members"] == ("trainer rank 1",), leader["error"]
-    assert leader["seconds"] < 5.0 + 3.0, "within the deadline of 5 s, and 3 s for the answers"
+    assert leader["seconds"] < 3.0 + 5.0, "within the deadline of 3 s, and 5 s for the answers"
     assert "packing its part of bucket" in leader["error"]
 
 

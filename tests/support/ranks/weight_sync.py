@@ -174,7 +174,7 @@ def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes:
     release = f"hang/{how}/{owners}/{first}/{published}"
     pool = FakePool(1, 1) if rank == 0 else None
     exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
-    settings = with_settings(sync_s=5.0, staging_bytes=staging_bytes)
+    settings = with_settings(sync_s=3.0, staging_bytes=staging_bytes)
     sender = WeightSender(settings, exporter)
     sender.connect(pool)
     for version in range(published):
@@ -223,7 +223,7 @@ def export_while_a_rank_hangs(model: str, published: int) -> dict[str, Any]:
     with use_layout(layout):
         info, _, chunks = load(model, layout)
         pool = FakePool(1) if rank == 0 else None
-        settings = with_settings(bucket_bytes=20_000, sync_s=5.0, restarts=0)
+        settings = with_settings(bucket_bytes=20_000, sync_s=3.0, restarts=0)
         sender = WeightSender(settings, HFExporter(chunks, info, torch.float32))
         sender.connect(pool)
         for version in range(published):
