@@ -130,11 +130,11 @@ test-oracles: setup-test  ## Losses, advantages and corrections against verl's a
 test-slow-models: setup-test  ## Every family through every layout, loader, exporter and converter.
 	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert
 
-test-slow-trainer: setup-test  ## Every layout of the trainer, its memory, and save and resume between layouts.
-	$(PY) -m pytest -m slow tests/trainer tests/platforms tests/config tests/checkpoint/save
+test-slow-trainer: setup-test  ## Every layout of the trainer, its steps and memory, and save and resume between layouts.
+	$(PY) -m pytest -m slow tests/trainer tests/run tests/platforms tests/config tests/checkpoint/save
 
-test-slow-pool: setup-test  ## Slow tests of engines, replicas and weight sync.
-	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/commands
+test-slow-pool: setup-test  ## Slow tests of engines, replicas, door, weight sync, telemetry and benchmarks.
+	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/commands tests/door tests/telemetry tests/benchmarks
 
 test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its control.
 	$(PY) -m pytest -m slow tests/system
