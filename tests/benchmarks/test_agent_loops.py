@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import benchmarks.agent_loops as script
 from benchmarks.agent_loops import MAX_TOKENS, MeasuredAgents, config_of, rows_of
 from benchmarks.agent_loops_parts import LONGEST_TURN, SHORTEST_TURN, LongestTurn, LoopWatch, TurnReplica, longest_turns
 from benchmarks.control_plane import CONTROL_PLANE, Measured, part_of
@@ -91,6 +94,31 @@ def test_each_bound_can_be_missed() -> None:
     assert missed({**TURNS, "worker-1": LongestTurn(1.0, 0.101, 0.0)}) == ["longest turn"]
 
 
+@pytest.mark.parametrize(("quick", "status"), [([], 1), (["--quick"], 0)])
+def test_a_missed_bound_is_the_exit_status_but_of_a_quick_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: list[str], status: int
+) -> None:
+    """Nothing is started here: each measurement is given, with a rate that misses its bound."""
+    asked: list[tuple[int, int]] = []
+
+    def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajectories: int) -> MeasuredAgents:
+        asked.append((in_flight, trajectories))
+        return MeasuredAgents(replace(LOAD, wanted=in_flight, in_flight=float(in_flight), rate=499.0), TURNS)
+
+    output = tmp_path / "rows.json"
+    monkeypatch.setattr("sys.argv", ["agent_loops.py", "--json", str(output), *quick])
+    monkeypatch.setattr(script, "measure", measure)
+    monkeypatch.setattr(script, "start_ray", lambda directory: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr("megarl.quickstart.build.build_assets", lambda *given, **named: True)
+    for variable in ("PYTHONPATH", "OMP_NUM_THREADS"):  # which main changes
+        monkeypatch.setenv(variable, os.environ.get(variable, "1"))
+    assert script.main() == status
+    assert asked == ([(64, 160), (128, 320)] if quick else [(1000, 15_000), (10_000, 40_000)])
+    rows = json.loads(output.read_text())
+    assert [row["ok"] for row in rows] == ([None] * 4 if quick else [False, True, True, True])
+
+
+@pytest.mark.slow  # it starts two pools
 def test_a_quick_run_comes_to_its_end(tmp_path: Path) -> None:
     """Every part of it, with the real controller and workers."""
     output = tmp_path / "rows.json"

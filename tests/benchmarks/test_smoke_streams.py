@@ -68,6 +68,7 @@ def test_a_device_that_orders_by_streams(streams: ModuleType) -> None:
     assert all_failed_rows(streams, SimulatedStreams()) == []
 
 
+@pytest.mark.slow
 def test_one_hardware_queue_fails_the_broadcast_on_its_own_stream_only(streams: ModuleType) -> None:
     """The weight sync itself is right with one hardware queue too."""
     assert all_failed_rows(streams, SimulatedStreams(single_queue=True)) == [OWN_STREAM]
@@ -78,6 +79,7 @@ def test_a_device_without_the_premise_fails(streams: ModuleType) -> None:
     assert all_failed_rows(streams, Unordered()) == [PREMISE, TIMEOUT, DEADLINE]
 
 
+@pytest.mark.slow
 def test_an_abort_that_takes_longer_than_the_timeout_fails(streams: ModuleType) -> None:
     with patch("tests.support.smoke_streams.SimulatedNCCL", SlowAbort):
         assert failed_rows(streams.blocking_rows, SimulatedStreams()) == [ABORT - TIMEOUT]
@@ -95,6 +97,7 @@ def test_a_publish_on_a_stream_of_its_own_carries_old_weights(streams: ModuleTyp
         assert failed_rows(streams.publish.rows, tiny(), device, streams.OCCUPIED_S) == [BYTES - SOON]
 
 
+@pytest.mark.slow
 def test_a_publish_that_waits_for_more_than_the_pending_work_fails(streams: ModuleType) -> None:
     """It waits in this way if another thread keeps issuing work on the default stream."""
     device = SimulatedStreams()

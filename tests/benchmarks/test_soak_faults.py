@@ -256,6 +256,7 @@ def test_a_pause_is_over_when_the_same_engine_goes_on(run: Run) -> None:
     assert "the same engine goes on; 0 replicas restarted" in str(injector.happened[0])
 
 
+@pytest.mark.slow
 def test_a_pause_that_costs_a_replica_is_not_over(run: Run) -> None:
     run.step()
     injector = Injector(
@@ -330,6 +331,7 @@ def test_a_part_that_does_not_come_back_is_not_over(run: Run, monkeypatch: pytes
     assert ended(run.workers)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_not_found_at_once_is_looked_for_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's engine has no title for a moment."""
     looks: list[int] = []
@@ -360,6 +362,7 @@ def test_the_disk_is_filled_for_its_time(run: Run, monkeypatch: pytest.MonkeyPat
     assert injector.stop() == "" and filled == [7.0] and "full for 7.0 s" in injector.happened[0].notes
 
 
+@pytest.mark.slow
 def test_a_slow_engine_is_over_when_it_is_replaced(run: Run) -> None:
     run.step()
     old = run.replicas[0]
@@ -377,6 +380,7 @@ def test_a_slow_engine_is_over_when_it_is_replaced(run: Run) -> None:
     assert injector.stop() == "" and injector.happened[0].recovered_s > 0
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_publication_waits_for_one(run: Run) -> None:
     run.step()
     schedule_file = run.directory / "schedule.jsonl"
@@ -397,6 +401,7 @@ def test_a_fault_in_a_publication_waits_for_one(run: Run) -> None:
     assert "in a publication" in injector.happened[0].notes and not injector.happened[0].busy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 2])
 def test_a_drained_replica_is_over_when_it_works_again(run: Run, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     commands: list[list[str]] = []

@@ -73,6 +73,7 @@ def test_an_order_that_was_taken_is_over_when_the_run_has_noticed_it(run: Run) -
     assert event.over and event.pid == psutil.Process().pid and "the order gradient was taken" in str(event)
 
 
+@pytest.mark.slow
 def test_an_order_of_which_the_run_says_nothing_is_not_over(run: Run) -> None:
     tell(run, "the step is skipped (before the fault)")
     event = let_happen(run, "spoil-logprob", lambda: obey(run, "logprob"))
@@ -132,6 +133,7 @@ def test_a_time_limit_costs_one_start_and_no_step(run: Run, redone: int) -> None
     assert ("1 steps were made again, 0 are allowed" in str(event)) == bool(redone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [True, False])
 def test_the_disk_of_the_checkpoints_is_full_until_a_save_has_failed(
     run: Run, monkeypatch: pytest.MonkeyPatch, saves: bool
@@ -268,6 +270,7 @@ def test_a_pool_that_refuses_or_an_engine_that_never_serves_is_told(
     assert ("megarl: it is refused" in notes) == (fails != "serve")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarted", [0.0, 1.0])
 def test_an_exchanged_replica_is_over_when_its_engine_has_ended_without_a_restart(
     run: Run, monkeypatch: pytest.MonkeyPatch, restarted: float

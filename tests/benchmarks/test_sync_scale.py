@@ -14,6 +14,7 @@ from benchmarks.sync_scale import MODELS, digest_rows, fill_row
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow  # it starts vLLM
 def test_it_measures_every_row(tmp_path: Path) -> None:
     """The benchmark runs in a process of its own, because vLLM's groups are global."""
     command = [sys.executable, "benchmarks/sync_scale.py", "--layers", "2", "--runs", "3", "--model", MODELS[0]]
