@@ -1,6 +1,7 @@
-"""The rollout side on a real engine: batches, versions, log-probs, evaluation; then every way in which it can end.
+"""The rollout side on a real engine: batches, versions, log-probs, evaluation; then the ways in which it can end.
 
-One pool serves all tests of this file, in order: the last ones kill parts of it.
+One pool serves all tests of this file, in order: the last ones kill parts of it. A supervisor that is killed ends the
+pool of tests/door/test_real_pool.py.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from tests.support.pool_checks import (
     command_of,
     everything,
     generate,
+    private_of,
     process_of,
     reference_logprobs,
     serve,
@@ -79,12 +81,6 @@ def agent() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait(timeout=10)
-
-
-def private_of(pool: TestPool) -> Path:
-    state = read_state(pool.config.run_dir)
-    assert state is not None
-    return Path(state["private_directory"])
 
 
 @pytest.fixture(scope="module")
@@ -410,20 +406,7 @@ def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen
     pool.client.close()
 
 
-def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    running = start_pool(tmp_path)
-    try:
-        kill = lambda: os.kill(running.handle.process.pid, signal.SIGKILL)  # noqa: E731
-        private = private_of(running)
-        assert len(of_private_directory(private)) > 1
-        assert_all_go(everything(running), kill)
-        wait_until(lambda: not of_private_directory(private), GONE_S, "the guardian to remove the private directory")
-        with pytest.raises(RolloutError, match="its supervisor was killed"):
-            running.client.members()
-    finally:
-        running.close()
-
-
+@pytest.mark.slow  # one more engine start
 def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     config = pool_config(tmp_path)
     weights = config.model.path / "model.safetensors"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megarl.cluster.handle import read_state
 from megarl.common.processes import ProcessId, descendants, is_alive
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.requests import GenerateRequest
@@ -87,6 +88,13 @@ def everything(pool: TestPool) -> set[ProcessId]:
     found = descendants(pool.handle.process.pid) | {pool.handle.process}
     assert len(found) >= 8  # gcs, raylet, agents, replica, engine, controller, queue
     return found
+
+
+def private_of(pool: TestPool) -> Path:
+    """The pool's private directory."""
+    state = read_state(pool.config.run_dir)
+    assert state is not None
+    return Path(state["private_directory"])
 
 
 def assert_all_go(processes: set[ProcessId], kill: Callable[[], None]) -> None:
