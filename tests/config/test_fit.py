@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def test_the_fields_that_megatron_gets(models: dict[str, Path], recompute: Any, 
     assert transformer_fields(config(models["qwen3"], megatron__transformer=passed)) == passed
 
 
+@functools.cache
 def planned(path: Path) -> RunPlan:
     return make_plan(config_from_tree(yaml.safe_load(path.read_text())), device="cuda", files=False)
 

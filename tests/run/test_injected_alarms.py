@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -71,6 +72,13 @@ def batch(
 
     `wrong`: changes the weights of replica 1.
     """
+    return list(generated(model_dir, version, temperature, wrong))
+
+
+@functools.cache  # several tests take the same batch
+def generated(
+    model_dir: Path, version: int, temperature: float, wrong: Callable[[Any], None] | None
+) -> tuple[Trajectory, ...]:
     rows = []
     for replica in range(2):
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
@@ -83,7 +91,7 @@ def batch(
             group, index = owned[number // SAMPLES], number % SAMPLES
             spans = (VersionSpan(version, 0, TOKENS, replica=replica),)
             rows.append(Trajectory(group, index, prompts[number], response, values, spans, "stop", float(index % 2)))
-    return rows
+    return tuple(rows)
 
 
 def run(world: Any, model: Path, steps: list[list[Trajectory]], **changes: Any) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def run_compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment(TORCHDYNAMO_DISABLE="0"),
+        env=environment(TORCHDYNAMO_DISABLE="0", TORCHINDUCTOR_COMPILE_THREADS="1"),  # no pool of processes
         capture_output=True,
         text=True,
         timeout=300,
