@@ -1,4 +1,4 @@
-"""Twenty thousand heartbeats of what watches a run, while processes come and go: nothing keeps those that have gone."""
+"""Thousands of heartbeats of what watches a run, while processes come and go: nothing keeps those that have gone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import psutil
+import pytest
 
 from megarl.cluster.handle import STATE_FILE, SupervisorSpec
 from megarl.cluster.nodes import agent as agent_module
@@ -23,7 +24,8 @@ from megarl.common.processes import ProcessId
 from tests.support.configs import config
 from tests.support.growth import held_bytes, in_own_process, slopes_over
 
-STEPS, EVERY = 20_000, 500
+EVERY = 500
+STEPS = [4_000, pytest.param(20_000, marks=pytest.mark.slow)]
 MOST_BYTES = 100_000
 
 
@@ -47,12 +49,12 @@ def sizes_of(held: Callable[[], Any], directory: Path) -> Callable[[], dict[str,
     return sizes
 
 
-def check(slopes: dict[str, float]) -> None:
+def check(slopes: dict[str, float], steps: int) -> None:
     assert slopes["bytes held"] < 1 and slopes["bytes in files"] < 1, slopes
-    assert slopes["threads"] < 1 / STEPS and slopes["descriptors"] < 1 / STEPS, slopes
+    assert slopes["threads"] < 1 / steps and slopes["descriptors"] < 1 / steps, slopes
 
 
-def slopes_of_a_supervisor(tmp_path: Path) -> dict[str, float]:
+def slopes_of_a_supervisor(tmp_path: Path, steps: int) -> dict[str, float]:
     content = config("model", run__dir=str(tmp_path)).model_dump_json()
     spec = SupervisorSpec(content, str(tmp_path), ProcessId.own(), "abc", 0, "/", cuda=False)
     watched, recorded = Supervisor(spec, tmp_path / "private"), set[ProcessId]()
@@ -64,16 +66,17 @@ def slopes_of_a_supervisor(tmp_path: Path) -> dict[str, float]:
         if step % 4 == 0:
             watched._publish(heartbeats=step)
 
-    slopes = slopes_over(STEPS, EVERY, beat, sizes_of(lambda: (watched._children, watched._state), tmp_path))
+    slopes = slopes_over(steps, EVERY, beat, sizes_of(lambda: (watched._children, watched._state), tmp_path))
     assert watched._children == recorded == {ProcessId.own()} and (tmp_path / STATE_FILE).is_file()
     return slopes
 
 
-def test_the_supervisor_forgets_processes_that_have_ended(tmp_path: Path) -> None:
-    check(in_own_process(slopes_of_a_supervisor, tmp_path))
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_supervisor_forgets_processes_that_have_ended(tmp_path: Path, steps: int) -> None:
+    check(in_own_process(slopes_of_a_supervisor, tmp_path, steps), steps)
 
 
-def slopes_of_an_agent(tmp_path: Path) -> dict[str, float]:
+def slopes_of_an_agent(tmp_path: Path, steps: int) -> dict[str, float]:
     chosen, where = config("model", run__dir=str(tmp_path)), launch_directory(tmp_path, "1")
     where.mkdir(parents=True)
     (tmp_path / "logs").mkdir()
@@ -85,10 +88,11 @@ def slopes_of_an_agent(tmp_path: Path) -> dict[str, float]:
         assert not agent._tick_or_wait() and agent._trouble_since is None
 
     with mock.patch.object(agent_module, "descendants", passing_by()):
-        slopes = slopes_over(STEPS, EVERY, tick, sizes_of(lambda: (agent._children, agent._raylet_children), tmp_path))
+        slopes = slopes_over(steps, EVERY, tick, sizes_of(lambda: (agent._children, agent._raylet_children), tmp_path))
     assert agent._children == agent._raylet_children == {ProcessId.own()}
     return slopes
 
 
-def test_the_agent_of_a_node_forgets_processes_that_have_ended(tmp_path: Path) -> None:
-    check(in_own_process(slopes_of_an_agent, tmp_path))
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_agent_of_a_node_forgets_processes_that_have_ended(tmp_path: Path, steps: int) -> None:
+    check(in_own_process(slopes_of_an_agent, tmp_path, steps), steps)

@@ -107,7 +107,8 @@ def test_replay_repeats_the_steps_on_one_rank_and_two(recorded, world):
     assert distance(shorter["weights"], replayed["weights"]) / moved > 0.05
 
 
-def test_command_line_on_one_rank(recorded, tmp_path):
+@pytest.mark.parametrize("replays", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_command_line_on_one_rank(recorded, tmp_path, replays):
     import subprocess
     import sys
 
@@ -125,13 +126,14 @@ def test_command_line_on_one_rank(recorded, tmp_path):
         str(out),
         "--export",
     ]
-    for _ in range(2):
+    for _ in range(replays):
         ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
         assert ended.returncode == 0, ended.stderr + ended.stdout
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]  # as the run itself numbered them
-    before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["policy/loss"] for line in before] == [line["policy/loss"] for line in lines]
+    if replays > 1:
+        before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["policy/loss"] for line in before] == [line["policy/loss"] for line in lines]
     assert lines[0]["policy/updates"] == 2 and lines[0]["time/update"] > 0
     exported = read_hf(out / "hf")
     assert distance(exported, read_hf(recorded.parent / "model")) > 0

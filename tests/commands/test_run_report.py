@@ -95,6 +95,7 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     assert "step 0 of 200" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow  # files of 370 MB are written first
 def test_100_000_steps_are_reported_within_10_s_10_mb_and_bounded_memory(tmp_path: Path) -> None:
     """Seconds of processor time, because the tests share their machine; starting Python is part of them.
 

@@ -24,11 +24,14 @@ from tests.support.world import World
         ("qwen3", 2, {"tensor": 2}),
         ("deepseek_v3", 2, {"tensor": 2, "sequence": True}),
         ("qwen3_moe", 2, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
-        ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}),
+        pytest.param("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}, marks=pytest.mark.slow),
         ("qwen2", 4, {"tensor": 4, "sequence": True}),
     ],
 )
-@pytest.mark.parametrize(("dtype", "direct_bytes"), [("float32", 2**20), ("float32", 200), ("bfloat16", 200)])
+@pytest.mark.parametrize(
+    ("dtype", "direct_bytes"),
+    [("float32", 2**20), pytest.param("float32", 200, marks=pytest.mark.slow), ("bfloat16", 200)],
+)
 def test_random_rows_are_those_of_the_whole_tensors(
     world: Callable[[int], World],
     model_dir: Callable[[str], Path],

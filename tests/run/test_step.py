@@ -616,8 +616,17 @@ def test_the_updates_of_a_step(
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("idle", [True, False], ids=["idle passes", "passes in the step"])
-@pytest.mark.parametrize("case", ["kl in the loss", "corrected, two updates", "masked, two updates"])
+@pytest.mark.parametrize(
+    ("case", "idle"),
+    [
+        pytest.param("kl in the loss", True, id="kl in the loss-idle passes"),
+        pytest.param("kl in the loss", False, id="kl in the loss-passes in the step", marks=pytest.mark.slow),
+        pytest.param("corrected, two updates", True, id="corrected, two updates-idle passes", marks=pytest.mark.slow),
+        pytest.param("corrected, two updates", False, id="corrected, two updates-passes in the step"),
+        pytest.param("masked, two updates", True, id="masked, two updates-idle passes"),
+        pytest.param("masked, two updates", False, id="masked, two updates-passes in the step", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_that_was_packed_ahead_is_the_same_bit_for_bit(
     world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], case: str, idle: bool
 ) -> None:

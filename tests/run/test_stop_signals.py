@@ -75,7 +75,9 @@ def save(run_dir: Path, step: int) -> None:
     (directory / "manifest.json").write_text(json.dumps({}))
 
 
-@pytest.mark.parametrize("what", WAITS)
+@pytest.mark.parametrize(
+    "what", [each if each in ("collective", "child") else pytest.param(each, marks=pytest.mark.slow) for each in WAITS]
+)
 def test_ctrl_c_twice_in_a_running_rank(tmp_path: Path, what: str) -> None:
     process = start(tmp_path, "running", what)
     try:

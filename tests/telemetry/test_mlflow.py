@@ -202,6 +202,7 @@ def serving(directory: Path, port: int) -> Iterator[None]:
         server.wait(30)
 
 
+@pytest.mark.slow  # two starts of the server; test_remote_sink.py has a service that fails and comes back
 @needs_mlflow
 def test_a_server_that_is_away_loses_no_step_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_sink, "LONGEST_PAUSE_S", 1.0)

@@ -87,6 +87,7 @@ def test_its_failure_and_its_hanging_are_said(job: tuple[BackgroundExport, list[
     assert time.monotonic() - started < 15 and "did not end within" in said[1]
 
 
+@pytest.mark.slow  # it starts the converter
 @pytest.mark.world
 def test_the_converter_exports_a_saved_step(
     world: Callable[[int], World],

@@ -67,7 +67,7 @@ def equal(first: Any, second: Any) -> bool:
         (2, "dense", TP2, BF16),
         (2, "latent", EP2, BIAS),
         (2, "dense", {}, PLAIN),
-        (2, "dense", {}, BUCKETS),
+        pytest.param(2, "dense", {}, BUCKETS, marks=pytest.mark.slow),
         pytest.param(2, "dense", {}, BF16 | PLAIN, marks=pytest.mark.slow),
         pytest.param(2, "moe", PP2, {}, marks=pytest.mark.slow),
         pytest.param(4, "moe", EP2 | TP2 | {"sequence": True}, {}, marks=pytest.mark.slow),
@@ -101,7 +101,7 @@ def test_the_same_layout_goes_on_bit_for_bit(
     ("saved", "loaded", "model"),
     [
         ((2, TP2), (2, PP2), "dense"),
-        ((2, {}), (1, {}), "dense"),
+        pytest.param((2, {}), (1, {}), "dense", marks=pytest.mark.slow),
         ((2, EP2), (1, {}), "moe"),
         pytest.param((1, {}), (2, TP2 | {"sequence": True}), "dense", marks=pytest.mark.slow),
         pytest.param((2, PP2), (2, TP2), "tied", marks=pytest.mark.slow),
