@@ -201,7 +201,10 @@ def test_a_pause_without_an_answer_is_the_failure_of_its_replica(
 ) -> None:
     monkeypatch.setattr(replica_calls, "EXTRA_WAIT_S", 0.2)
     go = threading.Event()
-    replicas = [Replica("replica 0", lambda _: None), Replica("replica 1", lambda method: method == "pause" and go.wait(10))]
+    replicas = [
+        Replica("replica 0", lambda _: None),
+        Replica("replica 1", lambda method: method == "pause" and go.wait(10)),
+    ]
     sync = Sync([])
     calls = engine_calls(replicas, sync.store, trainer_ranks=2)
     calls._rpc_s = 0.2
