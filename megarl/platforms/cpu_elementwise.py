@@ -83,7 +83,7 @@ def rms_norm(input_XE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 
 class _Saved(Protocol):
-    """What is used of the object that autograd gives to a function for its backward pass."""
+    """The part that is used of the object that autograd gives to a function for its backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
 
