@@ -64,12 +64,12 @@ class Setup:
 
 
 # Tied embeddings: on CPU the head's kernel keeps a packed weight of its own, and an update must reach both.
-# vLLM pads experts of 24 and 48 rows on CPU, but not those of 64. The mixture of experts of TP 2 has a dense layer too:
-# its workers hold a shard of every kind of weight, so that the slow engines have no kind that it has not.
+# vLLM pads experts of 48 and 24 rows on CPU, but not those of 64. The mixture of experts of TP 2 has a dense layer too:
+# its workers hold a shard of every kind of weight. The slow engines have whole weights of its kinds, or fewer kinds.
 ENGINES: dict[str, dict[str, Any]] = {
     "dense": {"family": "qwen3", "tie_word_embeddings": True},
     "moe": {"family": "qwen3_moe", "moe_intermediate_size": 64},
-    "moe TP2": {"family": "qwen3_moe", "tensor_parallel": 2, "moe_intermediate_size": 128, "mlp_only_layers": [0]},
+    "moe TP2": {"family": "qwen3_moe", "tensor_parallel": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]},
     "dense TP2": {"family": "qwen3", "tensor_parallel": 2},
 }
 SLOW = ("moe", "dense TP2")
@@ -172,7 +172,7 @@ def test_an_engine_that_reloads_takes_all_weights_again_after_a_sync_that_anothe
     assert all(PACKED in way for way in engine.replica.ask_workers("loaded"))
 
 
-@on("moe", "moe TP2")
+@on("moe")
 def test_without_the_workaround_experts_are_wrong(engine: Setup) -> None:
     """This is the reason for `prepack_updated_experts`: without it a sync gives another model."""
     engine.replica.ask_workers("set_workaround", False)
@@ -354,9 +354,8 @@ def test_untied_families_after_a_sync(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_padded_experts_after_a_sync(tmp_path: Path, tensor_parallel: int) -> None:
-    setup = Setup(tmp_path, "qwen3_moe", tensor_parallel, moe_intermediate_size=48)
+def test_padded_experts_after_a_sync(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "qwen3_moe", moe_intermediate_size=48)
     try:
         for version in (1, 2, 0):
             setup.publish(version)
