@@ -427,7 +427,8 @@ def test_before_the_first_weights_requests_wait(doors: Doors) -> None:
     generate(door, [5, 6, 7])
 
 
-def test_six_hundred_sessions_at_once(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [600, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_sessions_at_once(doors: Doors, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Each has two turns; the second continues the first one's tokens. No client waits for another one.
 
     Both ends of the connections are in this process: more than the 1024 descriptors that select() could wait for.
@@ -435,7 +436,6 @@ def test_six_hundred_sessions_at_once(doors: Doors, monkeypatch: pytest.MonkeyPa
     # The clients are in this process too, and all of them may take long to send their heads.
     monkeypatch.setattr("megarl.door.http_server.SlowClients", lambda: SlowClients(head_s=600.0))
     door = doors(echo, pace_s=0.002)
-    count = 600
 
     async def run() -> list[list[int]]:
         connector = aiohttp.TCPConnector(limit=0)
