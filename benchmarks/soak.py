@@ -54,7 +54,7 @@ from soak_problems import AccountingReport, UnreadableRun  # noqa: E402
 from soak_processes import processes_left  # noqa: E402
 from soak_reward import marked  # noqa: E402
 from soak_stale import preloading, why_no_handles  # noqa: E402
-from soak_variant import changes_for, checkpoints_of, orders_of  # noqa: E402
+from soak_variant import Pace, changes_for, checkpoints_of, orders_of  # noqa: E402
 from whole_run import environment  # noqa: E402
 
 from megarl.checkpoint.save.history import ROLLED_BACK  # noqa: E402
@@ -74,6 +74,7 @@ SAVE_EVERY = 5  # steps: as many are lost at most when the ranks or the job are 
 COLLECTIVE_S = 120.0  # after which a rank takes another one that is stopped for lost
 # Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
 FAULTS_SHARE = 0.45
+SOAK_PACE = Pace()
 QUICK_FAULTS = ["kill-engine", "pause-replica"]
 
 ConfigTree = dict[str, dict[str, Any]]
@@ -110,7 +111,11 @@ class SoakOutcome:
 
 
 def run_config(
-    options: argparse.Namespace, run_dir: Path, late_share: float, kinds: Collection[Kind] = ()
+    options: argparse.Namespace,
+    run_dir: Path,
+    late_share: float,
+    kinds: Collection[Kind] = (),
+    pace: Pace = SOAK_PACE,
 ) -> ConfigTree:
     """Return the quickstart's config with the changes of the soak.
 
@@ -137,16 +142,15 @@ def run_config(
         "weight_sync": {"restarts": 3},
         "checkpoint": {"every": SAVE_EVERY},
         "telemetry": {"dump_batches": True, "tensorboard": False},
-        # rpc_s is the limit after which a silent engine counts as lost; a sync in which one is silent takes longer.
         "timeouts": {
-            "rpc_s": 20.0,
-            "weight_sync_s": 40.0,
+            "rpc_s": pace.rpc_s,
+            "weight_sync_s": pace.weight_sync_s,
             "engine_start_s": 300.0,
             "generate_s": 300.0,
             "collective_s": COLLECTIVE_S,
         },
     }
-    special = changes_for(kinds, run_dir, REPLICAS)
+    special = changes_for(kinds, run_dir, REPLICAS, pace)
     names = {**config, **changes, **special}
     return {name: config.get(name, {}) | changes.get(name, {}) | special.get(name, {}) for name in names}
 
@@ -164,6 +168,7 @@ def run_once(
     faults: Sequence[Fault],
     late_share: float,
     kinds: Collection[Kind] | None = None,
+    pace: Pace = SOAK_PACE,
 ) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
 
@@ -182,12 +187,12 @@ def run_once(
         say(f"NOT STARTED: {outcome.failure}")
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
-    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say)
+    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say, slower=pace.slower)
     restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
     starts = sum(fault.kind.starts for fault in faults)
     try:
         outcome.records = run_job(
-            run_config(options, run_dir, late_share, kinds), ranks=2, restarts=restarts, starts=starts,
+            run_config(options, run_dir, late_share, kinds, pace), ranks=2, restarts=restarts, starts=starts,
             timeout_s=until - time.monotonic(), say=say, variables=variables_for(run_dir, faults),
         )  # fmt: skip
     except SystemExit as error:

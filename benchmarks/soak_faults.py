@@ -9,6 +9,7 @@ found.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from soak_checkpoints import LEAST, complete, damage, refused  # noqa: E402
 from soak_disk import fill  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
 from soak_moments import TOLD, catch  # noqa: E402
-from soak_orders import give, taken, withdraw  # noqa: E402
+from soak_orders import SLOWER, give, taken, withdraw  # noqa: E402
 from soak_pool import PoolChange  # noqa: E402
 from soak_processes import (  # noqa: E402
     CRAWL,
@@ -60,6 +61,7 @@ AGAIN_S = 1.5  # after which a second stop signal is a second request
 RECOVER_S = 300.0  # for what was lost, until it is there again and the run goes on
 STOP_S = 30.0  # for the thread of the faults, when the run has ended
 NOTICE_S = 120.0  # for a run that goes on after a replica was slow
+CONTINUED = "rollout/continued"
 
 
 @dataclass
@@ -100,11 +102,20 @@ def longest_gap(records: Sequence[Mapping[str, Any]], since: int) -> float:
 class Injector:
     """Injects the faults of a schedule into a run, one after the other, in a thread of its own, until `stop`."""
 
-    def __init__(self, run_dir: Path, faults: Sequence[Fault], *, replicas: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        faults: Sequence[Fault],
+        *,
+        replicas: int,
+        say: Callable[[str], None],
+        slower: bool = False,
+    ) -> None:
+        """`slower`: the run is asked to take longer steps while a fault lasts (`Pace`)."""
         self.happened: list[Happened] = []
         self.engine_start_s: float | None = None  # from the start of the first replica until the pool was ready
         self._run_dir, self._faults, self._replicas, self._say = run_dir, faults, replicas, say
-        self._orders = orders_of(run_dir)
+        self._orders, self._slower = orders_of(run_dir), slower
         self._checkpoints = checkpoints_of(run_dir, [fault.kind for fault in faults])
         self._begun = time.monotonic()
         self._end = threading.Event()
@@ -141,14 +152,24 @@ class Injector:
             return False
         self._end.wait(fault.delay_s)
         inject = self._hit_part if fault.kind.outcome == "survived" else self._hit_replica
-        event = inject(fault)
+        with self._longer_steps():
+            event = inject(fault)
         if event is None:
             return False
-        event.continued = int(self._sum("rollout/continued", event.step))
-        event.restarted = int(self._sum("sync/restarted_replicas", event.step))
         event.over = event.over and self._noticed(event)
+        event.continued = int(self._sum(CONTINUED, event.step))
+        event.restarted = int(self._sum("sync/restarted_replicas", event.step))
         self._say(f"step {self._step}: {'; '.join(event.notes[1:])}")
         return event.over
+
+    @contextlib.contextmanager
+    def _longer_steps(self) -> Iterator[None]:
+        if self._slower:
+            give(self._orders, SLOWER)
+        try:
+            yield
+        finally:
+            withdraw(self._orders, SLOWER)
 
     def _begin(self, fault: Fault, pid: int, note: str, *, busy: bool = False) -> Happened:
         """Note that a fault happens now, and tell it."""
@@ -414,8 +435,14 @@ class Injector:
         return again <= kind.restarts and starts <= kind.starts and event.redone_steps <= kind.redone
 
     def _noticed(self, event: Happened) -> bool:
-        """Wait until the run has counted and told the fault as its kind says, and has saved after a full disk."""
+        """Wait until the run has counted and told the fault as its kind says, and has saved after a full disk.
+
+        Responses that go on elsewhere are counted when they are trained, which may be after the loss is made good.
+        """
         kind = event.fault.kind
+        if kind.loses and event.busy and not self._wait(lambda: self._sum(CONTINUED, event.step) >= 1, NOTICE_S):
+            event.notes.append(f"{CONTINUED} has NOT counted it")
+            return False
         if kind.metric and not self._wait(lambda: self._sum(kind.metric, event.step) >= 1, NOTICE_S):
             event.notes.append(f"{kind.metric} has NOT counted it")
             return False

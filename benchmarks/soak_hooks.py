@@ -1,12 +1,14 @@
 """The quickstart's loss and agent loop, until an order of the soak (soak_orders.py) comes.
 
-After it, the gradient of one micro-batch is NaN on one rank, or the last log-prob of one response is.
+After it, the gradient of one micro-batch is NaN on one rank, or the last log-prob of one response is. While the order
+SLOWER is there, each micro-batch takes longer.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +26,13 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
-from soak_orders import take  # noqa: E402
+from soak_orders import SLOWER, take  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+SLOWER_S = 1.5  # beyond what a micro-batch takes
 
 
 class OrderedOptions(PPOOptions):
@@ -37,7 +42,12 @@ class OrderedOptions(PPOOptions):
 
 
 def ordered_ppo(inputs: TokenInputs, options: OrderedOptions) -> TokenLoss:
-    """Return the loss of `ppo`; after the order `gradient` the gradient of its log-probs is NaN, on this rank alone."""
+    """Return the loss of `ppo`; after the order `gradient` the gradient of its log-probs is NaN, on this rank alone.
+
+    While the order SLOWER is there, it returns SLOWER_S later.
+    """
+    if (Path(options.orders) / SLOWER).exists():
+        time.sleep(SLOWER_S)
     if inputs.logprobs_R.requires_grad and inputs.logprobs_R.numel() and take(Path(options.orders), "gradient"):
         inputs.logprobs_R.register_hook(_spoil)
     return ppo(inputs, options)

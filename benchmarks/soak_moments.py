@@ -44,12 +44,21 @@ def catch(moment: str, engine: psutil.Process, run_dir: Path, over: Callable[[],
 
     An engine that is caught in a publication is stopped.
     """
-    looks = {"busy": _computes, "idle": _rests, "in-sync": lambda engine: _stops_in_sync(engine, run_dir)}
+    looks = {
+        "busy": lambda engine: _generates(engine, run_dir),
+        "idle": _rests,
+        "in-sync": lambda engine: _stops_in_sync(engine, run_dir),
+    }
     deadline = time.monotonic() + WAIT_S[moment]
     while time.monotonic() < deadline and not over():
         if looks[moment](engine):
             return True
     return False
+
+
+def _generates(engine: psutil.Process, run_dir: Path) -> bool:
+    """Tell whether an engine computes, and not in a publication, in which it loads weights."""
+    return _computes(engine) and version_being_published(run_dir) is None
 
 
 def _computes(engine: psutil.Process) -> bool:

@@ -18,6 +18,7 @@ import pytest
 from benchmarks import soak_faults, soak_processes
 from benchmarks.soak_faults import Happened, Injector, lethal, read_so_far
 from benchmarks.soak_kinds import KINDS, draw, missing, schedule
+from benchmarks.soak_orders import SLOWER
 from benchmarks.soak_processes import (
     TITLES,
     Replica,
@@ -32,6 +33,7 @@ from benchmarks.soak_processes import (
     restarts_of,
     throttle,
 )
+from benchmarks.soak_variant import orders_of
 from tests.support.faulted_run import BUSY, Run, fault_of
 from tests.support.waiting import wait_until
 
@@ -220,7 +222,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     living.close()
 
 
-def test_a_killed_engine_is_over_when_a_publication_has_replaced_it(run: Run) -> None:
+def test_a_killed_engine_is_over_when_a_publication_has_replaced_it_and_its_responses_are_trained(run: Run) -> None:
     said: list[str] = []
     old = run.replicas[1]
     injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=said.append)
@@ -233,10 +235,25 @@ def test_a_killed_engine_is_over_when_a_publication_has_replaced_it(run: Run) ->
     time.sleep(0.3)
     assert not injector.happened[0].over, "no restart was told"
     run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 2})
-    wait_until(lambda: injector.happened[0].over, 10, "the end of the fault")
-    assert injector.stop() == ""
-    assert "2 steps later; 1 replicas restarted" in str(injector.happened[0]) and injector.happened[0].busy
+    wait_until(lambda: injector.happened[0].over, 10, "the new engine")
+    time.sleep(0.3)
+    assert not any("1 replicas restarted" in each for each in said), "no response was continued yet"
+    run.step(**{"rollout/continued": 7})
+    wait_until(lambda: any("2 steps later; 1 replicas restarted" in each for each in said), 10, "the end of the fault")
+    assert injector.stop() == "" and injector.happened[0].over
+    assert injector.happened[0].busy and injector.happened[0].continued == 7
     assert any("kill the engine of replica 1" in each for each in said)
+
+
+def test_an_engine_whose_responses_nobody_continues_is_not_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_faults, "NOTICE_S", 0.5)
+    run.step()
+    injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=lambda text: None)
+    wait_until(lambda: not run.alive(run.replicas[1].engine), 30, "the kill")
+    run.replicas[1] = run.start()
+    run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 2})
+    wait_until(lambda: "rollout/continued has NOT counted it" in str(injector.happened), 10, "the end of the fault")
+    assert injector.stop() == "" and not injector.happened[0].over
 
 
 def test_a_pause_is_over_when_the_same_engine_goes_on(run: Run) -> None:
@@ -378,6 +395,21 @@ def test_a_slow_engine_is_over_when_it_is_replaced(run: Run) -> None:
     run.step(**{"rollout/replicas_alive": 2})
     wait_until(lambda: injector.happened[0].over, 30, "the end of the fault")
     assert injector.stop() == "" and injector.happened[0].recovered_s > 0
+
+
+def test_the_run_is_asked_for_longer_steps_as_long_as_a_fault_lasts(run: Run) -> None:
+    order, old = orders_of(run.directory) / SLOWER, run.replicas[0]
+    injector = Injector(run.directory, [fault_of("kill-engine")], replicas=2, say=lambda text: None, slower=True)
+    time.sleep(0.2)
+    assert not order.exists(), "the fault is not due"
+    run.step()
+    wait_until(lambda: not run.alive(old.engine), 30, "the kill")
+    assert order.exists()
+    run.replicas[0] = run.start()
+    run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 2})
+    wait_until(lambda: injector.happened[0].over, 30, "the end of the fault")
+    wait_until(lambda: not order.exists(), 10, "the usual steps")
+    assert injector.stop() == ""
 
 
 @pytest.mark.slow

@@ -71,6 +71,17 @@ def test_an_engine_is_caught_at_work_or_at_rest(
     assert catch(moment, engine, tmp_path, lambda: False) and next(seconds) == 3.0
 
 
+def test_an_engine_that_loads_weights_has_no_requests_for_that(
+    engine: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak_moments, "_computes", lambda process: True)
+    monkeypatch.setattr(soak_moments, "WAIT_S", {"busy": 0.5})
+    schedule(tmp_path, announce(3))
+    assert not catch("busy", engine, tmp_path, lambda: False)
+    schedule(tmp_path, announce(3), serve(3))
+    assert catch("busy", engine, tmp_path, lambda: False)
+
+
 def test_an_engine_that_computes_is_told_from_one_that_sleeps(engine: psutil.Process) -> None:
     """Processes of their own, so that the clock is read too."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as computing:

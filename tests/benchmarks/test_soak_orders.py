@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import multiprocessing
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import soak_hooks
 from benchmarks.soak_hooks import OrderedOptions, OrderedTurn, ordered_ppo
-from benchmarks.soak_orders import give, take, taken, withdraw
+from benchmarks.soak_orders import SLOWER, give, take, taken, withdraw
 from benchmarks.soak_reward import FORGED
 from megarl.algorithms.contract import check_loss
 from megarl.algorithms.losses.ppo import PPOOptions, ppo
@@ -115,6 +117,18 @@ def test_the_loss_is_ppo_but_for_one_gradient(tmp_path: Path) -> None:
         else:
             assert torch.equal(leaf_R.grad, plain_R.grad)
     assert len(taken(tmp_path, "gradient")) == 1
+
+
+def test_the_loss_takes_longer_until_the_order_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call does, in every process, and the loss is the same."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    options = OrderedOptions(orders=str(tmp_path))
+    give(tmp_path, SLOWER)
+    losses = [ordered_ppo(inputs()[1], options).loss_R for _ in range(2)]
+    assert withdraw(tmp_path, SLOWER), "a process has taken it"
+    losses.append(ordered_ppo(inputs()[1], options).loss_R)
+    assert waited == [soak_hooks.SLOWER_S] * 2 and all(torch.equal(each, losses[0]) for each in losses)
 
 
 def vars_of(given: TokenInputs) -> tuple[torch.Tensor, ...]:

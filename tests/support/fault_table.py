@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.soak import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows, run_config, run_once
+from benchmarks.soak import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows, run_once
 from benchmarks.soak_faults import Happened
 from benchmarks.soak_kinds import Fault, missing, schedule
+from benchmarks.soak_variant import Pace
 
 FIRST_STEP = 3  # before the first fault: engines are warm
-# Steps after the last fault is due. A fault waits until the one before is over, and while an engine that hangs is
-# noticed and replaced, the other one makes 40 steps on a fast machine.
-QUIET_END = 90
+LAST_STEP = 12  # before all faults are due. Each waits until the run is over the one before
 GROUPS = 24
 SEED_VARIABLE = "MEGARL_FAULT_SEED"
+PACE = Pace(rpc_s=10.0, weight_sync_s=20.0, slower=True)
 GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent one is noticed
 
 
@@ -41,20 +41,20 @@ class FaultRuns:
 
     def run(self, name: str, faults: Sequence[Fault] = ()) -> SoakOutcome:
         """Make one run. The faults happen one after another; each waits until the run has got over the one before."""
-        return run_once(name, self.options, self.directory, time.monotonic() + 60 * self.minutes, faults, 0.0)
+        until = time.monotonic() + 60 * self.minutes
+        return run_once(name, self.options, self.directory, until, faults, 0.0, pace=PACE)
 
     def draw(self, kinds: Sequence[str]) -> list[Fault]:
         """Return faults of these kinds, in an order and at moments of a seed that is printed."""
         seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(10**6))
         print(f"{SEED_VARIABLE}={seed}")
-        return schedule(seed, kinds, replicas=REPLICAS, first=FIRST_STEP, last=self.steps - QUIET_END)
+        return schedule(seed, kinds, replicas=REPLICAS, first=FIRST_STEP, last=LAST_STEP)
 
     def noticed_s(self, event: Happened) -> float:
         """Return the seconds in which the run must notice a fault of a replica."""
-        timeouts = run_config(self.options, self.directory / "run", 0.0)["timeouts"]
         if event.fault.kind.moment == "in-sync" and event.fault.kind.action == "hang":
-            return float(timeouts["weight_sync_s"])
-        return {"kill": 0.0, "hang": timeouts["rpc_s"], "crawl": 3 * timeouts["rpc_s"]}[event.fault.kind.action]
+            return PACE.weight_sync_s
+        return {"kill": 0.0, "hang": PACE.rpc_s, "crawl": 3 * PACE.rpc_s}[event.fault.kind.action]
 
 
 def problems_of(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[str]:

@@ -15,7 +15,7 @@ from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, pr
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
-STEPS = 130
+STEPS = 100
 MINUTES = 15.0  # of one run at most
 LOST_ENGINES = [
     "kill-engine", "kill-engine-idle", "kill-engine-in-sync", "hang-engine", "hang-engine-in-sync", "crawl-engine",
