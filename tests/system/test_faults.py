@@ -15,7 +15,7 @@ from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, pr
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
-STEPS = 100
+STEPS = 70
 MINUTES = 15.0  # of one run at most
 LOST_ENGINES = [
     "kill-engine", "kill-engine-idle", "kill-engine-in-sync", "hang-engine", "hang-engine-in-sync", "crawl-engine",
@@ -51,7 +51,6 @@ def disturbed(
     return outcome
 
 
-@pytest.mark.slow
 def test_lost_engines_are_replaced_and_the_other_one_goes_on(
     runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +69,6 @@ def test_lost_engines_are_replaced_and_the_other_one_goes_on(
     assert not outcome.rolled_back, "ranks began again"
 
 
-@pytest.mark.slow
 def test_lost_ranks_and_a_lost_job_resume_from_the_newest_sound_checkpoint(
     runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
