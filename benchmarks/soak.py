@@ -54,7 +54,8 @@ from soak_problems import AccountingReport, UnreadableRun  # noqa: E402
 from soak_processes import processes_left  # noqa: E402
 from soak_reward import marked  # noqa: E402
 from soak_stale import preloading, why_no_handles  # noqa: E402
-from soak_variant import Pace, changes_for, checkpoints_of, orders_of  # noqa: E402
+from soak_starts import start_seconds  # noqa: E402
+from soak_variant import Tempo, changes_for, checkpoints_of, orders_of  # noqa: E402
 from whole_run import environment  # noqa: E402
 
 from megarl.checkpoint.save.history import ROLLED_BACK  # noqa: E402
@@ -74,7 +75,7 @@ SAVE_EVERY = 5  # steps: as many are lost at most when the ranks or the job are 
 COLLECTIVE_S = 120.0  # after which a rank takes another one that is stopped for lost
 # Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
 FAULTS_SHARE = 0.45
-SOAK_PACE = Pace()
+SOAK_TEMPO = Tempo()
 QUICK_FAULTS = ["kill-engine", "pause-replica"]
 
 ConfigTree = dict[str, dict[str, Any]]
@@ -115,7 +116,7 @@ def run_config(
     run_dir: Path,
     late_share: float,
     kinds: Collection[Kind] = (),
-    pace: Pace = SOAK_PACE,
+    tempo: Tempo = SOAK_TEMPO,
 ) -> ConfigTree:
     """Return the quickstart's config with the changes of the soak.
 
@@ -143,14 +144,14 @@ def run_config(
         "checkpoint": {"every": SAVE_EVERY},
         "telemetry": {"dump_batches": True, "tensorboard": False},
         "timeouts": {
-            "rpc_s": pace.rpc_s,
-            "weight_sync_s": pace.weight_sync_s,
+            "rpc_s": tempo.rpc_s,
+            "weight_sync_s": tempo.weight_sync_s,
             "engine_start_s": 300.0,
             "generate_s": 300.0,
             "collective_s": COLLECTIVE_S,
         },
     }
-    special = changes_for(kinds, run_dir, REPLICAS, pace)
+    special = changes_for(kinds, run_dir, REPLICAS, tempo)
     names = {**config, **changes, **special}
     return {name: config.get(name, {}) | changes.get(name, {}) | special.get(name, {}) for name in names}
 
@@ -168,7 +169,7 @@ def run_once(
     faults: Sequence[Fault],
     late_share: float,
     kinds: Collection[Kind] | None = None,
-    pace: Pace = SOAK_PACE,
+    tempo: Tempo = SOAK_TEMPO,
 ) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
 
@@ -187,12 +188,12 @@ def run_once(
         say(f"NOT STARTED: {outcome.failure}")
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
-    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say, slower=pace.slower)
+    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say, slower=tempo.slower)
     restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
     starts = sum(fault.kind.starts for fault in faults)
     try:
         outcome.records = run_job(
-            run_config(options, run_dir, late_share, kinds, pace), ranks=2, restarts=restarts, starts=starts,
+            run_config(options, run_dir, late_share, kinds, tempo), ranks=2, restarts=restarts, starts=starts,
             timeout_s=until - time.monotonic(), say=say, variables=variables_for(run_dir, faults),
         )  # fmt: skip
     except SystemExit as error:
@@ -205,6 +206,8 @@ def run_once(
     outcome.left = processes_left(run_dir, LEAVE_S)
     outcome.rolled_back = read_rolled_back(run_dir)
     note_effects(outcome)
+    for event in outcome.happened:
+        event.start_s = start_seconds(run_dir, event.new_pid, event.new_since)
     if not outcome.failure:
         outcome.summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         count(outcome, run_dir)

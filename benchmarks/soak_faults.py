@@ -70,8 +70,9 @@ class Happened:
 
     `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
     replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
-    what was lost. `redone_steps`: steps that a resume has gone back. `told_before`: how often the run had told what it
-    tells of such a fault.
+    what was lost. `new_pid`, `new_since`, `start_s`: the process of the replica in place of a lost one, when it began,
+    and how long it took to start. `redone_steps`: steps that a resume has gone back. `told_before`: how often the run
+    had told what it tells of such a fault.
     """
 
     fault: Fault
@@ -83,6 +84,9 @@ class Happened:
     continued: int = 0
     restarted: int = 0
     recovered_s: float = 0.0
+    new_pid: int = 0
+    new_since: float = 0.0
+    start_s: float = 0.0
     longest_gap_s: float = 0.0
     redone_steps: int = 0
     told_before: int = 0
@@ -111,7 +115,7 @@ class Injector:
         say: Callable[[str], None],
         slower: bool = False,
     ) -> None:
-        """`slower`: the run is asked to take longer steps while a fault lasts (`Pace`)."""
+        """`slower`: the run is asked to take longer steps while a fault lasts (`Tempo`)."""
         self.happened: list[Happened] = []
         self.engine_start_s: float | None = None  # from the start of the first replica until the pool was ready
         self._run_dir, self._faults, self._replicas, self._say = run_dir, faults, replicas, say
@@ -278,6 +282,8 @@ class Injector:
         if not self._wait(replaced, RECOVER_S):
             event.notes.append(f"the replica was not replaced within {time.monotonic() - begun:.0f} s")
             return False
+        newest = max((each.actor for each in find_replicas(self._run_dir).values()), key=psutil.Process.create_time)
+        event.new_pid, event.new_since = newest.pid, newest.create_time()
         restarted = self._sum("sync/restarted_replicas", since)
         event.recovered_s = time.monotonic() - self._begun - event.at_s
         event.longest_gap_s = longest_gap(self._records, since)

@@ -22,8 +22,8 @@ LEAST_SKIPPED = 2  # steps, at every start of the run
 
 
 @dataclass(frozen=True)
-class Pace:
-    """When silent parts of a run count as lost, and how long its steps take under a fault.
+class Tempo:
+    """The time limits for silent parts of a run, and the length of its steps under a fault.
 
     `rpc_s`: the limit for engines. `weight_sync_s`: the limit for publications, which takes longer if an engine is
     silent in one. `slower`: while a fault lasts, the trainer takes its time with each step, so that a fast machine does
@@ -46,8 +46,8 @@ def checkpoints_of(run_dir: Path, kinds: Collection[Kind]) -> Path:
     return run_dir.with_suffix(".checkpoints") if alone else run_dir / "checkpoints"
 
 
-def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, pace: Pace) -> dict[str, dict[str, Any]]:
-    """Return the changes of the config by which faults of these kinds can happen to a run of `replicas` at a pace."""
+def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Tempo) -> dict[str, dict[str, Any]]:
+    """Return the changes of the config by which faults of these kinds can happen to a run of `replicas` at a tempo."""
     targets, orders = {kind.target for kind in kinds}, str(orders_of(run_dir))
     spoiled = sum(kind.action == "spoil" for kind in kinds)
     changes: dict[str, dict[str, Any]] = {}
@@ -57,7 +57,7 @@ def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, pace: Pac
         changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
     if "checkpoint-disk" in targets:
         changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
-    if "gradient" in targets or pace.slower:
+    if "gradient" in targets or tempo.slower:
         changes["algorithm"] = {"loss": "benchmarks.soak_hooks:ordered_ppo", "loss_options": {"orders": orders}}
     if "logprob" in targets:
         changes["agent"] = {"loop": "benchmarks.soak_hooks:OrderedTurn", "kwargs": {"orders": orders}}

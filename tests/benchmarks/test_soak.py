@@ -28,7 +28,7 @@ from benchmarks.soak_faults import Happened
 from benchmarks.soak_kinds import KINDS, Fault, schedule
 from benchmarks.soak_problems import AccountingReport
 from benchmarks.soak_reward import is_late, late_math, marked
-from benchmarks.soak_variant import Pace
+from benchmarks.soak_variant import Tempo
 from megarl.config.load import config_from_tree
 from megarl.config.pace import pace_of
 from megarl.rewards.resolve import resolve
@@ -112,11 +112,11 @@ def test_a_fault_has_in_both_runs_what_it_needs() -> None:
 
 def test_a_run_that_takes_longer_steps_under_faults_has_other_timeouts_and_the_loss_that_waits() -> None:
     usual = run_config(options(), Path("run"), 0.0)
-    paced = run_config(options(), Path("run"), 0.0, pace=Pace(rpc_s=7.0, weight_sync_s=9.0, slower=True))
-    config = config_from_tree(paced)
+    changed = run_config(options(), Path("run"), 0.0, tempo=Tempo(rpc_s=7.0, weight_sync_s=9.0, slower=True))
+    config = config_from_tree(changed)
     assert (config.timeouts.rpc_s, config.timeouts.weight_sync_s) == (7.0, 9.0)
     assert config.algorithm.loss.endswith("ordered_ppo")
-    assert paced | {name: usual.get(name) for name in ("timeouts", "algorithm")} == usual
+    assert changed | {name: usual.get(name) for name in ("timeouts", "algorithm")} == usual
 
 
 # --- rewards that are late

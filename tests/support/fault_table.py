@@ -13,13 +13,13 @@ from pathlib import Path
 from benchmarks.soak import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows, run_once
 from benchmarks.soak_faults import Happened
 from benchmarks.soak_kinds import Fault, missing, schedule
-from benchmarks.soak_variant import Pace
+from benchmarks.soak_variant import Tempo
 
 FIRST_STEP = 3  # before the first fault: engines are warm
 LAST_STEP = 12  # before all faults are due. Each waits until the run is over the one before
 GROUPS = 24
 SEED_VARIABLE = "MEGARL_FAULT_SEED"
-PACE = Pace(rpc_s=10.0, weight_sync_s=20.0, slower=True)
+TEMPO = Tempo(rpc_s=10.0, weight_sync_s=20.0, slower=True)
 GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent one is noticed
 
 
@@ -42,7 +42,7 @@ class FaultRuns:
     def run(self, name: str, faults: Sequence[Fault] = ()) -> SoakOutcome:
         """Make one run. The faults happen one after another; each waits until the run has got over the one before."""
         until = time.monotonic() + 60 * self.minutes
-        return run_once(name, self.options, self.directory, until, faults, 0.0, pace=PACE)
+        return run_once(name, self.options, self.directory, until, faults, 0.0, tempo=TEMPO)
 
     def draw(self, kinds: Sequence[str]) -> list[Fault]:
         """Return faults of these kinds, in an order and at moments of a seed that is printed."""
@@ -53,8 +53,8 @@ class FaultRuns:
     def noticed_s(self, event: Happened) -> float:
         """Return the seconds in which the run must notice a fault of a replica."""
         if event.fault.kind.moment == "in-sync" and event.fault.kind.action == "hang":
-            return PACE.weight_sync_s
-        return {"kill": 0.0, "hang": PACE.rpc_s, "crawl": 3 * PACE.rpc_s}[event.fault.kind.action]
+            return TEMPO.weight_sync_s
+        return {"kill": 0.0, "hang": TEMPO.rpc_s, "crawl": 3 * TEMPO.rpc_s}[event.fault.kind.action]
 
 
 def problems_of(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[str]:
@@ -80,7 +80,8 @@ def table_of(outcome: SoakOutcome) -> str:
     samples = GROUPS * 8
     lines = [
         f"{each.fault}: {each.recovered_s:.0f} s, {each.redone_steps * samples} samples redone, "
-        f"{each.continued} responses continued; {'; '.join(each.notes)}"
+        f"{each.continued} responses continued, "
+        f"{each.start_s:.0f} s for the start; {'; '.join(each.notes)}"
         for each in outcome.happened
     ]
     started = "" if outcome.engine_start_s is None else f"engines started in {outcome.engine_start_s:.0f} s; "
