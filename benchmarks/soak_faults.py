@@ -97,9 +97,12 @@ class Happened:
         return f"step {self.step}, {self.fault} (pid {self.pid}): {state}{'; '.join(self.notes)}"
 
 
-def longest_gap(records: Sequence[Mapping[str, Any]], since: int) -> float:
-    """Return the longest time in seconds between the ends of two steps in a row, the first of which is step `since`."""
-    ends = [record["wall_time"] for record in records[max(0, since - 1) :]]
+def longest_gap(records: Sequence[Mapping[str, Any]], since: int, at: float) -> float:
+    """Return the longest time in seconds without the end of a step, from a fault on that came after step `since`.
+
+    `at`: when it came, in seconds since the epoch.
+    """
+    ends = [at, *(record["wall_time"] for record in records[since:])]
     return max((after - before for before, after in itertools.pairwise(ends)), default=0.0)
 
 
@@ -286,7 +289,7 @@ class Injector:
         event.new_pid, event.new_since = newest.pid, newest.create_time()
         restarted = self._sum("sync/restarted_replicas", since)
         event.recovered_s = time.monotonic() - self._begun - event.at_s
-        event.longest_gap_s = longest_gap(self._records, since)
+        event.longest_gap_s = longest_gap(self._records, since, time.time() - event.recovered_s)
         event.notes.append(
             f"replaced {event.recovered_s:.0f} s after it began, {self._step - since} steps "
             f"later; {restarted:.0f} replicas restarted; {event.longest_gap_s:.0f} s without a step at most"

@@ -555,9 +555,9 @@ def test_missing_and_lethal() -> None:
     assert [each.fault.kind.name for each in lethal(happened)] == ["kill-engine", "hang-replica"]
 
 
-def test_the_longest_time_without_a_step_begins_with_the_step_before_the_fault() -> None:
+def test_the_longest_time_without_a_step_begins_with_the_fault() -> None:
     records = [{"wall_time": at} for at in (0.0, 50.0, 51.0, 60.0, 62.0)]
-    assert soak_faults.longest_gap(records, 2) == 9.0
-    assert soak_faults.longest_gap(records, 3) == 9.0
-    assert soak_faults.longest_gap(records, 0) == 50.0
-    assert soak_faults.longest_gap(records, 5) == 0.0
+    assert soak_faults.longest_gap(records, 2, 50.5) == 9.0
+    assert soak_faults.longest_gap(records, 3, 58.0) == 2.0
+    assert soak_faults.longest_gap(records, 0, -1.0) == 50.0
+    assert soak_faults.longest_gap(records, 5, 63.0) == 0.0
