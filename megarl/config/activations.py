@@ -1,7 +1,7 @@
 """Bytes that a forward pass keeps for its backward pass, counted by the tensors that Megatron-Core's modules save.
 
 There are two kinds of model: `fused` is Transformer Engine's layer spec (GPUs), the other kind uses Megatron's own
-modules with megarl's RMSNorm and packed attention. Sizes are per packed token, and the experts are assumed to be evenly
+modules with megarl's RMSNorm and packed attention, on a CPU (in fp32 on a GPU its norms keep one tensor more). Sizes are per packed token, and the experts are assumed to be evenly
 loaded. Tests compare the unfused kind with the tensors that autograd saves; the fused kind is derived from the source
 only.
 """
@@ -33,6 +33,11 @@ class _Sizes:
     router: int
     element: int
     fused: bool
+
+    @property
+    def norm_is_one_function(self) -> bool:
+        """Whether RMSNorm keeps its input only: Transformer Engine's, and that of a CPU in fp32."""
+        return self.fused or self.element == FP32
 
     @classmethod
     def of(cls, config: Config, info: ModelInfo, layout: Layout, fused: bool, load: float = 1.0) -> _Sizes:
@@ -91,14 +96,18 @@ def forward_per_token(config: Config, info: ModelInfo, layout: Layout, layer: in
     """
     sizes = _Sizes.of(config, info, layout, fused)
     attention = _latent_attention(sizes, info.mla, False) if info.mla else _attention(sizes, info, False)
-    mlp = _mlp(sizes, sizes.shared_ffn if info.is_moe_layer(layer) else sizes.ffn)
+    if info.qk_norm and not info.mla and not sizes.norm_is_one_function:
+        attention -= (sizes.q + sizes.kv) * FP32  # the normalised queries and keys end before attention begins
+    width = sizes.shared_ffn if info.is_moe_layer(layer) else sizes.ffn
+    mlp = _mlp(sizes, width) + (0 if fused else width * sizes.element)  # the activated half, beside its product
     if info.is_moe_layer(layer):
         mlp += _experts(sizes, False)
         if not fused:
             rows = sizes.routed * sizes.element
             others = 1 - layout.expert / (info.num_experts or 1)  # the share of rows that the running expert lacks
-            # The outputs of all experts, separate and joined, instead of all their intermediate tensors.
-            mlp += rows * (2 * sizes.hidden - 6 * sizes.moe_ffn * others)
+            # The outputs of all experts, separate and joined, and of their steps only those of the running one, which
+            # are three more than a backward pass needs: activated, product, weighed.
+            mlp += rows * (2 * sizes.hidden + 3 * sizes.moe_ffn - 6 * sizes.moe_ffn * others)
     return max(attention, mlp) + _norm(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
 
 
@@ -211,8 +220,8 @@ def logits_bytes(config: Config, info: ModelInfo, layout: Layout, *, update: boo
 
 
 def _norm(sizes: _Sizes, width: int) -> float:
-    """Return the bytes that RMSNorm keeps besides its output: of its input, and (unfused) of the normalised input."""
-    if sizes.fused:
+    """Return the bytes that RMSNorm keeps besides its output: of its input, and else of the normalised input too."""
+    if sizes.norm_is_one_function:
         return width * sizes.element + FP32
     return width * (FP32 + sizes.element) + FP32
 
@@ -225,9 +234,10 @@ def _attention(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> float:
     if info.qk_norm:
         if sizes.fused:
             kept += (sizes.q + sizes.kv) * element
+        elif sizes.norm_is_one_function:
+            kept += sizes.q * element + (sizes.q + sizes.kv) / sizes.head * FP32  # keys are a view of the projection
         else:
-            kept += (sizes.q + sizes.kv) * element + (0 if element == FP32 else (sizes.q + sizes.kv) * FP32)
-            kept += sizes.q * element if element == FP32 else 0
+            kept += (sizes.q + sizes.kv) * (element + FP32)
     if not sizes.fused:
         kept += 4 * sizes.head * element  # cosines and sines
     # The attention's output, and (unfused) the outputs of the sequences concatenated for the projection.
@@ -254,12 +264,12 @@ def _latent_attention(sizes: _Sizes, mla: LatentAttention, recompute_core: bool)
 
 
 def _mlp(sizes: _Sizes, width: int) -> float:
-    """Return the bytes of both halves of the first product and of the activation; unfused also of its steps."""
-    return (3 if sizes.fused else 5) * width * sizes.element
+    """Return the bytes of both halves of the first product, and of the activation."""
+    return 3 * width * sizes.element
 
 
 def _experts(sizes: _Sizes, recompute_activation: bool) -> float:
     """Return the bytes that the router and the routed experts keep."""
     router = sizes.router * (FP32 + 1) + sizes.routed * 24
-    rows = sizes.hidden + (sizes.moe_ffn * (2 if recompute_activation else 3 if sizes.fused else 6))
+    rows = sizes.hidden + (sizes.moe_ffn * (2 if recompute_activation else 3))
     return router + sizes.routed * rows * sizes.element
