@@ -1,9 +1,9 @@
 """Bytes that a forward pass keeps for its backward pass, counted by the tensors that Megatron-Core's modules save.
 
 There are two kinds of model: `fused` is Transformer Engine's layer spec (GPUs), the other kind uses Megatron's own
-modules with megarl's RMSNorm and packed attention, on a CPU (in fp32 on a GPU its norms keep one tensor more). Sizes are per packed token, and the experts are assumed to be evenly
-loaded. Tests compare the unfused kind with the tensors that autograd saves; the fused kind is derived from the source
-only.
+modules with megarl's RMSNorm and packed attention, on a CPU (in fp32 on a GPU its norms keep one tensor more). Sizes
+are per packed token, and the experts are assumed to be evenly loaded. Tests compare the unfused kind with the tensors
+that autograd saves; the fused kind is derived from the source only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Sizes:
 
     @property
     def norm_is_one_function(self) -> bool:
-        """Whether RMSNorm keeps its input only: Transformer Engine's, and that of a CPU in fp32."""
+        """True for a norm that keeps its input only: Transformer Engine's, and that of a CPU in fp32."""
         return self.fused or self.element == FP32
 
     @classmethod

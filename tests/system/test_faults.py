@@ -71,6 +71,7 @@ def test_lost_engines_are_replaced_and_the_other_one_goes_on(
     assert not outcome.rolled_back, "ranks began again"
 
 
+@pytest.mark.slow
 def test_lost_ranks_and_a_lost_job_resume_from_the_newest_sound_checkpoint(
     runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
