@@ -230,7 +230,7 @@ def _attention(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> float:
     """Return the bytes that grouped-query attention keeps, without its norm."""
     element = sizes.element
     mixed = sizes.q + 2 * sizes.kv  # query, key and value are views of one tensor
-    kept = mixed * element + (sizes.q + sizes.kv) * element  # the projection, and the rotated query and key
+    kept: float = mixed * element + (sizes.q + sizes.kv) * element  # the projection, and the rotated query and key
     if info.qk_norm:
         if sizes.fused:
             kept += (sizes.q + sizes.kv) * element
