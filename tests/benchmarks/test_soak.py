@@ -307,16 +307,20 @@ def test_what_comes_before_the_next_fault_is_an_effect_of_the_fault_before() -> 
 def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given: dict[str, Any] = {}
+
     class Broken:
         happened = hit()
         engine_start_s = None
 
-        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __init__(self, *_: Any, slower: bool, **__: Any) -> None:
+            given["slower"] = slower
 
         def stop(self) -> str:
             return "the faults: AccessDenied"
 
     def run_job(config: Any, **_: Any) -> list[dict[str, Any]]:
+        given.update(config["timeouts"])
         Path(config["run"]["dir"]).mkdir()
         (Path(config["run"]["dir"]) / "summary.json").write_text("{}")
         return [{"time/step": 1.0}]
@@ -324,8 +328,11 @@ def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
     report = AccountingReport(steps=1)
     for name, fake in (("Injector", Broken), ("run_job", run_job), ("check_run", lambda run_dir: report)):
         monkeypatch.setattr(soak, name, fake)
-    chosen = options(minutes=20.0)
-    ended = run_once("disturbed", chosen, tmp_path, time.monotonic() + 600.0, SCHEDULE, 0.0, [])
+    monkeypatch.setattr(soak, "start_seconds", lambda run_dir, pid, since: 12.5)
+    chosen, until = options(minutes=20.0), time.monotonic() + 600.0
+    ended = run_once("disturbed", chosen, tmp_path, until, SCHEDULE, 0.0, [], Tempo(3.0, 5.0, slower=True))
+    assert given["slower"] and (given["rpc_s"], given["weight_sync_s"]) == (3.0, 5.0)
+    assert ended.happened and {each.start_s for each in ended.happened} == {12.5}
     assert ended.failure == "the faults: AccessDenied" and ended.report is report and len(ended.records) == 1
 
 

@@ -104,7 +104,7 @@ import torch
 from megarl import platforms
 platforms.activate()
 from megatron.core.fusions import fused_bias_swiglu
-from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
 from megarl.platforms import cpu_elementwise
 counts = {"rope": 0, "swiglu": 0}
 original = cpu_elementwise.rope
@@ -123,6 +123,8 @@ first, second = t.chunk(2, -1)
 a = angles[..., :4]
 expected = torch.cat((first * a.cos() - second * a.sin(), second * a.cos() + first * a.sin()), -1)
 assert torch.allclose(plain, expected, atol=1e-6)
+assert torch.allclose(apply(t, angles, mscale=1.3), 1.3 * expected, atol=1e-6)
+assert rotary_pos_embedding._apply_rotary_pos_emb_bshd is apply  # it has imported the name
 counts["swiglu"] = int(fused_bias_swiglu.swiglu_back is cpu_elementwise.swiglu_back)
 print(counts["rope"], counts["swiglu"], int(cpu_elementwise.enabled()))
 """
@@ -138,7 +140,7 @@ def test_megatron_uses_them_unless_it_is_told_not_to(chosen: str | None) -> None
         [sys.executable, "-c", PROGRAM], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == (["1", "1", "1"] if chosen is None else ["0", "0", "0"])
+    assert done.stdout.split() == (["2", "1", "1"] if chosen is None else ["0", "0", "0"])
 
 
 def _module(function: Callable[..., Tensor]) -> ModuleType:

@@ -56,14 +56,14 @@ def test_lost_engines_are_replaced_and_the_other_one_goes_on(
 ) -> None:
     """Killed while it is idle, generates, and in a publication; stopped in the latter two; 20 times slower.
 
-    The run goes on within the start of an engine and GO_ON_S: of the new one, if that took longer than the first ones
-    because the machine had more to do. If a publication has noticed the loss, the new engine starts beside training, on
-    the same cores, and joins a later one, so it may take twice as long.
+    The run goes on within the start of an engine and GO_ON_S: of the new one, if that took longer than the first
+    ones because the machine had more to do, but not more than twice as long. If a publication has noticed the loss,
+    the new engine starts beside training, on the same cores, and joins a later one, so it may take twice as long.
     """
     outcome = disturbed(runs, undisturbed, "lost-engines", LOST_ENGINES, capsys)
     assert outcome.engine_start_s, "nobody has seen how long an engine takes to start"
     for event in outcome.happened:
-        start_s = max(outcome.engine_start_s, event.start_s)
+        start_s = max(outcome.engine_start_s, min(event.start_s, 2 * outcome.engine_start_s))
         most = runs.noticed_s(event) + start_s + GO_ON_S
         assert event.longest_gap_s <= most, f"{event}: no step within {most:.0f} s"
         most += start_s
