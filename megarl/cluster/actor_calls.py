@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 SLICE_S = 2.0  # how often a wait looks whether the pool has ended
 RETRY_S = 1.0  # between two attempts to reach an actor
+PROBE_S = 10.0  # how often a call that is under way tests its connection
 
 
 class ConnectionCut(RolloutError):  # noqa: N818
@@ -48,7 +49,7 @@ def call_once(
         sent_at = time.monotonic()
         reference = actor.answer.remote(key, method, args, kwargs)
         try:
-            return result_of(reference, max(0.0, deadline - sent_at), check)
+            return result_of(reference, max(0.0, deadline - sent_at), _Probes(actor, check))
         except ray.exceptions.ActorUnavailableError as error:
             check()
             now = time.monotonic()
@@ -56,6 +57,31 @@ def call_once(
             lost_at = now if now - sent_at > reach_s / 2 else sent_at
             _reach(actor, error, lost_at, min(lost_at + reach_s, deadline), check)
             logger.warning("%s is sent again: %s", method, error)
+
+
+class _Probes:
+    """The `check` of a call that is under way, which also sends something over its connection every PROBE_S.
+
+    A side that only waits for an answer does not learn that the other side has given the connection up, as Ray 2.60.0's
+    server does after 10 to 30 s without a sign of life: the reset is lost in the same cut, and the waiting side's own
+    test (gRPC's keepalive) comes every 300 s. Whatever is sent is answered by a reset, and Ray then fails each call of
+    the connection.
+    """
+
+    def __init__(self, actor: ActorHandle, check: Callable[[], None]) -> None:
+        self._actor, self._check = actor, check
+        self._sent_at = time.monotonic()
+        self._probe: ObjectRef | None = None
+
+    def __call__(self) -> None:
+        self._check()
+        if time.monotonic() - self._sent_at >= PROBE_S and not self._under_way():
+            self._probe, self._sent_at = self._actor.__ray_ready__.remote(), time.monotonic()
+
+    def _under_way(self) -> bool:
+        import ray
+
+        return self._probe is not None and not ray.wait([self._probe], timeout=0)[0]
 
 
 def _reach(

@@ -230,16 +230,58 @@ class SlowlyCut:
             raise ray.exceptions.ActorUnavailableError("The actor is temporarily unavailable: RpcError", b"0" * 16)
         return "answered"
 
+    def wait(self, references: list[tuple[float, bool]], timeout: float) -> tuple[list[Any], list[Any]]:
+        assert timeout == 0
+        ended = [each for each in references if each[0] <= self.now]
+        return ended, [each for each in references if each[0] > self.now]
+
     def sleep(self, seconds: float) -> None:
         self.now += max(seconds, 0.001)
+
+
+@dataclass
+class LostAnswer(SlowlyCut):
+    """The first call's answer falls into the cut, and Ray reports that only when something is sent after the cut."""
+
+    reported: float = math.inf
+
+    def _send(self, runs_s: float) -> tuple[float, bool]:
+        ((begin, end),) = self.cuts
+        if self.now < begin and runs_s > 0:
+            self.calls += 1
+            return (math.inf, False)
+        if self.now >= end:
+            self.reported = min(self.reported, self.now)
+        return super()._send(runs_s)
+
+    def get(self, reference: tuple[float, bool], timeout: float) -> str:
+        if reference[0] == math.inf and self.reported < math.inf:
+            raise ray.exceptions.ActorUnavailableError("The actor is temporarily unavailable: RpcError", b"0" * 16)
+        return super().get(reference, timeout)
 
 
 def slowly_cut(monkeypatch: pytest.MonkeyPatch, *cuts: tuple[float, float]) -> tuple[SlowlyCut, ReplicaClient]:
     """Reports come after 70 s, longer than half of `timeouts.rpc_s`; a call runs for 200 s."""
     actor = SlowlyCut(list(cuts), report_s=70.0, runs_s=200.0)
+    return actor, in_its_time(monkeypatch, actor)
+
+
+def in_its_time(monkeypatch: pytest.MonkeyPatch, actor: SlowlyCut) -> ReplicaClient:
     monkeypatch.setattr(ray, "get", actor.get)
+    monkeypatch.setattr(ray, "wait", actor.wait)
     monkeypatch.setattr(actor_calls, "time", SimpleNamespace(monotonic=lambda: actor.now, sleep=actor.sleep))
-    return actor, ReplicaClient(5, actor, Path("log"), ok, 60.0)  # type: ignore[arg-type]
+    return ReplicaClient(5, actor, Path("log"), ok, 60.0)  # type: ignore[arg-type]
+
+
+def test_a_call_whose_answer_falls_into_a_cut_tests_its_connection_and_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor = LostAnswer([(50.0, 80.0)], report_s=70.0, runs_s=60.0)
+    replica = in_its_time(monkeypatch, actor)
+    assert replica.call("generate", timeout_s=1800.0) == "answered"
+    assert actor.calls == 2
+    lost = 80 + actor.report_s  # of a probe that was sent in the cut; the next one follows it
+    assert actor.now <= lost + actor_calls.PROBE_S + actor_calls.SLICE_S + actor_calls.RETRY_S + actor.runs_s
 
 
 def test_a_cut_for_ever_ends_a_long_call_soon_after_ray_has_noticed_it(monkeypatch: pytest.MonkeyPatch) -> None:
