@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,9 @@ SLOW_REPLICA = 0.5  # of the median of all engines
 LAST = 0.1  # the share of the steps that counts as recent
 MEASURABLE_S = 1e-3  # a median below it is not compared with
 NOTICEABLE = 0.1  # of the median step: a spike of a phase that is shorter is not worth a word
+
+
+_Windows = Sequence[tuple[float, str]]  # shares of the steps, from the end, that are judged in turn, and words for them
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,17 @@ class GpuLayout:
     synchronous: bool
 
 
-def advise(metrics: RunMetrics, layout: GpuLayout | None) -> list[Advisory]:
-    """Return what is to say about a run, the most general first; nothing for a run without steps."""
+def advise(metrics: RunMetrics, layout: GpuLayout | None, when: str = "over the whole run") -> list[Advisory]:
+    """Return what is to say about a run, the most general first; nothing for a run without steps.
+
+    `when`: the words for the steps of `metrics`.
+    """
     if not metrics.steps:
         return []
-    return [*_idle(metrics, layout), *_shares(metrics), *_slow_replicas(metrics), *_spikes(metrics)]
+    windows = ((1.0, when), (LAST, f"over the last {LAST:.0%} of the steps"))
+    return [
+        *_idle(metrics, layout, windows), *_shares(metrics, windows), *_slow_replicas(metrics), *_spikes(metrics)
+    ]  # fmt: skip
 
 
 def trainer_idle(metrics: RunMetrics, last: float = 1.0) -> float:
@@ -55,12 +64,9 @@ def rollout_idle(metrics: RunMetrics, last: float = 1.0) -> float:
     return metrics.ratio(ROLLOUT_IDLE, ROLLOUT_TIME, last)
 
 
-_WINDOWS = ((1.0, "over the whole run"), (LAST, f"over the last {LAST:.0%} of the steps"))
-
-
-def _over(share: Callable[[float], float], bound: float) -> tuple[float, str] | None:
+def _over(share: Callable[[float], float], bound: float, windows: _Windows) -> tuple[float, str] | None:
     """Return a share and the steps that it is of, if it is above a bound: of all steps, or else of the last."""
-    for last, when in _WINDOWS:
+    for last, when in windows:
         if (value := share(last)) > bound:
             return value, when
     return None
@@ -85,15 +91,15 @@ _SHARES = (
 )  # fmt: skip
 
 
-def _shares(metrics: RunMetrics) -> Iterator[Advisory]:
+def _shares(metrics: RunMetrics, windows: _Windows) -> Iterator[Advisory]:
     for key, name, bound, title, advice in _SHARES:
-        if (over := _over(partial(metrics.average, name), bound)) is not None:
+        if (over := _over(partial(metrics.average, name), bound, windows)) is not None:
             value, when = over
             yield Advisory(key, f"{title.format(value=value)} {when}", advice)
 
 
-def _idle(metrics: RunMetrics, layout: GpuLayout | None) -> Iterator[Advisory]:
-    for last, when in _WINDOWS:
+def _idle(metrics: RunMetrics, layout: GpuLayout | None, windows: _Windows) -> Iterator[Advisory]:
+    for last, when in windows:
         trainer, rollout = trainer_idle(metrics, last), rollout_idle(metrics, last)
         if trainer > IDLE or rollout > IDLE:
             yield _of_idle(trainer, rollout, when, layout, sides_of(metrics, layout, last) if layout else None)
