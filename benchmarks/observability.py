@@ -9,6 +9,13 @@ scrape the Prometheus endpoint and a real server take the metrics of MLflow, and
 of this process, the writers' included: what the step would not take without them. The ratio is that time per step over
 the step's wall time: with --run the median of the run, else --step-seconds. So a ratio of 0.01 is one hundredth of a
 core. MLflow and wandb have to be installed, as `make setup-test` does.
+
+The last row adds the rows up over all processes of the run: rank 0 with every sink at once, the events of the other
+ranks, the controller, and each replica. Its ratio is that sum over the processor time of the same step in all of these
+processes, because wall time says nothing of a sum over processes: it is the share of all the work of a step that goes
+into seeing the run. While the run of --run lives, its processor time is measured over --watch steps; else it is
+--step-cpu-seconds.
+Longer loops than the run's are in a row of their own, which the sum leaves out.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +35,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from observability_base import StepSize, cpu_per_step, of_run, recording, step_values
+from observability_entropy import of_entropy
+from observability_job import cpu_of_job, cpu_of_step
 from observability_monitor import of_monitor
 from observability_services import of_mlflow, of_prometheus, of_wandb
 from report import Ratio, add_options, finish
@@ -42,6 +52,9 @@ from megarl.telemetry.event_budget import CONTROLLER, rank_process, replica_proc
 from megarl.telemetry.sinks import MetricsWriter
 
 BOUND = 0.01
+LOOP_TURNS = 8
+LOOPS = f"trajectories of {LOOP_TURNS} turns in the controller"
+WATCH_TIMEOUT_S = 600.0
 PHASES = ("generate", "queue", "logprobs", "update", "drain", "sync", "save", "step")
 CALLS = ("stage", "pause", "start", "update", "finish", "resume")
 
@@ -132,6 +145,11 @@ def of_replica(size: StepSize, steps: int, directory: Path) -> tuple[float, dict
     return seconds, {"engine_steps": engine_steps, "requests": size.batch}
 
 
+def of_loops(size: StepSize, steps: int, directory: Path) -> tuple[float, dict[str, Any]]:
+    """What `of_controller` measures, of loops of `LOOP_TURNS` turns."""
+    return of_controller(replace(size, turns=LOOP_TURNS), steps, directory)
+
+
 ROWS = {
     "events of trainer rank 0": of_rank,
     "metrics and sinks of trainer rank 0": of_sinks,
@@ -139,37 +157,54 @@ ROWS = {
     "Prometheus of trainer rank 0": of_prometheus,
     "MLflow of trainer rank 0": of_mlflow,
     "W&B (offline) of trainer rank 0": of_wandb,
+    "entropy in the update of trainer rank 0": of_entropy,
     "trajectories in the controller": of_controller,
+    LOOPS: of_loops,
     "steps of an engine in its replica": of_replica,
 }
 
 
 def measure(size: StepSize, steps: int, repeats: int) -> list[Ratio]:
     """Return the rows of the report: of each the median over `repeats`."""
-    rows = []
+    rows, cpu_s = [], {}
     for name, of in ROWS.items():
         with tempfile.TemporaryDirectory() as directory:
             found = [of(size, steps, Path(directory) / str(number)) for number in range(repeats)]
-        seconds = statistics.median(each[0] for each in found)
+        seconds = cpu_s[name] = statistics.median(each[0] for each in found)
         details = {"cpu_ms_per_step": round(seconds * 1000, 3), "step_s": round(size.seconds, 3), **found[0][1]}
         rows.append(Ratio(name, seconds / size.seconds, BOUND, details=details))
     rank = sum(row.ratio for row in rows if "rank 0" in row.name)
-    return [*rows, Ratio("all of trainer rank 0", rank, BOUND)]
+    job = cpu_of_job(size, {name: seconds for name, seconds in cpu_s.items() if name != LOOPS})
+    details = {
+        "cpu_ms_per_step": round(job * 1000, 3), "step_cpu_s": round(size.cpu_seconds, 3), "ranks": size.ranks,
+        "replicas": size.replicas,
+    }  # fmt: skip
+    return [
+        *rows,
+        Ratio("all of trainer rank 0", rank, BOUND),
+        Ratio("all processes, of their processor time", job / size.cpu_seconds, BOUND, details=details),
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="take step time and numbers from this run directory")
     parser.add_argument("--step-seconds", type=float, default=StepSize.seconds, help="wall time of a step")
+    parser.add_argument(
+        "--step-cpu-seconds", type=float, default=StepSize.cpu_seconds, help="processor time of a step, all processes"
+    )
+    parser.add_argument("--watch", type=int, default=5, help="steps of a living run whose processor time is measured")
     parser.add_argument("--trajectories", type=int, default=StepSize.trajectories, help="per step")
     parser.add_argument("--steps", type=int, default=100, help="measured per repeat")
     parser.add_argument("--repeats", type=int, default=5)
     add_options(parser)
     options = parser.parse_args()
-    size = StepSize(options.step_seconds, options.trajectories)
+    size = StepSize(options.step_seconds, options.step_cpu_seconds, trajectories=options.trajectories)
     steps, repeats = (2, 1) if options.quick else (options.steps, options.repeats)
     try:
-        size = of_run(options.run, size) if options.run is not None else size
+        if options.run is not None:
+            watched = cpu_of_step(options.run, options.watch, WATCH_TIMEOUT_S)
+            size = of_run(options.run, replace(size, cpu_seconds=watched or size.cpu_seconds))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"observability: {error}\n")
         return 2

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
 from megarl.config.load import config_from_tree
 from megarl.config.schema import Config
 from megarl.telemetry import events
@@ -21,9 +23,18 @@ PAUSE_S = 0.01  # between two steps, in which the threads write; in a run they h
 
 @dataclass(frozen=True)
 class StepSize:
-    """The size of one step of a run. `seconds`: its wall time; `engine_step_s`: that of one step of an engine."""
+    """The size of one step of a run. `seconds`: its wall time; `engine_step_s`: that of one step of an engine.
+
+    `cpu_seconds`: its processor time, of all processes of the run together. The default is that of the quickstart's
+    task, asynchronous with one engine on two cores: 2.1 s for 384 samples (docs/benchmarks.md).
+    """
 
     seconds: float = 1.0
+    cpu_seconds: float = 1.4
+    ranks: int = 1
+    replicas: int = 1
+    vocabulary: int = 320
+    hidden: int = 128
     trajectories: int = 256
     turns: int = 1
     tokens: int = 50  # of a response
@@ -52,7 +63,21 @@ def of_run(run_dir: Path, size: StepSize) -> StepSize:
             1, round(median("rollout/response_length_mean", size.tokens) / max(1.0, median("agent/turns_mean", 1.0)))
         ),
         mini_batches=max(1, round(median("policy/updates", 1.0))),
+        **_of_config(run_dir / "config.yaml"),
     )
+
+
+def _of_config(path: Path) -> dict[str, int]:
+    """Return the processes and the sizes of the model's head of a run; what is not there stays as it is."""
+    if not path.is_file():
+        return {}
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found = {"ranks": tree["trainer"]["gpus"], "replicas": tree["rollout"]["replicas"]}
+    model = Path(tree["model"]["path"]) / "config.json"
+    if model.is_file():
+        sizes = json.loads(model.read_text(encoding="utf-8"))
+        found |= {"vocabulary": sizes["vocab_size"], "hidden": sizes["hidden_size"]}
+    return found
 
 
 @contextmanager

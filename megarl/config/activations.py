@@ -198,19 +198,20 @@ def peak_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, f
 def logits_bytes(config: Config, info: ModelInfo, layout: Layout, *, update: bool) -> int:
     """Return the bytes of one chunk of the log-prob head: of a forward pass, or of an `update` with its backward pass.
 
-    They are those of the separate operations (trainer/logprobs.py); the compiled head needs less.
+    They are those of the separate operations on a whole chunk (trainer/logprobs.py). The compiled head needs less, and
+    so does a CPU, which makes the exponentials of a part of the chunk at a time.
     """
     columns = padded_vocabulary(info, layout.tensor) // layout.tensor
     rows = min(config.trainer.logprob_chunk_tokens, config.trainer.token_limit)
     element = bytes_per_element(config.trainer.precision)
     copy = element if element != FP32 else 0  # beside a tensor in fp32, the same one in compute precision
     weighed = config.algorithm.entropy_coef > 0
-    # fp32 logits; for the entropy also their exponentials and the products of both.
+    # fp32 logits, which the products that the entropy needs overwrite; for it also their exponentials.
     forward = rows * columns * (copy + FP32)
     if not update:
         return forward
     if weighed or config.telemetry.entropy_every:
-        forward += rows * columns * 2 * FP32
+        forward += rows * columns * FP32
     # The logits, their fp32 copy, which becomes the gradient, and that in compute precision or the entropy's factor.
     weight = columns * info.hidden
     gradient = rows * columns * (copy + FP32 + max(copy, FP32 if weighed else 0)) + weight * FP32

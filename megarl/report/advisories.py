@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,9 @@ SLOW_REPLICA = 0.5  # of the median of all engines
 LAST = 0.1  # the share of the steps that counts as recent
 MEASURABLE_S = 1e-3  # a median below it is not compared with
 NOTICEABLE = 0.1  # of the median step: a spike of a phase that is shorter is not worth a word
+
+
+_Windows = Sequence[tuple[float, str]]  # shares of the steps, from the end, that are judged in turn, and words for them
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,17 @@ class GpuLayout:
     synchronous: bool
 
 
-def advise(metrics: RunMetrics, layout: GpuLayout | None) -> list[Advisory]:
-    """Return what is to say about a run, the most general first; nothing for a run without steps."""
+def advise(metrics: RunMetrics, layout: GpuLayout | None, when: str = "over the whole run") -> list[Advisory]:
+    """Return what is to say about a run, the most general first; nothing for a run without steps.
+
+    `when`: the words for the steps of `metrics`.
+    """
     if not metrics.steps:
         return []
-    return [*_idle(metrics, layout), *_shares(metrics), *_slow_replicas(metrics), *_spikes(metrics)]
+    windows = ((1.0, when), (LAST, f"over the last {LAST:.0%} of the steps"))
+    return [
+        *_idle(metrics, layout, windows), *_shares(metrics, windows), *_slow_replicas(metrics), *_spikes(metrics)
+    ]  # fmt: skip
 
 
 def trainer_idle(metrics: RunMetrics, last: float = 1.0) -> float:
@@ -55,12 +64,9 @@ def rollout_idle(metrics: RunMetrics, last: float = 1.0) -> float:
     return metrics.ratio(ROLLOUT_IDLE, ROLLOUT_TIME, last)
 
 
-_WINDOWS = ((1.0, "over the whole run"), (LAST, f"over the last {LAST:.0%} of the steps"))
-
-
-def _over(share: Callable[[float], float], bound: float) -> tuple[float, str] | None:
+def _over(share: Callable[[float], float], bound: float, windows: _Windows) -> tuple[float, str] | None:
     """Return a share and the steps that it is of, if it is above a bound: of all steps, or else of the last."""
-    for last, when in _WINDOWS:
+    for last, when in windows:
         if (value := share(last)) > bound:
             return value, when
     return None
@@ -85,67 +91,60 @@ _SHARES = (
 )  # fmt: skip
 
 
-def _shares(metrics: RunMetrics) -> Iterator[Advisory]:
+def _shares(metrics: RunMetrics, windows: _Windows) -> Iterator[Advisory]:
     for key, name, bound, title, advice in _SHARES:
-        if (over := _over(partial(metrics.average, name), bound)) is not None:
+        if (over := _over(partial(metrics.average, name), bound, windows)) is not None:
             value, when = over
             yield Advisory(key, f"{title.format(value=value)} {when}", advice)
 
 
-def _idle(metrics: RunMetrics, layout: GpuLayout | None) -> Iterator[Advisory]:
-    for last, when in _WINDOWS:
+def _idle(metrics: RunMetrics, layout: GpuLayout | None, windows: _Windows) -> Iterator[Advisory]:
+    for last, when in windows:
         trainer, rollout = trainer_idle(metrics, last), rollout_idle(metrics, last)
         if trainer > IDLE or rollout > IDLE:
-            yield _of_idle(metrics, layout, trainer, rollout, when)
+            yield _of_idle(trainer, rollout, when, layout, sides_of(metrics, layout, last) if layout else None)
             return
 
 
-def _of_idle(metrics: RunMetrics, layout: GpuLayout | None, trainer: float, rollout: float, when: str) -> Advisory:
+def _of_idle(trainer: float, rollout: float, when: str, layout: GpuLayout | None, sides: Sides | None) -> Advisory:
     """Return what to say about the idle shares of both sides, at least one of which is above its bound."""
-    in_turn = layout is not None and layout.synchronous
-    if trainer > IDLE and (rollout > IDLE or in_turn):
-        other = f", and the engines had no work for {rollout:.0%}" if rollout > IDLE else ""
-        return Advisory(
-            "both_idle",
-            f"The trainer waited {trainer:.0%} of its time{other}, {when}",
-            "The two sides wait for each other, and another split of the GPUs does not change that. Let generation run "
-            + (
-                "ahead of training (admission.mode: one_step_off, stream or async)."
-                if in_turn or layout is None
-                else "further ahead of training (admission.max_staleness)."
-            ),
-        )
-    if trainer > IDLE:
-        return Advisory(
-            "trainer_idle",
-            f"The trainer waited for rollouts {trainer:.0%} of its time {when}",
-            f"Rollout is the slower side. {_split_text(metrics, layout)}",
-        )
-    return Advisory(
-        "rollout_idle",
-        f"The engines had no work for {rollout:.0%} of the time {when}",
-        f"Training is the slower side, or the bound on staleness holds generation back. {_split_text(metrics, layout)}",
+    waits = (
+        f"the trainer waited for rollouts {trainer:.0%} of its time",
+        f"the engines had no work for {rollout:.0%} of the time",
     )
+    told = " and ".join(wait for wait, share in zip(waits, (trainer, rollout), strict=True) if share > IDLE)
+    title = f"{told[0].upper()}{told[1:]}, {when}"
+    ahead = "Let generation run ahead of training (admission.mode: one_step_off, stream or async)."
+    if layout is not None and layout.synchronous:
+        text = f"The two sides run in turn. {ahead} As long as they run in turn: {_split_text(sides)}"
+        return Advisory("both_idle", title, text)
+    if trainer > IDLE and rollout > IDLE:
+        text = "The two sides wait for each other, and another split of the GPUs does not change that."
+        further = "Let generation run further ahead of training (admission.max_staleness)."
+        return Advisory("both_idle", title, f"{text} {ahead if layout is None else further}")
+    if trainer > IDLE:
+        return Advisory("trainer_idle", title, f"Rollout is the slower side. {_split_text(sides)}")
+    slower = "Training is the slower side, or the bound on staleness holds generation back."
+    return Advisory("rollout_idle", title, f"{slower} {_split_text(sides)}")
 
 
-def sides_of(metrics: RunMetrics, layout: GpuLayout) -> Sides | None:
-    """Return both sides as measured, per step; None without times."""
-    step = metrics.average("time/step")
+def sides_of(metrics: RunMetrics, layout: GpuLayout, last: float = 1.0) -> Sides | None:
+    """Return both sides as measured, per step of the last share of the steps; None without times."""
+    step = metrics.average("time/step", last)
     if not step > 0:
         return None
-    passes = sum(_or_zero(metrics.average(f"time/{phase}")) for phase in ("logprobs", "update"))
-    waits = sum(_or_zero(metrics.average(f"time/{phase}")) for phase in ("generate", "drain"))
+    passes = sum(_or_zero(metrics.average(f"time/{phase}", last)) for phase in ("logprobs", "update"))
+    waits = sum(_or_zero(metrics.average(f"time/{phase}", last)) for phase in ("generate", "drain"))
     # The engines' share of idle time is of the time between two batches, which is a step in the long run.
-    busy = 1.0 - _or_zero(rollout_idle(metrics))
+    busy = 1.0 - _or_zero(rollout_idle(metrics, last))
     return Sides(
         layout.trainer_gpus, layout.replicas * layout.replica_gpus, layout.trainer_unit, layout.replica_gpus,
-        max(0.0, step - passes - waits), passes, busy * step,
+        max(0.0, step - passes - waits), passes, busy * step, layout.synchronous,
     )  # fmt: skip
 
 
-def _split_text(metrics: RunMetrics, layout: GpuLayout | None) -> str:
-    sides = sides_of(metrics, layout) if layout is not None else None
-    if layout is None or sides is None:
+def _split_text(sides: Sides | None) -> str:
+    if sides is None:
         return "The config of the run is not there, so no split of the GPUs can be computed."
     now = f"{sides.trainer_gpus} for the trainer and {sides.rollout_gpus} for rollout"
     better = best_split(sides)
@@ -153,7 +152,7 @@ def _split_text(metrics: RunMetrics, layout: GpuLayout | None) -> str:
         return f"With {now}, no other split of the same GPUs is shorter by 3% or more."
     return (
         f"Now {now}. With {better.trainer_gpus} and {better.rollout_gpus} (rollout.replicas: "
-        f"{better.rollout_gpus // layout.replica_gpus}) a step would take about {better.step_share:.0%} of its present "
+        f"{better.rollout_gpus // sides.rollout_unit}) a step would take about {better.step_share:.0%} of its present "
         "time, if both sides scale with their GPUs."
     )
 

@@ -131,12 +131,15 @@ def layout_of(tree: Mapping[str, object]) -> GpuLayout | None:
     mode = admission.get("mode") if isinstance(admission, Mapping) else None
     numbers = [
         trainer.get("gpus"), rollout.get("replicas"), rollout.get("tensor_parallel"),
-        parallel.get("tensor", 1), parallel.get("pipeline", 1),
+        parallel.get("tensor", 1), parallel.get("pipeline", 1), parallel.get("expert", 1),
+        parallel.get("expert_tensor") or parallel.get("tensor", 1),
     ]  # fmt: skip
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         return None
-    gpus, replicas, replica_gpus, tensor, pipeline = (int(number) for number in numbers)
-    return GpuLayout(gpus, tensor * pipeline, replicas, replica_gpus, mode == "sync")
+    gpus, replicas, replica_gpus, tensor, pipeline, expert, expert_tensor = (int(number) for number in numbers)
+    # What `layout_problems` accepts: the dense and the expert layers are each spread over all ranks.
+    unit = math.lcm(tensor * pipeline, expert * expert_tensor * pipeline)
+    return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync")
 
 
 def _notices(run_dir: Path) -> list[Notice]:

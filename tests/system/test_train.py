@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.queue.dump import DumpedBatch, read_batch
 from megarl.rollout.sample_times import PARTS
 from megarl.telemetry.event_files import read_events
+from tests.support import perfetto
 from tests.support.leftovers import assert_nothing_left
 from tests.support.open_sockets import check_sockets
 from tests.support.random_moment import moments
@@ -97,6 +98,7 @@ def check_trace(run: Run) -> None:
     assert {name: IN_A_TRACE[name] - shown[name] for name in IN_A_TRACE} == {name: set() for name in IN_A_TRACE}
     updates = [each["args"]["step"] for each in events if each["name"] == "update"]
     assert sorted(updates) == [1, 1, 2, 2, 3, 3]
+    check_in_perfetto(out, sum(each["ph"] in "Xi" for each in events))
     steps = {each["step"]: each for each in run.metrics}
     for event in read_events(run.directory, {"update"}):
         assert event.seconds == pytest.approx(steps[event.step]["time/update"], abs=0.25)
@@ -109,6 +111,28 @@ def check_trace(run: Run) -> None:
         assert parts[str(event.args["cause"])] == max(parts.values())
     # Two responses at a time on one engine: the slowest ones have waited for most of their time.
     assert {each.args["cause"] for each in slow} == {"queue"}
+
+
+def check_in_perfetto(trace: Path, spans: int) -> None:
+    """Perfetto's own engine finds no error in the trace, all its spans, and each update inside a step of its rank.
+
+    Where it is missing the rest of the run is checked all the same.
+    """
+    if what := perfetto.missing():
+        print(f"The trace is not read by Perfetto: {what}")
+        return
+    counted, updates = perfetto.ask_perfetto(
+        trace,
+        "select count(*) as count from slice where dur >= 0 and category != 'flow'",
+        "select process.name as process, parent.name as parent, extract_arg(child.arg_set_id, 'args.step') as step "
+        "from slice child join slice parent on child.parent_id = parent.id join thread_track on child.track_id = "
+        "thread_track.id join thread using (utid) join process using (upid) where child.name = 'update' "
+        "order by process, step",
+    )
+    assert counted == [{"count": spans}]
+    assert updates == [
+        {"process": f"trainer rank {rank}", "parent": "step", "step": step} for rank in range(2) for step in (1, 2, 3)
+    ]
 
 
 def check_exported_policy(run: Run) -> None:

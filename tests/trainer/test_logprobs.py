@@ -10,6 +10,7 @@ import torch
 
 from megarl.trainer import logprobs
 from megarl.trainer.logprobs import linear_token_logprobs
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks.logprobs import HIDDEN, ROWS, VOCAB, problem
 
 TEMPERATURES = (1.0, 0.6)
@@ -87,6 +88,27 @@ def test_without_entropy_nothing_else_changes() -> None:
     without, none = run_single(with_entropy=False)
     assert none is None and entropy is not None
     assert torch.equal(with_entropy, without)
+
+
+@pytest.mark.parametrize("cached", [1, 3 * VOCAB, 1 << 17])
+def test_parts_of_a_chunk_on_a_cpu_change_no_number(monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
+    whole = run_single()
+    monkeypatch.setattr(logprobs, "CACHED", cached)
+    parts = run_single()
+    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True) if one is not None)
+
+
+def test_the_entropy_needs_no_other_chunk_on_a_cpu() -> None:
+    """Its exponentials are made for a part of the chunk that stays in the processor's cache."""
+    hidden, weight, targets = torch.randn(64, 4), torch.randn(8 * logprobs.CACHED // 64, 4), torch.zeros(64).long()
+    peaks = []
+    for with_entropy in (False, True):
+        with torch.no_grad(), LiveBytes() as live:
+            linear_token_logprobs(
+                hidden, weight, targets, temperature=0.7, vocab_size=len(weight), chunk=64, with_entropy=with_entropy
+            )
+        peaks.append(live.peak)
+    assert peaks[0] > 8 * logprobs.CACHED * 4 and peaks[1] < peaks[0] + 1.1 * logprobs.CACHED * 4
 
 
 def test_bf16_hidden_states_give_fp32_logprobs_and_bf16_gradients() -> None:

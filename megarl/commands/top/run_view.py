@@ -15,6 +15,9 @@ from megarl.commands.top.recent_rows import IS_STEP, RecentRows, StepRow
 from megarl.common.claim import CLAIM_FILE
 from megarl.common.files import last_bytes
 from megarl.common.notices import notices_file, older_notices_file
+from megarl.report.advisories import GpuLayout, advise
+from megarl.report.metrics_file import MetricsReader
+from megarl.report.run_directory import layout_of
 from megarl.report.run_events import RunFault, pair
 from megarl.report.run_status import status_of
 from megarl.telemetry.event_files import EventTail, RunEvent
@@ -54,6 +57,7 @@ class RunView:
     faults: Sequence[RunFault] = ()
     notices: Sequence[tuple[float, str]] = ()
     loads: Mapping[int, Load] = field(default_factory=dict)
+    advice: Sequence[str] = ()  # titles of the report's advisories on these steps
 
     def value(self, name: str) -> float:
         """Return a metric of the newest step; NaN if it has none."""
@@ -124,6 +128,8 @@ class RunWatch:
         self._faults: list[RunEvent] = []
         self._loads: dict[int, Load] = {}
         self._looked = -math.inf  # when loads were read, Unix seconds
+        self._advised: StepRow | None = None  # the newest step for which `_titles` were made
+        self._titles: list[str] = []
 
     def look(self) -> RunView:
         """Return the run as it is now."""
@@ -133,13 +139,23 @@ class RunWatch:
         self._faults = [*self._faults, *self._events.poll()][-MOST_FAULTS:]
         self._read_loads(now)
         steps = [row for row in rows if IS_STEP in row]
-        name, planned = _described(self._run_dir)
+        name, planned, layout = _described(self._run_dir)
         newest = _number(steps[-1], "wall_time") if steps else math.nan
         status, reason = status_of(self._run_dir, now - newest)
         return RunView(
             name, self._run_dir, status, reason, planned, now, steps, _by_set(rows), pair(self._faults),
-            list(_notices(self._run_dir)), self._loads,
+            list(_notices(self._run_dir)), self._loads, self._advice(steps, layout),
         )  # fmt: skip
+
+    def _advice(self, steps: Sequence[StepRow], layout: GpuLayout | None) -> Sequence[str]:
+        """Return the titles of what `megarl report` would advise of these steps; looked for once per new step."""
+        if steps and steps[-1] is not self._advised:
+            self._advised = steps[-1]
+            reader = MetricsReader()
+            reader.add(steps)
+            found = advise(reader.result(), layout, f"over the newest {len(steps)} steps")
+            self._titles = [advisory.title for advisory in found]
+        return self._titles if steps else ()
 
     def _read_loads(self, now: float) -> None:
         since = max(now - LOADS_S, self._looked)
@@ -152,13 +168,13 @@ class RunWatch:
         self._loads = {number: load for number, load in self._loads.items() if load.at >= now - LOADS_S}
 
 
-def _described(run_dir: Path) -> tuple[str, int]:
-    """Return name and planned steps of a run; its directory's name and 0 if its config is not there."""
+def _described(run_dir: Path) -> tuple[str, int, GpuLayout | None]:
+    """Return name, planned steps and GPUs of a run; its directory's name, 0 and None if its config is not there."""
     try:
-        tree = yaml.load((run_dir / "config.yaml").read_text(encoding="utf-8"), Loader=_LOADER)["run"]
-        return str(tree["name"]), int(tree["steps"])
+        tree = yaml.load((run_dir / "config.yaml").read_text(encoding="utf-8"), Loader=_LOADER)
+        return str(tree["run"]["name"]), int(tree["run"]["steps"]), layout_of(tree)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, ValueError):
-        return run_dir.resolve().name, 0
+        return run_dir.resolve().name, 0, None
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -31,7 +31,7 @@ class Screen:
         width = options.max_width
         height = self._height or options.max_height
         signs = Signs.of(options.encoding)
-        top = screen_parts.head(self._view, width, signs)
+        top = screen_parts.head(self._view, width, signs)[: max(0, height - self._live)]
         room = max(0, height - len(top) - self._live)
         body = _two_columns if width >= TWO_COLUMNS else _one_column
         above = body(self._view, width, room, signs)

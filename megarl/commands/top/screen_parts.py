@@ -51,7 +51,7 @@ class Signs:
 
 
 def head(view: RunView, width: int, signs: Signs) -> list[Text]:
-    """Return the two lines above all sections: how far the run is."""
+    """Return the lines above all sections: how far the run is, and the titles of what is advised, if anything is."""
     first = Text.assemble((_plain(view.name), "bold"), "  ", (view.status, _STATUS_STYLE.get(view.status, "")))
     if view.reason:
         first.append(f"  {_plain(view.reason)}", "yellow")
@@ -70,7 +70,9 @@ def head(view: RunView, width: int, signs: Signs) -> list[Text]:
         second.append(f"  last step {number(view.since_step_s, 'time')} ago", "yellow" if late else "")
     elif view.steps:
         second.append(f"  ended {_clock(view.value('wall_time'), view.now, always='%Y-%m-%d %H:%M')}")
-    return [first, second]
+    if not view.advice:
+        return [first, second]
+    return [first, second, Text.assemble(("advice".ljust(LABEL), "cyan"), ("; ".join(view.advice), "yellow"))]
 
 
 def reward(view: RunView, width: int, signs: Signs) -> ScreenPart:

@@ -115,6 +115,21 @@ def test_it_follows_the_run(run_dir: Path) -> None:
     assert "failed  rank 1 died" in "\n".join(shown(view))
 
 
+def test_the_titles_of_the_report_s_advisories_are_one_line(run_dir: Path) -> None:
+    watch = RunWatch(run_dir)
+    (line,) = (each for each in shown(watch.look(), 200) if each.startswith("advice"))
+    assert line == (
+        "advice    The trainer waited for rollouts 50% of its time, over the newest 40 steps; "
+        "1 of 2 engines made less than 50% of the usual tokens per second"
+    )
+    write_rows(run_dir, *(row(step, **{"rollout/aborted_share": 0.5}) for step in range(41, 81)))
+    assert "50% of the responses were aborted over the newest 80 steps" in watch.look().advice
+    calm = {"time/generate": 0.0, "rollout/replica_tokens_per_second/3": 2000.0}
+    (run_dir / "metrics.jsonl").unlink()
+    write_rows(run_dir, *(row(step, **calm) for step in range(1, 41)))
+    assert not any(each.startswith("advice") for each in shown(watch.look()))
+
+
 def test_faults_have_their_outcome_and_the_counts_of_the_metrics(run_dir: Path) -> None:
     def told(name: str, at_s: int, text: str) -> EventLine:
         return EventLine(name, at_s * 1_000_000, replica=3, args={"kind": "engine", "text": text})

@@ -21,6 +21,8 @@ from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.workers import agent_worker
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec
 from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.telemetry import events
+from megarl.telemetry.event_files import read_events
 from tests.support.chat_templates import CHATML_TOOLS
 from tests.support.fake_replicas import Method
 from tests.support.fake_workers import WorkerQueue, rows_of
@@ -99,4 +101,14 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
         await groups.close()
         await source.close_tools()
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 120))
+    finally:
+        events.close_events()
+    recorded = list(read_events(tmp_path, {"turn", "tool", "reward"}))
+    assert {each.process for each in recorded} == {"worker-0"}, "the worker's start has opened its own files"
+    samples = config.batch.samples_per_group
+    named = [(each.name, each.group, each.sample) for each in recorded]
+    assert sorted(named) == sorted(
+        (name, 3, sample) for name in ("turn", "turn", "tool", "reward") for sample in range(samples)
+    )
