@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from megarl.config.arguments import add_run_arguments, run_arguments, run_overrides
 
 # Which ends without torchrun's traceback, because the rank that has failed has told why.
-TORCHRUN = ("-m", "megarl.cluster.nodes.torchrun", "--rdzv-backend", "megarl")
+# By default torchrun leaves a temporary directory at each start.
+TORCHRUN = ("-m", "megarl.cluster.nodes.torchrun", "--rdzv-backend", "megarl", "--log-dir", os.devnull)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -4,7 +4,8 @@ megarl's ranks exchange MessagePack (`object_collectives.py`). Megatron-Core and
 collectives: for the parameter groups of an optimizer, and to plan, check and load a sharded checkpoint. Those unpickle
 what comes out of a socket (torch 2.13, distributed_c10d.py:3435). When a rank fails, torch sends its exception with the
 traceback to the other ranks: such an exception travels as a RuntimeError that holds the class and the text, because no
-other class of exceptions is admitted, and its traceback as an empty one.
+other class of exceptions is admitted, and its traceback as an empty one. What engines exchange is another list
+(`megarl/weights/engine_guard.py`).
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import importlib
 import io
 import pickle
 import traceback
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "int32", "int64", "uint8", "bool")
 # Classes of plain data, and functions that only look up a name or lay out a tensor. There are no dotted names.
-_NAMES: dict[str, tuple[str, ...]] = {
-    "_io": ("BytesIO",),
+TENSORS: dict[str, tuple[str, ...]] = {
     "builtins": ("RuntimeError",),
     "collections": ("OrderedDict",),
-    "megatron.core.dist_checkpointing.mapping": ("ShardedObject", "ShardedTensor"),
     "torch": ("Size", *_DTYPES),
     "torch._utils": ("_rebuild_tensor_v2",),
+}
+_NAMES: dict[str, tuple[str, ...]] = TENSORS | {
+    "_io": ("BytesIO",),
+    "megatron.core.dist_checkpointing.mapping": ("ShardedObject", "ShardedTensor"),
     "torch.distributed.checkpoint.api": ("CheckpointException",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
@@ -76,19 +80,22 @@ class FailurePickler(pickle.Pickler):
 class GuardedUnpickler(pickle.Unpickler):
     """An unpickler that finds the classes of checkpoint plans and nothing else."""
 
+    names: ClassVar[Mapping[str, tuple[str, ...]]] = _NAMES
+    what: ClassVar[str] = "a checkpoint plan"
+
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as the base class
         """Return a class that a checkpoint plan may hold. Raises UnpicklingError for any other name."""
         if (module, name) in _STORAGE_LOADERS:
             return _load_storage  # torch's own would unpickle the bytes without a limit
-        if name not in _NAMES.get(module, ()):
+        if name not in self.names.get(module, ()):
             raise pickle.UnpicklingError(
-                f"a message between ranks holds {module}.{name}, which is no part of a checkpoint plan: it is not from "
+                f"a message between ranks holds {module}.{name}, which is no part of {self.what}: it is not from "
                 "a rank of this run, or a library sends more than it did. It was not unpickled"
             )
         return getattr(importlib.import_module(module), name)
 
 
-def guard_object_collectives() -> None:
+def guard_object_collectives(unpickler: type[GuardedUnpickler] = GuardedUnpickler) -> None:
     """Make torch's object collectives refuse everything else in this process, and send failures so. Idempotent."""
     from torch.distributed import distributed_c10d
 
@@ -96,7 +103,7 @@ def guard_object_collectives() -> None:
         if not hasattr(distributed_c10d, name):
             raise RuntimeError(f"this version of torch has no distributed_c10d.{name}, which has to be guarded")
     distributed_c10d._pickler = FailurePickler  # type: ignore[misc,assignment]
-    distributed_c10d._unpickler = GuardedUnpickler  # type: ignore[misc,assignment]
+    distributed_c10d._unpickler = unpickler  # type: ignore[misc,assignment]
 
 
 def _load_storage(content: bytes) -> Any:  # noqa: ANN401  # a storage of torch, typed or not

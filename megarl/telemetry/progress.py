@@ -27,9 +27,11 @@ class Column:
         value = values.get(self.metric)
         if value is None or not math.isfinite(value):
             return ("-" if value is None else str(value)).rjust(self.width)
-        text = compact(value) if self.style == "compact" else format(value, self.style)
-        if len(text) > self.width:
-            text = f"{value:.0e}"
+        if self.style == "compact":
+            text, shorter = compact(value), compact(value, whole=True)
+        else:
+            text, shorter = format(value, self.style), f"{value:.0e}"
+        text = text if len(text) <= self.width else shorter
         return (text if len(text) <= self.width else "*" * self.width).rjust(self.width)
 
 
@@ -38,13 +40,14 @@ KL_OLD = Column("kl old", "policy/approx_kl", 7, ".1e")
 KL_REFERENCE = Column("kl ref", "policy/kl_ref", 7, ".1e")
 # With those of a run of 99,999 steps a line has 100 characters.
 COLUMNS = (
-    Column("reward", "reward/mean", 8),
+    Column("reward", "reward/mean", 7),
     Column("acc", ACCURACY, 5),
-    Column("loss", "policy/loss", 8, ".4f"),
+    Column("err", "reward/errors", 3, "compact"),
+    Column("loss", "policy/loss", 7, ".4f"),
     KL_OLD,
     Column("entropy", "policy/entropy", 7),
-    Column("gnorm", "policy/grad_norm", 6),
-    Column("length", "rollout/response_length_mean", 7, ".1f"),
+    Column("gnorm", "policy/grad_norm", 5, "compact"),
+    Column("length", "rollout/response_length_mean", 6, "compact"),
     Column("gen t/s", "perf/rollout_tokens_per_second", 7, "compact"),
     Column("trn t/s", "perf/trainer_tokens_per_second", 7, "compact"),
     Column("lag", "rollout/version_lag_max", 3, ".0f"),
@@ -132,12 +135,15 @@ def without_accuracy(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if name != ACCURACY}
 
 
-def compact(value: float) -> str:
-    """Return a number with three significant digits and a unit prefix, like 1.23M for 1234567."""
+def compact(value: float, *, whole: bool = False) -> str:
+    """Return a number with three significant digits and a unit prefix, like 1.23M for 1234567.
+
+    `whole`: without digits behind the point, like 1M; a small number as a power of ten.
+    """
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
+            return format(value / limit, ".0f" if whole else ".3g") + unit
+    return f"{value:.0e}" if whole else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

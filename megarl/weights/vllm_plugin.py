@@ -9,15 +9,21 @@ BACKEND = "megarl"
 
 
 def register() -> None:
-    """Register the weight-transfer backend. vLLM's own child processes also end with their parent. Idempotent."""
+    """Register the weight-transfer backend. Idempotent.
+
+    vLLM's own child processes also end with their parent, and unpickle no more than they need to.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.weights.engine", "MegarlWeightTransferEngine")
     if _is_vllm_child():
+        from megarl.common.object_guard import guard_object_collectives
         from megarl.common.private_directory import name_shared_memory
         from megarl.common.processes import die_with_parent
+        from megarl.weights.engine_guard import EngineUnpickler
 
+        guard_object_collectives(EngineUnpickler)
         name_shared_memory()
         die_with_parent()
         _hold_outputs()

@@ -65,7 +65,7 @@ class Started(Exception):
 
 
 @pytest.mark.parametrize(("index", "told"), [(0, None), (2, "0,1,2")])
-def test_the_raylet_of_a_rollout_node_sees_its_gpus_only(
+def test_the_raylet_of_a_rollout_node_sees_its_gpus_only_and_sweeps_what_dead_runs_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int, told: str | None
 ) -> None:
     """On a trainer node nothing is scheduled, so nothing is given to it."""
@@ -87,12 +87,13 @@ def test_the_raylet_of_a_rollout_node_sees_its_gpus_only(
     monkeypatch.setattr(raylet, "attach_supervisor", lambda *arguments: SimpleNamespace(address="127.0.0.1:1"))
     monkeypatch.setattr(raylet, "access_environment", lambda run_dir: {})
     monkeypatch.setattr(raylet, "die_with_parent", lambda pid: None)
-    monkeypatch.setattr(raylet, "sweep_dead_directories", lambda: None)
-    monkeypatch.setattr(raylet, "make_private_directory", lambda: tmp_path)
+    acts: list[str] = []
+    monkeypatch.setattr(raylet, "sweep_dead_directories", lambda: acts.append("sweep"))
+    monkeypatch.setattr(raylet, "make_private_directory", lambda: acts.append("make") or tmp_path)
     monkeypatch.setattr(raylet, "use_private_directory", lambda private: None)
     monkeypatch.setattr(raylet, "_start", start)
     monkeypatch.setattr("sys.argv", ["raylet", str(spec.path), str(index), "1"])
     with mock.patch.dict(os.environ), pytest.raises(Started):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         raylet.main()
-    assert seen == [told]
+    assert seen == [told] and acts == ["sweep", "make"]

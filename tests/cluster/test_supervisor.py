@@ -5,6 +5,7 @@ from __future__ import annotations
 import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
 
 import errno
+import json
 import os
 import platform
 import subprocess
@@ -31,6 +32,7 @@ from megarl.cluster.handle import (
     write_state,
 )
 from megarl.cluster.supervisor import Supervisor
+from megarl.common import private_directory
 from megarl.common.errors import PartsLost, PoolEnded, RolloutError, SupervisorFailed
 from megarl.common.processes import ProcessId
 from tests.support.configs import config
@@ -101,6 +103,36 @@ def test_ray_sees_the_gpus_of_the_rollout_pool_only(
 
 class Ended(BaseException):
     """Ends a loop that nothing else may end."""
+
+
+def test_a_start_sweeps_what_dead_runs_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, here = tmp_path / "tmp", Path.cwd()
+    base.mkdir()
+    monkeypatch.setattr(private_directory, "_base", lambda: base)
+    left = private_directory.make_private_directory()
+    owner = json.loads((left / "owner.json").read_text())
+    owner["process"]["start_time"] = 1  # this pid, but of an earlier process
+    (left / "owner.json").write_text(json.dumps(owner))
+    seen: list[list[Path]] = []
+
+    def end(code: int) -> None:
+        raise Ended
+
+    class Started:
+        def __init__(self, spec: SupervisorSpec, private: Path) -> None:
+            seen.extend([list(base.iterdir()), [private]])
+            raise Ended
+
+    content = config("model", run__dir=str(tmp_path)).model_dump_json()
+    SupervisorSpec(content, str(tmp_path), GONE, "abc", 0, str(here), cuda=False).save(tmp_path / "spec")
+    monkeypatch.setattr(module, "redirect_output", lambda path: None)
+    monkeypatch.setattr(module, "use_private_directory", lambda path: None)
+    monkeypatch.setattr(module, "Supervisor", Started)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(sys, "argv", ["supervisor", str(tmp_path / "spec")])
+    with mock.patch.dict(os.environ), pytest.raises(Ended):
+        module.main()
+    assert seen[0] == seen[1] and left not in seen[0]
 
 
 def test_no_exception_ends_the_watch_and_few_are_logged(

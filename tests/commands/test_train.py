@@ -48,8 +48,8 @@ def test_it_becomes_torchrun_with_the_ranks_of_the_config(config: Path) -> None:
         cli.main(["train", *given])
     python, *arguments = became.value.args[1:]
     assert python == became.value.args[0] == sys.executable
-    torchrun = ["-m", "megarl.cluster.nodes.torchrun", "--rdzv-backend", "megarl", "--nproc-per-node", "2"]
-    assert arguments == [*torchrun, "-m", "megarl", "train", *given]
+    torchrun = ["-m", "megarl.cluster.nodes.torchrun", "--rdzv-backend", "megarl", "--log-dir", "/dev/null"]
+    assert arguments == [*torchrun, "--nproc-per-node", "2", "-m", "megarl", "train", *given]
 
 
 def test_a_mistake_is_one_message_and_nothing_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

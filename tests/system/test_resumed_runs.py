@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.cluster.handle import read_state
 from megarl.queue.dump import read_batch
 from megarl.telemetry.event_files import read_events
-from tests.support.leftovers import assert_nothing_left
+from tests.support.leftovers import assert_nothing_left, of_private_directory
 from tests.support.run import train
 from tests.support.whole_runs import (
     assert_same_run,
@@ -34,7 +35,8 @@ ENDS = ("trained", "filtered", "dropped_stale", "failed")
 def test_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
     """kill -9 of every process after 4 steps, back to the checkpoint of step 2, 2 steps again: the same, bit for bit.
 
-    The first run is the unbroken one, up to its last checkpoint. (`slow`: killed in the middle, against a third run.)
+    The resumed run also removes the sockets and temporary files of the killed one. The first run is the unbroken one,
+    up to its last checkpoint. (`slow`: killed in the middle, against a third run.)
     """
     config = config_of(tmp_path)
     run_dir = tmp_path / "run"
@@ -42,8 +44,10 @@ def test_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
     directory = CheckpointDirectory(run_dir / "checkpoints")
     try:
         wait_for(lambda: metric_steps(run_dir) == 4 and directory.steps() == [2, 4], process)
+        private = Path((read_state(run_dir) or {})["private_directory"])
     finally:
         kill_everything(process, run_dir)
+    assert private.is_dir() and len(of_private_directory(private)) > 1, "nothing is left that could be swept"
     batches = [read_batch(run_dir / "batches", step) for step in range(4)]
     later = directory.set_aside(4, "unbroken")
     resumed = train(config)
@@ -62,6 +66,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path: Path) -> None:
     assert summary["wall_seconds"] > sum(record["time/step"] for record in resumed.metrics)
     check_events(run_dir)
     assert_nothing_left(run_dir)
+    assert of_private_directory(private) == []
 
 
 def check_events(run_dir: Path) -> None:

@@ -133,6 +133,24 @@ def test_progress_lines_are_aligned() -> None:
     assert "\r" not in stream.getvalue()  # no live line without a terminal
 
 
+@pytest.mark.parametrize(("errors", "shown"), [(0.0, "0"), (7.0, "7"), (999.0, "999"), (1536.0, "2k"), (None, "-")])
+def test_rewards_that_failed_are_a_column(errors: float | None, shown: str) -> None:
+    stream = io.StringIO()
+    Progress(stream, 9).step(1, VALUES | ({} if errors is None else {"reward/errors": errors}))
+    header, row = (line.split() for line in stream.getvalue().splitlines())
+    assert row[header.index("err")] == shown
+
+
+@pytest.mark.parametrize(
+    ("norm", "shown"), [(0.1234, "0.123"), (12.34, "12.3"), (1234.0, "1.23k"), (12345.0, "12.3k"), (2.4e-5, "2e-05")]
+)
+def test_a_norm_of_any_size_has_room(norm: float, shown: str) -> None:
+    stream = io.StringIO()
+    Progress(stream, 9).step(1, VALUES | {"policy/grad_norm": norm})
+    header, row = (line.split() for line in stream.getvalue().splitlines())
+    assert row[header.index("gnorm") - 1] == shown, "`kl old` is one column"
+
+
 def test_no_line_is_wider_than_a_terminal_of_100_columns() -> None:
     """Whatever the values: those of a long run, and any that a diverging one has."""
     for huge in (1e3, 1e9, 1e30, -1e30, math.nan, 12345.678, -12345.678):

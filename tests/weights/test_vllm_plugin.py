@@ -9,6 +9,7 @@ import pytest
 
 from megarl.common import held_outputs
 from megarl.weights import vllm_plugin
+from megarl.weights.engine_guard import EngineUnpickler
 
 
 def test_the_entry_point_is_installed() -> None:
@@ -36,15 +37,17 @@ def test_registering_twice_is_harmless_and_gives_our_engine() -> None:
         ("EngineCore", False, False),
     ],
 )
-def test_only_vllm_children_die_with_their_parent(
+def test_only_vllm_children_die_with_their_parent_and_are_guarded(
     monkeypatch: pytest.MonkeyPatch, name: str, has_parent: bool, armed: bool
 ) -> None:
     calls: list[bool] = []
+    guarded: list[type] = []
     monkeypatch.setattr("megarl.common.processes.die_with_parent", lambda: calls.append(True))
+    monkeypatch.setattr("megarl.common.object_guard.guard_object_collectives", guarded.append)
     monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if has_parent else None)
     vllm_plugin.register()
-    assert calls == [True] * armed
+    assert calls == [True] * armed and guarded == [EngineUnpickler] * armed
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,7 @@ def test_only_engine_processes_of_megarls_front_ends_hold_their_outputs(
 ) -> None:
     calls: list[float] = []
     monkeypatch.setattr("megarl.common.processes.die_with_parent", lambda: None)
+    monkeypatch.setattr("megarl.common.object_guard.guard_object_collectives", lambda _: None)
     monkeypatch.setattr(held_outputs, "hold_outputs", calls.append)
     monkeypatch.setattr(multiprocessing.current_process(), "_name", name)
     monkeypatch.setattr(multiprocessing, "parent_process", object)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ def torchrun_command(
         # By default torchrun compares host names to find out which node holds the store.
         "--rdzv-conf", f"is_host={'true' if first else 'false'},join_timeout={int(config.timeouts.node_s)}",
         "--local-addr", address,
+        "--log-dir", os.devnull,  # by default torchrun leaves a temporary directory at each start
         "--max-restarts", str(config.launch.max_restarts),
         # After a SIGTERM the ranks need this time to end their step and save.
         "--shutdown-timeout", str(stop_seconds(config)),

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Return the handler of one agent, see `megarl.cluster.nodes.rendezvous`.
 
-    torchrun calls it in its own process, whose report of failed ranks becomes short: see `failed_ranks`.
+    torchrun calls it in its own process, whose report of failed ranks becomes short (see `failed_ranks`), and which
+    then leaves no directory (see `torchrun_logs`).
     """
     from megarl.cluster.nodes.failed_ranks import replace_report  # torch's modules import this one
     from megarl.cluster.nodes.rendezvous import open_rendezvous
+    from megarl.cluster.nodes.torchrun_logs import keep_no_logs
 
     replace_report()
+    keep_no_logs()
     return open_rendezvous(params)
 
 

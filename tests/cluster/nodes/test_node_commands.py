@@ -30,6 +30,7 @@ def test_torchrun_on_two_trainer_nodes() -> None:
     assert options["--nnodes"] == "2" and options["--nproc-per-node"] == "4"
     assert options["--rdzv-backend"] == "megarl", "c10d's listens on all addresses, and unpickles what it finds there"
     assert options["--rdzv-endpoint"] == "10.0.0.1:555" and options["--rdzv-id"] == "7-0"
+    assert options["--log-dir"] == "/dev/null", "torchrun would leave a directory"
     assert options["--max-restarts"] == "2" and options["--shutdown-timeout"] == "700"
     assert first[-3:] == ["train.py", "--config", "c.yaml"]
     assert [a for a, b in zip(first, second, strict=True) if a != b] == ["is_host=true,join_timeout=120", "10.0.0.1"]

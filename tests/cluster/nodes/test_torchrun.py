@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
 
+from megarl.cluster.nodes.torchrun_logs import keep_no_logs
 from tests.support.checkout import ROOT, environment
 
 RANK = """
@@ -38,15 +42,36 @@ BEFORE = r"(.*master_addr is only used for static rdzv_backend .*\n)?"
     ],
 )
 def test_a_rank_that_fails_is_told_once(tmp_path: Path, module: str, how: str, code: int, told: str) -> None:
-    """Under torchrun as `megarl train` starts it, and under one that the user starts."""
-    script = tmp_path / "rank.py"
+    """Under torchrun as `megarl train` starts it, and under one that the user starts. Neither leaves a file."""
+    script, temporary = tmp_path / "rank.py", tmp_path / "temporary"
     script.write_text(RANK)
+    temporary.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", module, "--rdzv-backend", "megarl", "--nproc-per-node", "2", str(script), how],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env=environment(TMPDIR=str(temporary)), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == code
     assert re.fullmatch(told, done.stderr), done.stderr
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [({}, False), ({"log_dir": "mine"}, True), ({"redirects": Std.ALL}, True), ({"tee": Std.OUT}, True)],
+)
+def test_torchrun_has_a_directory_only_if_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], kept: bool
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(DefaultLogsSpecs, "reify", DefaultLogsSpecs.reify)  # undone after the test
+    keep_no_logs()
+    rank: dict[str, str] = {}
+    specs = DefaultLogsSpecs(**asked)
+    assert list(tmp_path.iterdir()), "torch makes no directory: ours is not needed"
+    files = specs.reify({0: rank})
+    assert bool(list(tmp_path.iterdir())) == bool(rank["TORCHELASTIC_ERROR_FILE"]) == kept
+    assert (files.error_files[0] == os.devnull) != kept
 
 
 def test_another_error_of_torchrun_keeps_its_traceback(tmp_path: Path) -> None:
