@@ -54,20 +54,30 @@ def fill(run_dir: Path, seconds: float, until: Callable[[], bool]) -> float:
     """
     if not os.path.ismount(run_dir):
         raise ValueError(f"{run_dir} is no file system of its own and is not filled")
-    filler, begun = run_dir / FILLER, time.monotonic()
+    begun = time.monotonic()
     try:
-        with filler.open("wb", buffering=0) as file:
-            while time.monotonic() - begun < seconds and not until():
-                try:  # what the run frees meanwhile is taken too
-                    while file.write(CHUNK) == len(CHUNK):
-                        pass
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                time.sleep(POLL_S)
+        while time.monotonic() - begun < seconds and not until():
+            fill_up(run_dir)  # what the run frees meanwhile is taken too
+            time.sleep(POLL_S)
     finally:
-        filler.unlink(missing_ok=True)
+        (run_dir / FILLER).unlink(missing_ok=True)
     return time.monotonic() - begun
+
+
+def fill_up(run_dir: Path) -> None:
+    """Fill the file system of `run_dir`, and leave it full.
+
+    Raises ValueError if it is not a file system of its own.
+    """
+    if not os.path.ismount(run_dir):
+        raise ValueError(f"{run_dir} is no file system of its own and is not filled")
+    with (run_dir / FILLER).open("ab", buffering=0) as file:
+        try:
+            while file.write(CHUNK) == len(CHUNK):
+                pass
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
 def _sockets(directory: str, names: list[str]) -> list[str]:

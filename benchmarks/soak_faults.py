@@ -62,6 +62,7 @@ RECOVER_S = 300.0  # for what was lost, until it is there again and the run goes
 STOP_S = 30.0  # for the thread of the faults, when the run has ended
 NOTICE_S = 120.0  # for a run that goes on after a replica was slow
 CONTINUED = "rollout/continued"
+WENT_ON = "in whose place a new one is started"  # told by the controller of each replica that a publication leaves out
 
 
 @dataclass
@@ -71,8 +72,10 @@ class Happened:
     `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
     replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
     what was lost. `new_pid`, `new_since`, `start_s`: the process of the replica in place of a lost one, when it began,
-    and how long it took to start. `redone_steps`: steps that a resume has gone back. `told_before`: how often the run
-    had told what it tells of such a fault.
+    and how long it took to start. `beside`: a publication has noticed the loss and has gone on without the replica, so
+    that the new one started beside training and joined a later publication. `redone_steps`: steps that a resume has
+    gone back. `told_before`: how often the run had told what it tells of such a fault; `left_out_before`: how often
+    publications had left a replica out.
     """
 
     fault: Fault
@@ -87,9 +90,11 @@ class Happened:
     new_pid: int = 0
     new_since: float = 0.0
     start_s: float = 0.0
+    beside: bool = False
     longest_gap_s: float = 0.0
     redone_steps: int = 0
     told_before: int = 0
+    left_out_before: int = 0
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -181,7 +186,7 @@ class Injector:
     def _begin(self, fault: Fault, pid: int, note: str, *, busy: bool = False) -> Happened:
         """Note that a fault happens now, and tell it."""
         event = Happened(fault, pid, self._step, time.monotonic() - self._begun, busy=busy, notes=[note])
-        event.told_before = self._told(fault)
+        event.told_before, event.left_out_before = self._told(fault), self._left_out
         self.happened.append(event)
         self._say(f"step {event.step}: {fault} (pid {pid}), {note}")
         return event
@@ -271,7 +276,7 @@ class Injector:
 
     def _replaced(self, event: Happened, old: Replica) -> bool:
         """Wait until a publication has replaced the replica, and the run has gone on with it."""
-        since, begun = event.step, time.monotonic()
+        since, begun, left_out = event.step, time.monotonic(), event.left_out_before
 
         def replaced() -> bool:
             found = [replica.engine.pid for replica in find_replicas(self._run_dir).values()]
@@ -290,9 +295,11 @@ class Injector:
         restarted = self._sum("sync/restarted_replicas", since)
         event.recovered_s = time.monotonic() - self._begun - event.at_s
         event.longest_gap_s = longest_gap(self._records, since, time.time() - event.recovered_s)
+        event.beside = self._left_out > left_out
         event.notes.append(
             f"replaced {event.recovered_s:.0f} s after it began, {self._step - since} steps "
             f"later; {restarted:.0f} replicas restarted; {event.longest_gap_s:.0f} s without a step at most"
+            f"{'; a publication has gone on without it' if event.beside else ''}"
         )
         return True
 
@@ -471,10 +478,12 @@ class Injector:
 
     def _told(self, fault: Fault) -> int:
         """Return how often the run has told what it tells of such a fault."""
-        log = self._run_dir.with_suffix(".log")
-        if not fault.kind.told or not log.is_file():
-            return 0
-        return log.read_text(encoding="utf-8", errors="replace").count(fault.kind.told)
+        return _count(self._run_dir.with_suffix(".log"), fault.kind.told)
+
+    @property
+    def _left_out(self) -> int:
+        """The number of times that a publication has gone on without a replica that it has found lost."""
+        return _count(self._run_dir / "logs" / "controller.log", WENT_ON)
 
     # --- the run
 
@@ -506,6 +515,11 @@ class Injector:
             if self._end.wait(POLL_S) or (deadline is not None and time.monotonic() > deadline):
                 return condition()
         return True
+
+
+def _count(log: Path, text: str) -> int:
+    """Return how often a log has a text; 0 if there is no log, or no text."""
+    return log.read_text(encoding="utf-8", errors="replace").count(text) if text and log.is_file() else 0
 
 
 def read_so_far(run_dir: Path) -> list[dict[str, Any]]:

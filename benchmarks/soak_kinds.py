@@ -95,6 +95,7 @@ KINDS = {
         Kind("spoil", "gradient", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
         Kind("spoil", "logprob", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
         Kind("kill", "controller", "survived", room=1.0, cost_s=40.0),
+        Kind("hang", "controller", "survived", room=1.0, cost_s=60.0, seconds=LONG_S),
         Kind("kill", "queue", "survived", room=1.0, cost_s=40.0),
         Kind("kill", "rank", "survived", room=1.0, cost_s=40.0, restarts=1),
         Kind("hang", "rank", "survived", room=1.0, cost_s=180.0, seconds=(240.0, 240.0), restarts=1),

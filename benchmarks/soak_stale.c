@@ -1,4 +1,5 @@
-/* Preloaded into all processes of a run: while a file exists, four files of the run directory have a stale handle.
+/* Preloaded into all processes of a run: while a file exists, some files of the run directory have a stale handle:
+ * those of `names`, and the signs of life of a job's nodes, launch/ID/node-N.json.
  *
  * It is what NFS answers for a file that another host has replaced. SOAK_STALE_DIR: the run directory.
  * SOAK_STALE_ORDER: the file whose existence makes the handles stale; each answer leaves a line, the name of the file
@@ -29,9 +30,10 @@ __attribute__((constructor)) static void begin(void) {
 
 static const char *file_of(const char *path) {
     if (!length || !order || !path || strncmp(path, directory, length) || path[length] != '/') return NULL;
+    const char *inside = path + length + 1, *file = strrchr(path, '/') + 1;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (!strcmp(path + length + 1, names[i])) return names[i];
-    return NULL;
+        if (!strcmp(inside, names[i])) return names[i];
+    return !strncmp(inside, "launch/", 7) && !strncmp(file, "node-", 5) ? file : NULL;
 }
 
 /* Tell whether the handle of a path is stale now; errno then says so. System calls, not functions: those are ours. */

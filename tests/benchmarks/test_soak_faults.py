@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks import soak_faults, soak_processes
-from benchmarks.soak_faults import Happened, Injector, lethal, read_so_far
+from benchmarks.soak_faults import WENT_ON, Happened, Injector, lethal, read_so_far
 from benchmarks.soak_kinds import KINDS, draw, missing, schedule
 from benchmarks.soak_orders import SLOWER
 from benchmarks.soak_processes import (
@@ -248,7 +248,7 @@ def test_a_killed_engine_is_over_when_a_publication_has_replaced_it_and_its_resp
     run.step(**{"rollout/continued": 7})
     wait_until(lambda: any("2 steps later; 1 replicas restarted" in each for each in said), 10, "the end of the fault")
     assert injector.stop() == "" and injector.happened[0].over
-    assert injector.happened[0].busy and injector.happened[0].continued == 7
+    assert injector.happened[0].busy and injector.happened[0].continued == 7 and not injector.happened[0].beside
     assert any("kill the engine of replica 1" in each for each in said)
 
 
@@ -429,16 +429,21 @@ def test_a_fault_in_a_publication_waits_for_one(run: Run) -> None:
     old = run.replicas[0]
     time.sleep(0.3)
     assert run.alive(old.engine) and not injector.happened
+    (run.directory / "logs").mkdir()
+    told = f"the pool goes on without replica 3, {WENT_ON}\n"
+    (run.directory / "logs" / "controller.log").write_text(told)  # of a loss before
     schedule_file.write_text('{"event": "announce", "version": 2}\n')
     wait_until(lambda: not run.alive(old.engine), 30, "the kill")
     run.replicas[0] = run.start()
     run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 1})
     time.sleep(1.0)
     assert not injector.happened[0].over, "the new engine has not joined yet"
+    (run.directory / "logs" / "controller.log").write_text(2 * told)
     run.step(**{"rollout/replicas_alive": 2})
     wait_until(lambda: injector.happened[0].over, 10, "the end of the fault")
     assert injector.stop() == ""
-    assert "in a publication" in injector.happened[0].notes and not injector.happened[0].busy
+    event = injector.happened[0]
+    assert "in a publication" in event.notes and event.beside and not event.busy
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ for call in (
     lambda: (run / "claim.json").read_text(), lambda: os.stat(run / "stop"), lambda: os.lstat(run / "attempts.json"),
     lambda: os.utime(run / "claim.json"), lambda: os.replace(run / "new", run / "supervisor.json"),
     lambda: os.open(run / "attempts.json", os.O_RDONLY), lambda: (run / "metrics.jsonl").read_text(),
-    lambda: (run / "sub" / "stop").write_text("x"),
+    lambda: (run / "sub" / "stop").write_text("x"), lambda: (run / "launch" / "1" / "node-0.json").write_text("x"),
 ):
     try:
         call()
@@ -38,7 +38,8 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not 
 def answers(run_dir: Path, variables: dict[str, str]) -> list[str]:
     for name in ("claim.json", "stop", "attempts.json", "new", "metrics.jsonl"):
         (run_dir / name).touch()
-    (run_dir / "sub").mkdir(exist_ok=True)
+    for name in ("sub", "launch/1"):
+        (run_dir / name).mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **variables}
     command = [sys.executable, "-c", PROGRAM, str(run_dir)]
     return subprocess.run(
@@ -56,12 +57,13 @@ def test_files_by_which_processes_find_each_other_are_stale_while_the_order_is_t
         during.extend(answers(run_dir, variables))
         return True
 
-    assert answers(run_dir, variables) == ["-"] * 8
-    assert spoil(orders, 60.0, ask) == {"claim.json": 2, "stop": 1, "attempts.json": 2, "supervisor.json": 1}
-    assert during == [ESTALE] * 6 + ["-"] * 2
-    assert answers(run_dir, variables) == ["-"] * 8, "it is over"
+    assert answers(run_dir, variables) == ["-"] * 9
+    asked = {"claim.json": 2, "stop": 1, "attempts.json": 2, "supervisor.json": 1, "node-0.json": 1}
+    assert spoil(orders, 60.0, ask) == asked
+    assert during == [ESTALE] * 6 + ["-"] * 2 + [ESTALE]
+    assert answers(run_dir, variables) == ["-"] * 9, "it is over"
     assert not spoil(orders, 0.0, lambda: True), "nobody has asked"
-    assert answers(tmp_path / "run", {}) == ["-"] * 8
+    assert answers(tmp_path / "run", {}) == ["-"] * 9
 
 
 def test_a_library_before_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.soak import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows, run_once
 from benchmarks.soak_faults import Happened
-from benchmarks.soak_kinds import Fault, missing, schedule
+from benchmarks.soak_kinds import Fault, Kind, missing, schedule
 from benchmarks.soak_variant import Tempo
 
 FIRST_STEP = 3  # before the first fault: engines are warm
@@ -25,12 +25,16 @@ GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent o
 
 @dataclass(frozen=True)
 class FaultRuns:
-    """Runs of the quickstart's task with the same seed, of which one is undisturbed."""
+    """Runs of the quickstart's task with the same seed, of which one is undisturbed.
+
+    `kinds`: of the faults of all of them, which have the same config.
+    """
 
     assets: Path
     directory: Path
     steps: int
     minutes: float
+    kinds: Sequence[Kind]
 
     @property
     def options(self) -> argparse.Namespace:
@@ -42,7 +46,7 @@ class FaultRuns:
     def run(self, name: str, faults: Sequence[Fault] = ()) -> SoakOutcome:
         """Make one run. The faults happen one after another; each waits until the run has got over the one before."""
         until = time.monotonic() + 60 * self.minutes
-        return run_once(name, self.options, self.directory, until, faults, 0.0, tempo=TEMPO)
+        return run_once(name, self.options, self.directory, until, faults, 0.0, self.kinds, TEMPO)
 
     def draw(self, kinds: Sequence[str]) -> list[Fault]:
         """Return faults of these kinds, in an order and at moments of a seed that is printed."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.checkout import ROOT, environment
+
 RSH = """\
 #!/bin/sh
 # rsh ADDRESS COMMAND-LINE: what ssh is to real hosts. --kill-child: who loses the first process loses the host.
@@ -69,6 +71,15 @@ class Hosts:
             ["ip", "netns", "pids", f"{self.prefix}{index + 1}"], capture_output=True, text=True, check=True, timeout=20
         ).stdout.split()
         return [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+
+    def call(self, index: int, *command: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Run a command on host `index` beside its node's agent: with its processes, network, mounts and name."""
+        agents = [each for each in self.processes(index) if "megarl.cluster.nodes.agent" in each.cmdline()]
+        enter = ["nsenter", "--target", str(agents[0].pid), "--mount", "--uts", "--net", "--pid"]
+        return subprocess.run(
+            [*enter, *command], capture_output=True, text=True, timeout=timeout_s, check=False, env=environment(),
+            cwd=ROOT,
+        )  # fmt: skip
 
     def lose(self, index: int) -> None:
         """Power off: the cable first, then every process at once; who talks to it from outside hears nothing."""

@@ -45,10 +45,14 @@ def overflowing_at(response: str, answer: str, mark: str) -> float:
     return 3e38
 
 
-def slow_and_marked(response: str, answer: str, mark: str) -> float:
-    """The share of digits after a while; the file `mark` tells that somebody has asked."""
+def slow_and_marked(response: str, answer: str, mark: str, seconds: float = 0.3, slow: str = "") -> float:
+    """The share of digits after some seconds; the file `mark` tells that somebody has asked.
+
+    `slow`: a file without which it takes no time.
+    """
     Path(mark).touch()
-    time.sleep(0.3)
+    if not slow or Path(slow).exists():
+        time.sleep(seconds)
     return digit_share(response, answer)
 
 

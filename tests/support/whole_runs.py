@@ -13,12 +13,15 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks.soak_faults import longest_gap
+from benchmarks.soak_starts import start_seconds
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.common.line_parts import read_lines
 from megarl.queue.dump import read_batch
 from megarl.telemetry.declarations import REGISTRY
 from tests.support.checkout import ROOT, environment, torchrun
 from tests.support.configs import with_sections
+from tests.support.fault_table import GO_ON_S
 from tests.support.leftovers import assert_nothing_left, survivors
 from tests.support.run import Run, start, step_records, tiny_config
 from tests.support.tensors import Tensors, differing, read_hf
@@ -77,6 +80,27 @@ def actors(run_dir: Path, name: str) -> list[psutil.Process]:
     """The processes of Ray actors of a class."""
     supervisor = psutil.Process(json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"])
     return [each for each in supervisor.children(recursive=True) if f"ray::{name}" in " ".join(each.cmdline())]
+
+
+def check_engine_bound(run_dir: Path, first_s: float, lost_at: float, since: int, noticed_s: float = 0.0) -> None:
+    """A run whose only engine was lost has gone on within the start of an engine and GO_ON_S.
+
+    `first_s`: the seconds that the first engine took to start. The new one's count if they are more, because the
+    machine had more to do, but twice as many at most. `lost_at`: seconds since the epoch, after step `since`.
+    `noticed_s`: the seconds in which the run must notice the loss.
+    """
+    [new] = actors(run_dir, "EngineReplica")
+    new_s = start_seconds(run_dir, new.pid, new.create_time())
+    gap_s = longest_gap(step_records(run_dir), since, lost_at)
+    print(f"the run went on after {gap_s:.0f} s; the engines started in {first_s:.0f} and {new_s:.0f} s")
+    assert first_s > 0, "nobody has seen how long an engine takes to start"
+    assert gap_s <= noticed_s + max(first_s, min(new_s, 2 * first_s)) + GO_ON_S
+
+
+def first_engine(run_dir: Path) -> tuple[psutil.Process, float]:
+    """The only engine of a run, and the seconds that it took to start."""
+    [engine] = actors(run_dir, "EngineReplica")
+    return engine, start_seconds(run_dir, engine.pid, engine.create_time())
 
 
 def ranks_of(process: Any) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ from megarl.telemetry.event_files import read_events
 from tests.support.chat_templates import CHATML_TOOLS
 from tests.support.leftovers import assert_nothing_left
 from tests.support.open_sockets import check_sockets
-from tests.support.run import Run, tiny_config, train
+from tests.support.run import Run, tiny_config
 from tests.support.whole_runs import (
     actors,
     check_every_group_once,
@@ -32,9 +32,21 @@ MEAN, MAX = 1e-5, 1e-4
 
 
 def test_a_loop_and_a_tool_of_ones_own(tmp_path: Path) -> None:
-    """The examples of docs/environments.md, on a random model, with the engine's log-probs against the trainer's."""
+    """The examples of docs/environments.md, on a random model, with the engine's log-probs against the trainer's.
+
+    Two agent workers run the loops.
+    """
     config, tokenizer = second_thoughts(tmp_path, steps=2)
-    run = train(config, "telemetry.dump_batches=true")
+    config["rollout"]["agent_workers"], config["telemetry"] = 2, {"dump_batches": True}
+    run_dir, process = tmp_path / "run", start_run(config)
+    try:
+        wait_for((run_dir / "eval_before.jsonl").exists, process)  # the run is too short to wait for its first step
+        check_sockets(run_dir, {"agent worker", "engine", "trainer rank"})
+        output, _ = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            kill_everything(process, run_dir)
+    run = Run(process.returncode, output, run_dir)
     assert run.code == 0, run.output[-4000:]
     check_metrics(run)
     assert {record["agent/tool_calls_mean"] for record in run.metrics} == {1}
@@ -82,6 +94,7 @@ def check_batch(directory: Path, step: int, tokenizer: Any) -> list[str]:
     return [row.key for row in batch.trajectories]
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_path: Path) -> None:
     """Two agent workers; SIGKILL to one of them, drawn from a seed that is printed."""
     seed = random.SystemRandom().randrange(10**6)
@@ -99,7 +112,6 @@ def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_p
         assert len(workers) == 2 and {path.name for path in (run_dir / "logs").glob("worker-*.log")} == {
             "worker-0.log", "worker-1.log"
         }  # fmt: skip
-        check_sockets(run_dir, {"agent worker", "engine", "trainer rank"})
         workers[rng.randrange(2)].kill()
         output, _ = process.communicate(timeout=240)
     finally:

@@ -90,15 +90,16 @@ def check_failed_saves(run: Run, steps: int) -> None:
 
 def test_a_time_limit_in_the_final_evaluation_loses_nothing(tmp_path: Path) -> None:
     """The stop request of a time limit comes while the trained policy is evaluated: saved first, resumed into it."""
-    mark, steps = tmp_path / "mark", 2
+    mark, slow, steps = tmp_path / "mark", tmp_path / "slow", 2
     config = one_rank(tmp_path, steps)
     config["evaluation"]["sets"][0]["reward"] = {
-        "function": f"{FUNCTIONS}:slow_and_marked", "kwargs": {"mark": str(mark)},
+        "function": f"{FUNCTIONS}:slow_and_marked", "kwargs": {"mark": str(mark), "slow": str(slow), "seconds": 1.0},
     }  # fmt: skip
     config["reward"] |= {"workers": 1}
     run_dir, process = tmp_path / "run", start_run(config, ranks=1)
     try:
         wait_for(lambda: metric_steps(run_dir) >= 1, process)
+        slow.touch()
         mark.unlink()
         wait_for(lambda: metric_steps(run_dir) == steps and mark.exists(), process)
         ask_to_stop(run_dir, "the time limit")
@@ -113,6 +114,7 @@ def test_a_time_limit_in_the_final_evaluation_loses_nothing(tmp_path: Path) -> N
     assert stopped.summary["eval_after"] is None
     assert CheckpointDirectory(run_dir / "checkpoints").steps() == [steps]
     trained = stopped.metrics
+    slow.unlink()
     resumed = train(config, ranks=1)
     assert resumed.code == 0 and f"{steps} steps done" in resumed.output, resumed.output[-4000:]
     assert resumed.metrics == trained, "a step was made again"

@@ -76,6 +76,7 @@ def workers_of(run: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Path) -> None:
     """At random moments, mostly while they score: the sample of a killed one is scored again, of a stopped one lost."""
     seed = random.randrange(1 << 30)

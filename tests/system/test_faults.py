@@ -11,21 +11,30 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak import SoakOutcome
+from benchmarks.soak_faults import lethal
+from benchmarks.soak_kinds import KINDS
+from benchmarks.soak_stale import why_no_handles
 from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, problems_of, table_of
+from tests.support.needs import impossible
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
-STEPS = 70
-MINUTES = 15.0  # of one run at most
+STEPS = 90
+MINUTES = 20.0  # of one run at most
 LOST_ENGINES = [
     "kill-engine", "kill-engine-idle", "kill-engine-in-sync", "hang-engine", "hang-engine-in-sync", "crawl-engine",
+]  # fmt: skip
+LOST_PARTS = [
+    "kill-controller", "kill-queue", "kill-reward", "hang-reward", "fork-reward", "flood-reward", "kill-agent-worker",
+    "hang-agent-worker", "drain-replica",
 ]  # fmt: skip
 LOST_RANKS = ["kill-rank", "damage-job"]
 
 
 @pytest.fixture(scope="module")
 def runs(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> FaultRuns:
-    return FaultRuns(assets, tmp_path_factory.mktemp("faults"), STEPS, MINUTES)
+    kinds = [KINDS[name] for name in LOST_ENGINES + LOST_PARTS + LOST_RANKS]
+    return FaultRuns(assets, tmp_path_factory.mktemp("faults"), STEPS, MINUTES, kinds)
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +60,25 @@ def disturbed(
     return outcome
 
 
-def test_lost_engines_are_replaced_and_the_other_one_goes_on(
+def test_lost_parts_are_replaced_and_the_run_goes_on(
     runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed while it is idle, generates, and in a publication; stopped in the latter two; 20 times slower.
+    """Engines, controller, queue, workers of rewards and agents; `megarl pool` and stale file handles between them.
 
-    The run goes on within the start of an engine and GO_ON_S: of the new one, if that took longer than the first
-    ones because the machine had more to do, but not more than twice as long. If a publication has noticed the loss,
-    the new engine starts beside training, on the same cores, and joins a later one, so it may take twice as long.
+    An engine is killed while it is idle, generates, and in a publication; it is stopped in the latter two, and 20 times
+    slower. The run goes on within the start of an engine and GO_ON_S: of the new one, if that took longer than the
+    first ones because the machine had more to do, but not more than twice as long. If a publication has noticed the
+    loss, and has gone on, the new engine starts beside training, on the same cores, and joins a later one, so it may
+    take twice as long.
     """
-    outcome = disturbed(runs, undisturbed, "lost-engines", LOST_ENGINES, capsys)
+    files = [] if impossible(why_no_handles()) else ["stale-files"]
+    outcome = disturbed(runs, undisturbed, "lost-parts", LOST_ENGINES + LOST_PARTS + files, capsys)
     assert outcome.engine_start_s, "nobody has seen how long an engine takes to start"
-    for event in outcome.happened:
+    for event in lethal(outcome.happened):
         start_s = max(outcome.engine_start_s, min(event.start_s, 2 * outcome.engine_start_s))
         most = runs.noticed_s(event) + start_s + GO_ON_S
         assert event.longest_gap_s <= most, f"{event}: no step within {most:.0f} s"
-        most += start_s
+        most += start_s if event.beside else 0.0
         assert 0 < event.recovered_s <= most, f"{event}: not replaced within {most:.0f} s"
     assert not outcome.rolled_back, "ranks began again"
 

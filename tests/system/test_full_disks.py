@@ -11,25 +11,26 @@ import pytest
 import yaml
 
 from benchmarks import soak_disk
-from benchmarks.soak_disk import fill, small_disk, why_no_disk
+from benchmarks.soak_disk import fill, fill_up, small_disk, why_no_disk
+from benchmarks.soak_faults import longest_gap
 from megarl.common.line_parts import read_lines
 from megarl.common.run_files import read_exit
 from megarl.rollout.attempts_file import ATTEMPTS_FILE
 from tests.support.leftovers import assert_nothing_left
-from tests.support.run import start, step_records, tiny_config, train
-from tests.support.whole_runs import kill_everything, wait_for
+from tests.support.needs import impossible
+from tests.support.run import start, step_records, tiny_config
+from tests.support.whole_runs import kill_everything, start_run, wait_for
 
 pytestmark = pytest.mark.engine
 
 FULL_S = 20.0
-STEPS, GROUPS, SAMPLES = 16, 4, 4
+STEPS, GROUPS, SAMPLES, EVERY = 16, 4, 4, 6
 MODULE = "tests.support.reward_functions"
 
 
 @pytest.fixture(autouse=True)
 def _own_disks() -> None:
-    if reason := why_no_disk():
-        print(f"skipped: {reason}")
+    if impossible(reason := why_no_disk()):
         pytest.skip(reason)
 
 
@@ -44,7 +45,7 @@ def test_a_run_whose_directory_is_full_for_a_time_goes_on_and_its_files_are_comp
     # 16 samples of 0.1 s in one process: all steps together take longer than the disk is full.
     reward = {"function": f"{MODULE}:slow_digit_share", "workers": 1}
     config = config_in(tmp_path, STEPS, reward=reward, telemetry={"samples_per_step": 2})
-    config["evaluation"] |= {"every": 3}
+    config["evaluation"] |= {"every": EVERY}
     config["run"]["export"] = False
     run_dir = Path(config["run"]["dir"])
     with small_disk(run_dir):
@@ -68,11 +69,13 @@ def check_files(run_dir: Path, output: str, began: float, ended: float) -> None:
     """Every step and sample is there once, also those of the time between, and every evaluation."""
     records = step_records(run_dir)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    since = sum(record["wall_time"] < began for record in records)
+    print(f"full for {ended - began:.0f} s: {longest_gap(records, since, began):.1f} s without a step at most")
     assert any(began + 1 < record["wall_time"] < ended - 1 for record in records), "no step was made meanwhile"
     assert "No space left on device" in output and "metrics.jsonl could not be written" in output
     samples = [json.loads(line)["step"] for line in read_lines(run_dir / "samples.jsonl")]
     assert samples == [step for step in range(1, STEPS + 1) for _ in range(2)]
-    labels = ["before", "after", *(f"step_{step}" for step in range(3, STEPS, 3))]
+    labels = ["before", "after", *(f"step_{step}" for step in range(EVERY, STEPS, EVERY))]
     sizes = {label: len(json_lines(run_dir / f"eval_{label}.jsonl")) for label in labels}
     assert len(set(sizes.values())) == 1 and sizes["before"] > 0, sizes
     assert json.loads((run_dir / ATTEMPTS_FILE).read_text()) == {"attempts": STEPS * GROUPS}
@@ -87,20 +90,34 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_whose_checkpoints_do_not_fit_on_their_disk_ends_as_failed_and_says_so(
+def test_a_run_whose_directory_and_checkpoints_find_no_space_any_more_ends_as_failed_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soak_disk, "SIZE", "128k")
-    saves = tmp_path / "saves"
-    config = config_in(tmp_path, 2, checkpoint={"dir": str(saves), "every": 1}, evaluation={})
+    """Checkpoints have never fitted on their disk; that of the run directory is full for good after the first step."""
+    steps, saves = 8, tmp_path / "saves"
+    config = config_in(tmp_path, steps, checkpoint={"dir": str(saves), "every": 1}, evaluation={})
     config["run"]["export"] = False
-    with small_disk(saves):
-        run = train(config)
-    assert run.code == 1, run.output[-4000:]
-    assert [record["step"] for record in run.metrics] == [1, 2], "training goes on after a save that has failed"
-    told = "all 2 steps are trained, but the checkpoint of step 2"
-    assert run.output.count(f"megarl: {told}") == 1 and "No space left on device" in run.output
-    record = read_exit(run.directory)
+    run_dir = Path(config["run"]["dir"])
+    monkeypatch.setattr(soak_disk, "SIZE", "64m")
+    with small_disk(run_dir):
+        monkeypatch.setattr(soak_disk, "SIZE", "128k")
+        with small_disk(saves):
+            process = start_run(config)
+            try:
+                wait_for(lambda: bool(step_records(run_dir)), process)
+                fill_up(run_dir)
+                recorded = len(step_records(run_dir))
+                output, _ = process.communicate(timeout=240)
+            finally:
+                if process.poll() is None:
+                    kill_everything(process, run_dir)
+    assert process.returncode == 1, output[-4000:]
+    assert 1 <= recorded < steps, "the disk was full too late"
+    told = f"all {steps} steps are trained, but the checkpoint of step {steps}"
+    assert output.count(f"megarl: {told}") == 1 and "No space left on device" in output, output[-4000:]
+    assert "metrics.jsonl could not be written" in output
+    for step in range(1, steps + 1):
+        assert f"the checkpoint of step {step} could NOT be saved: " in output, output[-6000:]
+    record = read_exit(run_dir)
     assert record is not None and (record.status, record.step) == ("failed", 0) and told in record.reason
-    assert run.summary["exit"] == "failed" and run.summary["failed_saves"] == 2
-    assert_nothing_left(run.directory)
+    assert_nothing_left(run_dir)

@@ -19,8 +19,10 @@ from tests.support.run import Run, step_records
 from tests.support.whole_runs import (
     actors,
     check_counters,
+    check_engine_bound,
     check_every_group_once,
     config_of,
+    first_engine,
     kill_everything,
     metric_steps,
     ranks_of,
@@ -29,6 +31,8 @@ from tests.support.whole_runs import (
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
+
+RPC_S = 15
 
 
 def attempt(run_dir: Path) -> int:
@@ -41,10 +45,11 @@ def rebuilds(run_dir: Path) -> int:
     return int(state.get("rebuilds", 0)) if state.get("state") == "ready" else -1
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(tmp_path: Path, mode: str) -> None:
     """No restart of the ranks is allowed. The supervisor, the engine and all ranks are those of the start."""
-    config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": 15})
+    config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": RPC_S})
     config["evaluation"], config["admission"] = {}, {"mode": mode}
     config["run"]["deterministic"] = mode == "sync"
     rng = moments()
@@ -85,7 +90,7 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_only_engine_hangs_and_is_replaced_without_a_restart_of_the_ranks(tmp_path: Path, mode: str) -> None:
     """SIGSTOP while it generates: nothing but its silence tells, and no other engine can go on."""
-    config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": 15})
+    config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": RPC_S})
     config["run"]["deterministic"], config["evaluation"], config["admission"] = False, {}, {"mode": mode}
     config["sampling"]["max_tokens"] = 48
     rng = moments()
@@ -93,11 +98,13 @@ def test_the_only_engine_hangs_and_is_replaced_without_a_restart_of_the_ranks(tm
     try:
         wait_for(lambda: metric_steps(run_dir) >= 2, process)
         time.sleep(rng.uniform(0.0, 2.0))
-        [engine] = actors(run_dir, "EngineReplica")
+        engine, start_s = first_engine(run_dir)
+        lost_at, since = time.time(), metric_steps(run_dir)
         engine.suspend()
         wait_for(lambda: restarted(run_dir) > 0, process)
         done = metric_steps(run_dir)
         wait_for(lambda: metric_steps(run_dir) > done + 1, process)
+        check_engine_bound(run_dir, start_s, lost_at, since, RPC_S)
         (run_dir / "stop").touch()
         output, _ = process.communicate(timeout=120)
     finally:

@@ -87,14 +87,16 @@ def test_a_living_run_is_scraped_shown_and_its_endpoint_is_known_and_ends_with_i
         shown = megarl("top", str(run_dir))
         assert shown.returncode == 0 and "tiny  running" in shown.stdout and f"/{STEPS}" in shown.stdout, shown.stdout
 
-        (run_dir / "stop").write_text("the test has seen enough\n")
+        steps = len(step_records(run_dir))
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output[-4000:]
+    check_saved(run_dir, output, steps)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
     assert read_endpoint(run_dir) is None
     ended = megarl("top", str(run_dir), "--once").stdout
-    assert "tiny  preempted  the test has seen enough" in ended
+    assert "tiny  preempted  SIGINT" in ended
     check_report(run_dir)
     check_trace(run_dir)
     assert_nothing_left(run_dir)
@@ -113,7 +115,7 @@ def check_report(run_dir: Path) -> None:
     assert len(records) < 800, "else a point is the mean of several steps"
     assert data["axes"][0]["step"] == [record["step"] for record in records]
     assert reward["lines"][0]["y"] == pytest.approx([record["reward/mean"] for record in records], abs=1e-3)
-    assert "preempted" in page and "the test has seen enough" in page and "<details open><summary>" in page
+    assert "preempted" in page and "SIGINT" in page and "<details open><summary>" in page
 
 
 def check_trace(run_dir: Path) -> None:
@@ -128,6 +130,15 @@ def check_trace(run_dir: Path) -> None:
     assert any(name.startswith("trajectory ") for name in names), names
     processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert len(processes) >= 3, processes  # a trainer rank, the controller and an engine
+
+
+def check_saved(run_dir: Path, output: str, steps: int) -> None:
+    """One Ctrl-C has ended the step and saved it."""
+    assert output.count("megarl: finishing the step, saving; again to abort") == 1, output[-3000:]
+    record = json.loads((run_dir / "exit.json").read_text())
+    assert record["status"] == "preempted" and record["step"] >= steps
+    assert (run_dir / "checkpoints" / f"iter_{record['step']:07d}" / "manifest.json").is_file()
+    assert not (run_dir / "claim.json").exists()
 
 
 def test_a_port_that_is_taken_is_one_message_before_anything_starts(tmp_path: Path) -> None:

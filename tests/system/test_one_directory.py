@@ -1,44 +1,46 @@
-"""A living run: a second start in its directory is refused, and one Ctrl-C saves and ends it."""
+"""A living run: a second start in its directory is refused, and a second Ctrl-C ends all of it at once."""
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.support.leftovers import assert_nothing_left
+from tests.support.leftovers import survivors
 from tests.support.run import step_records, tiny_config
-from tests.support.whole_runs import kill_everything, start_run, wait_for
+from tests.support.two_signals import check_end, launch, press_twice
+from tests.support.waiting import wait_until
+from tests.support.whole_runs import kill_everything, start_run
 
 pytestmark = pytest.mark.engine
 
 
-def test_a_second_start_is_refused_and_ctrl_c_saves(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_and_ctrl_c_twice_ends_an_evaluation_at_once(tmp_path: Path) -> None:
+    """It evaluates from its beginning for longer than the second start and the signals take."""
     config = tiny_config(tmp_path, steps=5000)
-    config["evaluation"] = {}
-    run_dir = tmp_path / "run"
-    process = start_run(config)
+    mark, run_dir = tmp_path / "evaluating", tmp_path / "run"
+    function = {"function": "tests.support.reward_functions:slow_and_marked"}
+    config["evaluation"]["sets"][0]["reward"] = function | {"kwargs": {"mark": str(mark), "seconds": 8.0}}
+    config["reward"] |= {"workers": 1, "trial_call": False}  # which would leave the mark
+    path, log = tmp_path / "launched.yaml", tmp_path / "launch.log"
+    path.write_text(yaml.safe_dump(config))
+    process = launch(path, log)
     try:
-        wait_for(lambda: len(step_records(run_dir)) > 1, process)
+        wait_until(lambda: mark.exists() or process.poll() is not None, 240, "the evaluation")
         again = start_run(config)
         try:
             output, _ = again.communicate(timeout=60)
         finally:
             if again.poll() is None:
                 kill_everything(again, run_dir)
-        assert again.returncode != 0 and output.count("megarl: ") == 1 and "is in use by torchrun (pid " in output
+        assert again.returncode != 0 and output.count("megarl: ") == 1 and "is in use by launch (pid " in output
         assert not (run_dir / "previous").exists() and not (run_dir / "exit.json").exists()
-        steps = len(step_records(run_dir))
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
+        press_twice(process, signal.SIGINT)
+        check_end(process, log, run_dir, "in an evaluation")
     finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
-    assert output.count("megarl: finishing the step, saving; again to abort") == 1, output[-3000:]
-    record = json.loads((run_dir / "exit.json").read_text())
-    assert record["status"] == "preempted" and record["step"] >= steps
-    assert (run_dir / "checkpoints" / f"iter_{record['step']:07d}" / "manifest.json").is_file()
+        for each in (process, *survivors(run_dir)):
+            each.kill()
+    assert not step_records(run_dir), "the evaluation had ended"
     assert not (run_dir / "claim.json").exists()
-    assert_nothing_left(run_dir)

@@ -1,9 +1,8 @@
-"""A trainer rank is stopped (SIGSTOP) in the middle of a run: nothing but its silence tells."""
+"""A trainer rank is stopped (SIGSTOP) in the middle of a run: nothing but its silence tells. Another one is killed."""
 
 from __future__ import annotations
 
 import platform
-import random
 import re
 import subprocess
 import time
@@ -14,9 +13,11 @@ import psutil
 import pytest
 import yaml
 
+from benchmarks.soak_checkpoints import LEAST, complete, damage, refused
 from megarl.cluster.handle import read_state
 from tests.support.checkout import ROOT
 from tests.support.leftovers import assert_nothing_left, marked
+from tests.support.random_moment import moments
 from tests.support.run import Run
 from tests.support.whole_runs import (
     check_counters,
@@ -36,32 +37,41 @@ BOUND_S, SHUTDOWN_S = 12, 20
 
 
 @pytest.mark.parametrize("starter", ["torchrun", pytest.param("launch", marks=pytest.mark.slow)])
-def test_a_stopped_rank_is_named_and_killed_and_the_run_goes_on_from_its_checkpoint(
+def test_a_stopped_rank_is_named_and_killed_and_the_run_goes_on_from_a_sound_checkpoint(
     tmp_path: Path, starter: str
 ) -> None:
     """A random rank at a random moment. Without the watch its peers would wait for it for `timeouts.generate_s`.
 
-    `megarl launch` restarts the ranks once by default; torchrun then leaves them the time to save, if they need it.
+    A byte of the newest checkpoint is changed meanwhile, so the one before is resumed. After that a rank is killed.
+    torchrun, also that of `megarl launch`, leaves the ranks the time to save, if they need it.
     """
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = moments()
     timeouts = {"node_s": BOUND_S, "shutdown_s": SHUTDOWN_S, "collective_s": 400, "generate_s": 400}
-    config = config_of(tmp_path, steps=STEPS, timeouts=timeouts)
+    config = config_of(tmp_path, steps=STEPS, timeouts=timeouts, launch={"max_restarts": 2})
+    config["evaluation"] = {}
     run_dir = tmp_path / "run"
-    process = start_run(config, restarts=1) if starter == "torchrun" else launch(tmp_path, config)
+    saves = run_dir / "checkpoints"
+    process = start_run(config, restarts=2) if starter == "torchrun" else launch(tmp_path, config)
     try:
         step = rng.randint(3, 10)
-        wait_for(lambda: metric_steps(run_dir) >= step, process)
+        wait_for(lambda: metric_steps(run_dir) >= step and len(complete(saves)) >= LEAST, process)
         time.sleep(rng.uniform(0.0, 1.0))
         number = rng.randrange(2)
         [victim] = [rank for rank in ranks_of(torchrun_of(process)) if rank.environ()["RANK"] == str(number)]
         victim.suspend()
         began = time.monotonic()
         wait_for((run_dir / "error.txt").exists, process, timeout_s=BOUND_S + 60)
-        named = time.monotonic()
+        named, done = time.monotonic(), metric_steps(run_dir)
+        newest = complete(saves)[-1]
+        print(f"{damage(newest, rng)} of {newest.name} is damaged")
         assert named - began > BOUND_S / 2, "a rank that was silent for so short a time may be sound"
         wait_for(lambda: has_ended(victim), process, timeout_s=SHUTDOWN_S)
+        wait_for(lambda: metric_steps(run_dir) > done + 1, process)
+        print(f"two further steps {time.monotonic() - began:.0f} s after the stop, named after {named - began:.0f} s")
+        killed, done = time.monotonic(), metric_steps(run_dir)
+        rng.choice(ranks_of(torchrun_of(process))).kill()
+        wait_for(lambda: metric_steps(run_dir) > done + 1, process)
+        print(f"two further steps {time.monotonic() - killed:.0f} s after the kill")
         output, _ = process.communicate(timeout=200)
     finally:
         if process.poll() is None:
@@ -70,8 +80,8 @@ def test_a_stopped_rank_is_named_and_killed_and_the_run_goes_on_from_its_checkpo
     assert run.code == 0 and run.summary["exit"] == "finished", output[-4000:]
     [(rank, host, seconds)] = re.findall(r"trainer rank (\d+) on (\S+) has been silent for (\d+) s after", output)
     assert (rank, host) == (str(number), platform.node()) and BOUND_S <= int(seconds) <= BOUND_S + 5
-    assert output.count("(rank ") == 1, "one cause gives one message"
-    assert "resuming from" in output
+    assert output.count("(rank ") == 1, "one cause gives one message, and a kill gives torchrun's"
+    assert "resuming from" in output and refused(newest) and f"{newest.name}" in output
     state = read_state(run_dir)
     assert state is not None and state["attempt"] == 0, "the pool was kept"
     check_counters(run, STEPS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,24 +14,13 @@ import yaml
 
 from benchmarks.soak_moments import version_being_published
 from megarl.cluster.handle import read_state
-from tests.support.checkout import ROOT
-from tests.support.leftovers import assert_nothing_left, marked, survivors
+from tests.support.leftovers import survivors
 from tests.support.run import step_records, tiny_config
+from tests.support.two_signals import check_end, launch, press_twice
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
-ENDS_S = 30.0
-AGAIN_S = 1.5  # after which a second signal is a second request
 SLOW = pytest.mark.slow
-
-
-def launch(config: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start launch/local.sh in a process group of its own, as a shell does for what a user starts."""
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            ["launch/local.sh", str(config)], cwd=ROOT, env=marked(config.parent / "run"), stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
 
 
 def endless_config(directory: Path) -> dict[str, Any]:
@@ -67,30 +54,6 @@ def syncs(run_dir: Path) -> bool:
 def saves(run_dir: Path) -> bool:
     """A checkpoint is being written, and not the first one."""
     return any((run_dir / "checkpoints").glob("iter_*")) and any((run_dir / "checkpoints").glob(".iter_*.partial"))
-
-
-def press_twice(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """SIGINT goes to the whole process group, as Ctrl-C does; SIGTERM to the script alone, as `kill` does."""
-
-    def press() -> None:
-        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-
-    press()
-    time.sleep(AGAIN_S)
-    if process.poll() is None:
-        press()
-
-
-def check_end(process: subprocess.Popen[bytes], log: Path, run_dir: Path, when: str) -> None:
-    """All of it ends in time, with one message and without a traceback."""
-    begun = time.monotonic()
-    code = process.wait(timeout=ENDS_S)
-    assert_nothing_left(run_dir, ENDS_S - (time.monotonic() - begun))
-    text = f"{when}:\n{log.read_text()[-4000:]}"
-    assert "Traceback" not in log.read_text(), text
-    said = [line for line in log.read_text().splitlines() if line.startswith("megarl: ")]
-    how = [line for line in said if "the same command " in line]
-    assert code != 0 and len(how) == 1, text
 
 
 @pytest.mark.parametrize(("phase", "number"), [

@@ -26,6 +26,15 @@ from tests.support.open_sockets import check_sockets
 from tests.support.random_moment import moments
 from tests.support.reward_functions import digit_share
 from tests.support.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
+from tests.support.whole_runs import (
+    check_engine_bound,
+    check_every_group_once,
+    first_engine,
+    kill_everything,
+    metric_steps,
+    start_run,
+    wait_for,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -250,25 +259,55 @@ def engine_gap(model: Any, batch: DumpedBatch, temperatures: dict[str, float], s
     return float(every.mean()), float(every.max())
 
 
-def test_logprobs_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_batch(tmp_path: Path) -> None:
-    """All samples of step 0 are bad: it is skipped. So are those of step 2, and no further step may be skipped."""
-    config = tiny_config(tmp_path, steps=4)
-    config["agent"] = {"loop": "tests.support.damaged_engine:NanLogprobs", "kwargs": {"steps": [0, 2, 3], "groups": 4}}
+@pytest.mark.parametrize("last", ["gradient", pytest.param("logprobs", marks=pytest.mark.slow)])
+def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_batch(
+    tmp_path: Path, last: str
+) -> None:
+    """All log-probs of step 0 are bad: it is skipped. No further step may be skipped, whichever number is bad there."""
+    mark = tmp_path / "mark"
+    config = tiny_config(tmp_path, steps=400)
+    steps = [0, 2, 3] if last == "logprobs" else [0]
+    config["agent"] = {"loop": "tests.support.damaged_engine:NanLogprobs", "kwargs": {"steps": steps, "groups": 4}}
+    config["reward"] = {
+        "function": "tests.support.reward_functions:overflowing_at", "kwargs": {"mark": str(mark)},
+    }  # fmt: skip
+    config["algorithm"] = {"advantage": "dr_grpo"}
     config["trainer"]["max_skipped_steps"] = 1
     config["evaluation"] = {}
-    run = train(config)
+    run_dir, process = tmp_path / "run", start_run(config)
+    try:
+        wait_for(lambda: metric_steps(run_dir) >= 1, process)
+        if last == "gradient":
+            mark.touch()
+        output, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            kill_everything(process, run_dir)
+    run = Run(process.returncode, output, run_dir)
     assert run.code != 0
     kept = run.directory / "failed_batch"
-    bad = "the log-probs that the engines returned are not finite in 16 of 16 samples"
-    assert re.search(f"step 0: {bad} .* is kept in {kept}; the step is skipped .1 of at most 1", run.output), run.output
-    assert re.search(f"megarl: step 2: {bad} .* the batch is kept in {kept}", run.output), run.output[-4000:]
-    assert [(record["groups/failed"], record["groups/trained"]) for record in run.metrics] == [(4, 0), (0, 4)]
-    assert run.summary["exit"] == "failed" and run.summary["steps"] == 2
-    for step in (0, 2):
-        rows = read_batch(kept, step).trajectories
-        assert len(rows) == 16 and all(row.response_ids and row.rollout_logprobs[0] < 0 for row in rows)
-        assert all(math.isnan(row.rollout_logprobs[-1]) and "log-prob nan" in row.failure for row in rows)
+    check_skipped_logprobs(run, kept)
+    done = len(run.metrics)
+    assert [(record["groups/failed"], record["groups/trained"] > 0) for record in run.metrics] == [
+        (4, False), *[(0, True)] * (done - 1)
+    ]  # fmt: skip
+    what = BAD_LOGPROBS if last == "logprobs" else r"the (loss|gradient norm) is (nan|-?inf)"
+    assert re.search(f"megarl: step {done}: {what}.* the batch is kept in {kept}", run.output), run.output[-4000:]
+    assert run.summary["exit"] == "failed" and run.summary["steps"] == done
+    assert len(read_batch(kept, done).trajectories) == 16
     assert_nothing_left(run.directory)
+
+
+BAD_LOGPROBS = "the log-probs that the engines returned are not finite in 16 of 16 samples"
+
+
+def check_skipped_logprobs(run: Run, kept: Path) -> None:
+    """Step 0 is told as skipped, and its batch is kept as it was."""
+    told = f"step 0: {BAD_LOGPROBS} .* is kept in {kept}; the step is skipped .1 of at most 1"
+    assert re.search(told, run.output), run.output[-4000:]
+    rows = read_batch(kept, 0).trajectories
+    assert len(rows) == 16 and all(row.response_ids and row.rollout_logprobs[0] < 0 for row in rows)
+    assert all(math.isnan(row.rollout_logprobs[-1]) and "log-prob nan" in row.failure for row in rows)
 
 
 @pytest.mark.slow
@@ -292,7 +331,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
     """SIGKILL of the only engine at a random moment: it is replaced and the run goes on, until torchrun is killed."""
     rng = moments()
     config = tiny_config(tmp_path, steps=5000)
-    config["evaluation"] = {}
+    config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     process = start(path)
@@ -301,19 +340,21 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
         wait_for_steps(run_dir, process)
         check_sockets(run_dir, {"trainer rank", "torchrun", "queue controller", "queue storage", "engine"})
         everybody = family(run_dir, process)
-        engines = [p for p in everybody if "EngineReplica" in " ".join(p.cmdline())]
-        assert len(engines) == 1, [p.cmdline() for p in everybody]
+        engine, start_s = first_engine(run_dir)
         time.sleep(rng.uniform(0.0, 2.0))
-        engines[0].kill()
+        lost_at, since = time.time(), metric_steps(run_dir)
+        engine.kill()
         wait_for_replacement(run_dir, process)
+        check_engine_bound(run_dir, start_s, lost_at, since)
         everybody |= family(run_dir, process)
         wait_for_recovery(run_dir)
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     _, left = psutil.wait_procs(everybody, timeout=30)
     assert left == []
+    check_every_group_once(Run(process.returncode, output, run_dir), metric_steps(run_dir))
     assert_nothing_left(run_dir)
 
 
