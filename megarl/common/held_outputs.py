@@ -28,6 +28,14 @@ VARIABLE = "MEGARL_HOLD_OUTPUTS_S"  # set in the environment of the engines of a
 HOLD_S = 0.2  # as long as the door waits between two pieces of a streamed response
 
 
+def hold_within(report_interval_s: float) -> float:
+    """Return for how many seconds an engine may hold outputs, whose unreported tokens are those of one interval.
+
+    Reports are asked for so much earlier, because they lack what is held.
+    """
+    return min(HOLD_S, report_interval_s / 2)
+
+
 class HeldOutputs:
     """Holds the outputs of one engine for at most `hold_s` seconds, as long as the engine makes steps."""
 

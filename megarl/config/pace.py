@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megarl.config.schema import DEFAULT_INTERVAL, DEFAULT_QUOTA, Config
 
@@ -103,7 +104,7 @@ def _ahead(config: Config, interval: int) -> int:
     quota = config.admission.staleness_threshold
     if quota is None:
         return max(math.ceil(DEFAULT_QUOTA * interval), config.trainer.mini_batches)
-    return math.ceil(quota * interval)
+    return math.ceil(Fraction(str(quota)) * interval)  # the decimal of the config: 0.28 * 25 is above 7 in floats
 
 
 def pace_notes(config: Config) -> Iterator[str]:

@@ -85,10 +85,11 @@ class EngineMonitor:
         return 0.0 if self._held else max(self._now() - max(self._heard, since), 0.0)
 
 
-def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor) -> AsyncLLM:
+def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor, hold_s: float) -> AsyncLLM:
     """Build an engine of whose steps `monitor` hears, and whose process sends the tokens of several steps together.
 
-    vLLM's own statistics are left out, unless `disable_log_stats` is false: they cost time for each token.
+    `hold_s`: for how many seconds at most it holds the tokens of unfinished responses. vLLM's own statistics are left
+    out, unless `disable_log_stats` is false: they cost time for each token.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -100,5 +101,5 @@ def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor) -> Async
                 self.logger_manager.stat_loggers[:] = [monitor]
             super()._run_output_handler()
 
-    os.environ.setdefault(held_outputs.VARIABLE, str(held_outputs.HOLD_S))  # for the engine's process
+    os.environ.setdefault(held_outputs.VARIABLE, str(hold_s))  # for the engine's process
     return MonitoredLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: monitor])

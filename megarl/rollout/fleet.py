@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import NoPlace, NoReplicaLeft, ReplicaFailed, RequestFailed, RolloutError
+from megarl.common.held_outputs import hold_within
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.devices import HeldDevices
@@ -102,13 +103,14 @@ class Fleet:
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
-        `report_interval_s`: the longest time between two reports of a replica on the same requests. `back_pressure`:
-        whether requests are held back from replicas whose KV cache is full. `sync_restarts`: see `Replacements`.
+        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `back_pressure`: whether
+        requests are held back from replicas whose KV cache is full. `sync_restarts`: see `Replacements`.
         """
         self._replicas = dict(replicas)
         self.membership = Membership(replicas)
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
-        self._report_interval_s = report_interval_s
+        # What an engine holds is missing from a report, so the next one comes earlier by as much.
+        self._report_interval_s = report_interval_s - hold_within(report_interval_s)
         self._replacements = Replacements(timeouts, sync_restarts)
         # For as long as running responses may take to end, and then a weight sync with all its attempts.
         self._hold = Hold(timeouts.generate_s + self._replacements.timeout_s)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.common.errors import NoPlace, ReplicaFailed, RequestFailed
 from megarl.common.garbage import collect_rarely, exempt_present_objects
+from megarl.common.held_outputs import hold_within
 from megarl.common.output import redirect_output
 from megarl.common.private_directory import name_shared_memory
 from megarl.common.processes import ProcessId, die_with
@@ -251,7 +252,8 @@ class EngineReplica:
 
         arguments = engine_args(self.config, cuda=self.cuda, max_model_len=self.max_model_len)
         transfer = WeightTransferConfig(backend="megarl")
-        return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor)
+        hold_s = hold_within(self.config.rollout.report_interval_s)
+        return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor, hold_s)
 
     async def _probe(self, engine: AsyncLLM) -> None:
         """Generate one token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.pace import Pace, pace_notes, pace_of, pace_problems
@@ -34,11 +34,24 @@ from tests.support.configs import config
         ({"mode": "async", "trigger_parameter_sync_step": 4, "staleness_threshold": 0.5}, 1, Pace(1, 4, 5)),
         ({"mode": "async", "trigger_parameter_sync_step": 4, "staleness_threshold": 0.1}, 1, Pace(1, 4, 4)),
         ({"mode": "async", "staleness_threshold": 0}, 1, Pace(1, 4, 3)),
+        # The products 7.000000000000001 of floats are no whole numbers.
+        ({"mode": "async", "trigger_parameter_sync_step": 25, "staleness_threshold": 0.28}, 1, Pace(1, 25, 31)),
+        ({"mode": "async", "trigger_parameter_sync_step": 50, "staleness_threshold": 0.14}, 1, Pace(1, 50, 56)),
     ],
 )
 def test_modes(section: dict[str, Any], updates: int, expected: Pace) -> None:
     settings = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)
     assert list(pace_problems(settings)) == [] and pace_of(settings) == expected
+
+
+@given(interval=st.sampled_from([1, 5, 25, 50, 100, 125, 200]), thousandths=st.integers(0, 2000))
+@settings(max_examples=300)
+def test_the_quota_is_the_decimal_that_the_config_says(interval: int, thousandths: int) -> None:
+    """The bound is k - 1 + ceil(s * k), computed in whole numbers; s * k is often a whole number."""
+    for digits in (thousandths, thousandths - thousandths % (1000 // interval)):
+        section = {"mode": "async", "sync_interval": interval, "staleness_threshold": digits / 1000}
+        ahead = -(-digits * interval // 1000)
+        assert pace_of(config("model", admission=section)).max_staleness == interval - 1 + ahead
 
 
 @pytest.mark.parametrize(

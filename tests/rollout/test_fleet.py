@@ -13,6 +13,7 @@ import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imp
 from ray.exceptions import RayTaskError
 
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
+from megarl.common.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.actor_errors import as_rollout_error
@@ -22,7 +23,16 @@ from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 from tests.support.checkout import ROOT
-from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, SharesCalls, answered, fleet_of, requests
+from tests.support.fake_replicas import (
+    FakeReplica,
+    HoldingReplica,
+    Method,
+    ScriptedReplica,
+    SharesCalls,
+    answered,
+    fleet_of,
+    requests,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("wait", ["for a report", "for room", "for a replacement"])
@@ -159,6 +169,23 @@ def test_the_next_replica_goes_on_from_the_tokens_that_a_lost_one_has_reported(e
         assert result.response_ids == [5, 5, 6, 6] and result.logprobs == [-0.1, -0.2, -0.1, -0.2]
         assert result.versions == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 4))
         assert (result.finish_reason, result.seconds) == ("stop", 2 + 2)
+
+
+@pytest.mark.parametrize("interval_s", [5.0, 0.5, 0.3])
+@pytest.mark.parametrize("lost_after", [0, 1, 3])
+def test_a_lost_engine_takes_the_tokens_of_one_interval_with_it(interval_s: float, lost_after: int) -> None:
+    """Those that its process held at the last report included."""
+    first, second = HoldingReplica(hold_within(interval_s), lost_after), ScriptedReplica(1, 0, "stop")
+
+    async def run() -> None:
+        fleet = fleet_of({0: first, 1: second}, generate_s=600.0, interval_s=interval_s)
+        await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(10**6, 1.0, ()))])
+
+    asyncio.run(run())
+    [request] = second.asked
+    lost = 1000 * first.now_s - (len(request.prompt_ids) - 1)
+    assert 0 < lost <= 1000 * interval_s + 1
+    assert lost_after == 0 or lost > 900 * interval_s, "reports come more often than they must"
 
 
 def test_a_response_that_takes_too_long_fails_its_group_and_costs_no_engine() -> None:

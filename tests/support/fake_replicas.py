@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megarl.common.errors import ReplicaFailed
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.fleet import Fleet
@@ -155,3 +156,30 @@ class ScriptedReplica(SharesCalls):
             raise self.refusal
         part = ResponsePart([7, 7], [-0.5, -0.5], (VersionSpan(self.version, 0, 2),), "abort")
         return EngineReport(dict.fromkeys(reported, part))
+
+
+class HoldingReplica(SharesCalls):
+    """Makes a token per millisecond of a clock that stands still between reports, and lacks the last ones in a report.
+
+    It is lost when its report number `lost_after` is due. `hold_s`: for how long its engine holds tokens.
+    """
+
+    def __init__(self, hold_s: float, lost_after: int) -> None:
+        self.hold_s, self.lost_after = hold_s, lost_after
+        self.now_s, self.calls = 0.0, 0
+        self.generate, self.report = Method(self._generate), Method(self._report)
+
+    async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        return await self._report({request.request_id: 0 for request in requests}, wait_s)
+
+    async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        await asyncio.sleep(0)
+        self.now_s, self.calls = self.now_s + wait_s, self.calls + 1
+        if self.calls > self.lost_after:
+            raise ReplicaFailed(0, "it died")
+        sent = int(1000 * (self.now_s - self.hold_s))
+        parts = {}
+        for name, known in reported.items():
+            new = sent - known
+            parts[name] = ResponsePart([7] * new, [-0.1] * new, (VersionSpan(3, 0, new),) if new else ())
+        return EngineReport(parts)

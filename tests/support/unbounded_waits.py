@@ -8,7 +8,7 @@ own waits are found where they stand. Calls that block their thread are found by
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 _OPEN = {"wait", "acquire", "get", "join"}  # of an event, a lock, a queue, if they have no arguments
@@ -70,6 +70,18 @@ def blocking_waits(root: Path) -> dict[str, list[str]]:
         for function, wait in _blocking(ast.parse(path.read_text()), "", False):
             found.setdefault(f"{path.relative_to(root).as_posix()}:{function}", []).append(wait)
     return found
+
+
+def wrong_numbers(
+    found: Mapping[str, list[str]], listed: Collection[str], several: Mapping[str, int]
+) -> dict[str, list[str]]:
+    """The waits of the functions that do not have as many of them as is listed, by `path:function`.
+
+    A function that is in `listed` has one, or as many as `several` says; the others have none.
+    """
+    expected = {name: several.get(name, 1) for name in listed}
+    names = sorted({*found, *expected})
+    return {name: found.get(name, []) for name in names if len(found.get(name, [])) != expected.get(name, 0)}
 
 
 def _blocking(node: ast.AST, function: str, in_coroutine: bool) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -707,6 +708,23 @@ def test_after_a_failure_for_good_the_next_publish_forms_a_new_group() -> None:
 def test_only_the_leader_has_the_pool() -> None:
     with pytest.raises(ValueError, match="trainer rank 0"):
         WeightSender(SETTINGS, ListExporter(random_tensors())).connect(None)
+
+
+def test_every_setting_is_read_from_the_config() -> None:
+    settings = config(
+        "model",
+        run__dir="runs/of-a-test",
+        weight_sync={"bucket_mb": 1.5, "staging_gib": 0.25, "transport": "gloo", "recompute_kv": False, "restarts": 4},
+        timeouts={"weight_sync_s": 11.0, "rpc_s": 12.0, "engine_start_s": 13.0},
+    )
+    expected = SyncSettings(
+        bucket_bytes=3 * 2**19, staging_bytes=2**28, transport="gloo", recompute_kv=False, sync_s=11.0, rpc_s=12.0,
+        restart_s=13.0, restarts=4, run_dir=Path("runs/of-a-test"),
+    )  # fmt: skip
+    default = SyncSettings()
+    untested = [each.name for each in fields(default) if getattr(expected, each.name) == getattr(default, each.name)]
+    assert untested == [], "a value of the test is the default, which would hide that a field is not read"
+    assert SyncSettings.from_config(settings) == expected
 
 
 def test_the_store_is_on_loopback_only_if_no_engine_can_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
