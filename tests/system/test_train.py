@@ -272,7 +272,7 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
         "function": "tests.support.reward_functions:overflowing_at", "kwargs": {"mark": str(mark)},
     }  # fmt: skip
     config["algorithm"] = {"advantage": "dr_grpo"}
-    config["trainer"]["max_skipped_steps"] = 1
+    config["trainer"] |= {"max_skipped_steps": 1, "micro_batch_tokens": 512}
     config["evaluation"] = {}
     run_dir, process = tmp_path / "run", start_run(config)
     try:
