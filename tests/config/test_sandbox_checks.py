@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.common.errors import ConfigError
 from megarl.config import sandbox_checks
+from megarl.config.checks import check
 from megarl.config.sandbox_checks import sandbox_problems
 from tests.support.configs import config
 
@@ -47,3 +50,20 @@ def test_tools_that_need_a_sandbox_are_refused_without_one(monkeypatch: pytest.M
     assert list(sandbox_problems(chosen, here=False)) == []
     monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: None)
     assert list(sandbox_problems(chosen, here=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reward": {"function": "code"}}, "reward.function: code runs programs in a sandbox"),
+        ({"agent": {"loop": "tool_agent"}, "tools": [{"kind": "python"}]}, "tools.0: python runs programs"),
+    ],
+)
+def test_the_check_of_a_whole_config_refuses_them(
+    models: dict[str, Path], data: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], told: str
+) -> None:
+    monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: "no bubblewrap; install it")
+    with pytest.raises(ConfigError) as refused:
+        check(config(models["qwen3"], data, **changes), device="cpu")
+    (problem,) = [each for each in refused.value.problems if "sandbox" in each]
+    assert problem.startswith(told) and problem.endswith("and there is none here: no bubblewrap; install it")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megarl.commands import cli
-from megarl.commands.doctor import imports, installed
+from megarl.commands.doctor import imports, installed, machine
 from megarl.commands.doctor.report import Finding
 
 
@@ -32,6 +32,21 @@ def test_doctor_fails_when_a_run_could_not_start(
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "fail  ray" in text and "cannot start" in text
+
+
+@pytest.mark.parametrize("problem", [None, "the program bwrap was not found: install the package bubblewrap"])
+def test_doctor_warns_where_programs_cannot_be_sandboxed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: str | None
+) -> None:
+    """A warning only: doctor reads no config, and most runs need no sandbox."""
+    monkeypatch.setattr(machine, "sandbox_problem", lambda: problem)
+    monkeypatch.setattr(imports, "import_findings", lambda cuda: ())
+    assert cli.main(["doctor", "--json"]) == 0
+    (finding,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["what"] == "sandbox"]
+    if problem is None:
+        assert finding["level"] == "ok" and not finding["fix"]
+    else:
+        assert finding["level"] == "warn" and finding["detail"] == problem and "refuse to start" in finding["fix"]
 
 
 def test_the_gpu_stack_on_a_login_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

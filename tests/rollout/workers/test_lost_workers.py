@@ -100,6 +100,20 @@ def test_workers_make_the_rows_that_the_controller_makes_and_measure_the_same() 
     assert (stats.workers_lost, stats.redone) == (0, 0) and len(stats.reward_seconds) == 2
 
 
+def test_later_turns_of_a_worker_are_sent_to_the_replica_that_has_their_beginning() -> None:
+    scene = Scene()
+    scene.outcome()
+    asked = {}
+    for request, prefix, near in scene.batcher.asked:
+        _, group, sample, turn = request.request_id.split("-")
+        asked[int(group), int(sample), int(turn)] = (prefix, near)
+    assert asked == {
+        (GROUP, sample, turn): ((GROUP, sample), 1) if turn else (GROUP, None)
+        for sample in range(2)
+        for turn in range(len(TURNS))
+    }
+
+
 @pytest.mark.parametrize("at", range(POINTS))
 def test_a_worker_dies_at_any_point(at: int) -> None:
     scene = Scene(at)
