@@ -141,7 +141,7 @@ def _plan(options: argparse.Namespace) -> int:
     from megarl.run.dry_run import dry_run
 
     config = load_config(options.config, options.overrides)
-    dry_run(config, sys.stdout, device=options.device, files=not options.no_files)
+    dry_run(config, sys.stdout, overrides=options.overrides, device=options.device, files=not options.no_files)
     return 0
 
 

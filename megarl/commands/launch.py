@@ -94,9 +94,13 @@ def run(options: argparse.Namespace) -> int:
     new.replace(path)
     command = ["sbatch", str(path)] if slurm else ["bash", str(path)]
     try:
-        return run_script(command)
+        status = run_script(command)
     except FileNotFoundError:
         raise ConfigError([f"{command[0]} is not on this machine; add --dry-run to see the script"]) from None
+    # Its own message tells why; a machine may have the command and belong to no cluster.
+    if status and slurm and options.scheduler is None and plan.pools.nodes == 1:
+        sys.stderr.write("megarl: sbatch failed; for this machine: --scheduler local\n")
+    return status
 
 
 def _refuse_absent_files(config: Config) -> None:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
 
+from megarl.common.errors import ConfigError
 from megarl.config.checks import DeviceType, absent_files, planned_elsewhere
+from megarl.config.load import overridden_tree
 from megarl.config.plan import make_plan
 from megarl.config.plan_tables import print_dry_run
 from megarl.config.schema import Config
 from megarl.run.check_start import check_start
 
 
-def dry_run(config: Config, stream: TextIO, *, device: DeviceType | None = None, files: bool = True) -> None:
+def dry_run(
+    config: Config,
+    stream: TextIO,
+    *,
+    overrides: Sequence[str] = (),
+    device: DeviceType | None = None,
+    files: bool = True,
+) -> None:
     """Check `config` and write it resolved, with its plan, to `stream`. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer. A config with `model.shape` whose model is not here is
-    planned by that, and what is absent becomes a note. Unless `device` is given, such a plan is for GPUs if the config
+    planned by that, and what is absent becomes a note; a mistake if one of the config's `overrides` names it. Unless `device` is given, such a plan is for GPUs if the config
     says what memory they have, else for this machine's own device.
     """
     elsewhere = planned_elsewhere(config)
+    if files and elsewhere and (problems := list(_mistyped(absent_files(config), overrides))):
+        raise ConfigError(problems)
     if elsewhere and device is None and config.trainer.device_memory_gib is not None:
         device = "cuda"
     plan = make_plan(config, device=device, files=files and not elsewhere)
@@ -29,3 +43,27 @@ def dry_run(config: Config, stream: TextIO, *, device: DeviceType | None = None,
     elif files:
         notes = check_start(config, plan.info)
     print_dry_run(plan, config, stream, notes)
+
+
+def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each absent path that is the user's own: a shipped recipe does not need its files here."""
+    given = overridden_tree(overrides)
+    for key, path in absent:
+        if _names(given, key):
+            yield (
+                f"{key}: no such file or directory: {path} (on the command line; current directory: {os.getcwd()}); "
+                "correct it, or plan without files: megarl plan --no-files"
+            )
+
+
+def _names(tree: object, key: str) -> bool:
+    """Tell whether a tree of plain values has a dotted key, in which numbers are places in lists."""
+    node: Any = tree  # of any type, as YAML has it
+    for name in key.split("."):
+        if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        elif isinstance(node, dict) and name in node:
+            node = node[name]
+        else:
+            return False
+    return True

@@ -57,9 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     end_before_start(speaks=rank == 0)
     try:
-        config = load_config(options.config, run_overrides(options))
+        overrides = run_overrides(options)
+        config = load_config(options.config, overrides)
         if options.dry_run:
-            dry_run(config, sys.stdout)
+            dry_run(config, sys.stdout, overrides=overrides)
             return
         plan = make_plan(config)
         _check_launch(config)

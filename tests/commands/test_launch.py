@@ -1,16 +1,21 @@
-"""`megarl launch` waits for its script, which decides what a Ctrl-C or a SIGTERM means."""
+"""`megarl launch` chooses the scheduler and waits for its script, which decides what a Ctrl-C or a SIGTERM means."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megarl.commands import cli, launch
 from tests.support.checkout import environment
+from tests.support.configs import tree, write_problems
+from tests.support.tiny import make_tiny_model
 from tests.support.waiting import wait_until
 
 # A script as launch/local.sh: it traps the signals, and ends in its own time.
@@ -76,3 +81,49 @@ def test_a_sigterm_while_the_script_is_being_started_is_passed_on() -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """`megarl launch` of a config that can run, where the PATH is the directory `bin` of `tmp_path` alone."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    path = tmp_path / "run.yaml"
+    data = write_problems(tmp_path / "prompts.jsonl", 64)
+    path.write_text(json.dumps(tree(make_tiny_model(tmp_path / "model"), data, run__dir=str(tmp_path / "run"))))
+    return ["launch", "--config", str(path), "--device", "cpu"]
+
+
+def add_sbatch(directory: Path, script: str) -> None:
+    (directory / "bin" / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
+    (directory / "bin" / "sbatch").chmod(0o755)
+
+
+@pytest.mark.parametrize(("there", "command"), [(True, "sbatch train.sbatch"), (False, "bash local.sh")])
+def test_slurm_is_the_default_where_sbatch_is(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, command: str
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "run_script", lambda command: started.append(command) or 0)
+    if there:
+        add_sbatch(tmp_path, "exit 0")
+    assert cli.main(arguments) == 0
+    ((program, script),) = started
+    assert f"{program} {Path(script).name}" == command
+
+
+HINT = "megarl: sbatch failed; for this machine: --scheduler local\n"
+
+
+def test_a_failing_sbatch_that_nobody_asked_for_is_told_with_the_way_to_run_here(
+    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A machine may have the command and belong to no cluster."""
+    add_sbatch(tmp_path, "echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1")
+    assert cli.main(arguments) == 1
+    assert capfd.readouterr().err == f"sbatch: fatal: Could not establish a configuration source\n{HINT}"
+    assert cli.main([*arguments, "--scheduler", "slurm"]) == 1
+    assert HINT not in capfd.readouterr().err
+    add_sbatch(tmp_path, "exit 0")
+    assert cli.main(arguments) == 0
+    assert capfd.readouterr().err == ""

@@ -17,6 +17,7 @@ from megarl.commands import cli
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.config import pools
 from megarl.run import main as rank_main
+from tests.support.checkout import ROOT
 from tests.support.configs import tree, write_problems
 from tests.support.sample_checkpoints import make_checkpoint
 from tests.support.tiny import make_tiny_model
@@ -77,6 +78,29 @@ def test_a_rank_of_it_does_what_a_rank_does(config: Path, monkeypatch: pytest.Mo
 def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--config", str(config), "--dry-run", "run.steps=7"]) == 0
     assert "steps: 7" in capsys.readouterr().out
+
+
+def test_a_path_on_the_command_line_that_is_not_there_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe plans without its own files; a path that the user has typed is meant to be there."""
+    monkeypatch.chdir(ROOT)
+    given = ["--config", "examples/rl/configs/qwen3_8b_gsm8k_8.yaml"]
+    absent = f"no such file or directory: {tmp_path / 'nope'} (on the command line; current directory: {ROOT})"
+    sets = f"evaluation.sets=[{{name: own, path: {tmp_path / 'nope'}}}]"
+    for key, override in {
+        "model.path": f"model.path={tmp_path / 'nope'}",
+        "data.path": f"data.path={tmp_path / 'nope'}",
+        "evaluation.sets.0.path": sets,
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["train", *given, override, "--dry-run"])
+        told = capsys.readouterr()
+        fix = "correct it, or plan without files: megarl plan --no-files"
+        assert told.err == f"megarl: {key}: {absent}; {fix}\n" and told.out == ""
+    assert cli.main(["plan", *given, f"model.path={tmp_path / 'nope'}"]) == 2
+    capsys.readouterr()
+    assert cli.main(["plan", *given, f"model.path={tmp_path / 'nope'}", "--no-files"]) == 0
 
 
 def test_a_run_that_has_finished_is_not_started_again(
