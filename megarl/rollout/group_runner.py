@@ -27,6 +27,7 @@ from megarl.rollout.sample_rows import sample_rows
 from megarl.rollout.teachers.teacher_client import Teachers
 from megarl.rollout.to_trajectory import defect, failed_trajectory
 from megarl.rollout.toolbox import Toolbox
+from megarl.rollout.unforked import unforked
 from megarl.telemetry import events
 
 
@@ -147,7 +148,7 @@ class GroupRunner:
         return rows
 
     async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> Trajectory | Sequence[Trajectory]:
-        result = await loop.run(context)
+        result = await unforked(loop.run(context))
         context.note_times()
         return result
 
