@@ -1,4 +1,4 @@
-"""Runs a group of agent loops of which one forks: `python -m tests.support.forking_loop HOW`; prints its number of rows."""
+"""Runs a group of agent loops, of which one forks: `python -m tests.support.forking_loop HOW`."""
 
 from __future__ import annotations
 
