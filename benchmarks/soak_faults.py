@@ -235,8 +235,8 @@ class Injector:
         fault = event.fault
         if fault.kind.action in ("drain", "add", "remove"):
             return self._change_pool(event, works)
-        if fault.kind.action == "interrupt":
-            return self._interrupt(event, hit)
+        if fault.kind.action in ("interrupt", "terminate"):
+            return self._end_twice(event, hit, signal.SIGINT if fault.kind.action == "interrupt" else signal.SIGTERM)
         if fault.kind.action == "limit":
             return self._limit()
         if fault.kind.action in ("kill", "damage"):
@@ -387,14 +387,14 @@ class Injector:
         (self._run_dir / "stop").write_text("the time limit is near\n", encoding="utf-8")
         return True
 
-    def _interrupt(self, event: Happened, hit: Sequence[psutil.Process]) -> bool:
-        """Send SIGINT to torchrun's process group twice, as Ctrl-C does; False if a process is left after `ENDS_S`."""
+    def _end_twice(self, event: Happened, hit: Sequence[psutil.Process], number: signal.Signals) -> bool:
+        """Signal torchrun's process group twice, as Ctrl-C does; False if a process is left after `ENDS_S`."""
         agent = find_agent(self._run_dir)
         if agent is None:
             return False
         for _ in range(2):
             try:
-                os.killpg(agent.pid, signal.SIGINT)
+                os.killpg(agent.pid, number)
             except ProcessLookupError:  # it has saved and ended at the first one
                 break
             self._end.wait(AGAIN_S)

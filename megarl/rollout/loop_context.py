@@ -29,6 +29,7 @@ from megarl.tools.tool import Tool, ToolAnswer
 
 MOST_NAME_CHARACTERS = 64  # of a tool's name in an event
 GRACE_S = 90.0  # beyond its time, after which a call is given up; a tool may let calls wait for a place first
+FROZEN_BYTES = 8 << 20  # of a loop's state, as JSON
 
 
 class LoopContext(ABC):
@@ -162,7 +163,13 @@ class LoopContext(ABC):
 
     def freeze(self, state: object) -> None:
         """See `AgentContext.freeze`. Raises TypeError for a state that msgspec cannot write."""
-        text = msgspec.json.encode(state).decode()
+        content = msgspec.json.encode(state)
+        if len(content) > FROZEN_BYTES:
+            raise ValueError(
+                f"the state that the loop of sample {self.group_id}:{self.sample_index} freezes has {len(content)} "
+                f"bytes of JSON; {FROZEN_BYTES} at most, because each change of it is sent and written"
+            )
+        text = content.decode()
         self._progress.record(self.sample_index, self._loop.freeze(text, self._requests, self._calls))
 
     def frozen(self, kind: type[LoopState]) -> LoopState | None:

@@ -58,6 +58,7 @@ def test_the_config_is_complete_and_keeps_what_the_accounting_needs() -> None:
     assert KINDS["pause-engine"].seconds[1] < config.timeouts.rpc_s / 2
     # A rank that is stopped is found by a collective, and then killed by torchrun 30 s after SIGTERM.
     assert config.timeouts.collective_s + 30 < KINDS["hang-rank"].seconds[0]
+    assert all(config.timeouts.rpc_s < KINDS[f"hang-{part}"].seconds[0] / 2 for part in ("controller", "queue"))
     assert KINDS["hang-reward"].seconds[0] > 3 * config.reward.timeout_s
     assert 0 < config.checkpoint.every < 10
 

@@ -492,15 +492,17 @@ def test_a_damaged_checkpoint_that_is_used_is_told(run: Run, monkeypatch: pytest
 
 
 # A process that is started in the background ignores SIGINT, and so do its children until they say otherwise.
-MEEK = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nprint(1, flush=True)\ntime.sleep(600)"
-STUBBORN = (
-    "import signal, time\nsignal.signal(signal.SIGINT, lambda *_: None)\nprint(1, flush=True)\n"
+TREATS = (
+    "import signal, time\nfor each in signal.SIGINT, signal.SIGTERM: signal.signal(each, {})\nprint(1, flush=True)\n"
     "time.sleep(600)\ntime.sleep(600)"
 )
+MEEK, STUBBORN = TREATS.format("signal.SIG_DFL"), TREATS.format("lambda *_: None")
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_two_interrupts_must_end_all_processes(run: Run, monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "stays"), [("interrupt-job", False), ("interrupt-job", True), ("terminate-job", False)]
+)
+def test_two_signals_must_end_all_processes(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, stays: bool) -> None:
     for each in run.workers:
         each.kill()
     code = STUBBORN if stays else MEEK
@@ -512,7 +514,7 @@ def test_two_interrupts_must_end_all_processes(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(soak_faults, "ENDS_S", 0.5 if stays else 30.0)
     monkeypatch.setattr(soak_faults, "AGAIN_S", 0.1)
     run.step()
-    injector = Injector(run.directory, [fault_of("interrupt-job")], replicas=2, say=lambda text: None)
+    injector = Injector(run.directory, [fault_of(name)], replicas=2, say=lambda text: None)
     wait_until(lambda: len(injector.happened[-1:]) == 1, 30, "the fault")
     if not stays:
         wait_until(lambda: not run.alive(group), 30, "the end of the group")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -244,3 +245,10 @@ def is_the_key(response: str, answer: str, key: str, more: list[str]) -> float:
 def half_by_turn(sample: RewardInput) -> RewardResult:
     """0.5 for each of `count` turns."""
     return RewardResult(1.0, turn_rewards=(0.5,) * sample.row["count"])
+
+
+def knows_a_password(response: str, answer: str, password: str, digest: str) -> float:
+    """digit_share, for whoever gives the password of that digest."""
+    if hashlib.sha256(password.encode()).hexdigest() != digest:
+        raise PermissionError("not the password")
+    return digit_share(response, answer)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.common.run_secret import run_secret
 from megarl.queue.dump import DumpedBatch, read_batch
 from megarl.rollout.sample_times import PARTS
 from megarl.telemetry.event_files import read_events
@@ -327,11 +330,29 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: P
     assert_nothing_left(run.directory)
 
 
-def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
+def check_command_lines(run_dir: Path, processes: set[psutil.Process], password: str) -> None:
+    """Every user of a host can read them: none holds a secret, those of the run's own or one that its config names."""
+    secret = run_secret(run_dir)
+    hidden = {
+        "Ray's token": (run_dir / "ray_token").read_text().strip(),
+        "the run's secret": secret.hex(),
+        "the value of {env: NAME}": password,
+    }
+    lines = [" ".join(each.cmdline()) for each in processes if each.is_running()]
+    assert len(lines) > 8 and any("train_rl.py" in line for line in lines), lines
+    assert [(what, line) for what, value in hidden.items() for line in lines if value in line] == []
+
+
+def test_killed_engine_then_killed_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL of the only engine at a random moment: it is replaced and the run goes on, until torchrun is killed."""
     rng = moments()
+    monkeypatch.setenv("MEGARL_TEST_SECRET", password := secrets.token_hex(16))
     config = tiny_config(tmp_path, steps=5000)
     config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
+    config["reward"] = {
+        "function": "tests.support.reward_functions:knows_a_password",
+        "kwargs": {"password": {"env": "MEGARL_TEST_SECRET"}, "digest": hashlib.sha256(password.encode()).hexdigest()},
+    }
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     process = start(path)
@@ -340,6 +361,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path) -> None:
         wait_for_steps(run_dir, process)
         check_sockets(run_dir, {"trainer rank", "torchrun", "queue controller", "queue storage", "engine"})
         everybody = family(run_dir, process)
+        check_command_lines(run_dir, everybody, password)
         engine, start_s = first_engine(run_dir)
         time.sleep(rng.uniform(0.0, 2.0))
         lost_at, since = time.time(), metric_steps(run_dir)

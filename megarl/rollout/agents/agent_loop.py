@@ -76,7 +76,7 @@ class AgentContext(Protocol):
 
         A run that resumes begins the loop anew, and `frozen` gives it this state; requests and calls are counted from
         here then. A loop that freezes nothing is run from its beginning: it gets the same responses and answers, as far
-        as it asks for the same.
+        as it asks for the same. Raises ValueError for a state of more than 8 MiB.
         """
         ...
 
