@@ -45,13 +45,25 @@ def find_replicas(run_dir: Path) -> dict[int, Replica]:
     found: dict[int, Replica] = {}
     for process in below_supervisor(run_dir):
         try:
-            if "EngineCore" in "".join(process.cmdline()[:1]):
+            if _is_engine(process):
                 actor = psutil.Process(process.ppid())
                 if (index := _index_of(actor.pid)) is not None:
                     found[index] = Replica(actor, process)
         except (psutil.Error, OSError):
             continue  # it has ended
     return found
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """Tell whether a process is an engine: by the title that vLLM gives it, or else as what an actor has spawned.
+
+    The title needs room in the environment of the process, which an engine does not always have.
+    """
+    command = process.cmdline()
+    if "EngineCore" in "".join(command[:1]):
+        return True
+    spawned = any("spawn_main" in part for part in command)
+    return spawned and "ray::EngineReplica" in "".join(psutil.Process(process.ppid()).cmdline()[:1])
 
 
 def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
