@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 from observability_base import StepSize
-from soak_processes import find_processes
+from soak_processes import below_supervisor
 
 POLL_S = 0.2
 
@@ -26,7 +26,7 @@ def cpu_of_step(run_dir: Path, steps: int, timeout_s: float) -> float | None:
 
     The time of processes that have begun or ended meanwhile counts as far as it is seen. Raises TimeoutError.
     """
-    if not _living(run_dir):
+    if not _processes(run_dir):
         return None
     first, used = _last_step(run_dir), dict[tuple[int, float], float]()
     begun = _times(run_dir)
@@ -40,14 +40,23 @@ def cpu_of_step(run_dir: Path, steps: int, timeout_s: float) -> float | None:
     return sum(value - begun.get(key, 0.0) for key, value in used.items()) / (last - first)
 
 
-def _living(run_dir: Path) -> bool:
-    return bool(find_processes(run_dir, "job"))
+def _processes(run_dir: Path) -> list[psutil.Process]:
+    """Return the processes of a run: the launcher of the ranks, the supervisor of the pool, and what is below them."""
+    try:
+        state = json.loads((run_dir / "supervisor.json").read_text(encoding="utf-8"))
+        launcher = psutil.Process(int(state["agent"]["pid"]))
+        if not any(str(part).startswith(("torch.", "megarl")) for part in launcher.cmdline()):
+            return []  # its pid is another process's by now
+        ranks = [launcher, *launcher.children(recursive=True)]
+    except (OSError, ValueError, KeyError, psutil.Error):
+        return []
+    return list({*ranks, *below_supervisor(run_dir, itself=True)})
 
 
 def _times(run_dir: Path) -> dict[tuple[int, float], float]:
     """Return the processor seconds so far of each process of the run, by its pid and start."""
     found = {}
-    for process in find_processes(run_dir, "job"):
+    for process in _processes(run_dir):
         try:
             times = process.cpu_times()
             found[process.pid, process.create_time()] = times.user + times.system

@@ -66,7 +66,7 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes_of_the_run(
     """Two processes with 5 s each before it; the first takes 1 s a step, the second ends, the third begins at 0."""
     (tmp_path / "metrics.jsonl").write_text("")
     assert observability_job.cpu_of_step(tmp_path, 2, 9.0) is None, "it has no processes"
-    looks = iter([{1: 5.0, 2: 5.0}, {1: 6.0, 2: 5.5, 3: 0.25}, {1: 7.0, 3: 0.5}])
+    looks = iter([{1: 5.0, 2: 5.0}, {1: 5.0, 2: 5.0}, {1: 6.0, 2: 5.5, 3: 0.25}, {1: 7.0, 3: 0.5}])
 
     def process(pid: int, seconds: float) -> SimpleNamespace:
         times = SimpleNamespace(user=seconds, system=0.0)
@@ -77,8 +77,7 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes_of_the_run(
 
     steps = iter([3, 3, 5])
     monkeypatch.setattr(observability_job, "_last_step", lambda run_dir: next(steps))
-    monkeypatch.setattr(observability_job, "_living", lambda run_dir: True)
-    monkeypatch.setattr(observability_job, "find_processes", processes)
+    monkeypatch.setattr(observability_job, "_processes", processes)
     assert observability_job.cpu_of_step(tmp_path, 2, 9.0) == pytest.approx((2.0 + 0.5 + 0.5) / 2)
 
 
