@@ -24,6 +24,8 @@ def cpu_of_job(size: StepSize, seconds: Mapping[str, float]) -> float:
 def cpu_of_step(run_dir: Path, steps: int, timeout_s: float) -> float | None:
     """Return the processor seconds per step of all processes of a run, over `steps` steps; None if it does not live.
 
+    A run that ends meanwhile is measured up to its last step.
+
     The time of processes that have begun or ended meanwhile counts as far as it is seen. Raises TimeoutError.
     """
     if not _processes(run_dir):
@@ -34,9 +36,13 @@ def cpu_of_step(run_dir: Path, steps: int, timeout_s: float) -> float | None:
     while (last := _last_step(run_dir)) < first + steps:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{run_dir} made {last - first} of {steps} steps in {timeout_s:.0f} s")
-        used |= _times(run_dir)
+        if not (now := _times(run_dir)):
+            break  # the run has ended
+        used |= now
         time.sleep(POLL_S)
     used |= _times(run_dir)
+    if last == first:
+        return None
     return sum(value - begun.get(key, 0.0) for key, value in used.items()) / (last - first)
 
 
