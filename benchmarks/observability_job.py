@@ -24,9 +24,8 @@ def cpu_of_job(size: StepSize, seconds: Mapping[str, float]) -> float:
 def cpu_of_step(run_dir: Path, steps: int, timeout_s: float) -> float | None:
     """Return the processor seconds per step of all processes of a run, over `steps` steps; None if it does not live.
 
-    A run that ends meanwhile is measured up to its last step.
-
-    The time of processes that have begun or ended meanwhile counts as far as it is seen. Raises TimeoutError.
+    A run that ends meanwhile is measured up to its last step. The time of processes that have begun or ended meanwhile
+    counts as far as it is seen. Raises TimeoutError.
     """
     if not _processes(run_dir):
         return None
