@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import benchmarks.observability as benchmark
-from benchmarks import observability_job
 from megarl.telemetry import events
 
 CHEAP = (
     "events of trainer rank 0", "trajectories in the controller", benchmark.LOOPS, "steps of an engine in its replica",
     "entropy in the update of trainer rank 0",
 )  # fmt: skip
+observability_job: Any = sys.modules[benchmark.cpu_of_step.__module__]
 SUMS = ("all of trainer rank 0", "all processes, of their processor time")
 
 
