@@ -49,10 +49,12 @@ $(ENV_VENV)/.ready: requirements/environments.lock
 
 setup-test: $(VENV)/.ready-test
 
-$(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.ready-docs requirements/test.lock requirements/mlflow.lock
+$(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.ready-docs requirements/test.lock requirements/mlflow.lock requirements/tensorboard.lock
 	$(PIP) -r requirements/test.lock
 	rm -rf $(VENV)/mlflow
 	$(PIP) --target $(VENV)/mlflow -r requirements/mlflow.lock
+	rm -rf $(VENV)/tensorboard
+	$(PIP) --target $(VENV)/tensorboard -r requirements/tensorboard.lock
 	touch $@
 
 # About 10 seconds, 140 MB. Beside the packages of .venv, not among them: some are of other versions.

@@ -146,7 +146,7 @@ def of_replica(size: StepSize, steps: int, directory: Path) -> tuple[float, dict
 
 
 def of_loops(size: StepSize, steps: int, directory: Path) -> tuple[float, dict[str, Any]]:
-    """What `of_controller` measures, of loops of `LOOP_TURNS` turns."""
+    """The times and events of `of_controller`, of loops of `LOOP_TURNS` turns."""
     return of_controller(replace(size, turns=LOOP_TURNS), steps, directory)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 from observability_base import StepSize
-from soak_processes import find_processes
+from soak_processes import below_supervisor
 
 POLL_S = 0.2
 
@@ -24,9 +24,10 @@ def cpu_of_job(size: StepSize, seconds: Mapping[str, float]) -> float:
 def cpu_of_step(run_dir: Path, steps: int, timeout_s: float) -> float | None:
     """Return the processor seconds per step of all processes of a run, over `steps` steps; None if it does not live.
 
-    The time of processes that have begun or ended meanwhile counts as far as it is seen. Raises TimeoutError.
+    A run that ends meanwhile is measured up to its last step. The time of processes that have begun or ended meanwhile
+    counts as far as it is seen. Raises TimeoutError.
     """
-    if not _living(run_dir):
+    if not _processes(run_dir):
         return None
     first, used = _last_step(run_dir), dict[tuple[int, float], float]()
     begun = _times(run_dir)
@@ -34,20 +35,33 @@ def cpu_of_step(run_dir: Path, steps: int, timeout_s: float) -> float | None:
     while (last := _last_step(run_dir)) < first + steps:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{run_dir} made {last - first} of {steps} steps in {timeout_s:.0f} s")
-        used |= _times(run_dir)
+        if not (now := _times(run_dir)):
+            break  # the run has ended
+        used |= now
         time.sleep(POLL_S)
     used |= _times(run_dir)
+    if last == first:
+        return None
     return sum(value - begun.get(key, 0.0) for key, value in used.items()) / (last - first)
 
 
-def _living(run_dir: Path) -> bool:
-    return bool(find_processes(run_dir, "job"))
+def _processes(run_dir: Path) -> list[psutil.Process]:
+    """Return the processes of a run: the launcher of the ranks, the supervisor of the pool, and what is below them."""
+    try:
+        state = json.loads((run_dir / "supervisor.json").read_text(encoding="utf-8"))
+        launcher = psutil.Process(int(state["agent"]["pid"]))
+        if not any(str(part).startswith(("torch.", "megarl")) for part in launcher.cmdline()):
+            return []  # its pid is another process's by now
+        ranks = [launcher, *launcher.children(recursive=True)]
+    except (OSError, ValueError, KeyError, psutil.Error):
+        return []
+    return list({*ranks, *below_supervisor(run_dir, itself=True)})
 
 
 def _times(run_dir: Path) -> dict[tuple[int, float], float]:
     """Return the processor seconds so far of each process of the run, by its pid and start."""
     found = {}
-    for process in find_processes(run_dir, "job"):
+    for process in _processes(run_dir):
         try:
             times = process.cpu_times()
             found[process.pid, process.create_time()] = times.user + times.system

@@ -19,7 +19,17 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu.lock", "gpu.lock", "test.lock", "environments.lock", "oracles.lock", "mlflow.lock", "docs.lock"]
+    "name",
+    [
+        "cpu.lock",
+        "gpu.lock",
+        "test.lock",
+        "environments.lock",
+        "oracles.lock",
+        "mlflow.lock",
+        "tensorboard.lock",
+        "docs.lock",
+    ],
 )
 def test_fully_pinned_without_hosts(name: str) -> None:
     text = (REQUIREMENTS / name).read_text()

@@ -135,7 +135,7 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "models/gather_pairs.py:_exchange": "`connect`, which waits for its thread at most `timeout_s`",
     "queue/transfer.py:_start": "`start_queue`, timeouts.engine_start_s",
     "queue/transfer.py:_Client.call": "no wait: the future is done",
-    "report/metrics_file.py:read_metrics": "no wait: what `MetricsReader` has read",
+    "report/metrics_file.py:metrics_of": "no wait: what `MetricsReader` has read",
     "rewards/code.py:CodeReward._of_pieces": "the program, which was cancelled, END_S of the sandbox",
     "rollout/batch_decoder.py:_settle": "no wait: the task has ended",
     "rollout/engine_requests.py:EngineRequests._part": "no wait: the task has ended",

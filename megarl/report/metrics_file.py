@@ -282,8 +282,12 @@ def mean_interval(metrics: RunMetrics) -> tuple[Floats, Floats]:
 def read_metrics(path: Path, buckets: int = BUCKETS) -> RunMetrics:
     """Read metrics.jsonl, which may be written meanwhile. A file that is not there has no steps."""
     decoder = msgspec.json.Decoder(MetricsLine)
+    return metrics_of((row for _, row in decoded(path, decoder)), buckets)
+
+
+def metrics_of(rows: Iterable[MetricsLine], buckets: int = BUCKETS) -> RunMetrics:
+    """Return what consecutive lines of metrics.jsonl amount to."""
     reader = MetricsReader(buckets)
-    rows = (row for _, row in decoded(path, decoder))
     for chunk in _chunks(rows):
         reader.add(chunk)
     return reader.result()

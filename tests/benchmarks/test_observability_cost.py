@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import benchmarks.observability as benchmark
-from benchmarks import observability_job
 from megarl.telemetry import events
 
 CHEAP = (
     "events of trainer rank 0", "trajectories in the controller", benchmark.LOOPS, "steps of an engine in its replica",
     "entropy in the update of trainer rank 0",
 )  # fmt: skip
+observability_job: Any = sys.modules[benchmark.cpu_of_step.__module__]
 SUMS = ("all of trainer rank 0", "all processes, of their processor time")
 
 
@@ -66,7 +68,7 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes_of_the_run(
     """Two processes with 5 s each before it; the first takes 1 s a step, the second ends, the third begins at 0."""
     (tmp_path / "metrics.jsonl").write_text("")
     assert observability_job.cpu_of_step(tmp_path, 2, 9.0) is None, "it has no processes"
-    looks = iter([{1: 5.0, 2: 5.0}, {1: 6.0, 2: 5.5, 3: 0.25}, {1: 7.0, 3: 0.5}])
+    looks = iter([{1: 5.0, 2: 5.0}, {1: 5.0, 2: 5.0}, {1: 6.0, 2: 5.5, 3: 0.25}, {1: 7.0, 3: 0.5}])
 
     def process(pid: int, seconds: float) -> SimpleNamespace:
         times = SimpleNamespace(user=seconds, system=0.0)
@@ -77,8 +79,7 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes_of_the_run(
 
     steps = iter([3, 3, 5])
     monkeypatch.setattr(observability_job, "_last_step", lambda run_dir: next(steps))
-    monkeypatch.setattr(observability_job, "_living", lambda run_dir: True)
-    monkeypatch.setattr(observability_job, "find_processes", processes)
+    monkeypatch.setattr(observability_job, "_processes", processes)
     assert observability_job.cpu_of_step(tmp_path, 2, 9.0) == pytest.approx((2.0 + 0.5 + 0.5) / 2)
 
 

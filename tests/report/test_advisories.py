@@ -66,7 +66,7 @@ def test_two_sides_that_wait_for_each_other_are_told_to_overlap() -> None:
 
 
 def test_the_split_of_sides_in_turn_has_the_shortest_sum() -> None:
-    """By hand, with 1 s fixed, 7 s of passes on 8 GPUs and 2 s of generation on 8: 1 + 7 * 8 / t + 2 * 8 / (16 - t)."""
+    """It is known by hand: 1 s fixed, 7 s of passes on 8 GPUs and 2 s of generation on 8 others, of 16 in all."""
     (only,) = advice(
         layout=SYNCHRONOUS, time__generate=2.0, time__logprobs=2.0, time__update=5.0, rollout__idle_ratio=0.8
     ).values()

@@ -31,6 +31,7 @@ from megarl.telemetry.sinks import JsonlSink, MetricsWriter, Sink, WandbSink
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.tensorboard import TensorBoardSink
 from megarl.telemetry.writer_thread import WriterHungError
+from tests.support import tensorboard_package
 from tests.support.configs import config
 from tests.support.waiting import wait_until
 
@@ -249,6 +250,27 @@ def test_tensorboard_has_every_step_at_once_and_a_rollback_drops_what_was_beyond
     assert math.isnan(third.summary.value[0].simple_value)
     assert last.step == 301 and last.session_log.status == SessionLog.START
     sink.close()
+
+
+@pytest.mark.skipif(not tensorboard_package.is_here(), reason=tensorboard_package.MISSING)
+def test_tensorboard_itself_shows_the_scalars_and_a_rollback_purges_those_beyond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is killed after step 5, and one that resumes from step 3 writes other values into a file of its own."""
+    for start, steps in enumerate((range(1, 6), range(4, 7))):
+        monkeypatch.setattr("megarl.telemetry.tensorboard.os.getpid", lambda start=start: 1001 + start)
+        sink = TensorBoardSink(tmp_path)
+        if start:
+            sink.roll_back(3)
+        for step in steps:
+            sink.write(step, {"reward/mean": step / 4 + 100 * start, "time/step": 2.0})
+        if not start:
+            sink.write(5, {"eval/a/greedy": 0.5})
+        sink.close()
+    found = tensorboard_package.scalars(tmp_path)
+    assert found.pop("reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 101.0), (5, 101.25), (6, 101.5)]
+    assert found.pop("time/step") == [(step, 2.0) for step in range(1, 7)]
+    assert not any(found.values()), "what only the discarded steps had is purged too"
 
 
 def test_a_resumed_summary_counts_on(tmp_path: Path) -> None:

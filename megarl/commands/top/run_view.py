@@ -16,7 +16,7 @@ from megarl.common.claim import CLAIM_FILE
 from megarl.common.files import last_bytes
 from megarl.common.notices import notices_file, older_notices_file
 from megarl.report.advisories import GpuLayout, advise
-from megarl.report.metrics_file import MetricsReader
+from megarl.report.metrics_file import metrics_of
 from megarl.report.run_directory import layout_of
 from megarl.report.run_events import RunFault, pair
 from megarl.report.run_status import status_of
@@ -151,9 +151,7 @@ class RunWatch:
         """Return the titles of what `megarl report` would advise of these steps; looked for once per new step."""
         if steps and steps[-1] is not self._advised:
             self._advised = steps[-1]
-            reader = MetricsReader()
-            reader.add(steps)
-            found = advise(reader.result(), layout, f"over the newest {len(steps)} steps")
+            found = advise(metrics_of(steps), layout, f"over the newest {len(steps)} steps")
             self._titles = [advisory.title for advisory in found]
         return self._titles if steps else ()
 
