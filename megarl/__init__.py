@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megarl.algorithms.contract import check_advantage, check_loss
     from megarl.algorithms.group_rewards import Advantages, GroupRewards
     from megarl.algorithms.token_loss import TokenInputs, TokenLoss
+    from megarl.common.errors import TrajectoryFull
     from megarl.common.options import Section
     from megarl.config.load import load_config
     from megarl.config.schema import Config
@@ -42,6 +43,7 @@ __all__ = [
     "ToolAnswer",
     "TrainingProgress",
     "Trajectory",
+    "TrajectoryFull",
     "Turn",
     "VersionSpan",
     "__version__",
@@ -63,6 +65,7 @@ _LIGHT = {
     "ToolAnswer": "megarl.tools.tool",
     "TrainingProgress": "megarl.data.curriculum",
     "Trajectory": "megarl.queue.trajectory",
+    "TrajectoryFull": "megarl.common.errors",
     "Turn": "megarl.rewards.types",
     "VersionSpan": "megarl.queue.trajectory",
     "finish": "megarl.rollout.agents.finish",

@@ -52,6 +52,10 @@ class RequestFailed(RolloutError):  # noqa: N818
     """An engine refused a request; the engine is sound."""
 
 
+class TrajectoryFull(RequestFailed):
+    """A trajectory may have no further turn of the model: nothing of one would fit, or it had all that it may have."""
+
+
 class ToolFailed(RolloutError):  # noqa: N818
     """A tool has failed by itself, not because of what the model wrote."""
 

@@ -72,7 +72,8 @@ class AgentConfig(Section):
     on_overflow: Literal["truncate", "fail"] = Field(
         "truncate",
         description="If a tool's answer does not fit into the rest of `sampling.max_tokens`, which bounds all tokens "
-        "after the prompt: the trajectory ends before it and counts as truncated (`sampling.truncated`), or it fails.",
+        "after the prompt: the trajectory ends before it and counts as truncated (`sampling.truncated`), or it fails. "
+        f"The same if `act` of `loop: {HARNESS}` fails because the door has refused a request at a bound.",
     )
     tool_format: Literal["template", "hermes"] = Field(
         "template",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megarl.rollout.foreign_requests import Failure
 
+TOO_LONG = "context_length_exceeded"  # the code of `too_long`
+
 
 class ApiError(Exception):
     """A request cannot be answered. `field` is the one that is wrong, `code` a name for programs."""
@@ -34,7 +36,7 @@ def unauthorized() -> ApiError:
 def too_long(prompt: int, most: int) -> ApiError:
     """Return the error of a prompt after which no token fits."""
     told = f"the prompt has {prompt} tokens; with one of a response it may have {most} (max_model_len)"
-    return ApiError(400, told, field="messages", code="context_length_exceeded")
+    return ApiError(400, told, field="messages", code=TOO_LONG)
 
 
 def not_generated(failure: Failure, message: str) -> ApiError:

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from megarl.common.byte_units import MIB
-from megarl.door.api_errors import ApiError, unauthorized
+from megarl.door.api_errors import TOO_LONG, ApiError, unauthorized
 from megarl.door.background_items import END, LATE, background_items
 from megarl.door.chat_route import ChatRequest, read_chat_request
 from megarl.door.chats import Chats
@@ -99,6 +99,7 @@ class DoorRoutes:
                 self._authenticate(request)
             return await handler(request)
         except ApiError as error:
+            self._note_refusal(request, error)
             return _json(error.content(), error.status)
         except NoRoom as error:
             full = ApiError(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded")
@@ -117,6 +118,12 @@ class DoorRoutes:
         same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
         if kind.lower() != "bearer" or not same:
             raise unauthorized()
+
+    def _note_refusal(self, request: web.Request, error: ApiError) -> None:
+        """Keep in its session that a request has met a bound, by which the run knows why its agent then fails."""
+        session = self._sessions.get(_name_of(request) or "")
+        if session is not None and error.code == TOO_LONG:
+            session.refused = error.code
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 while the rollout controller is reached; anybody may ask."""
@@ -196,8 +203,12 @@ def _no_session() -> ApiError:
 
 
 def _session_of(request: web.Request) -> str | None:
-    name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
+    name = _name_of(request)
     return None if name is None else _checked_name(name)
+
+
+def _name_of(request: web.Request) -> str | None:
+    return request.match_info.get("session") or request.headers.get(SESSION_HEADER)
 
 
 def _checked_name(name: str) -> str:

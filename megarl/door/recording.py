@@ -87,7 +87,11 @@ def recording_in(sessions: Sessions, name: str | None, request_id: str) -> Itera
 
 def session_content(session: DoorSession) -> dict[str, Any]:
     """Return what `GET /v1/sessions/ID` answers: every turn with its exact tokens."""
-    return {"id": session.name, "turns": [_turn_content(session, turn) for turn in session.turns]}
+    return {
+        "id": session.name,
+        "refused": session.refused or None,
+        "turns": [_turn_content(session, turn) for turn in session.turns],
+    }
 
 
 def _turn_content(session: DoorSession, turn: RecordedTurn) -> dict[str, Any]:

@@ -53,12 +53,14 @@ class RecordedTurn:
 class DoorSession:
     """The turns of one session. `used_at`: when it was used last; `open_requests`: how many are under way.
 
-    `terms`: what it fixes for its requests; None if a client has begun it by using it.
+    `terms`: what it fixes for its requests; None if a client has begun it by using it. `refused`: the code of the error
+    with which a request was refused at a bound of the trajectory; "" if none was.
     """
 
     def __init__(self, name: str, now: float, terms: SessionTerms | None = None) -> None:
         self.name, self.used_at, self.terms, self.open_requests = name, now, terms, 0
         self.asked = 0  # requests so far
+        self.refused = ""
         self.turns: list[RecordedTurn] = []
         self._children: dict[int | None, list[int]] = {}
         self._by_key: dict[str, int] = {}

@@ -65,6 +65,13 @@ class DoorClient:
         """Return the turns of a session. Raises DoorLost, and RolloutError with the message of any other failure."""
         return read_turns(await self._call("GET", session))
 
+    async def refusal(self, session: str) -> str:
+        """Return the code of the bound at which a request of a session was refused; "" if none was.
+
+        Raises as `turns`.
+        """
+        return (await self._call("GET", session))["refused"] or ""
+
     async def end(self, session: str) -> None:
         """End a session, as far as the door can be reached; it forgets unused ones in any case.
 

@@ -16,6 +16,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ Act = Callable[..., Awaitable[float | RewardResult | None]]
 
 class SampleFailed(Exception):  # noqa: N818
     """`act` raises it with the reason why its sample cannot be used; the samples beside it in the group can be."""
+
+
+@dataclass(frozen=True)
+class ActEnd:
+    """The end of `act`. `reward`: what it has told, if anything; `failure`: why the sample cannot be used.
+
+    `overflow`: it failed after the door had refused a request at a bound, so that the trajectory ends before that.
+    """
+
+    reward: RewardOutcome | None = None
+    failure: str = ""
+    overflow: bool = False
 
 
 # After the group's deadline, when its responses have ended, until `act` must have ended too: at most so many seconds,
@@ -102,15 +115,15 @@ class Harness:
         async with DoorClient(run_dir) as door:
             await door.open(name, opening_of(ctx))
             try:
-                reward, failure = await self._call(ctx, door, name)
+                end = await self._call(ctx, door, name)
                 turns = await door.turns(name)
             finally:
                 await door.end(name)
-        ctx.note_end(turns=len(turns))
-        return await trajectories(ctx, turns, reward, failure)
+        ctx.note_end(turns=len(turns), overflow=end.overflow)
+        return await trajectories(ctx, turns, end)
 
-    async def _call(self, ctx: AgentContext, door: DoorClient, name: str) -> tuple[RewardOutcome | None, str]:
-        """Run `act`; return the reward that it gives, and why the sample has failed."""
+    async def _call(self, ctx: AgentContext, door: DoorClient, name: str) -> ActEnd:
+        """Run `act`, and return how it has ended."""
         limit_s = self._timeout_s
         if ctx.deadline is not None:
             grace_s = min(GRACE_S, GRACE_SHARE * ctx.deadline.seconds)
@@ -119,16 +132,22 @@ class Harness:
         sample = f"sample {ctx.group_id}:{ctx.sample_index}"
         try:
             async with asyncio.timeout(limit_s) as limit:
-                return outcome_of(await self._act(door.base_url, door.token, name, row)), ""
+                return ActEnd(outcome_of(await self._act(door.base_url, door.token, name, row)))
         except AttemptLost:
             raise
         except Exception as error:
             if isinstance(error, SampleFailed):
-                return None, str(error)
+                return ActEnd(failure=str(error))
             if isinstance(error, TimeoutError) and limit.expired():
-                return None, f"{sample} waited {limit_s:.0f} s for {self._name} to end; its time-out can be raised"
-            await door.turns(name)  # raises DoorLost if that is why it has failed
-            raise ToolFailed(f"{self._name} failed in {sample}: {type(error).__name__}: {error}") from error
+                told = f"{sample} waited {limit_s:.0f} s for {self._name} to end; its time-out can be raised"
+                return ActEnd(failure=told)
+            refused = await door.refusal(name)  # raises DoorLost if that is why it has failed
+            told = f"{self._name} failed in {sample}: {type(error).__name__}: {error}"
+            if not refused:
+                raise ToolFailed(told) from error
+            logger.info("%s; the door had refused a request: %s", told, refused)
+            fails = ctx.toolbox.bounds.on_overflow == "fail"
+            return ActEnd(failure=f"{told} (agent.on_overflow)" if fails else "", overflow=True)
 
 
 def opening_of(ctx: AgentContext) -> SessionOpening:
@@ -166,20 +185,21 @@ def outcome_of(returned: object) -> RewardOutcome | None:
     return RewardOutcome(float(score), components, answer=result.answer, turn_rewards=by_turn)
 
 
-async def trajectories(
-    ctx: AgentContext, turns: Sequence[SessionTurn], reward: RewardOutcome | None, failure: str = ""
-) -> list[Trajectory]:
-    """Return the trajectories of a session, which share one reward: `reward`, or that of the last turn's judgement.
+async def trajectories(ctx: AgentContext, turns: Sequence[SessionTurn], end: ActEnd) -> list[Trajectory]:
+    """Return the trajectories of a session, which share one reward: that of `end`, or of the last turn's judgement.
 
-    `failure`: why the sample cannot be used. It fails too if a turn cannot be trained on, or if there is none.
+    The sample fails if `end` says so, if a turn cannot be trained on, or if there is none.
     """
-    rows = session_rows(turns)
+    rows, reward, failure = session_rows(turns), end.reward, end.failure
     if not rows:
-        failure = failure or "no request was made in the session: send its name as X-Session-ID"
+        none = "no request was made in the session: send its name as X-Session-ID"
+        failure = failure or ("the prompt of the first request has no room for a response" if end.overflow else none)
         return [failed_trajectory(ctx.group_id, ctx.sample_index, failure)]
     results = {turn.number: _result(turn) for turn in turns if turn.response_ids}
     failure = failure or next((found for each in results.values() if (found := defect(each))), "")
     last = max(results)
+    if end.overflow:
+        rows = [replace(row, finish_reason="length") if last in row.turns else row for row in rows]
     if not failure and reward is None:
         path = next(row for row in rows if last in row.turns)
         reward = await ctx.judge(results[last], dialogue_of(ctx, path))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from megarl.common.changed import changed
-from megarl.common.errors import first_exception
+from megarl.common.errors import TrajectoryFull, first_exception
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardInput, RewardOutcome, Turn
@@ -147,7 +147,11 @@ class GroupRunner:
         return rows
 
     async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> Trajectory | Sequence[Trajectory]:
-        result = await loop.run(context)
+        try:
+            result = await loop.run(context)
+        except TrajectoryFull as full:  # of this sample alone; those beside it may have had shorter ones
+            context.note_end(context.turns, overflow=True)
+            result = failed_trajectory(context.group_id, context.sample_index, str(full))
         context.note_times()
         return result
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from megarl.common.changed import changed
-from megarl.common.errors import RolloutError, ToolFailed
+from megarl.common.errors import RolloutError, ToolFailed, TrajectoryFull
 from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rollout.agents.agent_loop import LoopState
 from megarl.rollout.batch_stats import BatchStats
@@ -88,6 +88,11 @@ class LoopContext(ABC):
         """See `AgentContext.seed`."""
         return self._seed(0)
 
+    @property
+    def turns(self) -> int:
+        """The number of requests that the loop has made."""
+        return self._requests
+
     @cached_property
     def rng(self) -> random.Random:
         """See `AgentContext.rng`. Made when it is first used, because most loops use none."""
@@ -105,6 +110,7 @@ class LoopContext(ABC):
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
         """See `AgentContext.generate`."""
+        self._check_room(token_ids)
         turn, self._requests = self._requests, self._requests + 1
         request = self._request(token_ids, turn)
         if max_tokens is not None and max_tokens < request.sampling.max_tokens:
@@ -115,6 +121,14 @@ class LoopContext(ABC):
         self._note_turn(turn, result, begin)
         self._replica = result.replica if result.replica >= 0 else self._replica
         return result
+
+    def _check_room(self, token_ids: Sequence[int]) -> None:
+        most = None if self._toolbox is None else self._toolbox.max_model_len
+        if most is not None and len(token_ids) >= most:
+            raise TrajectoryFull(
+                f"the prompt of request {self._requests} of sample {self.group_id}:{self.sample_index} has "
+                f"{len(token_ids)} tokens; with one of a response it may have {most}"
+            )
 
     def _note_turn(self, turn: int, result: GenerateResult, begin: float) -> None:
         end = time.monotonic()

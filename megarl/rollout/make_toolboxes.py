@@ -34,8 +34,13 @@ _KEPT_REFERENCES = {"http": {"token"}}  # arguments that the tool itself resolve
 class Toolboxes:
     """Makes one toolbox for each data set, and closes the tools of all. None for single-turn runs."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int],
+        max_model_len: int | None = None,
+    ) -> None:  # fmt: skip
+        """`max_model_len`: that of the engines, if it is known."""
         self._config, self._tokenizer, self._stops = config, tokenizer, stop_token_ids
+        self._max_model_len = max_model_len
         self._made: dict[str, Tool] = {}
 
     def of(self, chosen: TrainSet | HeldOutSet) -> Toolbox | None:
@@ -43,7 +48,7 @@ class Toolboxes:
         if self._config.agent.loop == SINGLE_TURN:
             return None
         tools = [self._tool(tool, f"{chosen.key}.tools.{index}") for index, tool in enumerate(chosen.tools)]
-        return make_toolbox(self._config, chosen, tools, self._tokenizer, self._stops)
+        return make_toolbox(self._config, chosen, tools, self._tokenizer, self._stops, self._max_model_len)
 
     def _tool(self, chosen: ToolConfig, key: str) -> Tool:
         same = chosen.model_dump_json()
@@ -77,6 +82,7 @@ def make_toolbox(
     tools: Sequence[Tool],
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
+    max_model_len: int | None = None,
 ) -> Toolbox:
     """Return the toolbox of a set with these tools. Raises ValueError if the chat template cannot be used with them."""
     agent, kwargs = config.agent, chosen.data.chat_template_kwargs
@@ -84,7 +90,8 @@ def make_toolbox(
     if agent.loop == TOOL_AGENT:
         dialogue.check(tools=bool(tools))
     form = tool_format(agent.tool_format, tokenizer, kwargs) if tools else HERMES
-    return Toolbox.of(dialogue, agent, tools, form, config.run_dir if config.door.enabled else None)
+    run_dir = config.run_dir if config.door.enabled else None
+    return Toolbox.of(dialogue, agent, tools, form, run_dir, max_model_len)
 
 
 def make_tool(chosen: ToolConfig, key: str) -> Tool:

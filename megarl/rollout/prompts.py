@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import RolloutError
-from megarl.config.checks import PromptLimit, evaluation_prompt_limit, prompt_limit
+from megarl.config.checks import PromptLimit, evaluation_prompt_limit, max_sequence_tokens, prompt_limit
 from megarl.config.data_sections import RewardConfig
 from megarl.config.datasets import (
     HeldOutSet,
@@ -78,8 +78,8 @@ class PromptSource:
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
         self._rewards = list(reward_functions(config).values())
-        self._made = Toolboxes(config, self.tokenizer, self.stop_token_ids)
         info = load_info(config.model.path)
+        self._made = Toolboxes(config, self.tokenizer, self.stop_token_ids, max_sequence_tokens(config, info))
         self._evaluation_limit = evaluation_prompt_limit(config, info)
         self._sets = [
             _TrainingPrompts(

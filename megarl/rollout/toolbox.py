@@ -20,6 +20,7 @@ class Toolbox:
     """The tools of a data set by name, and what a loop needs to talk with the model about them.
 
     `run_dir`: the directory of the run, where the address of its door is; None if the loop does not act through it.
+    `max_model_len`: tokens of prompt and response together; None if it is not known.
     """
 
     dialogue: Dialogue
@@ -27,17 +28,19 @@ class Toolbox:
     tools: Mapping[str, Tool]
     tool_format: ToolFormat = HERMES
     run_dir: Path | None = None
+    max_model_len: int | None = None
 
     @classmethod
     def of(
         cls, dialogue: Dialogue, bounds: AgentConfig, tools: Sequence[Tool], tool_format: ToolFormat,
-        run_dir: Path | None = None,
+        run_dir: Path | None = None, max_model_len: int | None = None,
     ) -> Toolbox:  # fmt: skip
         """Return the box of these tools. Raises ValueError if two have the same name."""
         names = [tool.name for tool in tools]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"several tools are called {repeated[0]!r}; give all but one a `name` of their own")
-        return cls(dialogue, bounds, dict(zip(names, tools, strict=True)), tool_format, run_dir)
+        by_name = dict(zip(names, tools, strict=True))
+        return cls(dialogue, bounds, by_name, tool_format, run_dir, max_model_len)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

@@ -315,7 +315,12 @@ _AGENT = [
     ),
     Metric("agent/tool_errors", "calls", "sum", "Calls that were answered with an error."),
     Metric("agent/malformed_calls", "calls", "sum", "Calls that could not be read."),
-    Metric("agent/overflows", "samples", "sum", "Trajectories that ended because a tool's answer did not fit."),
+    Metric(
+        "agent/overflows",
+        "samples",
+        "sum",
+        "Trajectories that ended because a tool's answer, or a prompt, did not fit.",
+    ),
     Metric("agent/tool_seconds_mean", "s", "mean", "Time of one call.", True),
     Metric("agent/tool_seconds_max", "s", "max", "The longest call.", True),
 ]

@@ -46,8 +46,8 @@ def door(doors: Any, tmp_path: Path) -> StandInDoor:
     return opened
 
 
-def harness_of(act: str, **changes: Any) -> Harness:
-    made = find_loop(AgentConfig(loop="harness", act=f"tests.support.acts:{act}", **changes))
+def harness_of(name: str, **changes: Any) -> Harness:
+    made = find_loop(AgentConfig(**{"loop": "harness", "act": f"tests.support.acts:{name}"} | changes))
     assert isinstance(made, Harness)
     return made
 
@@ -298,6 +298,49 @@ def test_the_example_of_the_documentation(door: StandInDoor, tmp_path: Path) -> 
     assert judged.response_ids == row.response_ids[-4:] and [turn.role for turn in dialogue][1] == "user"
 
 
+def guesses(doors: Any, run_dir: Path, max_model_len: int, policy: Any) -> tuple[list[Trajectory], Context]:
+    """Run the example, whose second prompt has about 60 tokens more than the first, through a door of that length."""
+    announce(doors(speak, max_model_len=max_model_len), run_dir)
+    ctx = Context(run_dir, row={"problem": "What is 3 + 4?"})
+    ctx.toolbox.bounds = AgentConfig(on_overflow=policy)
+    return run(harness_of("", act="examples.rl.environments.two_guesses:act"), ctx), ctx
+
+
+def test_a_prompt_that_does_not_fit_ends_the_sample_after_the_turns_before(doors: Any, tmp_path: Path) -> None:
+    [row], ctx = guesses(doors, tmp_path, 60, "truncate")
+    assert (row.status, row.finish_reason, row.reward, ctx.overflows) == ("ok", "length", 0.25, 1)
+    assert len(row.response_ids) == 4 and [judged.response_ids for judged, _ in ctx.judged] == [row.response_ids]
+
+
+def test_a_prompt_that_does_not_fit_fails_the_sample_alone_if_the_config_says_so(doors: Any, tmp_path: Path) -> None:
+    [row], ctx = guesses(doors, tmp_path, 60, "fail")
+    assert row.status == "failed" and "max_model_len) " in row.failure and row.failure.endswith("(agent.on_overflow)")
+    assert not ctx.judged and ctx.overflows == 1
+
+
+def test_a_first_prompt_that_does_not_fit_fails_the_sample_under_every_policy(doors: Any, tmp_path: Path) -> None:
+    [row], _ = guesses(doors, tmp_path, 10, "truncate")
+    assert row.status == "failed" and row.failure == "the prompt of the first request has no room for a response"
+
+
+def test_a_prompt_of_tokens_that_does_not_fit_is_noted_in_its_session_too(doors: Any) -> None:
+    door = doors(speak, max_model_len=4)
+    sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [2]}
+    import httpx
+
+    from tests.support.door_requests import HEADERS
+
+    httpx.put(f"{door.url}/v1/sessions/a", json={"sampling": sampling}, headers=HEADERS, timeout=60)
+    for path in ("/inference/v1/generate", "/in/a/inference/v1/generate"):
+        assert (
+            post(door, path, {"token_ids": [1], "sampling_params": {"n": 0}}, **{"X-Session-ID": "a"}).status_code
+            == 400
+        )
+    assert get(door, "/v1/sessions/a")["refused"] is None
+    assert post(door, "/in/a/inference/v1/generate", {"token_ids": [1] * 4}).status_code == 400
+    assert get(door, "/v1/sessions/a")["refused"] == "context_length_exceeded"
+
+
 def test_a_client_without_headers_names_its_session_in_the_url(door: StandInDoor, tmp_path: Path) -> None:
     async def act(base_url: str, token: str, session: str, row: dict[str, Any]) -> float:
         path = f"/in/{session}/v1/chat/completions"
@@ -343,7 +386,7 @@ def test_a_session_is_opened_once_and_with_known_fields(door: StandInDoor) -> No
 
     sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [2]}
     assert put("a", {"sampling": sampling}).status_code == 200
-    assert get(door, "/v1/sessions/a") == {"id": "a", "turns": []}
+    assert get(door, "/v1/sessions/a") == {"id": "a", "refused": None, "turns": []}
     again = put("a", {"sampling": sampling})
     assert again.status_code == 409 and again.json()["error"]["code"] == "session_exists"
     wrong = put("b", {"sampling": sampling | {"temperature": "hot"}})

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.environments.harness_loop import trajectories
+from megarl.environments.harness_loop import ActEnd, trajectories
 from megarl.environments.session_rows import SessionTurn, read_turns, session_rows
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardOutcome
@@ -91,13 +91,13 @@ def test_rewards_of_turns_are_for_a_session_of_one_dialogue() -> None:
     reward = RewardOutcome(1.0, turn_rewards=(0.5, -0.5))
     tree = [(None, [1, 2], [11]), (0, [3], [12, 13])]
     turns = read_turns(recorded(tree))
-    [row] = asyncio.run(trajectories(ctx, turns, reward))
+    [row] = asyncio.run(trajectories(ctx, turns, ActEnd(reward)))
     assert (row.status, row.turn_rewards, row.turn_starts) == ("ok", [0.5, -0.5], [0, 2])
-    [plain] = asyncio.run(trajectories(ctx, turns, RewardOutcome(1.0)))
+    [plain] = asyncio.run(trajectories(ctx, turns, ActEnd(RewardOutcome(1.0))))
     assert plain == replace(row, turn_rewards=[], turn_starts=[])
-    [short] = asyncio.run(trajectories(ctx, turns, replace(reward, turn_rewards=(1.0,))))
+    [short] = asyncio.run(trajectories(ctx, turns, ActEnd(replace(reward, turn_rewards=(1.0,)))))
     assert short.status == "failed" and short.failure == "there are 1 turn_rewards, and the session has 2 turns"
-    branched = asyncio.run(trajectories(ctx, read_turns(recorded([*tree, (0, [4], [14])])), reward))
+    branched = asyncio.run(trajectories(ctx, read_turns(recorded([*tree, (0, [4], [14])])), ActEnd(reward)))
     assert [each.failure for each in branched] == [
         "the session has 2 paths, and rewards of turns are for a session of one dialogue"
     ] * 2

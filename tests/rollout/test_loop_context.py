@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,12 +13,13 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout import loop_context
 from megarl.rollout.agents.agent_loop import AgentContext
+from megarl.rollout.agents.finish import finish
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.group_progress import UnfinishedGroup
 from megarl.rollout.loop_records import FrozenLoop
 from tests.support.configs import config as config_of
 from tests.support.frozen_agents import Stopped
-from tests.support.scripted_agents import Counter, KeepingRewards, ScriptedBatcher, agent_runner, toolbox_of
+from tests.support.scripted_agents import Counter, KeepingRewards, OneProblem, ScriptedBatcher, agent_runner, toolbox_of
 
 
 @pytest.fixture
@@ -96,6 +97,29 @@ def test_a_loop_can_ask_for_fewer_tokens_but_not_for_more(config: Config, most: 
     asyncio.run(runner.run(1))
     first = [request for request, *_ in batcher.asked if request.request_id.endswith("-0")]
     assert [request.sampling.max_tokens for request in first] == [asked, asked]
+
+
+class Growing:
+    """Asks for one response after the other, each to all tokens so far; the samples begin with different lengths."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        ids, results = [*ctx.prompt.ids], []
+        for _ in range(3 if ctx.sample_index else 1):
+            results.append(await ctx.generate(ids))
+            ids += results[-1].response_ids
+        return await finish(ctx, results, [[]] * len(results))
+
+
+def test_a_prompt_without_room_for_a_response_fails_its_sample_alone(config: Config) -> None:
+    batcher = ScriptedBatcher(["4", "4", "4"])
+    toolbox = toolbox_of(Counter())
+    length = len(OneProblem(toolbox, 64).drawn.ids) + 2 * len(batcher.ids(0))
+    runner = agent_runner(config, Growing(), replace(toolbox, max_model_len=length), batcher, KeepingRewards())
+    fine, full = asyncio.run(runner.run(1))
+    assert fine.status == "ok" and full.status == "failed" and runner.stats.overflows == 1
+    assert full.failure.startswith("the prompt of request 2 of sample 1:1 has ") and str(length) in full.failure
+    runner = agent_runner(config, Growing(), replace(toolbox, max_model_len=length + 1), batcher, KeepingRewards())
+    assert [row.status for row in asyncio.run(runner.run(1))] == ["ok", "ok"]
 
 
 def test_a_call_that_must_not_be_repeated_is_recorded_on_the_disk_before_it_is_made(config: Config) -> None:

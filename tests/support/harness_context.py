@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megarl.config.agent_sections import AgentConfig
 from megarl.door.access import write_door_file, write_token
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.group_deadline import GroupDeadline
@@ -26,11 +27,12 @@ class Context:
             return RewardInput("", text, ids, reason, row=row)
 
         dialogue = SimpleNamespace(text=lambda ids: f"{len(ids)} tokens")
-        self.toolbox: Any = SimpleNamespace(run_dir=run_dir, dialogue=dialogue)
+        self.toolbox: Any = SimpleNamespace(run_dir=run_dir, dialogue=dialogue, bounds=AgentConfig())
         self.prompt: Any = SimpleNamespace(sampling=SAMPLING, reward_input=judge)
         self.deadline = deadline
         self.judged: list[tuple[GenerateResult, Any]] = []
         self.ended: list[int] = []
+        self.overflows = 0
 
     async def judge(self, result: GenerateResult, turns: Any = ()) -> RewardOutcome:
         self.judged.append((result, turns))
@@ -38,6 +40,7 @@ class Context:
 
     def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
         self.ended.append(turns)
+        self.overflows += overflow
 
 
 def announce(door: StandInDoor, run_dir: Path) -> None:

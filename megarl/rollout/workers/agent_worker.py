@@ -16,10 +16,12 @@ from megarl.common.garbage import collect_for_loops, exempt_present_objects
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.config.agent_sections import SHIPPED_LOOPS
+from megarl.config.checks import max_sequence_tokens
 from megarl.config.datasets import HeldOutSet, TrainSet, held_out_sets, train_sets
 from megarl.config.schema import Config
 from megarl.data.token_decoder import TokenDecoder
 from megarl.data.tokenize import load_tokenizer, stop_token_ids
+from megarl.models.read_config import load_info
 from megarl.queue.transfer import QueueWriter
 from megarl.rollout.agents.find_loop import find_loop
 from megarl.rollout.make_toolboxes import Toolboxes
@@ -141,7 +143,7 @@ class AgentWorker:
         model = self.config.model.path
         tokenizer = load_tokenizer(model)
         stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
-        made = Toolboxes(self.config, tokenizer, stops)
+        made = Toolboxes(self.config, tokenizer, stops, max_sequence_tokens(self.config, load_info(model)))
 
         def boxes(chosen: Sequence[TrainSet] | Sequence[HeldOutSet]) -> dict[str, Toolbox]:
             return {each.name: box for each in chosen if (box := made.of(each)) is not None}
