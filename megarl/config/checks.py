@@ -17,6 +17,7 @@ from typing import Literal
 from megarl.common.errors import ConfigError
 from megarl.config import layout_checks
 from megarl.config.agent_checks import agent_problems, import_path_problems
+from megarl.config.agent_sections import SHIPPED_LOOPS
 from megarl.config.algorithm import algorithm_problems
 from megarl.config.concurrent_evaluation import evaluation_problems
 from megarl.config.datasets import (
@@ -388,11 +389,16 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
     if config.trainer.micro_batch_tokens == "auto":  # at least the longest sample
         return
     sample = max_sequence_tokens(config, info)
-    bounded = prompt is not None or limit is not None
+    configured = prompt is not None or limit is not None
+    # The turns of the other loops may fill what the model can hold, whatever one response may have.
+    bounded = configured or config.agent.loop not in SHIPPED_LOOPS
     if bounded and config.trainer.token_limit < sample:
+        others = (
+            "" if configured else f", or set rollout.max_model_len, which bounds a trajectory of {config.agent.loop}"
+        )
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest sample "
-            f"({sample} tokens); a sample is never split, so raise it to at least {sample}"
+            f"({sample} tokens); a sample is never split, so raise it to at least {sample}{others}"
         )
     # Without a configured bound, the micro-batch limits the prompts, so it needs room for one.
     trained = longest_training_response(config)

@@ -150,6 +150,11 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         {"data__max_prompt_tokens": None, "trainer__micro_batch_tokens": 32},
         "trainer.micro_batch_tokens: 32 leaves no room for a prompt beside responses of 32 tokens",
     ),
+    (
+        {"data__max_prompt_tokens": None, "agent__loop": "json:Loop"},
+        "trainer.micro_batch_tokens: 256 is less than the longest sample (512 tokens); a sample is never split, so "
+        "raise it to at least 512, or set rollout.max_model_len, which bounds a trajectory of json:Loop",
+    ),
     ({"data__path": "nowhere.jsonl"}, "data.path: no such file: nowhere.jsonl (current directory:"),
     ({"model__path": "nowhere"}, "model.path: no such directory: nowhere"),
     ({"algorithm__kl": {"coef": 0.1}, "reference__path": "nowhere"}, "reference.path: no such directory"),
@@ -160,6 +165,20 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "told"), OTHERS, ids=lambda value: str(value)[:60])
 def test_what_does_not_fit_together(models: Models, data: Path, changes: dict[str, Any], told: str) -> None:
     assert any(told in problem for problem in problems(models["qwen3"], data, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout__max_model_len": 256},
+        {"trainer__micro_batch_tokens": 512},
+        {"trainer__micro_batch_tokens": "auto"},
+        {"agent__loop": "tool_agent", "tools": [{"kind": "calculator"}]},
+    ],
+)
+def test_the_trajectories_of_any_loop_fit_a_micro_batch(models: Models, data: Path, changes: dict[str, Any]) -> None:
+    own = {"data__max_prompt_tokens": None, "agent__loop": "json:Loop"}
+    assert problems(models["qwen3"], data, **own | changes) == []
 
 
 @pytest.mark.parametrize("bucket_mb", [50, 64, 70, 300, 512, 700.5])

@@ -102,6 +102,7 @@ def test_a_straggler_of_a_streaming_run_fails_at_its_deadline_and_its_lengths_ar
     config = tiny_config(tmp_path, steps=STEPS)
     config["admission"] = {"mode": "stream"}
     config["agent"] = {"loop": "tests.support.straggling_agent:StragglingAgent"}
+    config["trainer"]["micro_batch_tokens"] = 512
     config["evaluation"] = {"sets": []}
     config["sampling"]["max_tokens"] = 100
     config["rollout"] |= {"group_deadline_s": 5.0, "on_group_deadline": "fail", "report_interval_s": 0.5}

@@ -230,7 +230,7 @@ def test_logprobs_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its
     """All samples of step 0 are bad: it is skipped. So are those of step 2, and no further step may be skipped."""
     config = tiny_config(tmp_path, steps=4)
     config["agent"] = {"loop": "tests.support.damaged_engine:NanLogprobs", "kwargs": {"steps": [0, 2, 3], "groups": 4}}
-    config["trainer"]["max_skipped_steps"] = 1
+    config["trainer"] |= {"max_skipped_steps": 1, "micro_batch_tokens": 512}
     config["evaluation"] = {}
     run = train(config)
     assert run.code != 0

@@ -46,6 +46,7 @@ def config_of(directory: Path, steps: int) -> dict[str, Any]:
         "kwargs": {"taskset": "digits_tasks", "python": os.environ[VARIABLE], "paths": [str(EXAMPLES)]},
     }
     config["trainer"]["optimizer"]["lr"] = 5e-3
+    config["trainer"]["micro_batch_tokens"] = 1024
     config["batch"] = {"groups": 4, "samples_per_group": 8}
     return config
 
