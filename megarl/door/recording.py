@@ -27,7 +27,10 @@ class Recording:
         self._turns: list[int] = []
 
     def sampling(self, asked: SamplingChoice) -> SamplingChoice:
-        """Return how the request is sampled: as it asks for, or as its session says."""
+        """Return how the request is sampled: as it asks for, or as its session says.
+
+        Raises ApiError if the session may make no further request.
+        """
         if self._session is None or self._terms is None:
             return asked
         number, self._session.asked = self._session.asked, self._session.asked + 1

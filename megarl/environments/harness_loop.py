@@ -151,18 +151,19 @@ class Harness:
 
 
 def opening_of(ctx: AgentContext) -> SessionOpening:
-    """Return what the session of a sample fixes: the sampling of its set, and the deadline of its group.
+    """Return what the session of a sample fixes: the sampling of its set, its turns, and the deadline of its group.
 
     That of a sample of training takes the place of those that an attempt before has left in the door when it died. A
     greedy and a sampled response of an evaluation may have the same numbers at once, so theirs replace nothing.
     """
+    most = ctx.toolbox.bounds.max_turns
     if not ctx.trains:
-        return SessionOpening(ctx.prompt.sampling, ctx.seed)
+        return SessionOpening(ctx.prompt.sampling, ctx.seed, most_turns=most)
     group = GroupOpening(prefix=f"group {ctx.group_id}")
     if (deadline := ctx.deadline) is not None:
         left_s = max(0.0, deadline.at - time.monotonic())
         group = GroupOpening(group.prefix, left_s, deadline.seconds, deadline.policy)
-    return SessionOpening(ctx.prompt.sampling, ctx.seed, group, replaces=_stem(ctx))
+    return SessionOpening(ctx.prompt.sampling, ctx.seed, group, replaces=_stem(ctx), most_turns=most)
 
 
 def _stem(ctx: AgentContext) -> str:

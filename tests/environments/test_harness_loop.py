@@ -318,6 +318,22 @@ def test_a_prompt_that_does_not_fit_fails_the_sample_alone_if_the_config_says_so
     assert not ctx.judged and ctx.overflows == 1
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_request_beyond_the_turns_of_a_sample_ends_it_by_the_same_policy(
+    door: StandInDoor, tmp_path: Path, trains: bool
+) -> None:
+    ctx = Context(tmp_path)
+    ctx.trains = trains  # type: ignore[misc]
+    ctx.toolbox.bounds = AgentConfig(max_turns=2)
+    [row] = run(harness_of("two_turns"), ctx)
+    assert (row.status, row.finish_reason, ctx.ended, ctx.overflows) == ("ok", "length", [2], 1)
+    ctx.toolbox.bounds = AgentConfig(max_turns=1, on_overflow="fail")
+    [row] = run(harness_of("two_turns"), ctx)
+    assert row.status == "failed" and "has made the 1 requests that it may make" in row.failure
+    ctx.toolbox.bounds = AgentConfig(max_turns=3)
+    assert {row.status for row in run(harness_of("two_turns"), ctx)} == {"ok"} and ctx.overflows == 2
+
+
 def test_a_first_prompt_that_does_not_fit_fails_the_sample_under_every_policy(doors: Any, tmp_path: Path) -> None:
     [row], _ = guesses(doors, tmp_path, 10, "truncate")
     assert row.status == "failed" and row.failure == "the prompt of the first request has no room for a response"
