@@ -203,22 +203,42 @@ async def trajectories(ctx: AgentContext, turns: Sequence[SessionTurn], end: Act
         rows = [replace(row, finish_reason="length") if last in row.turns else row for row in rows]
     if not failure and reward is None:
         path = next(row for row in rows if last in row.turns)
-        reward = await ctx.judge(results[last], dialogue_of(ctx, path))
+        reward = await ctx.judge(results[last], dialogue_of(ctx, path, turns))
     if reward is not None and reward.dropped:
         failure = failure or reward.error or ""
     failure = failure or _turns_that_do_not_fit(rows, reward)
     return [_trajectory(ctx, row, reward, failure) for row in rows]
 
 
-def dialogue_of(ctx: AgentContext, row: SessionRow) -> list[Turn]:
-    """Return a path as reward functions see it; what stands between two turns of the model is a `user`'s."""
-    turns, start = [], 0
+def dialogue_of(ctx: AgentContext, row: SessionRow, turns: Sequence[SessionTurn]) -> list[Turn]:
+    """Return a path as reward functions see it; `turns`: those of its session.
+
+    What stands between two turns of the model is told message by message if a chat has brought it. Else, and whatever
+    its role is if that is not `tool`, it is a `user`'s: what the model has not sampled is never an assistant's.
+    """
+    by_number = {turn.number: turn for turn in turns}
+    messages: list[tuple[int, tuple[str, str]]] = []  # each with the response token at which its turn's prompt goes on
+    calls: list[tuple[int, dict[str, Any]]] = []  # each with the response token at which its turn begins
+    known = 0
+    for turn in (by_number[number] for number in row.turns):
+        begin = len(turn.prompt_ids) - len(row.prompt_ids)
+        messages += [(known, each) for each in turn.messages]
+        calls += [(begin, each) for each in turn.calls]
+        known = begin + len(turn.response_ids)
+    told, start = [], 0
     for by_model, tokens in itertools.groupby(row.sampled):
         end = start + len(list(tokens))
-        ids = row.response_ids[start:end]
-        turns.append(Turn("assistant" if by_model else "user", ctx.toolbox.dialogue.text(ids), len(ids)))
+        ids, here = row.response_ids[start:end], range(start, end)
+        if by_model:
+            made = tuple(call for at, call in calls if at in here)
+            told.append(Turn("assistant", ctx.toolbox.dialogue.text(ids), len(ids), made))
+        elif brought := [message for at, message in messages if at in here]:
+            inserted = [Turn("tool" if role == "tool" else "user", text) for role, text in brought]
+            told += [*inserted[:-1], replace(inserted[-1], tokens=len(ids))]
+        else:
+            told.append(Turn("user", ctx.toolbox.dialogue.text(ids), len(ids)))
         start = end
-    return turns
+    return told
 
 
 def _result(turn: SessionTurn) -> GenerateResult:
