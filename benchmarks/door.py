@@ -8,6 +8,8 @@ Both servers run at the same time, each with one engine, and are asked in turn: 
 (27 M parameters, fp32). Rows:
 
 - 128 tokens, 16 tokens: seconds for all requests, door / vLLM's server, medians over the rounds.
+- The door with a session for each client, which records every turn, / the door without, by the same requests.
+- The same for chats in sessions, which the door also renders and decodes; vLLM's server has no chats in this form.
 
 vLLM's server gets the environment of megarl's engines (one thread for the model, and no compilation on a CPU), without
 which it would compute with other settings.
@@ -23,14 +25,16 @@ import random
 import signal
 import socket
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 for folder in (ROOT, ROOT / "benchmarks"):
@@ -47,6 +51,7 @@ MAX_MODEL_LEN = 512
 START_S = 600.0
 REQUEST_S = 300.0
 SIZE = {"hidden": 448, "layers": 11}
+SESSIONS, CHATS = "the door with sessions", "the door with chats in sessions"
 BOUNDS = {128: 1.1, 16: 1.5}  # tokens of a response: bound of door / vLLM's server
 
 
@@ -57,6 +62,21 @@ class Server:
     name: str
     url: str
     token: str
+    sessions: bool = False  # each client names a session of its own
+    chat: bool = False
+
+    @property
+    def route(self) -> str:
+        return f"{self.url}/v1/chat/completions" if self.chat else f"{self.url}/inference/v1/generate"
+
+    def headers(self, session: str) -> dict[str, str]:
+        """Return the headers of a client whose session, if it has one, is called `session`."""
+        return {"X-Session-ID": session} if self.sessions else {}
+
+    def made(self, content: dict[str, Any]) -> int:
+        """Return how many tokens an answer has."""
+        tokens = content["usage"]["completion_tokens"] if self.chat else len(content["choices"][0]["token_ids"])
+        return int(tokens)
 
 
 def body_of(number: int, tokens: int, vocabulary: int) -> dict[str, object]:
@@ -67,31 +87,39 @@ def body_of(number: int, tokens: int, vocabulary: int) -> dict[str, object]:
     return {"token_ids": prompt, "sampling_params": sampling}
 
 
-async def _ask(server: Server, requests: list[dict[str, object]]) -> float:
+def chat_of(number: int, tokens: int) -> dict[str, object]:
+    """Return chat number `number`, with as many characters as `body_of` has tokens; each is a token."""
+    text = "".join(random.Random(number).choices(string.ascii_lowercase, k=PROMPT_TOKENS))
+    sampling = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "logprobs": True}
+    return {"messages": [{"role": "user", "content": text}], **sampling}
+
+
+async def _ask(server: Server, requests: list[dict[str, object]], tokens: int, first: int) -> float:
     left = iter(requests)
     headers = {"Authorization": f"Bearer {server.token}"}
     timeout = aiohttp.ClientTimeout(total=REQUEST_S)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as web:
 
-        async def client() -> None:
+        async def client(number: int) -> None:
+            own = server.headers(f"{first}-{number}")
             for body in left:
-                async with web.post(f"{server.url}/inference/v1/generate", json=body) as answer:
+                async with web.post(server.route, json=body, headers=own) as answer:
                     content = await answer.json()
                     if answer.status != 200:
                         raise RuntimeError(f"{server.name}: {content}")
-                wanted = body["sampling_params"]["max_tokens"]  # type: ignore[index]
-                got = len(content["choices"][0]["token_ids"])
-                if got != wanted:
-                    raise RuntimeError(f"{server.name} made {got} tokens instead of {wanted}")
+                if (got := server.made(content)) != tokens:
+                    raise RuntimeError(f"{server.name} made {got} tokens instead of {tokens}")
 
         began = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(CONCURRENT)))
+        await asyncio.gather(*(client(number) for number in range(CONCURRENT)))
         return time.perf_counter() - began
 
 
 def seconds(server: Server, first: int, count: int, tokens: int, vocabulary: int) -> float:
     """Return how long `count` requests take, sent by 64 clients; their numbers begin at `first`."""
-    return asyncio.run(_ask(server, [body_of(first + i, tokens, vocabulary) for i in range(count)]))
+    numbers = range(first, first + count)
+    bodies = [chat_of(i, tokens) if server.chat else body_of(i, tokens, vocabulary) for i in numbers]
+    return asyncio.run(_ask(server, bodies, tokens, first))
 
 
 @contextmanager
@@ -195,6 +223,10 @@ def rows_of(taken: dict[tuple[str, int], list[float]], counts: dict[int, int], m
         }
         name = f"{CONCURRENT} clients, {tokens} tokens: the door / vLLM's server"
         rows.append(Ratio(name, ours / theirs, bound, details=details))
+        for way in (SESSIONS, CHATS):
+            spent = taken[way, tokens]
+            name = f"{CONCURRENT} clients, {tokens} tokens: {way} / without"
+            rows.append(Ratio(name, statistics.median(spent) / ours, details={"s": [round(each, 2) for each in spent]}))
     return rows
 
 
@@ -212,13 +244,14 @@ def main() -> int:
         print(f"{write_model(directory / 'model', (LengthClass(1.0, 110),), **size)} parameters")
         vocabulary = int(json.loads((directory / "model" / "config.json").read_text())["vocab_size"])
         with vllm_server(directory / "model", directory) as theirs, door(directory / "model", directory) as ours:
-            first = 0
+            recorded = replace(ours, name=SESSIONS, sessions=True)
+            ways, first = (theirs, ours, recorded, replace(recorded, name=CHATS, chat=True)), 0
             for tokens, count in counts.items():
-                for server in (theirs, ours):  # not measured
+                for server in ways:  # not measured
                     seconds(server, first, CONCURRENT, tokens, vocabulary)
                     first += CONCURRENT
                 for _ in range(1 if options.quick else options.rounds):
-                    for server in (theirs, ours):
+                    for server in ways:
                         spent = seconds(server, first, count, tokens, vocabulary)
                         taken.setdefault((server.name, tokens), []).append(spent)
                         first += count

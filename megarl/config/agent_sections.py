@@ -10,6 +10,7 @@ from megarl.config.section import Passed, Section
 
 SINGLE_TURN, TOOL_AGENT, HARNESS = "single_turn", "tool_agent", "harness"
 SHIPPED_LOOPS = (SINGLE_TURN, TOOL_AGENT)  # those in which only megarl's own code runs, but for tools
+TOOL_AGENT_TURNS = 8  # if the config says nothing
 SHIPPED_TOOLS = ("calculator", "python", "http")
 
 
@@ -57,7 +58,12 @@ class AgentConfig(Section):
     act_attempts: int = Field(
         3, ge=1, description="How often a sample is acted for if the door dies meanwhile; its group fails after that."
     )
-    max_turns: int = Field(8, ge=1, description="Turns of the model; the last one may call no tool.")
+    max_turns: int | None = Field(
+        None,
+        ge=1,
+        description=f"Turns of the model; the last one of `{TOOL_AGENT}` may call no tool. In any other loop and in "
+        f"`{HARNESS}` the requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, no bound for others.",
+    )
     max_tool_calls: int = Field(32, ge=0, description="Calls of tools; further ones are answered with an error.")
     max_malformed_calls: int = Field(
         4, ge=0, description="Calls that cannot be read and are answered with an error; the next one ends the loop."

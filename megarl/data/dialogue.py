@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.special_texts import special_texts, with_harmless_tools, without_specials
 from megarl.data.token_decoder import library_tokenizer
 
 if TYPE_CHECKING:
@@ -47,16 +48,18 @@ class Dialogue:
             raise DialogueError("the tokenizer has no chat template: put a chat_template.jinja into model.path")
         self._tokenizer, self._stops = tokenizer, frozenset(stop_token_ids)
         self._kwargs = dict(template_kwargs or {})
-        self._specials = _special_texts(tokenizer)
+        self._specials = special_texts(tokenizer)
         self._library = library_tokenizer(tokenizer)
         self._end: str | None = None  # of a turn, as the template writes it; found when it is first needed
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a prompt with its generation prompt.
 
-        `messages` are those of OpenAI's API, `tools` their schemas (`megarl.tools.tool.schema_of`). Raises
-        DialogueError if the template refuses them, or would not show the tools to the model.
+        `messages` are those of OpenAI's API, `tools` their schemas (`megarl.tools.tool.schema_of`). A special token's
+        text inside the messages of tools is broken up, as by `next_turn`. Raises DialogueError if the template refuses
+        them, or would not show the tools to the model.
         """
+        messages = with_harmless_tools(messages, self._specials)
         text = self._render(messages, generation=True, tools=tools)
         if tools and text == self._render(messages, generation=True):
             raise DialogueError(
@@ -124,12 +127,7 @@ class Dialogue:
     def _harmless(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if message.get("role") == "assistant":
             return message
-        return {key: self._broken_up(value) if isinstance(value, str) else value for key, value in message.items()}
-
-    def _broken_up(self, text: str) -> str:
-        for special in self._specials:
-            text = text.replace(special, f"{special[:1]}\u200b{special[1:]}")
-        return text
+        return without_specials(message, self._specials)
 
     def _render(
         self,
@@ -159,10 +157,3 @@ class Dialogue:
             ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
             return ids
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the texts of the special tokens; longer ones first, because one may contain another."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    found = set(tokenizer.all_special_tokens) | {token.content for token in added.values() if token.special}
-    return sorted(found, key=len, reverse=True)

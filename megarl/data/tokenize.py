@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.data.formats import Message, Prompt
+from megarl.data.special_texts import special_texts, with_harmless_tools
 from megarl.models.source import hf_files
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class PromptEncoder:
         self.tools = [dict(tool) for tool in tools] or None
         _check_template_kwargs(tokenizer, self.template_kwargs)
         self.tokenizer = tokenizer
+        self._specials = special_texts(tokenizer)
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong = overlong
         self.setting = setting
@@ -76,12 +78,12 @@ class PromptEncoder:
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, special tokens of the template included.
+        """Return the token ids of a prompt, special tokens of the template included, those in what tools have said not.
 
         Raises PromptTooLongError (a ValueError) above `max_prompt_tokens`, whatever `overlong` is; prompts at
         positions that `valid_indices` returned never raise it. Raises ValueError if the template refuses the messages.
         """
-        ids = self._ids(prompt.messages, f"prompt {prompt.index}")
+        ids = self._ids(with_harmless_tools(prompt.messages, self._specials), f"prompt {prompt.index}")
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise PromptTooLongError(
                 f"prompt {prompt.index} has {len(ids)} tokens, more than {self.setting} = "
@@ -103,7 +105,8 @@ class PromptEncoder:
         valid = array("q")
         self.skipped = 0
         for position, prompt in enumerate(prompts):
-            bound = sum(len(json.dumps(m, ensure_ascii=False).encode()) + overhead for m in prompt.messages)
+            messages = with_harmless_tools(prompt.messages, self._specials)
+            bound = sum(len(json.dumps(m, ensure_ascii=False).encode()) + overhead for m in messages)
             try:
                 if bound > self.max_prompt_tokens:
                     self.encode(prompt)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megarl.rollout.foreign_requests import Failure
 
-TOO_LONG = "context_length_exceeded"  # the code of `too_long`
+TOO_LONG, NO_TURN_LEFT = "context_length_exceeded", "no_turn_left"
+BOUNDS = (TOO_LONG, NO_TURN_LEFT)  # the codes of errors that end a trajectory
 
 
 class ApiError(Exception):
@@ -37,6 +38,11 @@ def too_long(prompt: int, most: int) -> ApiError:
     """Return the error of a prompt after which no token fits."""
     told = f"the prompt has {prompt} tokens; with one of a response it may have {most} (max_model_len)"
     return ApiError(400, told, field="messages", code=TOO_LONG)
+
+
+def no_turn_left(most: int) -> ApiError:
+    """Return the error of a request beyond those that its session may make."""
+    return ApiError(400, f"the session has made the {most} requests that it may make (most_turns)", code=NO_TURN_LEFT)
 
 
 def not_generated(failure: Failure, message: str) -> ApiError:

@@ -186,10 +186,14 @@ def _is_text(value: object) -> bool:
 
 @dataclass(frozen=True)
 class ChatText:
-    """Holds the text of a response: its content, and its tool calls in OpenAI's form."""
+    """Holds the text of a response: its content, and its tool calls in OpenAI's form.
+
+    `requested`: the calls as a reward function is told of them (`Turn.calls`), those that cannot be read included.
+    """
 
     content: str
     calls: tuple[dict[str, Any], ...] = ()
+    requested: tuple[dict[str, Any], ...] = ()
 
 
 def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -208,10 +212,14 @@ def read_turn(text: str, form: ToolFormat | None, tools: ToolSchemas, name: str)
     if form is None:
         return ChatText(text)
     parsed = form.parse(text, tools)
+    requested = tuple(
+        {"error": call.error} if isinstance(call, MalformedCall) else {"name": call.name, "arguments": call.arguments}
+        for call in parsed.calls
+    )
     if any(isinstance(call, MalformedCall) for call in parsed.calls):
-        return ChatText(text.strip())
+        return ChatText(text.strip(), requested=requested)
     calls = (call for call in parsed.calls if isinstance(call, ToolCall))
-    return ChatText(parsed.content, tuple(_call(f"call_{name}_{i}", call) for i, call in enumerate(calls)))
+    return ChatText(parsed.content, tuple(_call(f"call_{name}_{i}", call) for i, call in enumerate(calls)), requested)
 
 
 def _call(name: str, call: ToolCall) -> dict[str, Any]:

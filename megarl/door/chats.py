@@ -27,7 +27,7 @@ from megarl.door.message_keys import extended, keys_of, root_key
 from megarl.door.model_text import ModelText
 from megarl.door.recording import Recording
 from megarl.door.sampling_fields import ModelLimits, SamplingChoice
-from megarl.door.sessions import RecordedTurn
+from megarl.door.sessions import ChatTurn, RecordedTurn
 from megarl.door.text_stream import TextStream
 from megarl.rollout.response_parts import ResponsePart, first_tokens, tokens_from
 
@@ -37,12 +37,13 @@ STOPS_S = 0.5  # between two looks for stop strings in a response that is not st
 
 @dataclass(frozen=True)
 class _Chat:
-    """A chat on its way: its prompt, the turn that it continues, and the key of its messages."""
+    """A chat on its way: its prompt, the turn that it continues, the `added` messages after it, and the key of all."""
 
     request: ChatRequest
     request_id: str
     prompt_ids: list[int]
     parent: RecordedTurn | None
+    added: tuple[tuple[str, str], ...]
     key: str
     sampling: SamplingChoice
     format: ToolFormat | None
@@ -61,7 +62,7 @@ class Chats:
         choices = []
         for index, (part, stopped, replica) in enumerate(parts):
             turn = await self._turn(chat, part, index)
-            recording.add(chat.prompt_ids, part, chat.parent, request_id, replica, self._key(chat, turn))
+            recording.add(chat.prompt_ids, part, chat.parent, request_id, replica, _told(chat, turn))
             choice: dict[str, Any] = {
                 "index": index,
                 "message": message_of(turn),
@@ -99,15 +100,17 @@ class Chats:
         """Make the prompt of a chat. Raises ApiError."""
         keys = keys_of(root_key(request.tools, request.template_kwargs), request.messages)
         parent, known = _continued(recording, keys)
+        added: tuple[tuple[str, str], ...] = ()
         if parent is None:
             prompt = await self._text.prompt(request.messages, request.tools, request.template_kwargs)
         else:
-            before, added = recording.ids_through(parent), request.messages[known:]
+            before, messages = recording.ids_through(parent), request.messages[known:]
             response = parent.response_ids.tolist()
-            prompt = await self._text.next_prompt(before, response, added, request.template_kwargs)
+            prompt = await self._text.next_prompt(before, response, messages, request.template_kwargs)
+            added = tuple((each["role"], each["content"]) for each in messages)
         sampling = recording.sampling(request.sampling(self._limits, len(prompt)))
         format_ = await self._text.tool_format() if request.tools else None
-        return _Chat(request, request_id, prompt, parent, keys[-1], sampling, format_)
+        return _Chat(request, request_id, prompt, parent, added, keys[-1], sampling, format_)
 
     def _open(self, chat: _Chat, recording: Recording, interval_s: float | None) -> Any:  # noqa: ANN401  # a context
         place = recording.place(chat.parent)
@@ -148,9 +151,6 @@ class Chats:
         name = f"{chat.request_id}_{index}"
         return read_turn(cut_at(text, chat.request.stops)[0], chat.format, chat.request.tools, name)
 
-    def _key(self, chat: _Chat, turn: ChatText) -> str:
-        return extended(chat.key, message_of(turn))
-
     async def _logprobs(self, chat: _Chat, part: ResponsePart) -> dict[str, Any] | None:
         if not chat.request.logprobs:
             return None
@@ -176,7 +176,7 @@ class Chats:
         whole = cut or part
         turn = await self._turn(chat, whole, index)
         parts.append(whole)
-        recording.add(chat.prompt_ids, whole, chat.parent, chat.request_id, generation.replica, self._key(chat, turn))
+        recording.add(chat.prompt_ids, whole, chat.parent, chat.request_id, generation.replica, _told(chat, turn))
         last = delta_choice(index, _content(stream.last_piece(turn)))
         yield last | await self._more(chat, tokens_from(whole, min(known, len(whole.response_ids))))
         if turn.calls:
@@ -187,6 +187,10 @@ class Chats:
 
     async def _more(self, chat: _Chat, new: ResponsePart) -> dict[str, Any]:
         return {"logprobs": await self._logprobs(chat, new)} if chat.request.logprobs else {}
+
+
+def _told(chat: _Chat, turn: ChatText) -> ChatTurn:
+    return ChatTurn(extended(chat.key, message_of(turn)), chat.added, turn.requested)
 
 
 def _content(piece: str) -> dict[str, str]:

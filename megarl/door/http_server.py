@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from megarl.common.byte_units import MIB
-from megarl.door.api_errors import TOO_LONG, ApiError, unauthorized
+from megarl.door.api_errors import BOUNDS, ApiError, unauthorized
 from megarl.door.background_items import END, LATE, background_items
 from megarl.door.chat_route import ChatRequest, read_chat_request
 from megarl.door.chats import Chats
@@ -122,8 +122,8 @@ class DoorRoutes:
     def _note_refusal(self, request: web.Request, error: ApiError) -> None:
         """Keep in its session that a request has met a bound, by which the run knows why its agent then fails."""
         session = self._sessions.get(_name_of(request) or "")
-        if session is not None and error.code == TOO_LONG:
-            session.refused = error.code
+        if session is not None and error.code in BOUNDS:
+            session.refused = error.code or ""
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 while the rollout controller is reached; anybody may ask."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.door.generations import SessionPlace
 from megarl.door.sampling_fields import SamplingChoice
-from megarl.door.sessions import DoorSession, RecordedTurn, Sessions
+from megarl.door.sessions import NO_CHAT, ChatTurn, DoorSession, RecordedTurn, Sessions
 from megarl.door.token_route import finite, wire_spans
 from megarl.rollout.response_parts import ResponsePart
 
@@ -27,7 +27,10 @@ class Recording:
         self._turns: list[int] = []
 
     def sampling(self, asked: SamplingChoice) -> SamplingChoice:
-        """Return how the request is sampled: as it asks for, or as its session says."""
+        """Return how the request is sampled: as it asks for, or as its session says.
+
+        Raises ApiError if the session may make no further request.
+        """
         if self._session is None or self._terms is None:
             return asked
         number, self._session.asked = self._session.asked, self._session.asked + 1
@@ -56,14 +59,14 @@ class Recording:
 
     def add(
         self, prompt_ids: list[int], part: ResponsePart, parent: RecordedTurn | None, request_id: str, replica: int,
-        key: str = "",
+        chat: ChatTurn = NO_CHAT,
     ) -> None:  # fmt: skip
         """Record a response that has ended."""
         if self._session is None:
             return
         self._parent = None if parent is None else parent.number
         turn = self._session.record(
-            prompt_ids, part, parent=self._parent, request_id=request_id, replica=replica, key=key
+            prompt_ids, part, parent=self._parent, request_id=request_id, replica=replica, chat=chat
         )
         self._sessions.recorded(self._session, turn, time.monotonic())
         self._turns.append(turn.number)
@@ -104,4 +107,6 @@ def _turn_content(session: DoorSession, turn: RecordedTurn) -> dict[str, Any]:
         "logprobs": [finite(value) for value in turn.logprobs],
         "weight_versions": wire_spans(turn.versions),
         "finish_reason": turn.finish_reason,
+        "messages": turn.chat.messages,
+        "calls": turn.chat.calls,
     }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from megarl.door.api_errors import ApiError
+from megarl.door.api_errors import ApiError, no_turn_left
 from megarl.door.sampling_fields import SamplingChoice
 from megarl.rollout.foreign_requests import GroupTerms
 from megarl.rollout.group_deadline import GroupDeadline
@@ -35,6 +35,8 @@ class GroupOpening(msgspec.Struct, forbid_unknown_fields=True):
 class SessionOpening(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `PUT /v1/sessions/ID`. `seed`: None for responses that need none; `group`: None outside training.
 
+    `most_turns`: the requests that it may make; None: as many as its agent needs.
+
     `replaces`: sessions whose names begin so are ended, because an attempt that died has left them; "": none.
     """
 
@@ -42,6 +44,7 @@ class SessionOpening(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     group: GroupOpening | None = None
     replaces: str = ""
+    most_turns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,18 +55,24 @@ class SessionTerms:
     seed: int | None = None
     prefix: str | None = None
     deadline: GroupDeadline | None = None
+    most_turns: int | None = None
 
     @classmethod
     def of(cls, opening: SessionOpening, now: float) -> SessionTerms:
         """Return the terms of a session that is opened `now`, on the clock that `group` is asked with."""
         group = opening.group
         if group is None:
-            return cls(opening.sampling, opening.seed)
+            return cls(opening.sampling, opening.seed, most_turns=opening.most_turns)
         deadline = GroupTerms(group.left_s, group.seconds, group.policy).deadline(now)
-        return cls(opening.sampling, opening.seed, group.prefix, deadline)
+        return cls(opening.sampling, opening.seed, group.prefix, deadline, opening.most_turns)
 
     def choice(self, asked: SamplingChoice, number: int) -> SamplingChoice:
-        """Return how request `number` of the session is sampled that has asked for `asked`."""
+        """Return how request `number` of the session is sampled that has asked for `asked`.
+
+        Raises ApiError if the session may not make so many.
+        """
+        if self.most_turns is not None and number >= self.most_turns:
+            raise no_turn_left(self.most_turns)
         most = min(asked.spec.max_tokens, self.sampling.max_tokens)
         stops = tuple(sorted({*asked.spec.stop_token_ids, *self.sampling.stop_token_ids}))
         seed = None if self.seed is None else request_seed(self.seed, 0, 0, number)

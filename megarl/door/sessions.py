@@ -1,9 +1,10 @@
 """The sessions of the door: what was sampled in each turn, exactly. Pure: the caller gives the time.
 
 A session is a tree of turns: a turn continues the tokens of another one, or begins with a prompt of its own. Each turn
-keeps only the tokens of its prompt that come after those of its parent, so a long dialogue needs as much memory as its
-tokens. What a session has is never dropped while it is used: when there is no room, new turns are refused, because a
-dialogue whose turns are forgotten would go on with tokens that were not sampled.
+keeps only the tokens of its prompt that come after those of its parent, and the texts of those messages, so a long
+dialogue needs as much memory as its tokens and their texts. What a session has is never dropped while it is used: when
+there is no room, new turns are refused, because a dialogue whose turns are forgotten would go on with tokens that were
+not sampled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.door.session_terms import SessionTerms
 from megarl.queue.trajectory import FinishReason, VersionSpan
@@ -27,10 +29,26 @@ class NoRoom(RuntimeError):  # noqa: N818
 
 
 @dataclass(frozen=True)
+class ChatTurn:
+    """Holds what a chat tells of a turn besides its tokens, for functions that look at the whole dialogue.
+
+    `key`: of the conversation that it ends. `messages`: role and text of those after the turn that it continues.
+    `calls`: those of its response, as `Turn.calls`.
+    """
+
+    key: str = ""
+    messages: tuple[tuple[str, str], ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
+
+
+NO_CHAT = ChatTurn()
+
+
+@dataclass(frozen=True)
 class RecordedTurn:
     """One response of a session. `added_ids`: its prompt, without the tokens of the turn `parent` that it continues.
 
-    `replica`: the one that has its tokens in its KV cache. `key`: of the conversation that it ends; "" if it has none.
+    `replica`: the one that has its tokens in its KV cache. `chat`: what is known of it if it is a chat's.
     """
 
     number: int
@@ -42,7 +60,7 @@ class RecordedTurn:
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     replica: int
-    key: str = ""
+    chat: ChatTurn = NO_CHAT
 
     @property
     def tokens(self) -> int:
@@ -110,7 +128,7 @@ class DoorSession:
 
     def record(
         self, prompt_ids: Sequence[int], part: ResponsePart, *, parent: int | None = None, request_id: str = "",
-        replica: int = -1, key: str = "",
+        replica: int = -1, chat: ChatTurn = NO_CHAT,
     ) -> RecordedTurn:  # fmt: skip
         """Add a turn.
 
@@ -131,12 +149,12 @@ class DoorSession:
             versions=part.versions,
             finish_reason=part.finish_reason,
             replica=replica,
-            key=key,
+            chat=chat,
         )
         self.turns.append(turn)
         self._children.setdefault(parent, []).append(turn.number)
-        if key:
-            self._by_key[key] = turn.number
+        if chat.key:
+            self._by_key[chat.key] = turn.number
         return turn
 
 

@@ -44,7 +44,7 @@ class SampleFailed(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class ActEnd:
-    """How `act` has ended. `reward`: what it has told, if anything; `failure`: why the sample cannot be used.
+    """The end of `act`. `reward`: what it has told, if anything; `failure`: why the sample cannot be used.
 
     `overflow`: it failed after the door had refused a request at a bound, so that the trajectory ends before that.
     """
@@ -151,18 +151,19 @@ class Harness:
 
 
 def opening_of(ctx: AgentContext) -> SessionOpening:
-    """Return what the session of a sample fixes: the sampling of its set, and the deadline of its group.
+    """Return what the session of a sample fixes: the sampling of its set, its turns, and the deadline of its group.
 
     That of a sample of training takes the place of those that an attempt before has left in the door when it died. A
     greedy and a sampled response of an evaluation may have the same numbers at once, so theirs replace nothing.
     """
+    most = ctx.toolbox.bounds.max_turns
     if not ctx.trains:
-        return SessionOpening(ctx.prompt.sampling, ctx.seed)
+        return SessionOpening(ctx.prompt.sampling, ctx.seed, most_turns=most)
     group = GroupOpening(prefix=f"group {ctx.group_id}")
     if (deadline := ctx.deadline) is not None:
         left_s = max(0.0, deadline.at - time.monotonic())
         group = GroupOpening(group.prefix, left_s, deadline.seconds, deadline.policy)
-    return SessionOpening(ctx.prompt.sampling, ctx.seed, group, replaces=_stem(ctx))
+    return SessionOpening(ctx.prompt.sampling, ctx.seed, group, replaces=_stem(ctx), most_turns=most)
 
 
 def _stem(ctx: AgentContext) -> str:
@@ -202,22 +203,42 @@ async def trajectories(ctx: AgentContext, turns: Sequence[SessionTurn], end: Act
         rows = [replace(row, finish_reason="length") if last in row.turns else row for row in rows]
     if not failure and reward is None:
         path = next(row for row in rows if last in row.turns)
-        reward = await ctx.judge(results[last], dialogue_of(ctx, path))
+        reward = await ctx.judge(results[last], dialogue_of(ctx, path, turns))
     if reward is not None and reward.dropped:
         failure = failure or reward.error or ""
     failure = failure or _turns_that_do_not_fit(rows, reward)
     return [_trajectory(ctx, row, reward, failure) for row in rows]
 
 
-def dialogue_of(ctx: AgentContext, row: SessionRow) -> list[Turn]:
-    """Return a path as reward functions see it; what stands between two turns of the model is a `user`'s."""
-    turns, start = [], 0
+def dialogue_of(ctx: AgentContext, row: SessionRow, turns: Sequence[SessionTurn]) -> list[Turn]:
+    """Return a path as reward functions see it; `turns`: those of its session.
+
+    What stands between two turns of the model is told message by message if a chat has brought it. Else, and whatever
+    its role is if that is not `tool`, it is a `user`'s: what the model has not sampled is never an assistant's.
+    """
+    by_number = {turn.number: turn for turn in turns}
+    messages: list[tuple[int, tuple[str, str]]] = []  # each with the response token at which its turn's prompt goes on
+    calls: list[tuple[int, dict[str, Any]]] = []  # each with the response token at which its turn begins
+    known = 0
+    for turn in (by_number[number] for number in row.turns):
+        begin = len(turn.prompt_ids) - len(row.prompt_ids)
+        messages += [(known, each) for each in turn.messages]
+        calls += [(begin, each) for each in turn.calls]
+        known = begin + len(turn.response_ids)
+    told, start = [], 0
     for by_model, tokens in itertools.groupby(row.sampled):
         end = start + len(list(tokens))
-        ids = row.response_ids[start:end]
-        turns.append(Turn("assistant" if by_model else "user", ctx.toolbox.dialogue.text(ids), len(ids)))
+        ids, here = row.response_ids[start:end], range(start, end)
+        if by_model:
+            made = tuple(call for at, call in calls if at in here)
+            told.append(Turn("assistant", ctx.toolbox.dialogue.text(ids), len(ids), made))
+        elif brought := [message for at, message in messages if at in here]:
+            inserted = [Turn("tool" if role == "tool" else "user", text) for role, text in brought]
+            told += [*inserted[:-1], replace(inserted[-1], tokens=len(ids))]
+        else:
+            told.append(Turn("user", ctx.toolbox.dialogue.text(ids), len(ids)))
         start = end
-    return turns
+    return told
 
 
 def _result(turn: SessionTurn) -> GenerateResult:

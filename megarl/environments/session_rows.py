@@ -11,7 +11,10 @@ from megarl.queue.trajectory import FinishReason, VersionSpan
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """One turn of a session, as `GET /v1/sessions/ID` tells it. `prompt_ids`: all tokens before the response."""
+    """One turn of a session, as `GET /v1/sessions/ID` tells it. `prompt_ids`: all tokens before the response.
+
+    Of a chat's turn there are also the `messages` after the turn that it continues, and the `calls` of its response.
+    """
 
     number: int
     parent: int | None
@@ -20,6 +23,8 @@ class SessionTurn:
     logprobs: list[float]
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    messages: tuple[tuple[str, str], ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ def read_turns(content: Mapping[str, Any]) -> list[SessionTurn]:
                 for s in turn["weight_versions"]
             ),
             finish_reason=turn["finish_reason"],
+            messages=tuple((role, text) for role, text in turn["messages"]),
+            calls=tuple(turn["calls"]),
         )
         for turn in content["turns"]
     ]

@@ -91,7 +91,7 @@ class LoopContext(ABC):
 
     @property
     def turns(self) -> int:
-        """How many requests the loop has made."""
+        """The number of requests that the loop has made."""
         return self._requests
 
     @cached_property
@@ -124,12 +124,15 @@ class LoopContext(ABC):
         return result
 
     def _check_room(self, token_ids: Sequence[int]) -> None:
-        most = None if self._toolbox is None else self._toolbox.max_model_len
+        if self._toolbox is None:  # a single response, whose prompt was checked
+            return
+        most, turns = self._toolbox.max_model_len, self._toolbox.bounds.max_turns
         if most is not None and len(token_ids) >= most:
-            raise TrajectoryFull(
-                f"the prompt of request {self._requests} of sample {self.group_id}:{self.sample_index} has "
-                f"{len(token_ids)} tokens; with one of a response it may have {most}"
-            )
+            told = f"the prompt of request {self._requests} of sample {self.group_id}:{self.sample_index} has"
+            raise TrajectoryFull(f"{told} {len(token_ids)} tokens; with one of a response it may have {most}")
+        if turns is not None and self._requests >= turns:
+            told = f"sample {self.group_id}:{self.sample_index} has made {turns} requests"
+            raise TrajectoryFull(f"{told}, and may make no more (agent.max_turns)")
 
     def _note_turn(self, turn: int, result: GenerateResult, begin: float) -> None:
         end = time.monotonic()

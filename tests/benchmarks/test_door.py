@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.door import BOUNDS, CONCURRENT, body_of, rows_of
+from benchmarks.door import BOUNDS, CHATS, CONCURRENT, SESSIONS, Server, body_of, chat_of, rows_of
 from tests.support.checkout import ROOT
 
 SERVES = """
@@ -29,14 +31,27 @@ def test_no_two_requests_share_a_prompt_and_all_ask_for_exactly_the_tokens() -> 
     assert bodies[0]["sampling_params"]["max_tokens"] == 16 and bodies[0]["sampling_params"]["ignore_eos"]
 
 
+def test_sessions_are_named_and_chats_ask_for_as_much() -> None:
+    plain = Server("the door", "http://x", "t")
+    named = replace(plain, sessions=True, chat=True)
+    assert (plain.headers("1-2"), named.headers("1-2")) == ({}, {"X-Session-ID": "1-2"})
+    assert (plain.route, named.route) == ("http://x/inference/v1/generate", "http://x/v1/chat/completions")
+    answers: tuple[dict[str, Any], ...] = {"choices": [{"token_ids": [5, 6]}]}, {"usage": {"completion_tokens": 2}}
+    assert [each.made(answer) for each, answer in zip((plain, named), answers, strict=True)] == [2, 2]
+    first, second = (chat_of(number, 16) for number in (1, 2))
+    assert first["messages"] != second["messages"] and (first["max_tokens"], first["ignore_eos"]) == (16, True)
+
+
 def test_the_rows_compare_medians() -> None:
     taken = {
         ("the door", 128): [11.0, 10.0, 99.0], ("vLLM's server", 128): [10.0, 10.0, 1.0],
         ("the door", 16): [4.0], ("vLLM's server", 16): [2.0],
+        (SESSIONS, 128): [12.1], (CHATS, 128): [22.0], (SESSIONS, 16): [4.0], (CHATS, 16): [8.0],
     }  # fmt: skip
-    long, short = rows_of(taken, {128: 256, 16: 1024}, "2 cores")
+    long, *others, short, _, _ = rows_of(taken, {128: 256, 16: 1024}, "2 cores")
     assert (long.ratio, long.bound, long.ok) == (1.1, BOUNDS[128], True)
     assert (short.ratio, short.bound, short.ok) == (2.0, BOUNDS[16], False)
+    assert [(round(each.ratio, 3), each.bound) for each in others] == [(1.1, None), (2.0, None)]
     assert str(CONCURRENT) in long.name and long.details["requests"] == 256
 
 

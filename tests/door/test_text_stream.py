@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.data.tool_calls import HERMES
 from megarl.data.xml_calls import XmlFormat
-from megarl.door.chat_route import ChatText, cut_at, read_turn
+from megarl.door.chat_route import cut_at, read_turn
 from megarl.door.text_stream import TextStream, overlap
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -58,4 +58,5 @@ def test_the_arguments_of_a_tagged_call_have_the_types_that_the_request_declares
     [call] = read_turn(text, XmlFormat(), tools, "r").calls
     assert call["function"] == {"name": "f", "arguments": '{"x": 4, "y": "4"}'}
     wrong = text.replace("4", "four")
-    assert read_turn(wrong, XmlFormat(), tools, "r") == ChatText(wrong)
+    told = read_turn(wrong, XmlFormat(), tools, "r")
+    assert (told.content, told.calls, list(told.requested[0])) == (wrong, (), ["error"])

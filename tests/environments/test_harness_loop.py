@@ -8,6 +8,7 @@ import inspect
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from aiohttp import web
 from megarl.common.errors import ToolFailed
 from megarl.config.agent_sections import AgentConfig
 from megarl.config.job_sections import TimeoutsConfig
+from megarl.data.tokenize import load_tokenizer
 from megarl.door.access import write_door_file, write_token
 from megarl.door.session_terms import SessionOpening, SessionTerms
 from megarl.environments import door_client, harness_loop
@@ -289,6 +291,24 @@ def test_a_sample_whose_door_dies_is_begun_again_at_the_next_one(
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
+def test_a_reward_function_is_told_roles_and_calls_of_the_chats(doors: Any, chat_model: Path, tmp_path: Path) -> None:
+    """A message of the harness in the model's name is not a turn of the model."""
+    said = ['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "<tool_call>{</tool_call>"]
+    ids = load_tokenizer(chat_model)(said, add_special_tokens=False)["input_ids"]
+    announce(doors(lambda request: ids[len(request.prompt_ids) > 200]), tmp_path)
+    ctx = Context(tmp_path)
+    ctx.prompt.sampling = replace(SAMPLING, max_tokens=100)
+    [row] = run(harness_of("calls_a_tool"), ctx)
+    [(_, (first, tool, sure, user, last))] = ctx.judged
+    assert (first.role, first.calls) == ("assistant", ({"name": "add", "arguments": {"a": 1}},))
+    assert [(each.role, each.text) for each in (tool, sure, user)] == [
+        ("tool", "2"), ("user", "I am sure."), ("user", "Well?")
+    ]  # fmt: skip
+    assert last.role == "assistant" and [list(call) for call in last.calls] == [["error"]]
+    assert (tool.tokens, sure.tokens, user.tokens) == (0, 0, row.response_mask.count(0))
+    assert first.tokens + user.tokens + last.tokens == len(row.response_ids)
+
+
 def test_the_example_of_the_documentation(door: StandInDoor, tmp_path: Path) -> None:
     loop = find_loop(AgentConfig(loop="harness", act="examples.rl.environments.two_guesses:act"))
     ctx = Context(tmp_path, row={"problem": "What is 3 + 4?"})
@@ -316,6 +336,22 @@ def test_a_prompt_that_does_not_fit_fails_the_sample_alone_if_the_config_says_so
     [row], ctx = guesses(doors, tmp_path, 60, "fail")
     assert row.status == "failed" and "max_model_len) " in row.failure and row.failure.endswith("(agent.on_overflow)")
     assert not ctx.judged and ctx.overflows == 1
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_request_beyond_the_turns_of_a_sample_ends_it_by_the_same_policy(
+    door: StandInDoor, tmp_path: Path, trains: bool
+) -> None:
+    ctx = Context(tmp_path)
+    ctx.trains = trains  # type: ignore[misc]
+    ctx.toolbox.bounds = AgentConfig(max_turns=2)
+    [row] = run(harness_of("two_turns"), ctx)
+    assert (row.status, row.finish_reason, ctx.ended, ctx.overflows) == ("ok", "length", [2], 1)
+    ctx.toolbox.bounds = AgentConfig(max_turns=1, on_overflow="fail")
+    [row] = run(harness_of("two_turns"), ctx)
+    assert row.status == "failed" and "has made the 1 requests that it may make" in row.failure
+    ctx.toolbox.bounds = AgentConfig(max_turns=3)
+    assert {row.status for row in run(harness_of("two_turns"), ctx)} == {"ok"} and ctx.overflows == 2
 
 
 def test_a_first_prompt_that_does_not_fit_fails_the_sample_under_every_policy(doors: Any, tmp_path: Path) -> None:

@@ -122,6 +122,14 @@ def test_a_prompt_without_room_for_a_response_fails_its_sample_alone(config: Con
     assert [row.status for row in asyncio.run(runner.run(1))] == ["ok", "ok"]
 
 
+def test_a_request_beyond_the_turns_of_the_config_fails_its_sample_alone(config: Config) -> None:
+    for bounds, told in ({"max_turns": 2}, "sample 1:1 has made 2 requests"), ({}, ""):
+        batcher = ScriptedBatcher(["4", "4", "4"])
+        runner = agent_runner(config, Growing(), toolbox_of(Counter(), **bounds), batcher, KeepingRewards())
+        fine, other = asyncio.run(runner.run(1))
+        assert fine.status == "ok" and (other.failure.startswith(told) if told else other.status == "ok")
+
+
 def test_a_call_that_must_not_be_repeated_is_recorded_on_the_disk_before_it_is_made(config: Config) -> None:
     written: list[tuple[int, list[str | None]]] = []
 

@@ -38,6 +38,20 @@ async def rewarded(base_url: str, token: str, session: str, row: dict[str, Any],
     return RewardResult(score, {"turns": 3.0}) if score == 0.75 else score
 
 
+async def calls_a_tool(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
+    """The answer to the model's call comes from a tool, and a user's message follows."""
+    headers = {"X-Session-ID": session}
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=token, default_headers=headers) as client:
+        tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        messages: list[Any] = [{"role": "user", "content": "1 + 1?"}]
+        first = await client.chat.completions.create(model="stand-in", messages=messages, tools=tools)
+        said = first.choices[0].message
+        messages += [said.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "content": "2", "tool_call_id": call.id} for call in said.tool_calls or ()]
+        messages += [{"role": "assistant", "content": "I am sure."}, {"role": "user", "content": "Well?"}]
+        await client.chat.completions.create(model="stand-in", messages=messages, tools=tools)
+
+
 async def nothing(base_url: str, token: str, session: str, row: dict[str, Any]) -> float:
     """Makes no request."""
     return 1.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megarl.common.changed import changed
-from megarl.config.agent_sections import AgentConfig
+from megarl.config.agent_sections import TOOL_AGENT_TURNS, AgentConfig
 from megarl.data.tool_calls import MalformedCall, ParsedTurn
 from megarl.queue.trajectory import FinishReason
 
@@ -136,7 +136,7 @@ def _after_reading(state: ToolAgentState, turn: ParsedTurn, bounds: AgentConfig)
     read = changed(state, calls=calls, malformed=malformed)
     if not calls or malformed > bounds.max_malformed_calls:
         return changed(read, phase="done", end="stop")
-    if state.turns >= bounds.max_turns:
+    if state.turns >= (bounds.max_turns or TOOL_AGENT_TURNS):
         return changed(read, phase="done", end="length")
     return changed(read, phase="calling")
 
