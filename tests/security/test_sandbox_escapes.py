@@ -44,7 +44,7 @@ def test_an_attempt_succeeds_outside_and_fails_inside(name: str, host: Host, mon
 
 
 def as_ordinary_user(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What a program comes to that an ordinary user starts in this checkout."""
+    """The end of a program that an ordinary user starts in this checkout."""
     return subprocess.run(
         arguments, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True,
         text=True, timeout=300, check=False, user=ORDINARY_USER, group=ORDINARY_USER, extra_groups=[],
