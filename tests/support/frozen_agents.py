@@ -80,7 +80,7 @@ class Stop:
             self.write()
 
     async def persist(self, group: int) -> None:
-        """What the runner waits for before a call that must not be repeated."""
+        """Write the journal before a call that must not be repeated, as `RolloutJournal.persist` does."""
         if not 0 <= self.at < self.seen:  # what runs on after the stop writes nothing
             self.intents += 1
             self.write()
@@ -178,7 +178,7 @@ def at_freezes(then: Callable[[str, int], None]) -> Callable[[Any, Any], None]:
 
 
 def stops_at_freezes() -> dict[tuple[str, int], Stop]:
-    """What there is after each freeze of the first sample; some states wait for nothing, so no point is in them."""
+    """The group after each freeze of its first sample; some states wait for nothing, so no point is in them."""
     attempt, stops = Attempt(), dict[tuple[str, int], Stop]()
 
     def keep(phase: str, number: int) -> None:
@@ -259,7 +259,7 @@ def kill_all(directory: Path) -> None:
 
 
 def killed_at(path: Path) -> Stop:
-    """What a process that was killed has left at `PHASE-NUMBER`."""
+    """The files at `PHASE-NUMBER`, which a process that was killed has left."""
     lines = [json.loads(line) for line in path.with_suffix(".calls").read_text().splitlines()]
     calls = {name: [arguments for each, arguments in lines if each == name] for name in ("add", "book")}
     records = JournalFile(path.with_suffix(".journal")).read()

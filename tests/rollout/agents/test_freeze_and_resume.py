@@ -34,7 +34,7 @@ EXPECTED, POINTS = undisturbed()
 
 @cache
 def killed(at: int) -> Stop:
-    """What there is when the group is stopped at a point."""
+    """The state of a group that is stopped at a point."""
     attempt = Attempt(Stop(at))
     with pytest.raises(Stopped):
         attempt.run()
@@ -85,7 +85,7 @@ def test_every_waiting_state_is_among_those_points() -> None:
 
 
 def continued(paths: list[Path]) -> list[dict[str, Any]]:
-    """What another process comes to from each record."""
+    """The outcomes of another process that goes on from each record."""
     return [json.loads(line) for line in other_process("go-on", *paths).splitlines()[-len(paths) :]]
 
 
