@@ -7,13 +7,18 @@ import signal
 import sys
 from types import TracebackType
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def quieten_torchrun() -> None:
-    """Silence what torchrun logs of failed ranks: their statuses, that it ends the others, and hints about options."""
+    """Silence what torchrun logs of failed ranks: their statuses, that it ends the others, and hints about options.
+
+    So is that it has received a stop signal, which the ranks tell.
+    """
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    for name in ("torch.distributed.elastic.agent.server.api", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def tell_failure(error: ChildFailedError) -> int:
@@ -32,6 +37,7 @@ def tell_failure(error: ChildFailedError) -> int:
 def replace_report() -> None:
     """Let this process, a torchrun that the user started, end with `tell_failure` in place of torch's long report.
 
+    Of a stop signal, which torchrun passes on and raises as an exception, the ranks tell.
     The exit status stays torchrun's own, 1: Python decides it before it calls the hook.
     """
     quieten_torchrun()
@@ -40,7 +46,7 @@ def replace_report() -> None:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, ChildFailedError):
             tell_failure(error)
-        else:
+        elif not isinstance(error, SignalException):
             shown_before(kind, error, trace)
 
     sys.excepthook = show

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
@@ -15,13 +16,18 @@ from megarl.cluster.nodes.rendezvous_entry import register
 
 
 def run() -> int:
-    """Run torchrun with this process's arguments; return its exit status, that of the rank that failed first."""
+    """Run torchrun with this process's arguments; return its exit status, that of the rank that failed first.
+
+    After a stop signal, which torchrun passes on and of which the ranks tell, it is 128 and the signal's number.
+    """
     register()
     quieten_torchrun()
     try:
         main()
     except ChildFailedError as error:
         return tell_failure(error)
+    except SignalException as stop:
+        return 128 + stop.sigval
     return 0
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,39 @@ def test_a_rank_that_fails_is_told_once(tmp_path: Path, module: str, how: str, c
     assert done.returncode == code
     assert re.fullmatch(told, done.stderr), done.stderr
     assert not list(temporary.iterdir())
+
+
+STOPPED = """
+import pathlib, signal, sys, time
+
+def stop(number, frame):
+    sys.stderr.write("megarl: finishing the step, saving\\n")
+    sys.exit(0)
+
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "code"), [("megarl.cluster.nodes.torchrun", 128 + signal.SIGINT), ("torch.distributed.run", 1)]
+)
+def test_ctrl_c_is_told_by_the_ranks_alone(tmp_path: Path, module: str, code: int) -> None:
+    script, ready = tmp_path / "rank.py", tmp_path / "ready"
+    script.write_text(STOPPED)
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, "--rdzv-backend", "megarl", str(script), str(ready)],
+        cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == code
+    assert re.fullmatch(BEFORE + r"megarl: finishing the step, saving\n", told), told
 
 
 @pytest.mark.parametrize(
