@@ -55,7 +55,7 @@ def test_the_sum_counts_every_process_once_and_the_longer_loops_not_at_all(monke
         "events of trainer rank 0": 0.001, "trajectories in the controller": 0.01, benchmark.LOOPS: 7.0,
         "steps of an engine in its replica": 0.1,
     }  # fmt: skip
-    rows = {name: (lambda *_, cost=cost: (cost, {})) for name, cost in costs.items()}
+    rows: dict[str, Any] = {name: (lambda *_, cost=cost: (cost, {})) for name, cost in costs.items()}
     monkeypatch.setattr(benchmark, "ROWS", rows)
     size = benchmark.StepSize(seconds=1.0, cpu_seconds=2.0, ranks=4, replicas=3)
     *_, job = benchmark.measure(size, steps=1, repeats=1)
