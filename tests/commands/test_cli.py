@@ -40,6 +40,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in text for command in ("plan", "doctor", "docs"))
 
 
+@pytest.mark.parametrize("given", [[], ["convert"]])
+def test_without_a_command_the_help_is_printed(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(given) == 2
+    told = capsys.readouterr()
+    program = " ".join(["megarl", *given])
+    assert told.err.startswith(f"usage: {program} [-h]") and "error" not in told.err and told.out == ""
+    assert all(f"\n    {name} " in told.err for name in (("import", "verify") if given else ("train", "doctor")))
+
+
 def test_the_readmes_commands_of_ones_own_run_are_parsed() -> None:
     """As pasted: the block begins with the activation, without which there is no `megarl`."""
     (block,) = re.findall(r"^## Your own run\n\n```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
