@@ -26,3 +26,18 @@ def test_a_target_takes_the_same_time_everywhere(target: str) -> None:
             told[name] = int(found[1])
     assert set(told) >= EVERYWHERE and len(set(told.values())) == 1, told
     assert (target == "test") == ("CONTRIBUTING.md" in told)
+
+
+def test_the_time_of_all_tests_is_the_sum_of_the_measured_parts() -> None:
+    """The Makefile has the parts of `test-all`; docs/architecture.md lists them above it."""
+    (parts,) = re.findall(r"^test-all: (.*?)  ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    table = (ROOT / "docs" / "benchmarks.md").read_text().partition("## What the tests take")[2]
+    measured = re.findall(r"^\| `make ([\w-]+)`.* ([\d.]+) \|$", table, re.MULTILINE)
+    minutes = {name: float(time) for name, time in measured}
+    above, told, _ = re.split(
+        r"^\| `make test-all` \| all of the above \| about (\d+) minutes",
+        (ROOT / "docs" / "architecture.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    assert int(told) == round(sum(minutes[part] for part in parts.split()))
+    assert all(f"| `make {part}` |" in above for part in parts.split())

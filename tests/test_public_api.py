@@ -68,14 +68,31 @@ def test_the_version_has_one_source() -> None:
     assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2
 
 
-def test_the_workflow_calls_targets_that_exist() -> None:
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / ".github" / "workflows").iterdir()))
+def test_a_workflow_calls_targets_that_exist(name: str) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     (job,) = workflow["jobs"].values()
     called = {step["run"].split()[1] for step in job["steps"] if step.get("run", "").startswith("make ")}
     assert set(job["strategy"]["matrix"]["target"]) <= targets and "setup" in called
     scripts = [word for step in job["steps"] for word in step.get("run", "").split() if word.startswith("tools/")]
     assert scripts and all((ROOT / script).is_file() for script in scripts)
+
+
+def test_the_slow_tests_run_every_night() -> None:
+    """Those of the Makefile's `test-all` that do not run for each change."""
+    workflows = {
+        name: yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text()) for name in ("ci", "nightly")
+    }
+    called = {}
+    for name, workflow in workflows.items():
+        (job,) = workflow["jobs"].values()
+        assert job["steps"][-1]["run"] == "make ${{ matrix.target }}"
+        called[name] = set(job["strategy"]["matrix"]["target"])
+    (parts,) = re.findall(r"^test-all: (.*?)  ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert called["nightly"] == set(parts.split()) - called["ci"]
+    assert any(name.startswith("test-slow-") for name in called["nightly"]) and "test-environments" in called["nightly"]
+    assert workflows["nightly"][True]["schedule"], "YAML reads the key `on` as true"
 
 
 def test_contributors_are_told_of_files_that_exist() -> None:

@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["convert"]:  # it parses what follows itself, --help included
         return convert.run(given[1:])
+    if not given:
+        build_parser().print_help(sys.stderr)
+        return 2
     options = _parse(given)
     command: Command = options.run
     try:

@@ -1,6 +1,7 @@
 """Reads YAML and `section.key=value` overrides into a `Config`; each error names the full key and the fix.
 
-Relative paths start at the current directory, wherever the YAML file is.
+Relative paths start at the current directory, wherever the YAML file is. Only `model.shape`, which the recipes have for
+plans, is also looked for above the file.
 """
 
 from __future__ import annotations
@@ -133,9 +134,18 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(error.problems, str(path)) from None
     changed = apply_overrides(tree, overrides)  # its errors name the override, and the file is innocent
     try:
-        return config_from_tree(changed)
+        return _with_shape_of_checkout(config_from_tree(changed), path)
     except ConfigError as error:
         raise _with_origins(error, path, tree, overrides) from None
+
+
+def _with_shape_of_checkout(config: Config, path: Path) -> Config:
+    """Return `config` with a relative `model.shape` that is not here as that of the nearest directory above `path`."""
+    shape = config.model.shape
+    if shape is None or shape.is_absolute() or shape.exists():
+        return config
+    found = next((above / shape for above in path.resolve().parents if (above / shape).is_dir()), shape)
+    return config.model_copy(update={"model": config.model.model_copy(update={"shape": found})})
 
 
 def _with_origins(error: ConfigError, path: Path, tree: dict[str, Any], overrides: Sequence[str]) -> ConfigError:

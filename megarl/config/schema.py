@@ -56,7 +56,8 @@ class ModelConfig(Section):
     )
     shape: Path | None = Field(
         None,
-        description="Directory with the model's config.json, for planning where `path` does not exist (see recipes).",
+        description="Directory with the model's config.json, for planning where `path` does not exist (see recipes). A "
+        "relative one that is not in the current directory is looked for above the config file.",
     )
     load_weights: bool = Field(True, description="False keeps Megatron's seeded random initialisation.")
 

@@ -27,8 +27,9 @@ def dry_run(
     """Check `config` and write it resolved, with its plan, to `stream`. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer. A config with `model.shape` whose model is not here is
-    planned by that, and what is absent becomes a note; a mistake if one of the config's `overrides` names it. Unless `device` is given, such a plan is for GPUs if the config
-    says what memory they have, else for this machine's own device.
+    planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides` names it. Unless
+    `device` is given, such a plan is for GPUs if the config says what memory they have, else for this machine's own
+    device.
     """
     elsewhere = planned_elsewhere(config)
     if files and elsewhere and (problems := list(_mistyped(absent_files(config), overrides))):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint.convert import command_line
 from megarl.commands import cli
 from megarl.config.options_page import configuration_page
+from megarl.run import main as rank_main
 from megarl.telemetry.metrics_page import metrics_page
 from tests.support.checkout import ROOT
 from tests.support.configs import tree, write_problems
@@ -34,6 +38,34 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert all(command in text for command in ("plan", "doctor", "docs"))
+
+
+@pytest.mark.parametrize("given", [[], ["convert"]])
+def test_without_a_command_the_help_is_printed(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(given) == 2
+    told = capsys.readouterr()
+    program = " ".join(["megarl", *given])
+    assert told.err.startswith(f"usage: {program} [-h]") and "error" not in told.err and told.out == ""
+    assert all(f"\n    {name} " in told.err for name in (("import", "verify") if given else ("train", "doctor")))
+
+
+def test_the_readmes_commands_of_ones_own_run_are_parsed() -> None:
+    """As pasted: the block begins with the activation, without which there is no `megarl`."""
+    (block,) = re.findall(r"^## Your own run\n\n```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
+    first, *lines = block.splitlines()
+    assert first.startswith(". .venv/bin/activate ")
+    commands = [shlex.split(line, comments=True) for line in lines]
+    assert len([cli._parse(arguments).run for program, *arguments in commands if program == "megarl"]) >= 8
+    scripts = {"tools/checkpoint/convert.py", "examples/rl/train_rl.py"}
+    for command in commands:
+        (script,) = scripts & {*command} or {""}
+        arguments = command[command.index(script) + 1 :] if script else []
+        if script == "tools/checkpoint/convert.py":
+            assert command_line._parser(script, "").parse_args(arguments).hf
+        elif script:
+            assert rank_main._parser().parse_intermixed_args(arguments).config
+        else:
+            assert command[0] == "megarl"
 
 
 def test_committed_references_are_what_the_code_says() -> None:

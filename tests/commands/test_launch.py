@@ -104,7 +104,12 @@ def test_slurm_is_the_default_where_sbatch_is(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool, command: str
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(launch, "run_script", lambda command: started.append(command) or 0)
+
+    def start(command: list[str]) -> int:
+        started.append(command)
+        return 0
+
+    monkeypatch.setattr(launch, "run_script", start)
     if there:
         add_sbatch(tmp_path, "exit 0")
     assert cli.main(arguments) == 0

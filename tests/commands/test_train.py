@@ -80,6 +80,9 @@ def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[st
     assert "steps: 7" in capsys.readouterr().out
 
 
+RECIPES = sorted((ROOT / "examples/rl/configs").glob("*.yaml"))
+
+
 def test_a_path_on_the_command_line_that_is_not_there_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +104,17 @@ def test_a_path_on_the_command_line_that_is_not_there_is_a_mistake(
     assert cli.main(["plan", *given, f"model.path={tmp_path / 'nope'}"]) == 2
     capsys.readouterr()
     assert cli.main(["plan", *given, f"model.path={tmp_path / 'nope'}", "--no-files"]) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
+def test_a_recipe_is_planned_from_any_directory(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model's shape lies in the checkout of the config file."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--config", str(recipe), "run.steps=777", "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert "steps: 777" in told.out and "planned by model.shape; not here" in told.out and told.err == ""
 
 
 def test_a_run_that_has_finished_is_not_started_again(

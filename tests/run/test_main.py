@@ -82,6 +82,26 @@ def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_con
     assert load_config(tmp_path / "config.yaml", []) == plan.config
 
 
+def test_a_second_start_says_where_the_results_of_the_first_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without a checkpoint begins anew, and its directory may hold hours of results."""
+    shape = Path(__file__).parents[2] / "examples/rl/models/Qwen3-8B"
+    chosen = config(shape, run__dir=str(tmp_path))
+    plan = make_plan(chosen, device="cpu", files=False)
+    terminal = io.StringIO()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
+    monkeypatch.setattr(main, "redirect_output", lambda file: terminal)
+    monkeypatch.setattr(main, "_train", lambda *arguments: 0)
+    assert main.run(chosen, plan) == 0 and terminal.getvalue() == ""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert main.run(chosen, plan) == 0
+    moved = tmp_path / "previous" / "1"
+    assert terminal.getvalue() == f"megarl: the results of an earlier run in {tmp_path} are moved to {moved}\n"
+    assert (moved / "metrics.jsonl").read_text() == '{"step": 1}\n' and not (tmp_path / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(("rank", "served", "notices"), [(0, False, 1), (1, False, 0), (0, True, 0)])
 def test_the_first_rank_says_once_if_torchruns_stores_are_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, served: bool, notices: int

@@ -38,7 +38,11 @@ def main(
     It is 0 for done or equal, 1 for failed or not equal, 130 for interrupted; a mistake on the command line raises
     SystemExit(2).
     """
-    options = _parser(program, of_torchrun).parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        _parser(program, of_torchrun).print_help(sys.stderr)
+        return 2
+    options = _parser(program, of_torchrun).parse_args(given)
     command: Callable[[argparse.Namespace, TextIO], int] = options.command
     try:
         return command(options, sys.stdout)
