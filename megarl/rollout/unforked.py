@@ -13,23 +13,23 @@ import types
 from collections.abc import Awaitable, Coroutine, Generator
 from typing import Any, TypeVar
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
-def unforked(loop: Coroutine[Any, Any, Result]) -> Awaitable[Result]:
+def unforked(loop: Coroutine[Any, Any, T]) -> Awaitable[T]:
     """Return what a loop returns. Raises what it raises."""
     return _driven(loop, os.getpid())
 
 
 @types.coroutine
-def _driven(loop: Coroutine[Any, Any, Result], own_pid: int) -> Generator[Any, Any, Result]:
+def _driven(loop: Coroutine[Any, Any, T], own_pid: int) -> Generator[Any, Any, T]:
     sent: Any = None
     raised: BaseException | None = None
     while True:
         try:
             waited_for = loop.send(sent) if raised is None else loop.throw(raised)
         except StopIteration as done:
-            result: Result = done.value
+            result: T = done.value
             return result
         finally:
             if os.getpid() != own_pid:
