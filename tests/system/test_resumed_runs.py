@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.cluster.handle import read_state
 from megarl.queue.dump import read_batch
+from megarl.rollout.loop_records import INTERRUPTED
 from megarl.telemetry.event_files import read_events
+from tests.support.calling_model import teach_calls
 from tests.support.leftovers import assert_nothing_left, of_private_directory
 from tests.support.run import train
 from tests.support.whole_runs import (
@@ -129,6 +134,49 @@ def test_finished_groups_survive_the_death_of_every_process(tmp_path: Path) -> N
     assert set(Counter(trained).values()) == {config["batch"]["samples_per_group"]}, "a group is in two batches"
     assert len(set(trained)) == 6 * config["batch"]["groups"]
     assert all(record["batch/staleness_max"] <= 3 for record in resumed.metrics)
+    assert_nothing_left(run_dir)
+
+
+@pytest.mark.slow
+def test_no_call_of_a_tool_is_made_again_after_the_death_of_every_process(tmp_path: Path) -> None:
+    """The tool agent, in the middle of calls that must not be repeated; SIGKILL, and the run goes on from its journal.
+
+    The tool takes so long that some calls are open at any moment. Every call is a line with a name of its own.
+    """
+    notes, run_dir, steps = tmp_path / "calls", tmp_path / "run", 4
+    changes: dict[str, Any] = {
+        "run": {"deterministic": False},
+        "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 1},  # so that groups begin at each version
+        "rollout": {"journal_s": 5.0},  # only what is written before a call is newer
+        "agent": {"loop": "tests.support.noted_calls:NotedToolAgent", "tool_format": "hermes"},
+        "sampling": {"max_tokens": 256},
+        "checkpoint": {"every": 1},
+    }
+    config = config_of(tmp_path, steps=steps, **changes)
+    config["evaluation"], config["trainer"]["micro_batch_tokens"] = {}, 1024
+    tool = "tests.support.noted_calls:NotedCalls"
+    config["tools"] = [{"kind": tool, "kwargs": {"path": str(notes), "seconds": 2.0}}]
+    problems = [json.loads(line)["problem"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    teach_calls(tmp_path / "model", problems)
+    process = start_run(config)
+    try:
+        wait_for(lambda: bool(CheckpointDirectory(run_dir / "checkpoints").steps()), process)
+        before = len(notes.read_text().splitlines())
+        wait_for(lambda: len(notes.read_text().splitlines()) > before, process)
+    finally:
+        kill_everything(process, run_dir)
+    before = len(notes.read_text().splitlines())
+    resumed = train(config)
+    assert resumed.code == 0, resumed.output[-4000:]
+    logs = "".join(path.read_text() for path in (run_dir / "logs").glob("controller*.log"))
+    assert "are drawn again" not in logs, "the calls of these groups would be made again"
+    assert int(re.findall(r"and (\d+) unfinished ones are continued", logs)[-1]) > 0
+    calls = notes.read_text().splitlines()
+    assert len(calls) > before > 0 and max(Counter(calls).values()) == 1, Counter(calls).most_common(3)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    batches = [read_batch(run_dir / "batches", step).trajectories for step in range(steps)]
+    texts = [tokenizer.decode(row.response_ids) for rows in batches for row in rows]
+    assert sum(INTERRUPTED in text for text in texts) >= 1, "no call was open when the processes were killed"
     assert_nothing_left(run_dir)
 
 

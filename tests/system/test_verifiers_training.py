@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
 from tests.support.checkout import ROOT
 from tests.support.leftovers import assert_nothing_left
@@ -23,6 +24,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 STEPS, LAST = 20, 4
+LATER = 10  # steps after which a batch is sampled again
 MEAN, MAX = 1e-5, 1e-4
 pytestmark = [
     pytest.mark.engine,
@@ -30,8 +32,8 @@ pytestmark = [
 ]
 
 
-def config_of(directory: Path, steps: int) -> dict[str, Any]:
-    """The config of docs/environments.md on a random model, with tasks from the exporter."""
+def config_of(directory: Path, steps: int, **kwargs: Any) -> dict[str, Any]:
+    """The config of docs/environments.md on a random model, with tasks from the exporter. `kwargs`: of the loop."""
     config = tiny_config(directory, steps=steps)
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     tokenizer.chat_template = TEMPLATE
@@ -43,7 +45,7 @@ def config_of(directory: Path, steps: int) -> dict[str, Any]:
     config["door"] = {"enabled": True}
     config["agent"] = {
         "loop": "megarl.environments.verifiers_loop:Verifiers",
-        "kwargs": {"taskset": "digits_tasks", "python": os.environ[VARIABLE], "paths": [str(EXAMPLES)]},
+        "kwargs": {"taskset": "digits_tasks", "python": os.environ[VARIABLE], "paths": [str(EXAMPLES)], **kwargs},
     }
     config["trainer"]["optimizer"]["lr"] = 5e-3
     config["trainer"]["micro_batch_tokens"] = 1024
@@ -51,28 +53,57 @@ def config_of(directory: Path, steps: int) -> dict[str, Any]:
     return config
 
 
-def run_of(directory: Path, steps: int) -> Run:
+def run_of(directory: Path, steps: int, *overrides: str, **kwargs: Any) -> Run:
+    """A run of its own, up to a number of steps."""
     directory.mkdir()
-    run = train(config_of(directory, steps), "telemetry.dump_batches=true", timeout=600.0)
+    run = train(config_of(directory, steps, **kwargs), "telemetry.dump_batches=true", *overrides, timeout=600.0)
     assert run.code == 0, run.output[-4000:]
     assert_nothing_left(run.directory)
     return run
 
 
-def test_the_reward_rises_and_another_run_samples_the_same_tokens(tmp_path: Path) -> None:
-    first, again = run_of(tmp_path / "first", STEPS), run_of(tmp_path / "again", 1)
-    rewards = [record["reward/mean"] for record in first.metrics]
-    learning = [record for record in first.metrics if record["groups/trained"]]
-    assert len(learning) >= LAST, rewards
-    for record in first.metrics:
+def check_agreement(records: list[dict[str, Any]]) -> None:
+    """Every sample is one turn, and engine and trainer agree on its tokens."""
+    for record in records:
         assert record["batch/failed_samples"] == 0 and record["agent/turns_mean"] == 1
         assert record["reward/component/digits"] == pytest.approx(record["reward/mean"])
-    for record in learning:  # not those in which the rewards of each group are equal
-        assert record["mismatch/logprob_abs_diff_mean"] <= MEAN and record["mismatch/logprob_abs_diff_max"] <= MAX
+        if record["groups/trained"]:  # else the rewards of each group are equal
+            assert record["mismatch/logprob_abs_diff_mean"] <= MEAN and record["mismatch/logprob_abs_diff_max"] <= MAX
+
+
+def check_same_tokens(one: Run, other: Run, step: int) -> None:
+    """The batches of a step are equal, token for token, and of the weights of that step."""
+    batches = [read_batch(run.directory / "batches", step).trajectories for run in (one, other)]
+    for first, again in zip(*batches, strict=True):
+        assert (first.key, first.prompt_ids, first.response_ids) == (again.key, again.prompt_ids, again.response_ids)
+        assert (first.response_mask, first.versions, first.reward) == (
+            again.response_mask,
+            again.versions,
+            again.reward,
+        )
+        assert first.reward == again.reward
+        assert first.rollout_logprobs == pytest.approx(again.rollout_logprobs, abs=MEAN)
+        assert {span.version for span in first.versions} == {step}
+
+
+def test_the_reward_rises_and_other_runs_sample_the_same_tokens(tmp_path: Path) -> None:
+    """Another run from the start samples the first batch, and one from a checkpoint that of the trained weights."""
+    first = run_of(tmp_path / "first", STEPS, f"checkpoint.every={LATER}")
+    rewards = [record["reward/mean"] for record in first.metrics]
+    assert sum(record["groups/trained"] > 0 for record in first.metrics) >= LAST, rewards
+    check_agreement(first.metrics)
     before, after = statistics.fmean(rewards[:LAST]), statistics.fmean(rewards[-LAST:])
     assert after > before + 0.15, rewards
-    batches = [read_batch(run.directory / "batches", 0).trajectories for run in (first, again)]
-    for one, other in zip(*batches, strict=True):
-        assert (one.key, one.prompt_ids, one.response_ids) == (other.key, other.prompt_ids, other.response_ids)
-        assert (one.response_mask, one.versions, one.reward) == (other.response_mask, other.versions, other.reward)
-        assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=MEAN)
+    check_same_tokens(first, run_of(tmp_path / "again", 1), 0)
+    checkpoint = CheckpointDirectory(first.directory / "checkpoints").path(LATER)
+    check_same_tokens(first, run_of(tmp_path / "later", LATER + 1, f"checkpoint.resume={checkpoint}"), LATER)
+
+
+def test_the_training_client_of_verifiers_acts_by_tokens(tmp_path: Path) -> None:
+    """It makes the prompts itself, and the door passes on the tokens of both sides as they are."""
+    run = run_of(tmp_path / "run", 2, client="train", renderer=str(tmp_path / "run" / "model"))
+    assert len(run.metrics) == 2
+    check_agreement(run.metrics)
+    for step in range(2):
+        rows = read_batch(run.directory / "batches", step).trajectories
+        assert all(row.status == "ok" and row.response_ids and all(row.response_mask) for row in rows)
