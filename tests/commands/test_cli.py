@@ -50,7 +50,7 @@ def test_without_a_command_the_help_is_printed(given: list[str], capsys: pytest.
 
 
 def test_the_readmes_commands_of_ones_own_run_are_parsed() -> None:
-    """The block begins with the activation, without which there is no `megarl`."""
+    """They work as pasted: the block begins with the activation, without which there is no `megarl`."""
     (block,) = re.findall(r"^## Your own run\n\n```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
     first, *lines = block.splitlines()
     assert first.startswith(". .venv/bin/activate ")

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
+from examples.tutorials.two_data_sets import make_data
 from megarl.queue.dump import read_batch
 from megarl.telemetry.event_files import read_events
 from tests.support.chat_templates import CHATML_TOOLS
+from tests.support.checkout import ROOT
 from tests.support.leftovers import assert_nothing_left
 from tests.support.open_sockets import check_sockets
 from tests.support.run import Run, tiny_config
@@ -31,12 +34,13 @@ pytestmark = pytest.mark.engine
 MEAN, MAX = 1e-5, 1e-4
 
 
-def test_a_loop_and_a_tool_of_ones_own(tmp_path: Path) -> None:
+def test_a_loop_a_tool_data_sets_and_rewards_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples of docs/environments.md, on a random model, with the engine's log-probs against the trainer's.
 
-    Two agent workers run the loops.
+    The data sets, rewards and the function as a tool are those of the tutorials. Two agent workers run the loops.
     """
     config, tokenizer = second_thoughts(tmp_path, steps=2)
+    of_tutorials(config, tmp_path, monkeypatch)
     config["rollout"]["agent_workers"], config["telemetry"] = 2, {"dump_batches": True}
     run_dir, process = tmp_path / "run", start_run(config)
     try:
@@ -49,6 +53,11 @@ def test_a_loop_and_a_tool_of_ones_own(tmp_path: Path) -> None:
     run = Run(process.returncode, output, run_dir)
     assert run.code == 0, run.output[-4000:]
     check_metrics(run)
+    for record in run.metrics:
+        assert [record[f"data/{name}/groups"] for name in ("plain", "carries", "short")] == [2, 1, 1]
+        assert 0 <= record["data/carries/reward_mean"] <= 1
+        # A random model boxes nothing, so that its reward is the price of its tokens.
+        assert record["reward/component/boxed"] == 0 > record["data/short/reward_mean"]
     assert {record["agent/tool_calls_mean"] for record in run.metrics} == {1}
     for step in range(2):
         check_batch(run.directory, step, tokenizer)
@@ -56,6 +65,21 @@ def test_a_loop_and_a_tool_of_ones_own(tmp_path: Path) -> None:
     tools = {each.args["tool"] for each in read_events(run.directory, {"tool"})}
     assert tools == {"digits"} and len(list(read_events(run.directory, {"turn"}))) == 2 * 2 * 16
     assert_nothing_left(run.directory)
+
+
+def of_tutorials(config: dict[str, Any], directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the two data sets, the rewards and the tool of the tutorials; the second set's rows are scored by both."""
+    monkeypatch.setattr(make_data, "SOURCE", directory / "train.jsonl")
+    monkeypatch.setattr(make_data, "OUT", directory)
+    make_data.main()
+    two, own, agent = (
+        yaml.safe_load((ROOT / "examples/tutorials" / name / "config.yaml").read_text())
+        for name in ("two_data_sets", "own_reward", "agent_with_a_tool")
+    )
+    plain, carries = ({**each, "path": str(directory / f"{each['name']}.jsonl")} for each in two["data"]["sets"])
+    short = {**carries, "name": "short", "reward": own["reward"]}
+    config["data"] = {"sets": [{**plain, "weight": 2}, {**carries, "weight": 1}, {**short, "weight": 1}]}
+    config["tools"] += agent["tools"]
 
 
 def second_thoughts(directory: Path, steps: int) -> tuple[dict[str, Any], Any]:

@@ -19,7 +19,7 @@ from megarl.rollout.loop_records import INTERRUPTED
 from megarl.telemetry.event_files import read_events
 from tests.support.calling_model import teach_calls
 from tests.support.leftovers import assert_nothing_left, of_private_directory
-from tests.support.run import train
+from tests.support.run import Run, train
 from tests.support.whole_runs import (
     assert_same_run,
     check_counters,
@@ -34,6 +34,7 @@ from tests.support.whole_runs import (
 
 pytestmark = pytest.mark.engine
 
+BEST = "eval/heldout/greedy"
 ENDS = ("trained", "filtered", "dropped_stale", "failed")
 
 
@@ -88,8 +89,12 @@ def check_events(run_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_killed_in_the_middle_equals_a_run_of_its_own(tmp_path: Path, precision: str) -> None:
-    """A run of 4 steps ends in the same state as one that is killed by SIGKILL in its third step and resumed."""
-    changes = {"trainer": {"precision": precision}}
+    """A run of 4 steps ends in the same state as one that is killed by SIGKILL in its third step and resumed.
+
+    Both keep their best checkpoint beside the newest one.
+    """
+    kept = {"every": 1, "keep_last": 1, "keep_best": BEST}
+    changes: dict[str, Any] = {"trainer": {"precision": precision}, "checkpoint": kept}
     unbroken = train(config_of(tmp_path / "unbroken", **changes))
     assert unbroken.code == 0, unbroken.output[-4000:]
     config = config_of(tmp_path / "killed", tmp_path / "unbroken" / "model", **changes)
@@ -105,7 +110,23 @@ def test_killed_in_the_middle_equals_a_run_of_its_own(tmp_path: Path, precision:
     check_counters(resumed, 4)
     assert_same_run(unbroken, resumed)
     assert resumed.summary["eval_before"] == unbroken.summary["eval_before"]
+    for run in (unbroken, resumed):
+        check_the_best_is_kept(run)
     assert_nothing_left(run_dir)
+
+
+def check_the_best_is_kept(run: Run) -> None:
+    """The value of the evaluation is in the checkpoint, and decides which one stays beside the newest.
+
+    The last step is saved before it is evaluated.
+    """
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    evaluated = {line["eval/step"]: line[BEST] for line in lines if BEST in line}
+    directory = CheckpointDirectory(run.directory / "checkpoints")
+    best = max((1, 2, 3), key=lambda step: evaluated[step])
+    assert directory.steps() == [best, 4], evaluated
+    assert directory.state(best)["metrics"][BEST] == evaluated[best]
+    assert directory.state(4)["metrics"] == {}
 
 
 def test_finished_groups_survive_the_death_of_every_process(tmp_path: Path) -> None:
