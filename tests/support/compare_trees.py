@@ -177,7 +177,7 @@ def _lines(
 ) -> dict[str, dict[str, Any]]:
     """Return the records of JSON files with the fields that are `kept`, by file and line."""
     return {
-        f"{path.relative_to(run_dir)}, line {number}": kept(json.loads(line))
+        f"{path.relative_to(run_dir)}, line {number}": dict(_flat(kept(json.loads(line))))
         for path in paths
         for number, line in enumerate(read_lines(path))
     }
