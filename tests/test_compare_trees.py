@@ -88,6 +88,31 @@ def test_timings_and_columns_of_one_tree_are_no_difference(tmp_path: Path) -> No
     assert "new: 1.0 before, None after" in str(difference(after, before))
 
 
+def test_fields_of_lines_that_only_the_new_tree_has_are_named_and_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
+    (after / "eval_3.jsonl").write_text('{"response": "4", "versions": [[3, 0, 1]]}\n')
+    (after / "samples.jsonl").write_text('{"response": "5", "epoch": 0}\n')
+    assert difference(before, after) is None
+    assert capsys.readouterr().out.splitlines() == [
+        "dense: answers of evaluations: not compared, as only the new tree has them: versions",
+        "dense: samples: not compared, as only the new tree has them: epoch",
+    ]
+    assert "eval_3.jsonl, line 0, versions" in str(difference(after, before)), "a field that is gone is a difference"
+    (after / "eval_3.jsonl").write_text('{"response": "5", "versions": [[3, 0, 1]]}\n')
+    assert "eval_3.jsonl, line 0, response: 4 before, 5 after" in str(difference(before, after))
+
+
+def test_fields_of_a_samples_spans_that_only_the_new_tree_has_are_no_difference(tmp_path: Path) -> None:
+    before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
+    (before / "samples.jsonl").write_text('{"versions": [{"version": 0}]}\n')
+    (after / "samples.jsonl").write_text('{"versions": [{"version": 0, "replica": 0}]}\n')
+    assert difference(before, after) is None
+    (after / "samples.jsonl").write_text('{"versions": [{"version": 1, "replica": 0}]}\n')
+    assert "line 0, versions.version: [0] before, [1] after" in str(difference(before, after))
+
+
 def test_fields_of_spans_that_one_tree_has_are_no_difference_and_the_others_are(tmp_path: Path) -> None:
     before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
     write_batches(before, "the prompt", versions=[{"version": 1, "start": 0}])

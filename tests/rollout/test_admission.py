@@ -118,6 +118,22 @@ class IgnoresTaken(Admission):
         return 0
 
 
+class TrainsFailed(Admission):
+    """Hands groups out that cannot be trained."""
+
+    def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
+        super().finish(group, True, versions)
+
+
+class AgeOfTheStart(Admission):
+    """Counts the tokens of a group as those of its start."""
+
+    def _leave_flight(self, group: int, versions: Iterable[int]) -> int:
+        started = self._in_flight[group]
+        super()._leave_flight(group, versions)
+        return started
+
+
 class NoPlaceForReuse(Admission):
     """Starts as many groups as without replay."""
 
@@ -151,11 +167,19 @@ class OnlyOldGroups(Admission):
         return not self._taken and len(self._reusable) >= missing
 
 
+class FillsUpFailed(Admission):
+    """Fills up a step whose only new groups have failed."""
+
+    def _fills_up(self, missing: int) -> bool:
+        return not self._taken and self._ready_count > 0 and len(self._reusable) >= missing
+
+
 class ReusesEarly(Admission):
     """Fills up a step while another one trains."""
 
     def _fills_up(self, missing: int) -> bool:
-        return self._ready_count > 0 and len(self._reusable) >= missing
+        new = any(ok for groups in self._ready.values() for ok in groups.values())
+        return new and len(self._reusable) >= missing
 
 
 class ReusesTooOld(Admission):
@@ -245,7 +269,11 @@ def holding(groups: type[ReusableGroups]) -> type[Admission]:
 
 @dataclass(frozen=True)
 class Small:
-    """A run whose states can all be visited. `steps`: the number of its steps, which admission knows if `ends`."""
+    """A run whose states can all be visited.
+
+    `steps`: the number of its steps, which admission knows if `ends`. `plain`: see `successors`; its states would else
+    be too many.
+    """
 
     groups: int
     pace: Pace
@@ -255,6 +283,7 @@ class Small:
     max_uses: int = 1
     ahead: int = 0
     ends: bool = False
+    plain: bool = False
 
     def make(self, kind: type[Admission] = Admission) -> Admission:
         steps = self.steps if self.ends else None
@@ -285,10 +314,10 @@ SMALL = [
 REUSING = [
     Small(2, Pace(max_staleness=1), 4, max_uses=2, ahead=1),
     Small(2, Pace(max_staleness=2), 4, max_uses=2, ends=True),
-    Small(3, Pace(max_staleness=2), 4, max_uses=3, ends=True),
+    Small(3, Pace(max_staleness=2), 4, max_uses=3, ends=True, plain=True),
     Small(2, Pace(updates_per_step=2, sync_interval=2, max_staleness=5), 4, max_uses=2, ends=True),
     Small(2, Pace(sync_interval=2, max_staleness=3), 4, max_uses=2, ahead=1, ends=True),
-    Small(2, Pace(max_staleness=3), 4, max_uses=3, capacity=5),
+    Small(2, Pace(max_staleness=3), 4, max_uses=3, capacity=5, plain=True),
     Small(2, Pace(max_staleness=1), 3, max_uses=2, refill=1),
 ]
 
@@ -299,7 +328,8 @@ def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
 
     A group that is used again was trained before, not too often, within the bound, and in no new one's place.
     """
-    assert explore(small.make, small.steps, small.ahead, reuses=small.max_uses > 1) > small.steps
+    reuses = small.max_uses > 1
+    assert explore(small.make, small.steps, small.ahead, reuses=reuses, plain=small.plain) > small.steps
 
 
 @pytest.mark.parametrize(
@@ -316,6 +346,8 @@ def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
         (ForgetsReplaced, "a replaced group is not settled"),
         (SettlesReplacedTwice, "the counters do not add up"),
         (IgnoresTaken, "the queue holds more than it may"),
+        (TrainsFailed, "a failed group counts as trainable"),
+        (AgeOfTheStart, "an older group is left"),
     ],
 )
 def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
@@ -331,6 +363,7 @@ def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
         (CrowdsOut, "the bound is passed"),
         (ForgetsTheEnd, "a new group is left at the end|the bound is passed"),
         (OnlyOldGroups, "a step has no new group"),
+        (FillsUpFailed, "a step has no new group that can be trained"),
         (ReusesEarly, "groups are used again although the trainer has work"),
         (ReusesTooOld, "rows are kept that no step can use"),
         (ReusesFiltered, "a group is used again that was not trained|are not counted"),
@@ -347,7 +380,7 @@ def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
 def test_each_rule_of_bounded_replay_is_needed(mutant: type[Admission], broken: str) -> None:
     with pytest.raises(AssertionError, match=broken):
         for small in REUSING:
-            explore(lambda small=small: small.make(mutant), small.steps, small.ahead, reuses=True)
+            explore(lambda small=small: small.make(mutant), small.steps, small.ahead, reuses=True, plain=small.plain)
 
 
 class AnyPace(Pace):
@@ -366,11 +399,11 @@ def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_for_ever(updat
         pace = AnyPace(updates, interval, staleness)
         small = Small(2, pace, steps_per_sync + 1, refill, capacity, max_uses)
         if not steps_without_room(pace) and fits_queue(small.groups, capacity):
-            explore(small.make, small.steps)
+            explore(small.make, small.steps, plain=True)
         else:
             refused += 1
             with pytest.raises(AssertionError, match="deadlock"):
-                explore(small.make, small.steps)
+                explore(small.make, small.steps, plain=True)
     assert refused > 4
 
 

@@ -29,25 +29,28 @@ class Training:
     """A step that is taken and not committed.
 
     `groups`: version of the oldest token by new group; `settling`: the groups that were replaced before it; `reused`:
-    the uses so far of the groups that it trains again.
+    the uses so far of the groups that it trains again; `failed`: those of `groups` that cannot be trained.
     """
 
     groups: dict[int, int]
     settling: list[int]
     reused: dict[int, Use]
+    failed: frozenset[int] = frozenset()
 
     @property
     def key(self) -> Key:
-        return tuple(sorted(self.groups.values())), tuple(sorted(self.reused.values()))
+        trained = sorted(oldest for group, oldest in self.groups.items() if group not in self.failed)
+        return len(self.groups), tuple(trained), tuple(sorted(self.reused.values()))
 
 
 @dataclass
 class Trial:
     """An admission with a trainer that publishes as its pace says, and engines that finish groups in any order.
 
-    `running`: version at its start by group in flight; `oldest`: version of the oldest token by queued group;
-    `replaced`: groups without signal since the last step; `training`: the steps that are taken, at most `ahead` + 1;
-    `ended`: groups of the steps that are trained; `held`: those of them whose rows are still in the queue.
+    `running`: version at its start by group in flight; `oldest`: version of the oldest token by queued group; `failed`:
+    the queued groups that cannot be trained; `replaced`: groups without signal since the last step; `training`: the
+    steps that are taken, at most `ahead` + 1; `ended`: groups of the steps that are trained; `held`: those of them
+    whose rows are still in the queue.
     """
 
     admission: Admission
@@ -58,15 +61,18 @@ class Trial:
     oldest: dict[int, int] = field(default_factory=dict)
     replaced: list[int] = field(default_factory=list)
     training: list[Training] = field(default_factory=list)
+    failed: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
     held: dict[int, Use] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
-        """The basis of the future: groups in flight of one version are alike, queued ones but for their order."""
+        """The basis of the future: groups of one version are alike, queued ones but for their order."""
         reusing = self.admission.max_uses > 1
         training = tuple(each.key for each in self.training) if reusing else len(self.training)
-        finished = tuple(self.oldest.values()), len(self.replaced), training, tuple(sorted(self.held.values()))
+        by_age = sorted(self.oldest.items(), key=lambda item: item[1])  # those of one age in order of completion
+        queued = tuple((oldest, group in self.failed) for group, oldest in by_age)
+        finished = queued, len(self.replaced), training, tuple(sorted(self.held.values()))
         return self.step, self.published, tuple(sorted(self.running.values())), *finished
 
     @property
@@ -110,9 +116,12 @@ class Trial:
         capacity = self.admission.capacity
         assert capacity is None or self.in_queue <= capacity, "the queue holds more than it may"
 
-    def finish(self, group: int) -> None:
-        self.oldest[group] = self.running.pop(group)
-        self.admission.finish(group, True, [self.oldest[group]])
+    def finish(self, group: int, *, ok: bool = True, newer: bool = False) -> None:
+        """Finish a group. `newer`: its first token was sampled after its start, with the weights that are served."""
+        started = self.running.pop(group)
+        self.oldest[group] = self.published if newer else started
+        self.failed |= set() if ok else {group}
+        self.admission.finish(group, ok, [self.oldest[group]])
 
     def finish_without_signal(self, group: int) -> None:
         """The group is replaced at once or, if the limit is reached, queued."""
@@ -132,16 +141,18 @@ class Trial:
         taken = self.admission.batch(step)
         if taken is None:
             return False
-        groups, _ = taken
+        groups, failed = sorted(taken[0] + taken[1]), frozenset(taken[1])
+        assert failed == self.failed.intersection(groups), "a failed group counts as trainable, or the other way round"
         bound = self.admission.pace.max_staleness
-        reused = self.take_again(step, len(groups))
+        reused = self.take_again(step, len(taken[0]))
         assert len(groups) + len(reused) == self.admission.groups, "the step has not its number of groups"
         assert self.admission.replaced(step) == sorted(self.replaced), "a replaced group is not settled"
         ages = {group: self.oldest.pop(group) for group in groups}
         assert all(self.last_update(step) - oldest <= bound for oldest in ages.values()), "the bound is passed"
         assert max(ages.values()) <= min(self.oldest.values(), default=max(ages.values())), "an older group is left"
         assert not reused or not self.oldest, "a new group is left for one that is used again"
-        self.training.append(Training(ages, self.replaced, reused))
+        self.training.append(Training(ages, self.replaced, reused, failed))
+        self.failed -= failed
         self.replaced = []
         self.release()
         return True
@@ -151,7 +162,7 @@ class Trial:
         groups = self.admission.reused(step)
         if not groups:
             return {}
-        assert new, "a step has no new group"
+        assert new, "a step has no new group that can be trained"
         assert not self.training, "groups are used again although the trainer has work"
         assert self.held.keys() >= set(groups), "a group is used again that was not trained, or has left the queue"
         assert all(self.held[group][0] < self.admission.max_uses for group in groups), "a group is used too often"
@@ -163,11 +174,12 @@ class Trial:
     def commit(self, trained: int | None = None) -> None:
         """Commit the oldest step that is taken, and publish if it is time. `trained`: how many groups had signal."""
         training = self.training.pop(0)
-        groups = list(training.groups)[:trained]
-        filtered = len(training.groups) - len(groups) + len(training.settling)
+        usable = [group for group in training.groups if group not in training.failed]
+        groups, failed = usable[:trained], len(training.failed)
+        filtered = len(usable) - len(groups) + len(training.settling)
         before = self.admission.counters.reused
         self.admission.commit(
-            self.step, trained=len(groups), filtered=filtered, dropped_stale=0, failed=0,
+            self.step, trained=len(groups), filtered=filtered, dropped_stale=0, failed=failed,
             reused=len(training.reused), trained_groups=groups,
         )  # fmt: skip
         self.ended = self.ended.union(training.groups, training.settling)
@@ -188,8 +200,11 @@ class Trial:
             assert not self.held, "rows are left at the end"
 
 
-def successors(trial: Trial, steps: int) -> Iterator[Trial]:
-    """Yield every state that one action leads to. Raises AssertionError if an action breaks a rule."""
+def successors(trial: Trial, steps: int, *, plain: bool = False) -> Iterator[Trial]:
+    """Yield every state that one action leads to. Raises AssertionError if an action breaks a rule.
+
+    `plain`: no group fails, and the first token of each has the version of its start.
+    """
 
     def after(action: Callable[[Trial], object]) -> Trial | None:
         copied = copy.deepcopy(trial)
@@ -198,6 +213,10 @@ def successors(trial: Trial, steps: int) -> Iterator[Trial]:
     actions: list[Callable[[Trial], object]] = [Trial.admit] if trial.admission.room else []
     for group in {version: group for group, version in trial.running.items()}.values():  # one of each version
         actions.append(lambda copied, group=group: copied.finish(group))
+        if not plain:
+            actions.append(lambda copied, group=group: copied.finish(group, ok=False))
+        if not plain and trial.running[group] < trial.published:
+            actions.append(lambda copied, group=group: copied.finish(group, newer=True))
         if trial.admission.refill:
             actions.append(lambda copied, group=group: copied.finish_without_signal(group))
     if len(trial.training) <= trial.ahead and trial.step + len(trial.training) < steps:
@@ -214,11 +233,14 @@ def successors(trial: Trial, steps: int) -> Iterator[Trial]:
     yield from found
 
 
-def explore(make: Callable[[], Admission], steps: int, ahead: int = 0, *, reuses: bool = False) -> int:
+def explore(
+    make: Callable[[], Admission], steps: int, ahead: int = 0, *, reuses: bool = False, plain: bool = False
+) -> int:
     """Visit every state up to `steps` trained steps; return their number.
 
-    `ahead`: the steps that are taken before the one that trains is committed. Raises AssertionError if a rule is
-    broken, if the last step cannot be reached from some state, or with `reuses` if no group is ever used again.
+    `ahead`: the steps that are taken before the one that trains is committed. `plain`: see `successors`. Raises
+    AssertionError if a rule is broken, if the last step cannot be reached from some state, or with `reuses` if no group
+    is ever used again.
     """
     admission = make()
     admission.set_version(0)
@@ -231,7 +253,7 @@ def explore(make: Callable[[], Admission], steps: int, ahead: int = 0, *, reuses
         if trial.step == steps:
             trial.check_the_end()
             last.add(trial.key)
-        for state in successors(trial, steps):
+        for state in successors(trial, steps, plain=plain):
             if state.key not in before:
                 before[state.key] = set()
                 waiting.append(state)

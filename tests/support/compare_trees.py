@@ -1,15 +1,18 @@
 """Shows that a change of structure changed nothing: two commits, the same deterministic runs, bit for bit equal.
 
     python -m tests.support.compare_trees --before e41680d
-    MEGARL_CPU_MATMUL=torch python -m tests.support.compare_trees --before f4a3bda --quickstart runs/quickstart/assets
+    MEGARL_CPU_MATMUL=torch python -m tests.support.compare_trees --before f4a3bda --ascending \
+        --quickstart runs/quickstart/assets
 
 checks `--before` out in a temporary worktree and starts the same CPU runs there and in this tree: a dense model under
 TP2 and a mixture of experts under EP2, six steps with evaluations, an export and a checkpoint in the middle, and a
 second run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the prompts
-drawn, all recorded trajectories and every metric of the old tree that is not a timing. With `--quickstart` it compares
+drawn, all recorded trajectories, answers and metrics; timings and fields that the old tree has not are left out, and
+these fields are named. With `--quickstart` it compares
 a few steps of the quickstart's own job instead, with the model and the data of that directory. Exit status 1 names the
 first difference. The variable makes both trees use torch's own float32 products, RMSNorm, SwiGLU and RoPE
-(`megarl/platforms/cpu_matmul.py`, `cpu_elementwise.py`), as trees did that know nothing of it.
+(`megarl/platforms/cpu_matmul.py`, `cpu_elementwise.py`), as trees did that know nothing of it. With `--ascending` both
+trees lay the sequences of a micro-batch in ascending order of their samples, as trees before 596367d did.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ import pandas
 import yaml
 
 from megarl.common.line_parts import read_lines
-from tests.support.checkout import ROOT, environment, torchrun
+from tests.support.checkout import ROOT, environment
 from tests.support.run import tiny_config
 from tests.support.whole_runs import contents_of, repeatable
 
@@ -40,6 +43,14 @@ REWARD = (
     "def digit_share(response: str, answer: str) -> float:\n"
     "    return sum(character.isdigit() for character in response) / max(1, len(response))\n"
 )
+ASCENDING = '''"""Runs a script with the sequences of each micro-batch in ascending order of their samples."""
+import runpy, sys
+from megarl.trainer import packing
+spread = packing._spread
+packing._spread = lambda *arguments: [sorted(part) for part in spread(*arguments)]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+'''
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dense TP2": {"family": "qwen3", "parallel": {"tensor": 2}},
     "MoE EP2": {"family": "qwen3_moe", "parallel": {"expert": 2}},
@@ -54,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", required=True, metavar="COMMIT", help="the commit to compare this tree with")
     parser.add_argument("--quickstart", type=Path, metavar="ASSETS", help="compare the quickstart, with these assets")
+    parser.add_argument("--ascending", action="store_true", help="micro-batches have the order from before 596367d")
     options = parser.parse_args(arguments)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-trees-")))
@@ -64,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             trees = {"before": before, "after": ROOT}
             if options.quickstart is not None:
-                _compare_quickstart(work, trees, options.quickstart.resolve())
+                _compare_quickstart(work, trees, options.quickstart.resolve(), ascending=options.ascending)
             for name, layout in LAYOUTS.items() if options.quickstart is None else ():
-                _compare_layout(name, work / name.replace(" ", "_"), trees, layout)
+                _compare_layout(name, work / name.replace(" ", "_"), trees, layout, ascending=options.ascending)
         except DifferenceError as difference:
             sys.stderr.write(f"DIFFERENT: {difference}\n")
             return 1
@@ -74,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _compare_layout(name: str, work: Path, trees: Mapping[str, Path], layout: Mapping[str, Any]) -> None:
+def _compare_layout(
+    name: str, work: Path, trees: Mapping[str, Path], layout: Mapping[str, Any], *, ascending: bool
+) -> None:
     work.mkdir()
     (work / "compared_reward.py").write_text(REWARD)
     config = tiny_config(work, steps=STEPS, family=layout["family"])
@@ -86,9 +100,10 @@ def _compare_layout(name: str, work: Path, trees: Mapping[str, Path], layout: Ma
     config["evaluation"]["every"] = 2
     whole, resumed = {}, {}
     for tree, root in trees.items():
-        whole[tree] = _run(root, config, work / tree, work)
+        whole[tree] = _run(root, config, work / tree, work, ascending=ascending)
         checkpoint = whole[tree] / "checkpoints" / f"iter_{MIDDLE:07d}"
-        resumed[tree] = _run(root, config, work / f"{tree}_resumed", work, f"checkpoint.resume={checkpoint}")
+        resume = f"checkpoint.resume={checkpoint}"
+        resumed[tree] = _run(root, config, work / f"{tree}_resumed", work, resume, ascending=ascending)
         sys.stdout.write(f"{name}: ran {tree}\n")
         sys.stdout.flush()
     for kind, runs in (("whole run", whole), ("resumed run", resumed)):
@@ -96,7 +111,7 @@ def _compare_layout(name: str, work: Path, trees: Mapping[str, Path], layout: Ma
     sys.stdout.write(f"{name}: equal\n")
 
 
-def _compare_quickstart(work: Path, trees: Mapping[str, Path], assets: Path) -> None:
+def _compare_quickstart(work: Path, trees: Mapping[str, Path], assets: Path, *, ascending: bool) -> None:
     """Compare some steps of the quickstart's config, which each tree has as it was; only its length is changed."""
     runs = {}
     for tree, root in trees.items():
@@ -106,17 +121,22 @@ def _compare_quickstart(work: Path, trees: Mapping[str, Path], assets: Path) -> 
         config["data"]["path"] = str(assets / "train.jsonl")
         config["evaluation"]["sets"] = [{"name": "additions", "path": str(assets / "heldout.jsonl"), "limit": 64}]
         config |= {"checkpoint": {"every": QUICKSTART_STEPS}, "telemetry": {"dump_batches": True}}
-        runs[tree] = _run(root, config, work / tree, work)
+        runs[tree] = _run(root, config, work / tree, work, ascending=ascending)
         sys.stdout.write(f"quickstart: ran {tree}\n")
         sys.stdout.flush()
     compare_runs("quickstart", runs["before"], runs["after"])
 
 
-def _run(root: Path, config: Mapping[str, Any], run_dir: Path, work: Path, *overrides: str) -> Path:
+def _run(root: Path, config: Mapping[str, Any], run_dir: Path, work: Path, *overrides: str, ascending: bool) -> Path:
     path = work / "config.yaml"
     path.write_text(yaml.safe_dump({**config, "run": {**config["run"], "dir": str(run_dir)}}))
-    script = root / "examples/rl/train_rl.py"
-    command = torchrun(2, str(script), "--config", str(path), *overrides)
+    script = [str(root / "examples/rl/train_rl.py")]
+    if ascending:
+        (work / "ascending.py").write_text(ASCENDING)
+        script.insert(0, str(work / "ascending.py"))
+    # torchrun's own meeting place, because old trees have none.
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, *script, "--config", str(path), *overrides]
     variables = environment(PYTHONPATH=f"{root}{os.pathsep}{work}")
     ended = subprocess.run(
         command, cwd=work, env=variables, text=True, capture_output=True, timeout=RUN_TIMEOUT_S, check=False
@@ -140,26 +160,40 @@ def compare_runs(name: str, before: Path, after: Path) -> None:
     tables = [_batches(run / "batches") for run in (before, after)]
     columns = set.intersection(*({name for row in table.values() for name in row} for table in tables))
     _same(f"{name}: recorded batches", *(_texts(table, columns) for table in tables))
-    _same(f"{name}: answers of evaluations", *(_files(run, "eval_*.jsonl") for run in (before, after)))
-    _same(f"{name}: samples", *(_samples(run) for run in (before, after)))
-    _same(f"{name}: metrics", *_metrics(before / "metrics.jsonl", after / "metrics.jsonl"))
+    answers = [_lines(run, sorted(run.glob("eval_*.jsonl"))) for run in (before, after)]
+    _same(f"{name}: answers of evaluations", *_of_both(f"{name}: answers of evaluations", *answers))
+    samples = [_lines(run, [run / "samples.jsonl"]) for run in (before, after)]
+    _same(f"{name}: samples", *_of_both(f"{name}: samples", *samples))
+    metrics = [_lines(run, [run / "metrics.jsonl"], repeatable) for run in (before, after)]
+    _same(f"{name}: metrics", *_of_both(f"{name}: metrics", *metrics))
 
 
 def _files(directory: Path, pattern: str = "*") -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.glob(pattern))}
 
 
-def _samples(run_dir: Path) -> dict[str, str]:
-    return {str(number): line for number, line in enumerate(read_lines(run_dir / "samples.jsonl"))}
+def _lines(
+    run_dir: Path, paths: Sequence[Path], kept: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> dict[str, dict[str, Any]]:
+    """Return the records of JSON files with the fields that are `kept`, by file and line."""
+    return {
+        f"{path.relative_to(run_dir)}, line {number}": dict(_flat(kept(json.loads(line))))
+        for path in paths
+        for number, line in enumerate(read_lines(path))
+    }
 
 
-def _metrics(before: Path, after: Path) -> list[dict[str, Any]]:
-    """Return every metric that is not a timing, by line and name, without those that only the new tree has."""
-    both = [[repeatable(json.loads(line)) for line in path.read_text().splitlines()] for path in (before, after)]
-    known = {name for line in both[0] for name in line}
+def _of_both(
+    what: str, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return every field by line and name, without those that no line of the old tree has, which are named."""
+    known = {name for line in before.values() for name in line}
+    new = sorted({name for line in after.values() for name in line} - known)
+    if new:
+        sys.stdout.write(f"{what}: not compared, as only the new tree has them: {', '.join(new)}\n")
     return [
-        {f"line {number}, {name}": line[name] for number, line in enumerate(lines) for name in line.keys() & known}
-        for lines in both
+        {f"{key}, {name}": line[name] for key, line in lines.items() for name in line.keys() & known}
+        for lines in (before, after)
     ]
 
 
