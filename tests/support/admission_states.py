@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission
@@ -212,13 +213,13 @@ def successors(trial: Trial, steps: int, *, plain: bool = False) -> Iterator[Tri
 
     actions: list[Callable[[Trial], object]] = [Trial.admit] if trial.admission.room else []
     for group in {version: group for group, version in trial.running.items()}.values():  # one of each version
-        actions.append(lambda copied, group=group: copied.finish(group))
+        actions.append(partial(Trial.finish, group=group))
         if not plain:
-            actions.append(lambda copied, group=group: copied.finish(group, ok=False))
+            actions.append(partial(Trial.finish, group=group, ok=False))
         if not plain and trial.running[group] < trial.published:
-            actions.append(lambda copied, group=group: copied.finish(group, newer=True))
+            actions.append(partial(Trial.finish, group=group, newer=True))
         if trial.admission.refill:
-            actions.append(lambda copied, group=group: copied.finish_without_signal(group))
+            actions.append(partial(Trial.finish_without_signal, group=group))
     if len(trial.training) <= trial.ahead and trial.step + len(trial.training) < steps:
         actions.append(Trial.take)
     if trial.training:
