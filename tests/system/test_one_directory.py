@@ -35,7 +35,7 @@ def test_a_second_start_is_refused_and_ctrl_c_twice_ends_an_evaluation_at_once(t
         finally:
             if again.poll() is None:
                 kill_everything(again, run_dir)
-        assert again.returncode != 0 and output.count("megarl: ") == 1 and " is in use by a run (pid " in output
+        assert again.returncode != 0 and output.count("megarl: ") == 1 and "is in use by megarl launch (pid " in output
         assert not (run_dir / "previous").exists() and not (run_dir / "exit.json").exists()
         press_twice(process, signal.SIGINT)
         check_end(process, log, run_dir, "in an evaluation")
