@@ -49,6 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     for command in COMMANDS[PREPARATION]:
         if command.startswith("python "):
             checkout.call(command)
+    checkout.slow.clear()  # of the models' training the README does not say how long it takes
     return checkout
 
 
