@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 POLL_S = 0.2
+WORKER_STARTED_S = 15.0  # after which an agent worker has loops; one that is stopped in its start has none to lose
 STARTED_S = 6.0  # after which a reward worker scores; late rewards replace workers every few seconds
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
 CRAWL = (0.475, 0.025)  # of one that is 20 times slower
@@ -82,7 +83,10 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
         ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
-    return _with_title(below_supervisor(run_dir), TITLES[target])
+    found = _with_title(below_supervisor(run_dir), TITLES[target])
+    if target == "agent-worker":  # as with rewards: the others work on while one is being started
+        return [each for each in found if age(each) > WORKER_STARTED_S]
+    return found
 
 
 def _scorers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

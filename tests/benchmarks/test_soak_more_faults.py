@@ -31,6 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     directory.mkdir()
     living = Run(directory, monkeypatch)
     monkeypatch.setattr(soak_faults, "NOTICE_S", 2.0)
+    monkeypatch.setattr(soak_processes, "WORKER_STARTED_S", 0.0)
     yield living
     living.close()
 
@@ -196,10 +197,12 @@ def test_only_the_reward_workers_of_agent_workers_are_hit(tmp_path: Path, monkey
         wait
     """
     monkeypatch.setattr(soak_processes, "STARTED_S", 0.0)
+    monkeypatch.setattr(soak_processes, "WORKER_STARTED_S", 1.0)
     supervisor = psutil.Popen(["bash", "-c", script])
     try:
         (tmp_path / "supervisor.json").write_text(json.dumps({"process": {"pid": supervisor.pid}}))
         wait_until(lambda: len(supervisor.children(recursive=True)) >= 4, 30, "the processes")
+        assert not find_processes(tmp_path, "agent-worker"), "it is being started"
         wait_until(lambda: len(find_processes(tmp_path, "agent-worker")) == 1, 30, "the agent worker")
         [worker] = find_processes(tmp_path, "agent-worker")
         wait_until(lambda: len(find_processes(tmp_path, "reward")) == 1, 30, "its reward worker")
