@@ -83,10 +83,10 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
         ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
-    found = _with_title(below_supervisor(run_dir), TITLES[target])
+    parts = _with_title(below_supervisor(run_dir), TITLES[target])
     if target == "agent-worker":  # as with rewards: the others work on while one is being started
-        return [each for each in found if age(each) > WORKER_STARTED_S]
-    return found
+        return [each for each in parts if age(each) > WORKER_STARTED_S]
+    return parts
 
 
 def _scorers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

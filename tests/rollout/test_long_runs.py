@@ -12,12 +12,14 @@ import pytest
 
 from megarl.rollout import prompt_groups
 from megarl.rollout.failure_policy import FailurePolicy
+from megarl.rollout.journal import JOURNAL_FILE
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
 from tests.support.growth import growth_per_step, held_bytes
 
 STEPS, MEASURED_EVERY = 20_000, 500
 GROUPS, SAMPLES = 2, 2
+EVENTS = "events"  # the folder
 # Bytes per step. A list with one more entry per step grows by 8, without what the entry refers to.
 GROWTH = 1.0
 
@@ -63,12 +65,20 @@ async def take_step(local: LocalController, step: int) -> None:
     forget_calls(local)
 
 
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 def sizes(local: LocalController, directory: Path) -> dict[str, float]:
     """Return what could grow, by name."""
     process = psutil.Process()
     return {
         "bytes held by the controller": held_bytes(vars(local.controller)),
-        "bytes in files": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+        # Without events, which have a budget of their own and rotate (tests/telemetry/test_event_budget.py).
+        "bytes in files": sum(
+            path.stat().st_size for path in directory.rglob("*") if path.is_file() and path.parent.name != EVENTS
+        ),
+        "bytes in the journal": size_of(directory / JOURNAL_FILE),
         "files": sum(1 for _ in directory.rglob("*")),
         "threads": threading.active_count(),
         "descriptors": process.num_fds(),
@@ -76,7 +86,6 @@ def sizes(local: LocalController, directory: Path) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
 def test_nothing_grows(local: LocalController, tmp_path: Path) -> None:
     source: Any = local.controller._source
     draw = source.draw
@@ -84,6 +93,7 @@ def test_nothing_grows(local: LocalController, tmp_path: Path) -> None:
     found: list[dict[str, float]] = []
 
     async def scenario() -> None:
+        await local.controller.begin(None)  # from here on the journal is written
         for step in range(STEPS):
             await take_step(local, step)
             if step % MEASURED_EVERY == 0:
@@ -95,6 +105,7 @@ def test_nothing_grows(local: LocalController, tmp_path: Path) -> None:
     later = found[2:]  # the first steps fill what has a fixed size
     steps = [number * MEASURED_EVERY for number in range(len(later))]
     slopes = {name: growth_per_step(steps, [each[name] for each in later]) for name in later[0]}
-    assert min(each["bytes in files"] for each in later) > 0, "the journal is part of it"
-    assert slopes["bytes held by the controller"] < GROWTH and slopes["bytes in files"] < GROWTH, slopes
-    assert all(slopes[name] < 1 / STEPS for name in ("files", "threads", "descriptors", "tasks")), slopes
+    assert max(each["bytes in the journal"] for each in later) > 0, "the journal is part of it"
+    assert all(slopes[name] < GROWTH for name in slopes if name.startswith("bytes")), slopes
+    # A pool of threads may take some more of its few at any time; one per 2,000 steps is no such thing.
+    assert all(slopes[name] < 10 / STEPS for name in ("files", "threads", "descriptors", "tasks")), slopes
