@@ -72,7 +72,7 @@ class DoorSession:
     """The turns of one session. `used_at`: when it was used last; `open_requests`: how many are under way.
 
     `terms`: what it fixes for its requests; None if a client has begun it by using it. `refused`: the code of the error
-    with which a request was refused at a bound of the trajectory; "" if none was.
+    with which a request was refused at a bound of the trajectory; "" if none was, or if a turn has followed.
     """
 
     def __init__(self, name: str, now: float, terms: SessionTerms | None = None) -> None:
@@ -152,6 +152,7 @@ class DoorSession:
             chat=chat,
         )
         self.turns.append(turn)
+        self.refused = ""
         self._children.setdefault(parent, []).append(turn.number)
         if chat.key:
             self._by_key[chat.key] = turn.number

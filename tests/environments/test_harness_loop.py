@@ -338,6 +338,11 @@ def test_a_prompt_that_does_not_fit_fails_the_sample_alone_if_the_config_says_so
     assert not ctx.judged and ctx.overflows == 1
 
 
+def test_a_failure_after_a_refusal_that_was_handled_is_no_overflow(door: StandInDoor, tmp_path: Path) -> None:
+    with pytest.raises(ToolFailed, match="LookupError: a mistake of its own"):
+        run(harness_of("handles_a_refusal"), Context(tmp_path))
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_request_beyond_the_turns_of_a_sample_ends_it_by_the_same_policy(
     door: StandInDoor, tmp_path: Path, trains: bool

@@ -115,6 +115,22 @@ def test_an_engine_that_has_read_the_weights_serves_at_once(tmp_path: Path, monk
     assert report.parts["r"].response_ids == [7]
 
 
+@pytest.mark.parametrize(("interval_s", "hold_s"), [(0.1, 0.05), (5.0, 0.2)])
+def test_an_engine_holds_no_tokens_for_longer_than_reports_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float, hold_s: float
+) -> None:
+    """The tokens that a lost engine takes with it are those of one interval, what its process holds included."""
+    built: list[float] = []
+    monkeypatch.setattr(replica_module, "redirect_output", lambda file: None)
+    monkeypatch.setattr(replica_module, "engine_environment", lambda *_, **__: {})
+    monkeypatch.setattr(replica_module, "engine_args", lambda *_, **__: {})
+    monkeypatch.setattr(replica_module, "build_monitored", lambda arguments, monitor, hold_s: built.append(hold_s))
+    config = pool_config(tmp_path, rollout={"report_interval_s": interval_s})
+    spec = ReplicaSpec(config.model_dump_json(), str(tmp_path), "run", cuda=False, max_model_len=64, supervisor=None)
+    EngineReplica(spec, 3)._build()
+    assert built == [hold_s]
+
+
 def test_a_replica_that_is_started_tells_when_it_has_its_place() -> None:
     """The place looks free until then, and afterwards the engine may still need minutes."""
     order: list[str] = []

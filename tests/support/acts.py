@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ async def two_turns(base_url: str, token: str, session: str, row: dict[str, Any]
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}, timeout=60.0) as http:
             content = (await http.get(f"{base_url}/sessions/{session}")).json()
         (Path(keep) / f"{session}.json").write_text(json.dumps({"row": row, "process": process, **content}))
+
+
+async def handles_a_refusal(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
+    """A prompt that does not fit, then one that does, and then a failure of its own."""
+    headers = {"X-Session-ID": session}
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=token, default_headers=headers) as client:
+        model = (await client.models.list()).data[0].id
+        for content in ("x" * 100_000, "Say something."):
+            with contextlib.suppress(openai.BadRequestError):
+                await client.chat.completions.create(model=model, messages=[{"role": "user", "content": content}])
+    raise LookupError("a mistake of its own")
 
 
 async def rewarded(base_url: str, token: str, session: str, row: dict[str, Any], score: Any = 0.5) -> Any:

@@ -59,7 +59,7 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
         "sampling": {"max_tokens": 256},
         "reward": {**tree["reward"], "workers": 5},
     }
-    tree["rollout"]["agent_workers"] = 1
+    tree["rollout"] |= {"agent_workers": 1, "max_model_len": 500}
     tree["trainer"]["micro_batch_tokens"] = 1024
     config = config_from_tree(tree)
     queue = WorkerQueue()
@@ -74,6 +74,8 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
         engines = CallsThenAnswers(source.tokenizer, source.stop_token_ids[0])
         worker = AgentWorker(WorkerSpec(pool, "run.0", 0))
         await worker.start()
+        boxes = (*worker._texts().training.values(), *source.toolboxes.values())
+        assert [box.max_model_len for box in boxes] == [500, 500], "which ends a loop's trajectory, in either process"
         assert worker._rewards.workers == 2, "half of five: the controller has a share too"
 
         async def start(index: int) -> Any:
