@@ -20,8 +20,9 @@ from tests.support.growth import growth_per_step, held_bytes
 STEPS, MEASURED_EVERY = 20_000, 500
 GROUPS, SAMPLES = 2, 2
 EVENTS = "events"  # the folder
-# Bytes per step. A list with one more entry per step grows by 8, without what the entry refers to.
-GROWTH = 1.0
+# Bytes per step. A list with one more entry per step grows by 8, without what the entry refers to. Open groups and
+# the journal are a different share of their interval at each measurement: 20 kB of noise, a slope of up to 1.5.
+GROWTH = 4.0
 
 
 @pytest.fixture
