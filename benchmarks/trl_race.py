@@ -89,7 +89,7 @@ TASKS = {
     ),
     "long": Task(
         "long", groups=4, samples_per_group=8, max_tokens=256, reward="benchmarks.length_model:letter_share",
-        lr=1e-4, eps=1e-8, micro_batches=(32, 8, 4), micro_batch_tokens=4096, trl_steps=2, trl_skip=1, steps=8, skip=4,
+        lr=1e-4, eps=1e-8, micro_batches=(32, 8, 4), micro_batch_tokens=4096, trl_steps=3, trl_skip=1, steps=8, skip=4,
         replicas=2, ranks=2,
     ),
 }  # fmt: skip

@@ -10,11 +10,12 @@ from importlib.metadata import version
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from megarl.common import megatron_versions
 from megarl.common.errors import InstallationError
 from tests.support.checkout import ROOT, environment
-from tests.support.megatron_version import VARIABLE
+from tests.support.megatron_version import VARIABLE, check_megatron_version
 from tests.support.world import World
 
 
@@ -44,7 +45,23 @@ def test_other_versions_are_refused(version: str, supported: bool, monkeypatch: 
 @pytest.mark.world
 def test_ranks_import_the_version_that_is_installed(world: Callable[[int], World]) -> None:
     installed = version("megatron-core")  # of the first directory on the path that has one
-    assert world(1).run("tests.support.ranks.megatron_defects:imported_version") == [installed]
+    [imported] = world(1).run("tests.support.ranks.megatron_defects:imported_version")
+    assert Version(imported).public == installed
+
+
+@pytest.mark.parametrize("found", ["0.19.2", "0.19.2+7a3bf5c"])
+def test_the_commit_of_a_repository_around_it_is_no_other_version(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core
+
+    from megarl import platforms
+
+    monkeypatch.setattr(platforms, "activate", lambda: None)  # it would take the patches of the version that is told
+    monkeypatch.setattr(megatron.core, "__version__", found)
+    monkeypatch.setenv(VARIABLE, "0.19.2")
+    check_megatron_version()
+    monkeypatch.setenv(VARIABLE, "0.19.1")
+    with pytest.raises(RuntimeError, match="is imported from"):
+        check_megatron_version()
 
 
 def test_a_session_with_another_version_than_expected_does_not_start() -> None:
@@ -54,4 +71,4 @@ def test_a_session_with_another_version_than_expected_does_not_start() -> None:
         text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode != 0
-    assert f"{VARIABLE}=0.0.1, but megatron-core {version('megatron-core')} is imported" in done.stderr
+    assert f"{VARIABLE}=0.0.1, but megatron-core {version('megatron-core')}" in done.stderr

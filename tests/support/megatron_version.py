@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from packaging.version import Version
+
 VARIABLE = "MEGARL_EXPECT_MCORE"
 
 
@@ -20,7 +22,8 @@ def check_megatron_version() -> None:
     platforms.activate()
     import megatron.core
 
-    if megatron.core.__version__ != expected:
+    # Newer versions add the commit of the git repository that they lie in, here megarl's own.
+    if Version(megatron.core.__version__).public != expected:
         raise RuntimeError(
             f"{VARIABLE}={expected}, but megatron-core {megatron.core.__version__} is imported from "
             f"{megatron.core.__file__}: is its directory the first with a `megatron` on PYTHONPATH?"
