@@ -114,7 +114,7 @@ test-environments: setup-test setup-environments  ## verifiers' client, server a
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/door/test_verifiers_client.py tests/environments \
 	  tests/system/test_verifiers_training.py
 
-test-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core: make test-mcore NEXT=0.19.2.
+test-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core, NEXT=0.19.2; about 7 minutes.
 	MEGARL_EXPECT_MCORE=$(NEXT) PYTHONPATH=$(abspath $(MCORE)) $(PY) -m pytest -m "not slow" $(MCORE_TESTS) \
 	  -n 2 --dist loadfile --no-loadscope-reorder
 

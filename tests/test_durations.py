@@ -17,7 +17,9 @@ TIMES = {  # how each file tells the minutes of a target
 EVERYWHERE = {"README.md", "Makefile", "docs/architecture.md"}
 
 
-@pytest.mark.parametrize("target", ["test", "test-system", "test-cluster", "test-environments", "test-oracles"])
+@pytest.mark.parametrize(
+    "target", ["test", "test-system", "test-cluster", "test-environments", "test-oracles", "test-mcore"]
+)
 def test_a_target_takes_the_same_time_everywhere(target: str) -> None:
     told = {}
     for name, pattern in TIMES.items():
