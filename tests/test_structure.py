@@ -66,7 +66,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
     "rollout/response_files.py:ResponseFiles.keep_trying": "nobody waits for it",
     "rollout/shared_calls.py:CallDesk.take": "the controller's link, POLL_S and timeouts.rpc_s",
-    "rollout/shared_calls.py:CallLink.call": "`Fleet.call`, the time limit of each call",
+    "rollout/shared_calls.py:CallLink.call": "`ReplicaActors.call`, the time limit of each call",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
     "rollout/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
     "rollout/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",

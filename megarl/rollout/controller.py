@@ -33,6 +33,7 @@ from megarl.rollout.admission import Admission
 from megarl.rollout.agents.find_loop import find_loop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.answered_calls import AnsweredCalls
+from megarl.rollout.attach_fleet import attach_fleet
 from megarl.rollout.background import BackgroundTasks, cancel_all
 from megarl.rollout.batch_events import record_batch_taken
 from megarl.rollout.batch_stats import BatchStats, BusyClock
@@ -41,7 +42,6 @@ from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.elastic_pool import ElasticPool, ReplicaReport
 from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.foreign_requests import ForeignReport, ForeignRequest, ForeignRequests
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.handover import Committed, Handover
@@ -121,7 +121,7 @@ class RolloutController:
             asyncio.to_thread(self._start_queue),
             asyncio.to_thread(PromptSource, config),
             asyncio.to_thread(find_loop, config.agent),
-            Fleet.attach(self.spec, config, wait=not self._replaces),
+            attach_fleet(self.spec, config, wait=not self._replaces),
             self._rewards.start(),
         )
         self.elastic = self._elastic_pool()
@@ -587,7 +587,7 @@ class RolloutController:
 
     async def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
         """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
-        return self._fleet.quarantine(index, reason)
+        return self._fleet.states.quarantine(index, reason)
 
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""

@@ -19,8 +19,8 @@ from megarl.common.garbage import collect_rarely, exempt_present_objects
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.config.schema import Config
+from megarl.rollout.attach_fleet import attach_fleet
 from megarl.rollout.elastic_pool import ElasticPool, ReplicaReport
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.foreign_requests import ForeignReport, ForeignRequest, ForeignRequests
 from megarl.rollout.placement import engine_needs, free_places
 from megarl.rollout.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
@@ -57,7 +57,7 @@ class ServingController:
         Raises RolloutError naming a replica that does not come up.
         """
         started = time.monotonic()
-        self._fleet = await Fleet.attach(self.spec, self.config, wait=not self._replaces)
+        self._fleet = await attach_fleet(self.spec, self.config, wait=not self._replaces)
         self._fleet.expect_publication(True)  # requests wait for a replica that is replaced
         self._foreign_requests = ForeignRequests(self._fleet, serves=False)
         self._pool = self._elastic_pool()
@@ -76,7 +76,7 @@ class ServingController:
         deadline = time.monotonic() + bound_s
         while True:
             try:
-                return await self._fleet.call(index, "set_weight_version", VERSION, timeout_s=bound_s)
+                return await self._fleet.actors.call(index, "set_weight_version", VERSION, timeout_s=bound_s)
             except RolloutError:
                 if time.monotonic() > deadline:
                     raise
@@ -114,7 +114,7 @@ class ServingController:
         """Let replicas serve that were lost or added, as a publication would: sound ones at once, others anew."""
         try:
             await self._fleet.begin_sync()
-            broken = [index for index in self._fleet.lost if self._fleet.state_of(index) != "joining"]
+            broken = [index for index in self._fleet.lost if self._fleet.states.state_of(index) != "joining"]
             if broken:
                 write_notice(Path(self.spec.run_dir), f"replicas {sorted(broken)} were lost and are started again")
                 await self._fleet.restart(sorted(broken))
@@ -129,7 +129,8 @@ class ServingController:
         """Label the weights of all replicas; those that have just come do not know it."""
         for index in self._fleet.serving:
             with contextlib.suppress(RolloutError):  # its next request tells that it is lost
-                await self._fleet.call(index, "set_weight_version", VERSION, timeout_s=self.config.timeouts.rpc_s)
+                bound_s = self.config.timeouts.rpc_s
+                await self._fleet.actors.call(index, "set_weight_version", VERSION, timeout_s=bound_s)
 
     @property
     def _foreign(self) -> ForeignRequests:
