@@ -40,6 +40,39 @@ _PHASES = {
 }
 
 
+class _SyncCalls:
+    """The calls of one sync to all replicas. `phase`: that of the last one; `seconds`: what each took, by method."""
+
+    def __init__(
+        self, replicas: Sequence[ReplicaHandle], group: Group, version: int, keep: Collection[str], rpc_s: float
+    ) -> None:
+        """`keep`: the names of replicas that keep their version. `rpc_s`: the bound of a call that has no other one."""
+        self._replicas, self._group, self._version, self._keep = replicas, group, version, keep
+        self._rpc_s = rpc_s
+        self._release = Release(group.aborted, group.post_abort)
+        self.phase = STAGE
+        self.seconds: dict[str, float] = {}
+
+    def make(
+        self, method: str, *args: object, kept: tuple[object, ...] = (), limit: float | None = None
+    ) -> list[Returned]:
+        """Call `method` with `args`, and with `kept` on the replicas that keep their version.
+
+        Raises SyncAborted, and calls nothing, if another member has failed; CallsFailed as `call_all` does.
+        """
+        if self._group.aborted() and method != "resume":  # another member failed: go no further
+            raise SyncAborted(self._group.abort_reason or "")
+        self.phase = _PHASES[method]
+        begun = time.monotonic()
+        arguments = [kept if replica.name in self._keep else args for replica in self._replicas]
+        timeout_s = limit or self._rpc_s
+        returned = call_all(self._replicas, method, arguments, timeout_s=timeout_s, release=self._release)
+        ended = time.monotonic()
+        self.seconds[method] = ended - begun
+        events.record(f"sync_{self.phase}", begun, ended, key=self._version, version=self._version)
+        return returned
+
+
 class EngineCalls:
     """Calls the replicas, on the leader."""
 
@@ -110,50 +143,32 @@ class EngineCalls:
             WeightSyncError: with the failed members, the replicas that must be replaced, and those that need not if
                 the sync is repeated.
         """
-        replicas = self._replicas
         started = time.monotonic()
         deadline = started + timeout_s
-        phases: dict[str, float] = {}
-        phase, self._called = STAGE, False
+        calls = _SyncCalls(self._replicas, group, version, keep, self._rpc_s)
         info = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
-        release = Release(group.aborted, group.post_abort)
-
-        def call(
-            method: str, *args: object, kept: tuple[object, ...] = (), limit: float | None = None
-        ) -> list[Returned]:
-            """Call `method` with `args`, and with `kept` on the replicas that keep their version."""
-            nonlocal phase
-            if group.aborted() and method != "resume":  # another member failed: go no further
-                raise SyncAborted(group.abort_reason or "")
-            phase, self._called = _PHASES[method], True
-            begun = time.monotonic()
-            arguments = [kept if replica.name in keep else args for replica in replicas]
-            returned = call_all(replicas, method, arguments, timeout_s=limit or self._rpc_s, release=release)
-            ended = time.monotonic()
-            phases[method] = ended - begun
-            events.record(f"sync_{phase}", begun, ended, key=version, version=version)
-            return returned
-
         try:
             _await_staged(staged, group, timeout_s)
             pause_begun = time.monotonic()
-            phases[phase] = pause_begun - started
+            calls.seconds[STAGE] = pause_begun - started
             events.record("sync_stage", started, pause_begun, key=version, version=version)
-            call("pause", self._recompute_kv, kept=(False, True))
-            call("start_weight_update")
+            calls.make("pause", self._recompute_kv, kept=(False, True))
+            calls.make("start_weight_update")
             remaining = max(0.1, deadline - time.monotonic())
             update = {**info, "timeout_s": remaining, "load": True}
-            call("update_weights", update, kept=({**update, "load": False},), limit=remaining + EXTRA_WAIT_S)
+            calls.make("update_weights", update, kept=({**update, "load": False},), limit=remaining + EXTRA_WAIT_S)
             reports = self._await_reports(group, plan, deadline)
-            call("finish_weight_update", str(version), kept=(None,))
-            resumed = call("resume")
+            calls.make("finish_weight_update", str(version), kept=(None,))
+            resumed = calls.make("resume")
         except (CallsFailed, WeightSyncError) as error:
-            raise self._failures.explain(error, group, replicas, version, phase) from error
+            raise self._failures.explain(error, group, self._replicas, version, calls.phase) from error
+        finally:
+            self._called = calls.phase != STAGE
         total = time.monotonic() - started
         pause_s = max(each.at for each in resumed) - pause_begun
         digest_s = _digest_seconds(group.members, reports)
         self._ways.note(version, reports[len(group.members.senders) :])
-        return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, pause_s, phases)
+        return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, pause_s, calls.seconds)
 
     def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
         """Return every member's report, after comparing all digests with the senders'. Raises DigestMismatch."""
