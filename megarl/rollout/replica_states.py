@@ -1,4 +1,4 @@
-"""What each replica of the pool does: it serves, is lost, is drained, comes or goes.
+"""The state of each replica of the pool: it serves, is lost, is drained, comes or goes.
 
 Requests are placed on replicas that serve. One that is lost, is drained or leaves gets no more, and what it works on
 goes on elsewhere. It may serve again later, but without its requests of before.

@@ -1,4 +1,4 @@
-"""How the trainer ranks form the group of a weight sync with all engine workers, generation after generation.
+"""The group of a weight sync, which the trainer ranks form with all engine workers, generation after generation.
 
 Rank 0, the leader, asks the pool for its replicas, has failed ones replaced, and tells the other ranks who the members
 are. Those that send then join the group, while the leader has the engines join it, and all learn whether that has

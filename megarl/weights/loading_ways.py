@@ -1,4 +1,4 @@
-"""In which way each engine worker loads the weights: in place, or why not. The leader logs it when it changes."""
+"""The ways in which engine workers load the weights (in place, or why not); the leader logs them when they change."""
 
 from __future__ import annotations
 

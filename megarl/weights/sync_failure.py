@@ -1,4 +1,4 @@
-"""What a failed weight sync means: which members failed, which replicas must be replaced, and why.
+"""The meaning of a failed weight sync: which members failed, which replicas must be replaced, and why.
 
 The leader asks: after a failure each member reports it, or answers what it was doing. `failure_cause.py` then finds the
 cause in these reports and answers.
