@@ -103,7 +103,7 @@ class Fleet:
         return sorted(self.membership.idle - self.lost.keys())
 
     @property
-    def lost(self) -> Mapping[int, ReplicaFailed]:
+    def lost(self) -> dict[int, ReplicaFailed]:
         """The replicas that do not serve because they failed, with the reasons; the last one lost is at the end."""
         return self.states.lost
 
