@@ -218,7 +218,8 @@ class Bench:
     """The measurements on one trainer rank; `times` holds the seconds of each, by name."""
 
     def __init__(self, directory: Path, exporter: HFExporter, bucket_mb: float) -> None:
-        from megarl.weights.sender import SyncSettings, WeightSender
+        from megarl.weights.sender import WeightSender
+        from megarl.weights.sync_settings import SyncSettings
 
         self.directory = directory
         self.exporter = exporter

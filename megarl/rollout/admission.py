@@ -36,13 +36,14 @@ Replay settles nothing: a group ends once, at its first use, and further uses ar
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from megarl.config.pace import Pace
+from megarl.rollout.commit_checks import check_ends, check_numbers, check_uses
 from megarl.rollout.counters import Counters, Taken
+from megarl.rollout.groups_in_flight import GroupsInFlight
+from megarl.rollout.ready_groups import ReadyGroups
 from megarl.rollout.reusable_groups import ReusableGroups, Use
 
 
@@ -68,13 +69,10 @@ class Admission:
         self.capacity = capacity
         self.steps = steps
         self.version = -1
-        self._published: set[int] = set()  # versions that the engines serve, have served or are about to serve
         self._next_group = 0
         self._redraw: list[int] = []  # rolled back; admitted again before any new group
-        self._kept: dict[int, frozenset[int]] = {}  # versions of the tokens with which a kept group started
-        self._in_flight: dict[int, int] = {}  # group -> version at which it was started
-        self._started: Counter[int] = Counter()  # groups in flight by that version
-        self._ready: dict[int, dict[int, bool]] = {}  # version of the oldest token -> group -> ok, as they finished
+        self._in_flight = GroupsInFlight()
+        self._ready = ReadyGroups()
         self._replaced: list[int] = []  # since the last step was taken
         self._taken: dict[int, Taken] = {}  # by step, if it is not committed
         self._reusable = ReusableGroups(max_uses)  # all of them can be used by the next step
@@ -89,16 +87,14 @@ class Admission:
 
     def announce(self, version: int) -> None:
         """Record that engines are about to serve `version`: from now on, tokens may carry it."""
-        self._published.add(version)
+        self._in_flight.announce(version)
 
     def set_version(self, version: int) -> None:
         """Record that the engines serve `version`. Raises ValueError if it is lower than the last one."""
         if version < self.version:
             raise ValueError(f"weight version went back from {self.version} to {version}")
         self.version = version
-        # No group in flight can have a token of an earlier version than the one at which it was started.
-        oldest = min(self._in_flight.values(), default=version)
-        self._published = {each for each in self._published if each >= oldest} | {version}
+        self._in_flight.serve(version)
         if self._base is None:
             self._base = (version, self._steps_taken)
 
@@ -129,13 +125,9 @@ class Admission:
         return self._reusable.max_uses
 
     @property
-    def _ready_count(self) -> int:
-        return sum(map(len, self._ready.values()))
-
-    @property
     def _waiting_count(self) -> int:
         """The number of new groups that no step has taken."""
-        return len(self._in_flight) + self._ready_count
+        return len(self._in_flight) + len(self._ready)
 
     @property
     def _taken_count(self) -> int:
@@ -185,9 +177,7 @@ class Admission:
         fresh = list(range(self._next_group, self._next_group + room - len(redrawn)))
         self._next_group += len(fresh)
         self._attempts += len(redrawn) + len(fresh)
-        self._in_flight.update(dict.fromkeys(redrawn + fresh, self.version))
-        if redrawn or fresh:  # an entry of zero groups would stay for ever
-            self._started[self.version] += len(redrawn) + len(fresh)
+        self._in_flight.start(redrawn + fresh, self.version)
         if self.capacity is not None:
             queued = self._waiting_count + self._taken_count + len(self._reusable)
             self._released += self._reusable.evict(max(0, queued - self.capacity))
@@ -210,10 +200,8 @@ class Admission:
         for group in sorted(oldest, key=oldest.__getitem__):
             unsettled = group in open_again or group >= self._next_group
             if unsettled and self._room_at(oldest[group]):
-                self._in_flight[group] = oldest[group]
-                self._started[oldest[group]] += 1
-                self._kept[group] = frozenset(kept[group])
-        self._leave_redraw(self._in_flight.keys())
+                self._in_flight.start_again(group, kept[group])
+        self._leave_redraw(set(self._in_flight))
         return list(self._in_flight)
 
     def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
@@ -248,8 +236,8 @@ class Admission:
         `versions`: those of its tokens; empty if it has none. Raises ValueError if the group is not in flight, or if a
         token has a version that cannot be right.
         """
-        oldest = self._leave_flight(group, versions)
-        self._ready.setdefault(oldest, {})[group] = ok
+        oldest = self._in_flight.leave(group, versions)
+        self._ready.add(group, ok, oldest)
 
     def replace(self, group: int, versions: Iterable[int]) -> bool:
         """Record that `group` has finished without signal, and leave its place to another group.
@@ -258,30 +246,9 @@ class Admission:
         """
         if len(self._replaced) >= self.refill:
             return False
-        self._leave_flight(group, versions)
+        self._in_flight.leave(group, versions)
         self._replaced.append(group)
         return True
-
-    def _leave_flight(self, group: int, versions: Iterable[int]) -> int:
-        """Remove a group from those in flight; return the version of its oldest token, or of its start."""
-        if group not in self._in_flight:
-            raise ValueError(f"group {group} is not in flight")
-        started = self._in_flight[group]
-        present = set(versions)
-        oldest = min(present, default=started)
-        if oldest < started:
-            raise ValueError(f"group {group} was started at version {started} and has a token of version {oldest}")
-        if unknown := present - self._published - self._kept.get(group, frozenset()):
-            raise ValueError(
-                f"group {group} has tokens of version {max(unknown)}, which was never published; the last is "
-                f"{max(self._published)}"
-            )
-        del self._in_flight[group]
-        self._kept.pop(group, None)
-        self._started[started] -= 1
-        if not self._started[started]:
-            del self._started[started]
-        return oldest
 
     def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
         """Take the new groups of `step`: (trainable, failed), each sorted; None while they are not ready.
@@ -294,17 +261,10 @@ class Admission:
             return self._taken[step].ok, self._taken[step].failed
         if step != self._steps_taken:
             raise ValueError(f"batches are taken in order: step {step} was requested, but {self._steps_taken} is next")
-        missing = max(0, self.groups - self._ready_count)
+        missing = max(0, self.groups - len(self._ready))
         if (missing and not (needed and self._fills_up(missing))) or self.awaited(step):
             return None
-        chosen: dict[int, bool] = {}
-        oldest: dict[int, int] = {}
-        for version, groups in self._oldest_ready():
-            left = self._ready[version]
-            chosen |= {group: left.pop(group) for group in groups}
-            oldest |= dict.fromkeys(groups, version)
-            if not left:
-                del self._ready[version]
+        chosen, oldest = self._ready.take(self.groups)
         ok, failed = sorted(g for g in chosen if chosen[g]), sorted(g for g in chosen if not chosen[g])
         reused = self._reusable.take(missing)
         self._taken[step] = Taken(ok, failed, sorted(self._replaced), oldest, reused)
@@ -318,8 +278,7 @@ class Admission:
         It does not without a new group that did not fail, or while another step is not committed: the trainer then has
         work, and more new groups may finish.
         """
-        new = any(ok for groups in self._ready.values() for ok in groups.values())
-        return not self._taken and new and len(self._reusable) >= missing
+        return not self._taken and self._ready.any_ok and len(self._reusable) >= missing
 
     def reused(self, step: int) -> list[int]:
         """Return the groups, sorted, that `step` trains again. Raises KeyError as `replaced` does."""
@@ -341,16 +300,6 @@ class Admission:
         """
         return self._taken[step].replaced
 
-    def _oldest_ready(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (version, groups) of the groups that the next step takes; of one version in order of completion."""
-        missing = self.groups
-        for version in sorted(self._ready):
-            groups = list(itertools.islice(self._ready[version], missing))
-            yield version, groups
-            missing -= len(groups)
-            if not missing:
-                return
-
     def upcoming(self, step: int) -> list[int]:
         """Return the finished groups that `step` would take if it took its groups now; [] if it has taken them.
 
@@ -358,7 +307,7 @@ class Admission:
         """
         if step != self._steps_taken:
             return []
-        return [group for _, groups in self._oldest_ready() for group in groups]
+        return [group for _, groups in self._ready.first(self.groups) for group in groups]
 
     def awaited(self, step: int) -> list[int]:
         """Return the groups in flight, sorted, of which `step` must wait for at least one more. Empty: for none.
@@ -366,13 +315,12 @@ class Admission:
         If the step took what is ready, the new groups of some version and older ones would be more than the steps after
         it, up to the last step of that version, can take.
         """
-        left = self._started + Counter({version: len(groups) for version, groups in self._ready.items()})
-        left -= Counter({version: len(groups) for version, groups in self._oldest_ready()})
+        left = self._in_flight.by_start + self._ready.left_after(self.groups)
         older = 0
         for version in sorted(left):
             older += left[version]
             if older > (self._end(version) - step - 1) * self.groups:
-                return sorted(group for group, started in self._in_flight.items() if started <= version)
+                return self._in_flight.started_by(version)
         return []
 
     def commit(
@@ -390,48 +338,31 @@ class Admission:
             raise ValueError(f"step {step} was never taken, or is already committed")
         numbers = {"trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed}
         taken = self._taken[step]
-        at_least = failed >= len(taken.failed) and filtered >= len(taken.replaced)
-        if min(numbers.values()) < 0 or sum(numbers.values()) != taken.total or not at_least:
-            replaced = f", {len(taken.replaced)} were replaced" if taken.replaced else ""
-            raise ValueError(
-                f"step {step}: {numbers} do not account for its {taken.total} groups, {len(taken.failed)} of them "
-                f"failed in rollout{replaced}"
-            )
-        ids = self._check_uses(step, trained, reused, trained_groups)
+        check_numbers(step, taken, numbers)
+        ids = check_uses(step, taken, trained, reused, trained_groups, may_reuse=self.max_uses > 1)
         if ended is not None:
-            _check_ends(step, taken, numbers, ended)
+            check_ends(step, taken, numbers, ended)
+        uses = self._uses_after(step, ids)
         del self._taken[step]
         self._committed_steps += 1
         for name, number in numbers.items():
             self._done[name] += number
         self._reused += reused
-        uses: dict[int, Use] = {}
-        if step not in self._held:  # the rows of those are gone
-            uses = {group: Use(taken.oldest[group]) for group in ids}
-            uses |= {group: use.again for group, use in taken.reused.items()}
         self._held.discard(step)
         kept = {group for group, use in uses.items() if self._reusable.keep(group, use)}
         self._released += {*taken.ok, *taken.failed, *taken.reused} - kept
         self._released += self._reusable.drop(self._usable)
 
-    def _check_uses(self, step: int, trained: int, reused: int, trained_groups: Iterable[int] | None) -> list[int]:
-        """Return the ids of the new groups that `step` has trained, none if they were not told and are not needed.
+    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, Use]:
+        """Return the groups that `step` has trained, `trained` for the first time, with the numbers of their uses.
 
-        Raises ValueError if they, or the number of groups that it has trained again, cannot be right.
+        None if their rows are gone.
         """
+        if step in self._held:
+            return {}
         taken = self._taken[step]
-        if reused != len(taken.reused):
-            raise ValueError(f"step {step} took {len(taken.reused)} groups to train them again, not {reused}")
-        if trained_groups is None:
-            if self.max_uses > 1:
-                raise ValueError(f"step {step}: the ids of the trained groups are missing; groups may be used again")
-            return []
-        ids = sorted(trained_groups)
-        if len(ids) != trained or len(set(ids)) != trained or not set(ids) <= set(taken.ok):
-            raise ValueError(
-                f"step {step}: {ids} cannot be its {trained} trained groups; the trainable ones are {taken.ok}"
-            )
-        return ids
+        uses = {group: Use(taken.oldest[group]) for group in trained}
+        return uses | {group: use.again for group, use in taken.reused.items()}
 
     @property
     def counters(self) -> Counters:
@@ -442,7 +373,7 @@ class Admission:
             rolled_back=self._attempts - admitted,
             in_flight=len(self._in_flight),
             replaced=len(self._replaced),
-            ready=self._ready_count,
+            ready=len(self._ready),
             taken=sum(taken.total for taken in self._taken.values()),
             reusable=len(self._reusable),
             reused=self._reused,
@@ -458,8 +389,7 @@ class Admission:
     def unsettled(self) -> list[int]:
         """Ids of the groups that have started but whose end is not committed, sorted."""
         taken = [group for each in self._taken.values() for group in each.ok + each.failed + each.replaced]
-        ready = itertools.chain.from_iterable(self._ready.values())
-        return sorted([*self._in_flight, *self._replaced, *ready, *taken, *self._redraw])
+        return sorted([*self._in_flight, *self._replaced, *self._ready, *taken, *self._redraw])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed history as JSON content. Unsettled groups are redrawn under the same ids.
@@ -488,29 +418,8 @@ class Admission:
         self.version = int(state["version"])
         self._next_group = int(state["next_group"])
         self._redraw = list(state["unsettled"])
-        self._in_flight, self._started, self._ready, self._taken = {}, Counter(), {}, {}
-        self._replaced, self._published, self._kept = [], set(), {}
+        self._in_flight, self._ready = GroupsInFlight(), ReadyGroups()
+        self._taken, self._replaced = {}, []
         self._reusable, self._released = ReusableGroups(self.max_uses), []
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
         self._base, self._held = None, set()
-
-
-def _check_ends(step: int, taken: Taken, numbers: Mapping[str, int], ended: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError unless `ended` names each group that a step has taken once, in agreement with `numbers`."""
-    counted = {name: len(groups) for name, groups in ended.items()}
-    told = sorted(group for groups in ended.values() for group in groups)
-    known = sorted([*taken.ok, *taken.failed, *taken.replaced])
-    if told != known:
-        unknown, missing = sorted(set(told) - set(known)), sorted(set(known) - set(told))
-        raise ValueError(f"step {step} was committed with groups {told}: not taken: {unknown}, missing: {missing}")
-    wrong = set(taken.failed) - set(ended["failed"]) | set(taken.replaced) - set(ended["filtered"])
-    if counted != dict(numbers) or wrong:
-        raise ValueError(
-            f"step {step} was committed with the numbers {dict(numbers)} and the groups {dict(ended)}; failed in "
-            f"rollout: {taken.failed}, replaced: {taken.replaced}"
-        )
-
-
-def usable_samples(statuses: Iterable[str]) -> bool:
-    """Tell whether a group can be trained on: at least two samples are ok, as an advantage compares samples."""
-    return sum(status == "ok" for status in statuses) >= 2

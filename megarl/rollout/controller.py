@@ -1,73 +1,61 @@
 """RolloutController: decides what is generated and writes finished groups to the queue. One async actor per run.
 
 It joins its parts: the prompt groups (which may start, and how each ends), the fleet (which replicas serve), the group
-runner (how a group becomes trajectories), the batches that are ready, the queue, and evaluation. A trainer
-that starts or restarts calls `begin` with the history that it resumes and `set_version` with the version that the
-engines serve; then, for each step, `wait_batch` and `commit`. After a failure that ends the run, every waiting and
-every later call raises it. A controller that the supervisor starts in place of one that has died is told by `take_over`
-how far the trainer has come.
+runner (how a group becomes trajectories), the batches of steps, the trainer's waits for them, the queue, and
+evaluation. A trainer that starts or restarts calls `begin` with the history that it resumes and `set_version` with the
+version that the engines serve; then, for each step, `wait_batch` and `commit`. After a failure that ends the run, every
+waiting and every later call raises it. A controller that the supervisor starts in place of one that has died is told by
+`take_over` how far the trainer has come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.common.garbage import collect_for_loops, exempt_present_objects
 from megarl.common.notices import write_notice
-from megarl.common.output import redirect_output
 from megarl.config.agent_sections import SHIPPED_LOOPS
 from megarl.config.pace import pace_of
-from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
-from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
+from megarl.queue.transfer import QueueWriter
 from megarl.rollout.admission import Admission
 from megarl.rollout.agents.find_loop import find_loop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.answered_calls import AnsweredCalls
-from megarl.rollout.background import BackgroundTasks, cancel_all
-from megarl.rollout.batch_events import record_batch_taken
-from megarl.rollout.batch_stats import BatchStats, BusyClock
+from megarl.rollout.attach_fleet import attach_fleet
+from megarl.rollout.background import BackgroundTasks
+from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
-from megarl.rollout.elastic_pool import ElasticPool, ReplicaReport
 from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
-from megarl.rollout.fleet import Fleet
-from megarl.rollout.foreign_requests import ForeignReport, ForeignRequest, ForeignRequests
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.handover import Committed, Handover
 from megarl.rollout.journal import RolloutJournal
-from megarl.rollout.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, engine_needs, free_places
+from megarl.rollout.pool_controller import PoolController
 from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
-from megarl.rollout.ready_batches import BatchReady, PublicationNeeded, ReadyBatches
-from megarl.rollout.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
+from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
+from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.retention import History
 from megarl.rollout.reward_pool import reward_pool
+from megarl.rollout.run_queue import start_run_queue
+from megarl.rollout.step_batches import StepBatches
 from megarl.rollout.teachers.teacher_client import attach_teachers
-from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec, start_worker
+from megarl.rollout.trainer_waits import TrainerWaits
+from megarl.rollout.workers.agent_worker import AgentWorker
+from megarl.rollout.workers.make_worker_groups import make_worker_groups
 from megarl.rollout.workers.worker_groups import WorkerGroups
 from megarl.telemetry import events
-from megarl.telemetry.event_budget import CONTROLLER
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-logger = logging.getLogger(__name__)
-
-_LOOK_S = 0.5  # between two looks at failures and lost replicas while a drain or a trainer waits
 
 
-class RolloutController:
+class RolloutController(PoolController):
     """The actor that the supervisor creates; see the module's docstring.
 
     `worker_kind`: the class of its agent workers.
@@ -80,11 +68,8 @@ class RolloutController:
 
         `replaces`: it is started in place of another one, for engines that live.
         """
-        self.spec, self.partition, self._replaces = spec, partition, replaces
-        self.config = Config.model_validate_json(spec.config_json)
-        self.run_dir = Path(spec.run_dir)
-        redirect_output(self.run_dir / "logs" / "controller.log")
-        events.open_events(self.config, self.run_dir, CONTROLLER)
+        super().__init__(spec, replaces=replaces)
+        self.partition = partition
         if replaces:
             events.fault(
                 "controller", "the rollout controller, or the queue, had died; this one is started in its place"
@@ -95,15 +80,10 @@ class RolloutController:
         # Decoding with them costs more than it brings, and a process that has used them warns when it starts another.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the tokenizers library
         spec.watch_supervisor()
-        self._batches = ReadyBatches(self._keys)
         self._engine_time = BusyClock()
-        self._taken_at: float | None = None  # when the batch before was taken
-        self._publishes = False  # whether a trainer is there that brings replicas by a publication when none is left
-        self._needed = -1  # the step for whose batch the trainer waits, or the last one
         self._tasks = BackgroundTasks()
         self._calls = AnsweredCalls()
         self._journal = RolloutJournal(self.config, self.run_dir)
-        self._foreign_requests: ForeignRequests | None = None  # until the fleet is there
         self._workers: WorkerGroups | None = None
         self._cwd = cwd
 
@@ -117,15 +97,15 @@ class RolloutController:
         shares = config.rollout.agent_workers + 1
         self._rewards = reward_pool(config, partial(write_notice, self.run_dir), shares=shares)
         # Slow calls run in threads, outside the event loop.
-        self._queue, self._source, self._loop, self._fleet, _ = await asyncio.gather(
-            asyncio.to_thread(self._start_queue),
+        self._queue, self._source, self._loop, fleet, _ = await asyncio.gather(
+            # This actor owns them because its process imports the queue's library in any case.
+            asyncio.to_thread(start_run_queue, self.spec, config, self.partition),
             asyncio.to_thread(PromptSource, config),
             asyncio.to_thread(find_loop, config.agent),
-            Fleet.attach(self.spec, config, wait=not self._replaces),
+            attach_fleet(self.spec, config, wait=not self._replaces),
             self._rewards.start(),
         )
-        self.elastic = self._elastic_pool()
-        self._foreign_requests = ForeignRequests(self._fleet, serves=False)
+        self._begin_with(fleet)
         self._batcher = Batcher(self._fleet, clock=self._engine_time)
         self._runner = GroupRunner(
             config,
@@ -146,7 +126,10 @@ class RolloutController:
             who="the rollout controller",
         )
         if config.rollout.agent_workers:
-            self._workers = self._worker_groups()
+            self._workers = make_worker_groups(
+                config, self._source, self._runner, self._writer,
+                pool=self.spec, partition=self.partition, cwd=self._cwd, kind=self.worker_kind,
+            )  # fmt: skip
             await self._workers.start()
         self._evaluations = Evaluator(
             config,
@@ -158,28 +141,14 @@ class RolloutController:
             loop=None if isinstance(self._loop, SingleTurn) else self._loop,
             elsewhere=None if self._workers is None else self._workers.respond,
         )
-        self._groups = self._prompt_groups()
+        self._join()
         exempt_present_objects()
         collect_for_loops(shipped=self._workers is not None and config.agent.loop in SHIPPED_LOOPS)
         return {"start_s": time.monotonic() - started}
 
-    def _elastic_pool(self) -> ElasticPool:
-        import ray
-
-        timeouts, needs = self.config.timeouts, engine_needs(self.config, cuda=self.spec.cuda)
-
-        async def start(index: int, placed: Callable[[], object]) -> ActorHandle:
-            return await start_replica(create_replica(self.spec, index), index, timeouts, placed=placed)
-
-        def end(replica: ActorHandle | EndedReplica) -> None:
-            if not isinstance(replica, EndedReplica):
-                ray.kill(replica)
-
-        notify = partial(write_notice, self.run_dir)
-        return ElasticPool(self._fleet, timeouts, start, end, partial(free_places, needs), notify)
-
-    def _prompt_groups(self) -> PromptGroups:
-        return PromptGroups(
+    def _join(self) -> None:
+        """Join what was started: prompt groups, the batches of steps, and the waits for them."""
+        self._groups = PromptGroups(
             self.config,
             self.run_dir,
             source=self._source,
@@ -190,54 +159,18 @@ class RolloutController:
             tasks=self._tasks,
             workers=self._workers,
         )
-
-    def _worker_groups(self) -> WorkerGroups:
-        import ray
-
-        bound_s = self.config.timeouts.engine_start_s
-
-        async def start(index: int) -> ActorHandle:
-            spec = WorkerSpec(self.spec, self.partition, index, self._cwd)
-            return await start_worker(spec, bound_s, self.worker_kind)
-
-        return WorkerGroups(
-            self.config,
-            self._source,
-            self._runner,
-            self._writer,
-            start=start,
-            end=ray.kill,
-            notify=partial(write_notice, self.run_dir),
+        self._steps = StepBatches(
+            self._groups, self._runner, self._source, self._fleet, self._engine_time, self._workers
         )
-
-    @property
-    def _foreign(self) -> ForeignRequests:
-        """The requests of the door, which may call before this actor has started. Raises RolloutError then."""
-        if self._foreign_requests is None:
-            raise RolloutError("the rollout controller is still starting")
-        return self._foreign_requests
+        generate_s = self.config.timeouts.generate_s
+        self._waits = TrainerWaits(
+            generate_s, self._tasks, self._fleet, self._groups, self._steps, self._evaluations, self._working
+        )
 
     @property
     def _admission(self) -> Admission:
         """The admission of the present history."""
         return self._groups.admission
-
-    def _keys(self, group: int) -> list[str]:
-        """Return the keys of the rows that a group has in the queue."""
-        return self._groups.queued.keys(group)
-
-    def _start_queue(self) -> QueueServer:
-        """Start the queue's actors, which this actor owns because its process imports the library in any case."""
-        units = self.config.queue.storage_units
-        own_head = self.spec.supervisor is not None
-        return start_queue(
-            self.partition,
-            namespace=self.spec.namespace,
-            storage_units=units,
-            # Several are spread over the rollout nodes, and the run ends if one of these is lost.
-            node_resource=HEAD_RESOURCE if own_head and units == 1 else ROLLOUT_RESOURCE,
-            timeout_s=self.config.timeouts.engine_start_s,
-        )
 
     async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
         """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
@@ -251,20 +184,7 @@ class RolloutController:
         the replicas if the end takes longer than `timeouts.generate_s`; nothing is held back then.
         """
         self._tasks.check()
-        ending = asyncio.ensure_future(self._fleet.drain(self.config.timeouts.generate_s))
-        try:
-            while not ending.done():
-                await asyncio.wait({ending}, timeout=_LOOK_S)
-                self._tasks.check()
-                if not ending.done() and self._needs_publication():
-                    return
-        finally:
-            ending.cancel()
-        ending.result()
-
-    def _needs_publication(self) -> str:
-        """Return why the trainer must publish its weights now; empty if it need not, or would not."""
-        return self._fleet.needs_publication if self._publishes else ""
+        await self._waits.for_running_responses()
 
     async def announce(self, version: int) -> None:
         """Record that engines are about to be given `version`: tokens of versions never announced end the run.
@@ -296,7 +216,7 @@ class RolloutController:
         """
         self._tasks.check()
         if needed is not None:
-            self._needed = needed
+            self._steps.needed = needed
             self._tasks.changed.set()
         self._groups.start()
         return self._admission.counters
@@ -308,51 +228,11 @@ class RolloutController:
         responses in flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if
         `timeout_s` has passed.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._tasks.check()
-            if (batch := self._batches.get(step) or self._take(step)) is not None:
-                return batch
-            if reason := self._needs_publication():
-                return PublicationNeeded(reason)
-            self._tasks.changed.clear()
-            left_s = deadline - time.monotonic()
-            try:
-                async with asyncio.timeout(min(left_s, _LOOK_S)):
-                    await self._tasks.changed.wait()
-            except TimeoutError:
-                if left_s > _LOOK_S:
-                    continue
-                groups, replaced = sorted(self._admission.in_flight), self._admission.counters.replaced
-                refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
-                raise BatchNotReady(
-                    f"the trainer waited {timeout_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
-                    f"flight: {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}{self._waiting()}"
-                ) from None
+        return await self._waits.for_batch(step, timeout_s)
 
-    def _waiting(self) -> str:
+    def _working(self) -> str:
         """Describe what rewards and agent workers work on, as the end of a sentence."""
         return self._rewards.waiting() + (self._workers.waiting() if self._workers is not None else "")
-
-    def _take(self, step: int) -> BatchReady | None:
-        """Take the batch of `step`, if its groups are ready."""
-        if self._admission.batch(step, needed=step == self._needed) is None:
-            return None
-        self._groups.free_rows()  # of groups that are too old for the steps after it
-        stats, self._runner.stats = self._runner.stats, BatchStats()
-        now = time.monotonic()
-        stats.engine_seconds = self._engine_time.take(now)
-        stats.interval, self._taken_at = now - self._taken_at if self._taken_at is not None else None, now
-        fleet = self._fleet
-        metrics = stats.metrics(
-            replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost),
-            replicas_idle=len(fleet.idle), load=fleet.take_load(),
-            workers=None if self._workers is None else self._workers.alive,
-        )  # fmt: skip
-        metrics |= fleet.take_rates()
-        batch = self._batches.take(step, self._admission, metrics, self._source.rewards)
-        record_batch_taken(batch, stats.slowest, in_flight=len(self._admission.in_flight))
-        return batch
 
     async def upcoming(self, step: int) -> dict[int, list[str]]:
         """Return the groups in the queue that `step` would take now, with the keys of their rows.
@@ -361,38 +241,12 @@ class RolloutController:
 
         A failure of rollout is not raised here: the trainer that asks also waits for the batch, which raises it.
         """
-        return {group: self._keys(group) for group in self._admission.upcoming(step)}
+        return self._steps.upcoming(step)
 
-    async def commit(
-        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, trained_groups: Sequence[int] | None = None, ended: Mapping[str, Sequence[int]] | None = None,
-    ) -> Counters:  # fmt: skip
-        """Settle the groups of `step`, free the rows that are not used again, and start the groups that then fit.
-
-        `reused`, `trained_groups` and `ended`: see `Admission.commit`. Raises ValueError if the numbers, or the ids, do
-        not account for every group once.
-        """
+    async def commit(self, step: int, **ends: Any) -> Counters:  # noqa: ANN401  # those of `StepBatches.commit`
+        """Settle the groups of `step` and start the groups that then fit. Raises as `StepBatches.commit` does."""
         self._tasks.check()
-        admission = self._admission
-        admission.commit(
-            step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
-            reused=reused, trained_groups=trained_groups, ended=ended,
-        )  # fmt: skip
-        batch = self._batches.pop(step)
-        self._groups.free_rows()
-
-        def next_group() -> int:
-            self._groups.check_present(admission, f"the commit of step {step}")
-            return admission.next_group
-
-        def first_open() -> int:
-            return min(admission.unsettled, default=admission.next_group)
-
-        await self._source.commit(sorted(batch.groups + batch.replaced), step + 1, next_group, first_open)
-        counters = admission.counters
-        if not counters.balanced:
-            raise RolloutError(f"group counters do not add up after step {step}: {counters}")
-        self._groups.start()  # in the places of the queue that the step had
+        await self._steps.commit(step, **ends)
         return self._admission.counters
 
     async def commit_and_tell(self, step: int, **ends: Any) -> Committed:  # noqa: ANN401  # those of `commit`
@@ -419,22 +273,7 @@ class RolloutController:
         RolloutError if it takes longer than `timeouts.generate_s`.
         """
         self._tasks.check()
-        bound = self.config.timeouts.generate_s
-        evaluation = asyncio.ensure_future(self._evaluations.run(version, label))
-        try:
-            async with asyncio.timeout(bound):
-                while not evaluation.done():
-                    await asyncio.wait({evaluation}, timeout=_LOOK_S)
-                    if not evaluation.done() and (reason := self._needs_publication()):
-                        return PublicationNeeded(reason)
-        except TimeoutError:
-            raise RolloutError(
-                f"the trainer waited {bound:.0f} s (timeouts.generate_s) for an evaluation; replicas alive: "
-                f"{self._fleet.serving}{self._waiting()}"
-            ) from None
-        finally:
-            await cancel_all([evaluation], "evaluations")
-        return evaluation.result()
+        return await self._waits.for_evaluation(version, label)
 
     async def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""
@@ -447,7 +286,7 @@ class RolloutController:
         If all replicas are lost while it is waited for, and the trainer can bring others, return that instead: the
         evaluation goes on after the publication. Raises RolloutError if it does not finish in that time.
         """
-        return await self._evaluations.take(wait_s, self._needs_publication)
+        return await self._evaluations.take(wait_s, self._waits.needs_publication)
 
     async def leave_out(self) -> list[int]:
         """Return the replicas that keep their version, which the publication that now begins leaves out."""
@@ -497,7 +336,7 @@ class RolloutController:
         """
         await self._go_back(handover.history)
         for batch in handover.held:
-            self._batches.hold(batch)
+            self._steps.hold(batch)
             for group, reward in batch.rewards.items():
                 self._source.finish(group, [] if reward is None else [reward])
         if handover.base is not None:
@@ -508,7 +347,7 @@ class RolloutController:
         await self._fleet.take_over(handover.behind, in_sync=handover.announced is not None)
         self.elastic.open()
         self._expect_publications()
-        self._needed = handover.needed
+        self._steps.needed = handover.needed
         if handover.version is not None:
             self._admission.set_version(handover.version)
             await self._groups.use_again(handover.version)
@@ -536,8 +375,7 @@ class RolloutController:
     def _expect_publications(self) -> None:
         """Let responses wait for engines that the trainer brings by a publication, if it may make one at any time."""
         at_once = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
-        self._publishes = at_once and self.config.weight_sync.restarts > 0
-        self._fleet.expect_publication(self._publishes)
+        self._waits.expect_publications(at_once and self.config.weight_sync.restarts > 0)
 
     async def _drop_everything(self) -> None:
         await self._tasks.drop()
@@ -546,48 +384,15 @@ class RolloutController:
         if self._workers is not None:
             await self._workers.drop_all()
         await self._writer.clear_all()
-        self._batches.clear()
-        self._runner.stats, self._taken_at, self._needed = BatchStats(), None, -1
-
-    async def begin_foreign(self, door: str, requests: list[ForeignRequest]) -> None:
-        """Begin to work on requests of the run's door. Admission neither counts them nor waits for them."""
-        self._foreign.begin(door, requests)
-
-    async def drop_foreign(self, door: str, names: list[str]) -> None:
-        """Stop working on requests of the door."""
-        self._foreign.drop(door, names)
-
-    async def take_foreign(self, door: str, seen: int, wait_s: float) -> ForeignReport:
-        """Wait for news of the door's requests; see `ForeignRequests.take`."""
-        return await self._foreign.take(door, seen, wait_s)
+        self._steps.drop()
 
     async def members(self) -> list[int]:
         """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
         return self._fleet.members
 
-    async def list_replicas(self) -> tuple[list[ReplicaReport], int]:
-        """Return the state of every replica, and how many are missing because there is no room for them."""
-        return await self.elastic.reports(), self._fleet.membership.missing
-
-    async def drain_replica(self, index: int) -> str:
-        """Give a replica no more work. Raises RolloutError if that cannot be."""
-        return await self.elastic.drain(index)
-
-    async def undrain_replica(self, index: int) -> str:
-        """Let a drained replica serve again after the next publication. Raises RolloutError if it is not drained."""
-        return await self.elastic.undrain(index)
-
-    async def remove_replica(self, index: int) -> str:
-        """Drain a replica and end its engine. Raises RolloutError if that cannot be."""
-        return await self.elastic.remove(index)
-
-    async def add_replicas(self, count: int) -> str:
-        """Start further engines, which join with the next publication. Raises RolloutError if that cannot be."""
-        return await self.elastic.add(count)
-
     async def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
         """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
-        return self._fleet.quarantine(index, reason)
+        return self._fleet.states.quarantine(index, reason)
 
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""

@@ -87,10 +87,10 @@ class ElasticPool:
         status: ReplicaStatus | None = None
         if index not in self._fleet.membership.starting:
             try:
-                status = await self._fleet.call(index, "status", timeout_s=STATUS_S)
+                status = await self._fleet.actors.call(index, "status", timeout_s=STATUS_S)
             except (RolloutError, KeyError) as error:  # a KeyError: it has ended meanwhile
                 logger.info("replica %d does not say what it does: %s", index, error)
-        state = self._fleet.state_of(index)
+        state = self._fleet.states.state_of(index)
         if status is None:
             return ReplicaReport(index, "", state, (), "", 0, 0)
         held = status.held
@@ -107,7 +107,7 @@ class ElasticPool:
             raise RolloutError(f"replica {index} is drained already; `undrain` lets it serve again")
         self._refuse_last(index, "drained")
         moved = self._fleet.outstanding(index)
-        self._fleet.drain_replica(index)
+        self._fleet.states.drain(index)
         logger.info("replica %d is drained; %d responses go on elsewhere", index, moved)
         await self._emptied(index)
         return f"replica {index} is drained; {moved} responses went on elsewhere"
@@ -117,8 +117,8 @@ class ElasticPool:
         self._refuse_closed()
         self._refuse_unknown(index)
         if index not in self._fleet.membership.drained:
-            raise RolloutError(f"replica {index} is not drained; it is {self._fleet.state_of(index)}")
-        self._fleet.admit_drained(index)
+            raise RolloutError(f"replica {index} is not drained; it is {self._fleet.states.state_of(index)}")
+        self._fleet.states.admit_drained(index)
         logger.info("replica %d is not drained any more", index)
         return f"replica {index} serves again after the next publication of the weights"
 
@@ -128,7 +128,7 @@ class ElasticPool:
         self._refuse_unknown(index)
         self._refuse_last(index, "removed")
         moved, busy = self._fleet.outstanding(index), self._fleet.membership.needed(index)
-        self._fleet.leave(index)
+        self._fleet.states.leave(index)
         logger.info("replica %d is removed; %d responses go on elsewhere", index, moved)
         ending = asyncio.create_task(self._end_when_possible(index))
         self._removals.add(ending)
@@ -162,14 +162,14 @@ class ElasticPool:
         If no other one serves training, they are restarted, and waited for. Raises RolloutError as `Fleet.restart`.
         """
         members = self._fleet.membership
-        if not self._fleet.go_on_without(indices):
+        if not self._fleet.states.go_on_without(indices):
             await self._fleet.restart(indices)
             return
         for index in members.leaving:
             members.excuse(index)
         for index in set(indices) & members.all - members.leaving:
             logger.warning("the pool goes on without replica %d, in whose place a new one is started", index)
-            self._end(self._fleet.give_up(index))
+            self._end(self._fleet.states.give_up(index))
 
     async def tend(self) -> None:
         """Start engines in the place of missing ones if Ray has room again. Call it now and then; it does not wait."""
@@ -216,7 +216,7 @@ class ElasticPool:
         """Start an engine and add it; return why it did not start."""
         try:
             placed = partial(self._fleet.membership.placed, index)
-            self._fleet.add(index, await self._start(index, placed))
+            self._fleet.states.add(index, await self._start(index, placed))
         except Exception as error:
             logger.warning("replica %d did not start: %s", index, error)
             self._fleet.membership.not_started(index)
@@ -238,7 +238,7 @@ class ElasticPool:
         """End the engine of a replica that leaves. What it waits for has bounds of its own: reports, starts, syncs."""
         while not self._fleet.can_end(index):
             await asyncio.sleep(LOOK_S)
-        self._end(self._fleet.ended(index))
+        self._end(self._fleet.states.forget(index))
         logger.info("replica %d has ended", index)
 
     async def _reserve_all(self, count: int) -> list[int]:
@@ -303,7 +303,7 @@ class ElasticPool:
             raise RolloutError(f"there is no replica {index}; there are {there}")
 
     def _refuse_last(self, index: int, done: str) -> None:
-        if not self._fleet.serves_without(index):
+        if not self._fleet.states.serves_without(index):
             raise RolloutError(
                 f"replica {index} cannot be {done}: no other replica serves training now. Add one first, and wait "
                 "until it serves"

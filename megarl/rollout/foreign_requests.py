@@ -21,7 +21,8 @@ from typing import Literal
 
 from megarl.common.errors import RequestFailed, RolloutError, clear_text
 from megarl.rollout.background import cancel_all
-from megarl.rollout.fleet import CallTerms, Fleet
+from megarl.rollout.call_runner import CallTerms
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart, tokens_from

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from megarl.common.sample_parts import first_parts
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.queue.transfer import QueueWriter
-from megarl.rollout.admission import usable_samples
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.prompts import PromptSource
 
@@ -95,3 +94,8 @@ class RowsHere(GroupEnd):
 
     def drop(self) -> None:
         """See `GroupEnd.drop`."""
+
+
+def usable_samples(statuses: Iterable[str]) -> bool:
+    """Tell whether a group can be trained on: at least two samples are ok, as an advantage compares samples."""
+    return sum(status == "ok" for status in statuses) >= 2

@@ -36,7 +36,7 @@ from megarl.telemetry.monitor import RUN, Alarm
 from megarl.telemetry.sinks import MetricsWriter
 from megarl.telemetry.summary import RunSummary
 from megarl.telemetry.timer import Phase, PhaseTimer
-from megarl.weights.replica_calls import SyncReport
+from megarl.weights.sync_report import SyncReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

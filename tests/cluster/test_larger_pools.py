@@ -113,7 +113,7 @@ def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> No
             sync_restarts=1,
         )
         for index, version in ((0, "9"), (1, "8")):
-            await fleet.call(index, "set_weight_version", version, timeout_s=60)
+            await fleet.actors.call(index, "set_weight_version", version, timeout_s=60)
         results = await fleet.generate("kept", requests, home=1)
         assert fleet.serving == [0] and "replica 1 died while it was asked to report" in str(fleet.lost[1])
         return results

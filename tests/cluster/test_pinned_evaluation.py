@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from megarl.config.schema import Config
 from megarl.queue.transfer import QueueReader
-from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.sender import WeightSender
+from megarl.weights.sync_settings import SyncSettings
 from tests.support.checkout import environment
 from tests.support.fake_engines import ListExporter
 from tests.support.pool import start_pool

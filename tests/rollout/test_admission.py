@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from megarl.config.liveness import fits_queue
 from megarl.config.pace import Pace
-from megarl.rollout.admission import Admission, usable_samples
+from megarl.rollout.admission import Admission
+from megarl.rollout.group_end import usable_samples
+from megarl.rollout.groups_in_flight import GroupsInFlight
+from megarl.rollout.ready_groups import ReadyGroups
 from megarl.rollout.reusable_groups import ReusableGroups, Use
 from tests.support.admission_machine import AdmissionMachine
 from tests.support.admission_states import explore, steps_without_room
@@ -49,14 +52,13 @@ class NoWait(Admission):
         return []
 
 
-class NewestFirst(Admission):
+class NewestFirst(ReadyGroups):
     """Takes the groups with the newest tokens first."""
 
-    def _oldest_ready(self) -> Iterator[tuple[int, list[int]]]:
-        missing = self.groups
-        for version in sorted(self._ready, reverse=True):
-            groups = list(self._ready[version])[:missing]
-            missing -= len(groups)
+    def first(self, number: int) -> Iterator[tuple[int, list[int]]]:
+        for version in sorted(self._by_version, reverse=True):
+            groups = list(self._by_version[version])[:number]
+            number -= len(groups)
             yield version, groups
 
 
@@ -80,7 +82,7 @@ class NoRefillLimit(Admission):
     """Replaces every group without signal."""
 
     def replace(self, group: int, versions: Iterable[int]) -> bool:
-        self._leave_flight(group, versions)
+        self._in_flight.leave(group, versions)
         self._replaced.append(group)
         return True
 
@@ -125,12 +127,12 @@ class TrainsFailed(Admission):
         super().finish(group, True, versions)
 
 
-class AgeOfTheStart(Admission):
+class AgeOfTheStart(GroupsInFlight):
     """Counts the tokens of a group as those of its start."""
 
-    def _leave_flight(self, group: int, versions: Iterable[int]) -> int:
-        started = self._in_flight[group]
-        super()._leave_flight(group, versions)
+    def leave(self, group: int, versions: Iterable[int]) -> int:
+        started = self._starts[group]
+        super().leave(group, versions)
         return started
 
 
@@ -146,7 +148,7 @@ class CrowdsOut(Admission):
     """Takes groups that are used again without regard to new ones in flight."""
 
     def awaited(self, step: int) -> list[int]:
-        return [] if self._ready_count < self.groups else super().awaited(step)
+        return [] if len(self._ready) < self.groups else super().awaited(step)
 
 
 class ForgetsTheEnd(Admission):
@@ -171,15 +173,14 @@ class FillsUpFailed(Admission):
     """Fills up a step whose only new groups have failed."""
 
     def _fills_up(self, missing: int) -> bool:
-        return not self._taken and self._ready_count > 0 and len(self._reusable) >= missing
+        return not self._taken and len(self._ready) > 0 and len(self._reusable) >= missing
 
 
 class ReusesEarly(Admission):
     """Fills up a step while another one trains."""
 
     def _fills_up(self, missing: int) -> bool:
-        new = any(ok for groups in self._ready.values() for ok in groups.values())
-        return new and len(self._reusable) >= missing
+        return self._ready.any_ok and len(self._reusable) >= missing
 
 
 class ReusesTooOld(Admission):
@@ -192,8 +193,8 @@ class ReusesTooOld(Admission):
 class ReusesFiltered(Admission):
     """Uses groups again that were not trained."""
 
-    def _check_uses(self, step: int, *reported: object) -> list[int]:
-        return self._taken[step].ok
+    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, Use]:
+        return super()._uses_after(step, self._taken[step].ok)
 
 
 class SettlesReused(Admission):
@@ -256,13 +257,18 @@ class NeverEvicts(ReusableGroups):
         return []
 
 
-def holding(groups: type[ReusableGroups]) -> type[Admission]:
-    """An admission whose groups for further uses are of another kind."""
+def holding(
+    reusable: type[ReusableGroups] = ReusableGroups,
+    ready: type[ReadyGroups] = ReadyGroups,
+    in_flight: type[GroupsInFlight] = GroupsInFlight,
+) -> type[Admission]:
+    """An admission whose groups for further uses, finished groups or groups in flight are of another kind."""
 
     class Holding(Admission):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._reusable = groups(self.max_uses)
+            self._reusable = reusable(self.max_uses)
+            self._ready, self._in_flight = ready(), in_flight()
 
     return Holding
 
@@ -338,7 +344,7 @@ def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
         (TooMuchRoom, "the bound is passed"),
         (NoCap, "a second call starts groups again|the bound is passed"),
         (NoWait, "the bound is passed"),
-        (NewestFirst, "an older group is left|the bound is passed"),
+        (holding(ready=NewestFirst), "an older group is left|the bound is passed"),
         (NothingNew, "deadlock"),
         (NoRefill, "a replaced group leaves no place to another"),
         (NoRefillLimit, "more groups are replaced than the limit allows"),
@@ -347,7 +353,7 @@ def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
         (SettlesReplacedTwice, "the counters do not add up"),
         (IgnoresTaken, "the queue holds more than it may"),
         (TrainsFailed, "a failed group counts as trainable"),
-        (AgeOfTheStart, "an older group is left"),
+        (holding(in_flight=AgeOfTheStart), "an older group is left"),
     ],
 )
 def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:

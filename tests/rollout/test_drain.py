@@ -61,7 +61,7 @@ class Pool:
     async def lose(self, index: int) -> None:
         self.engines[index].dead = True
         await self.engines[index].give_turns()
-        self.fleet.lose(index, ReplicaFailed(index, f"replica {index} is dead"))
+        self.fleet.states.lose(index, ReplicaFailed(index, f"replica {index} is dead"))
         await settle()
 
     async def set_weights(self) -> None:

@@ -114,7 +114,7 @@ def test_a_drained_replica_serves_again_after_a_publication() -> None:
         await pool.elastic.drain(1)
         assert fleet.idle == [1] and await publish(fleet) == [0, 1] and fleet.serving == [0]
         await pool.elastic.undrain(1)
-        assert fleet.serving == [0] and fleet.state_of(1) == "joining"
+        assert fleet.serving == [0] and fleet.states.state_of(1) == "joining"
         await publish(fleet)
         assert fleet.serving == [0, 1] and fleet.idle == []
         await publish(fleet)
@@ -131,7 +131,7 @@ def test_a_drained_replica_that_is_replaced_stays_drained() -> None:
         await fleet.begin_sync()
         await fleet.restart([1])
         fleet.admit_joining()
-        assert fleet.serving == [0] and fleet.state_of(1) == "drained" and fleet.lost == {}
+        assert fleet.serving == [0] and fleet.states.state_of(1) == "drained" and fleet.lost == {}
 
     run(work)
 
@@ -192,7 +192,7 @@ def test_all_others_lost_while_a_new_one_waits_for_its_weights_asks_for_a_public
         fleet = fleet_of({0: FakeReplica(0)})
         fleet.expect_publication(True)
         await Pool(fleet).elastic.add(1)
-        fleet.lose(0, ReplicaFailed(0, "replica 0 died"))
+        fleet.states.lose(0, ReplicaFailed(0, "replica 0 died"))
         assert fleet.needs_publication == "replica 0 died"
         await fleet.begin_sync()
         fleet.admit_joining()
@@ -385,7 +385,7 @@ def test_the_list_names_each_state_and_does_not_wait_for_a_replica_that_is_silen
         fleet = fleet_of(replicas)
         pool = Pool(fleet)
         assert fleet.pin(1) == {4}
-        fleet.lose(2, ReplicaFailed(2, "it hangs"))
+        fleet.states.lose(2, ReplicaFailed(2, "it hangs"))
         await pool.elastic.drain(1)
         fleet.membership.reserve(1)
         reports = await pool.elastic.reports()
@@ -458,11 +458,11 @@ def test_a_lost_replica_is_removed_while_a_publication_asks_whether_it_is_sound(
 
         hung.reset = Method(reset)
         fleet = fleet_of({0: FakeReplica(0), 1: hung})
-        fleet.lose(1, ReplicaFailed(1, "hangs"))
+        fleet.states.lose(1, ReplicaFailed(1, "hangs"))
         publication = asyncio.create_task(fleet.begin_sync())
         await asked.wait()
-        fleet.leave(1)
-        fleet.lose(1, ReplicaFailed(1, "gone"))
+        fleet.states.leave(1)
+        fleet.states.lose(1, ReplicaFailed(1, "gone"))
         await publication
         fleet.admit_joining()
         assert fleet.serving == [0]
@@ -492,7 +492,7 @@ def test_a_replica_that_fails_in_a_publication_leaves_it_at_once_and_a_new_one_j
         await pool.elastic.tend()
         while fleet.membership.missing:
             await asyncio.sleep(0.01)
-        assert fleet.serving == [6] and fleet.state_of(7) == "joining"
+        assert fleet.serving == [6] and fleet.states.state_of(7) == "joining"
         assert await publish(fleet) == fleet.serving == [6, 7]
 
     run(work)

@@ -49,7 +49,7 @@ def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: s
             fleet._dispatcher._router.assign("busy", 9, 0)
         else:
             await fleet.begin_sync()
-            fleet.lose(0, ReplicaFailed(0, "gone"))
+            fleet.states.lose(0, ReplicaFailed(0, "gone"))
         request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
         task = asyncio.create_task(fleet.generate("g", [request]))
         await asyncio.sleep(0.02)
@@ -268,7 +268,7 @@ def test_what_another_call_has_found_lost_or_replaced_is_left_at_its_next_report
         while len(slow.reported) < 3:
             await asyncio.sleep(0)
         if how == "lost":
-            fleet.lose(0, ReplicaFailed(0, "replica 0 hangs"))
+            fleet.states.lose(0, ReplicaFailed(0, "replica 0 hangs"))
         else:
             await fleet.restart([0])
             fleet.admit_joining()
@@ -357,7 +357,7 @@ def test_a_request_that_finds_no_room_is_told_so_after_the_bound_or_cut_at_its_d
         deadline = GroupDeadline(time.monotonic() + 0.01, 0.01, "cut")
         cut = await fleet.generate("cut", requests(7), deadline=deadline)
         assert [(each.response_ids, each.cut) for each in cut] == [([], True)] * 2
-        fleet._timeouts = TimeoutsConfig(generate_s=0.02)
+        fleet._runner._timeouts = TimeoutsConfig(generate_s=0.02)
         with pytest.raises(
             RolloutError, match=r"2 requests waited 0 s for room in a replica; requests in flight: \{0: 2, 1: 2\}"
         ):
@@ -374,7 +374,7 @@ def test_a_lost_replica_leaves_its_place_to_those_that_wait() -> None:
 
     async def run() -> list[GenerateResult]:
         fleet = fleet_of({0: slow, 1: FakeReplica(1)}, new)
-        fleet.lose(1, ReplicaFailed(1, "gone"))
+        fleet.states.lose(1, ReplicaFailed(1, "gone"))
         begun = asyncio.create_task(fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]))
         while len(slow.reported) < 3:
             await asyncio.sleep(0)
@@ -385,7 +385,7 @@ def test_a_lost_replica_leaves_its_place_to_those_that_wait() -> None:
         assert not waiting.done()
         await fleet.restart([1])
         fleet.admit_joining()
-        fleet.lose(0, ReplicaFailed(0, "gone too"))
+        fleet.states.lose(0, ReplicaFailed(0, "gone too"))
         return [*await asyncio.wait_for(begun, 5), *await asyncio.wait_for(waiting, 5)]
 
     assert answered(asyncio.run(run())) == ["1:x", "1:3.0", "1:3.1"]
@@ -404,7 +404,7 @@ def test_a_response_that_a_lost_replica_had_begun_does_not_wait_for_room() -> No
             fleet._dispatcher._limits.reported(replica, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
         tasks.append(asyncio.create_task(fleet.generate("z", [endless["z"]])))
         await asyncio.sleep(0)
-        fleet.lose(0, ReplicaFailed(0, "gone"))
+        fleet.states.lose(0, ReplicaFailed(0, "gone"))
         await asyncio.sleep(0.05)
         assert [request.request_id for request in busy.asked] == ["y", "x"]
         for task in tasks:
@@ -502,7 +502,7 @@ def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
              if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
     planning = {"config/plan.py", "config/pools.py", "config/concurrent_evaluation.py", "config/monitor_checks.py"}
-    assert found == planning | {"rollout/fleet.py", "cluster/supervisor.py", "commands/serve.py"}
+    assert found == planning | {"rollout/attach_fleet.py", "cluster/supervisor.py", "commands/serve.py"}
     assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")
 
 
@@ -536,17 +536,17 @@ def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuse
         running = asyncio.create_task(fleet.generate("a", requests(0), home=0))
         while len(sick.reported) < 3:
             await asyncio.sleep(0)
-        done, text = fleet.quarantine(0, "alarm replica_gap of replica 0")
+        done, text = fleet.states.quarantine(0, "alarm replica_gap of replica 0")
         assert done and text == "replica 0 is quarantined until the next publication has replaced it"
         assert all(answer.replica == 1 for answer in await running), "its responses do not go on elsewhere"
-        assert fleet.serving == [1] and fleet.state_of(0) == "lost"
+        assert fleet.serving == [1] and fleet.states.state_of(0) == "lost"
         assert (await fleet.generate("b", requests(1), home=0))[0].replica == 1
         await fleet.begin_sync()
         assert len(told.told) == 1 and "alarm replica_gap of replica 0" in told.told[0]
         await fleet.restart([0])
         fleet.admit_joining()
         assert fleet.serving == [0, 1]
-        assert fleet.quarantine(1, "again")[0], "there is another one again"
+        assert fleet.states.quarantine(1, "again")[0], "there is another one again"
 
     asyncio.run(run())
 
@@ -554,11 +554,11 @@ def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuse
 def test_the_last_replica_and_one_that_does_not_serve_are_not_quarantined() -> None:
     async def run() -> None:
         fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
-        fleet.lose(0, ReplicaFailed(0, "it died"))
-        assert fleet.quarantine(0, "x") == (
+        fleet.states.lose(0, ReplicaFailed(0, "it died"))
+        assert fleet.states.quarantine(0, "x") == (
             False, "replica 0 does not serve any more; the next publication brings or replaces it",
         )  # fmt: skip
-        assert fleet.quarantine(1, "x") == (False, "replica 1 stays, because no other replica serves training")
-        assert fleet.quarantine(7, "x")[0] is False and fleet.serving == [1]
+        assert fleet.states.quarantine(1, "x") == (False, "replica 1 stays, because no other replica serves training")
+        assert fleet.states.quarantine(7, "x")[0] is False and fleet.serving == [1]
 
     asyncio.run(run())

@@ -133,7 +133,7 @@ def test_the_only_replica_serves_nothing_from_its_restart_to_its_weights() -> No
 
 async def lose_the_last(fleet: Fleet) -> list[asyncio.Task[list[GenerateResult]]]:
     """Three groups of a fleet of one replica, 0, of which one waits for room; then the replica is lost."""
-    [replica] = fleet._replicas.values()
+    [replica] = fleet.actors.by_index.values()
     tasks = [asyncio.create_task(fleet.generate(name, endless(name))) for name in "xy"]
     await until(lambda: len(replica.asked) == 2)
     fleet._dispatcher._limits._limits[0] = 1.0  # type: ignore[union-attr]
@@ -425,7 +425,7 @@ def test_the_last_answer_of_a_replaced_replica_does_not_count_for_the_new_one(en
 def test_a_lost_replica_that_can_be_reset_serves_again_with_the_next_version() -> None:
     async def scenario() -> None:
         fleet = fleet_of({0: resettable(FakeReplica(0))})
-        fleet.lose(0, ReplicaFailed(0, "replica 0 was silent"))
+        fleet.states.lose(0, ReplicaFailed(0, "replica 0 was silent"))
         await fleet.reset()
         assert fleet.serving == []
         fleet.admit_joining()
@@ -467,7 +467,7 @@ def test_a_lost_replica_that_is_sound_serves_again_after_the_next_sync() -> None
         fleet = fleet_of({0: late, 1: other})
         begun = asyncio.create_task(fleet.generate("g", endless("x"), home=0))
         await until(lambda: len(late.reported) > late.rounds)
-        fleet.lose(0, ReplicaFailed(0, "its report was late"))
+        fleet.states.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.begin_sync()
         assert fleet.serving == [1] and not other.told
         fleet.admit_joining()
@@ -489,7 +489,7 @@ def test_a_lost_replica_that_cannot_be_reset_refuses_the_next_sync_so_that_it_is
         replicas = {index: FakeReplica(index) for index in range(3)}
         replicas[1].reset = Method(cannot)
         fleet = fleet_of(replicas, starting)
-        fleet.lose(1, ReplicaFailed(1, "its report was late"))
+        fleet.states.lose(1, ReplicaFailed(1, "its report was late"))
         restart = asyncio.create_task(fleet.restart([2]))
         await until(lambda: starting.begun)
         await fleet.begin_sync()
@@ -508,7 +508,7 @@ def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(silent: bool, m
     async def scenario() -> None:
         replica = FakeReplica(0, ReplicaFailed(0, "it died"), delay_s=60 if silent else 0)
         fleet = fleet_of({0: replica})
-        fleet.lose(0, ReplicaFailed(0, "it died"))
+        fleet.states.lose(0, ReplicaFailed(0, "it died"))
         await asyncio.wait_for(fleet.begin_sync(), 1)
         assert list(fleet.lost) == [0] and not replica.told
 
@@ -525,7 +525,7 @@ def test_a_lost_replica_takes_part_in_a_sync_that_would_not_replace_it() -> None
         replicas = {index: FakeReplica(index) for index in range(2)}
         replicas[0].reset = Method(cannot)
         fleet = fleet_of(replicas, sync_restarts=0)
-        fleet.lose(0, ReplicaFailed(0, "its report was late"))
+        fleet.states.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.begin_sync()
         assert fleet.serving == [1] and list(fleet.lost) == [0] and not replicas[0].told
 
@@ -575,7 +575,7 @@ def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_ag
     async def scenario() -> None:
         replicas = {0: Paced(0, 0.01), 1: Paced(1, 0.2), 2: Paced(2, 0.01)}
         fleet = fleet_of(replicas)
-        fleet._rates = ProgressRates(patience_s=0.05)
+        fleet.states._rates = ProgressRates(patience_s=0.05)
         long = SamplingSpec(400, 1.0, (2,))
         groups = [
             asyncio.create_task(fleet.generate(f"g{i}", [GenerateRequest(f"x{i}", [1], long)], home=i))
@@ -599,13 +599,13 @@ def test_an_engine_that_was_drained_is_replaced_when_the_trainer_restarts() -> N
         restart = Starting({1: new})
         restart.go.set()
         fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)}, restart)
-        fleet._rates = ProgressRates(patience_s=0.0)
+        fleet.states._rates = ProgressRates(patience_s=0.0)
         for index, tokens in ((0, 100), (1, 1)):
-            fleet._note_progress(index, fleet_module._Service(fleet._replicas[index], 0), (tokens, 1.0))
+            fleet.states.note_progress(fleet.states.service(index), (tokens, 1.0))
         assert fleet.serving == [0] and "times slower than the others" in str(fleet.lost[1])
         await fleet.reset()
         fleet.admit_joining()
-        assert fleet.serving == [0, 1] and fleet._replicas[1] is new and restart.begun == [1]
+        assert fleet.serving == [0, 1] and fleet.actors.by_index[1] is new and restart.begun == [1]
 
     run(scenario)
 
@@ -613,11 +613,11 @@ def test_an_engine_that_was_drained_is_replaced_when_the_trainer_restarts() -> N
 def test_the_last_engine_is_kept_however_slow_it_is() -> None:
     async def scenario() -> None:
         fleet = fleet_of({0: Paced(0, 0.01), 1: Paced(1, 9.0)})
-        fleet._rates = ProgressRates(patience_s=0.0)
-        fleet._rates.note(0, 100, 1.0, time.monotonic())
-        assert "times slower" in fleet._rates.note(1, 1, 9.0, time.monotonic())
+        fleet.states._rates = ProgressRates(patience_s=0.0)
+        fleet.states._rates.note(0, 100, 1.0, time.monotonic())
+        assert "times slower" in fleet.states._rates.note(1, 1, 9.0, time.monotonic())
         fleet._dispatcher.remove(0)
-        fleet.lost[0] = ReplicaFailed(0, "gone")
+        fleet.states.lost[0] = ReplicaFailed(0, "gone")
         [result] = await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))])
         assert fleet.serving == [1] and result.response_ids == [1] * 50
 
@@ -640,10 +640,10 @@ def test_a_replica_that_was_lost_and_serves_again_does_not_go_on_with_its_former
         request = GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))
         task = asyncio.create_task(fleet.generate("g", [request], home=0))
         await asyncio.sleep(0.05)
-        fleet.lose(0, ReplicaFailed(0, "its report was late"))
+        fleet.states.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.reset()
         fleet.admit_joining()
-        assert fleet.serving == [0, 1] and fleet._replicas[0] is replicas[0]
+        assert fleet.serving == [0, 1] and fleet.actors.by_index[0] is replicas[0]
         gate.set()
         [result] = await task
         assert result.lost_replicas == 1 and len(result.response_ids) == 50

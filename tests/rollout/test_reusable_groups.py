@@ -95,7 +95,7 @@ class Trainer:
         await controller.set_version(0)
         following = asyncio.create_task(controller.wait_batch(0, 20.0))
         for step in range(STEPS):
-            early = controller._batches.get(step)
+            early = controller._steps.taken(step)
             assert early is None or not early.reused, "filled up before the trainer needs it"
             await controller.admit(step)
             batch = await following

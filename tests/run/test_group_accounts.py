@@ -14,7 +14,8 @@ from megarl.common.sample_parts import first_parts
 from megarl.config.pace import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, sample_key
-from megarl.rollout.admission import Admission, usable_samples
+from megarl.rollout.admission import Admission
+from megarl.rollout.group_end import usable_samples
 from megarl.rollout.handover import Committed
 from megarl.run.batch_metrics import record_batch
 from megarl.run.pool_link import PoolLink

@@ -34,7 +34,7 @@ from megarl.run.step_batch import StepBatch
 from megarl.telemetry import events, sinks
 from megarl.telemetry.monitor import RUN, Alarm, AlarmRule
 from megarl.telemetry.timer import Phase, PhaseTimer
-from megarl.weights.replica_calls import SyncReport
+from megarl.weights.sync_report import SyncReport
 from tests.support.configs import config as config_of
 from tests.support.growth import growth_per_step, held_bytes
 from tests.support.recorded_steps import make_batch

@@ -17,8 +17,8 @@ from megarl.run.main import main
 
 if TYPE_CHECKING:  # imported after `platforms.activate`
     from megarl.trainer.policy import Policy
-    from megarl.weights.replica_calls import SyncReport
     from megarl.weights.sender import WeightSender
+    from megarl.weights.sync_report import SyncReport
 
 SKIPPED = 1
 

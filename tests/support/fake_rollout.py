@@ -17,7 +17,7 @@ import pytest
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
-from megarl.rollout import controller as controller_module
+from megarl.rollout import pool_controller
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batcher import Batcher
@@ -301,7 +301,7 @@ def local_controller(
 
     `fleet`: a real one; None: a `FakeFleet`.
     """
-    monkeypatch.setattr(controller_module, "redirect_output", lambda path: None)
+    monkeypatch.setattr(pool_controller, "redirect_output", lambda path: None)
     spec = ReplicaSpec(config.model_dump_json(), str(directory), "run", cuda=False, max_model_len=64, supervisor=None)
     made: Any = RolloutController(spec, "run.0")
     queue, source, rewards = FakeQueue(), FakeSource(), FakeRewards()
@@ -312,9 +312,9 @@ def local_controller(
     made._batcher = batcher
     made._foreign_requests = ForeignRequests(fleet, serves=False)
     made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
-    made._groups = made._prompt_groups()
     made.elastic = FakeElasticPool()  # type: ignore[assignment]
     made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
+    made._join()
     return LocalController(made, fleet, queue, rewards)
 
 

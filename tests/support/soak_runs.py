@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.data.cursor import Cursor
 from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.admission import usable_samples
+from megarl.rollout.group_end import usable_samples
 from megarl.rollout.schedule import RecordedAdmission, ScheduleFile
 from megarl.run.batch_metrics import record_batch
 from megarl.run.recorder import Totals

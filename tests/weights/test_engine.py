@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from megarl.common.errors import WeightSyncError
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket
-from megarl.weights.replica_calls import SyncReport
-from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.sender import WeightSender
+from megarl.weights.sync_report import SyncReport
+from megarl.weights.sync_settings import SyncSettings
 from tests.support.fake_engines import FakeReplica, ListExporter
 from tests.support.live_engine import LivePool, LiveReplica, Response, reference
 from tests.support.tiny import make_tiny_model

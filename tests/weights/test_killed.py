@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from megarl.common.errors import WeightSyncError
-from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.sender import WeightSender
+from megarl.weights.sync_settings import SyncSettings
 from tests.support.checkout import ROOT, environment
 from tests.support.fake_engines import FakePool, FakeReplica, ListExporter
 

@@ -7,7 +7,8 @@ import threading
 import psutil
 import pytest
 
-from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.sender import WeightSender
+from megarl.weights.sync_settings import SyncSettings
 from tests.support.fake_engines import FakePool, ListExporter, random_tensors
 from tests.support.growth import in_own_process, slopes_over
 

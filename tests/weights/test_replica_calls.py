@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import WeightSyncError
-from megarl.weights import replica_calls
+from megarl.weights import parallel_calls
 from megarl.weights.buckets import TensorSpec, bucket_plan
 from megarl.weights.member_progress import Answer
 from megarl.weights.replica_calls import EngineCalls
+from megarl.weights.sync_failure import left_behind
 from megarl.weights.transport import GroupMembers
 from megarl.weights.watch import answer_key
 
@@ -96,7 +97,7 @@ def test_only_if_engines_alone_have_failed_the_others_are_not_in_doubt(
     phase: str, failed: list[str], replaced: list[str], interrupted: list[str]
 ) -> None:
     members = GroupMembers(0, (0, 1), ("replica 0", "replica 1", "replica 2"), (1, 1, 1), "gloo", timeout_s=60.0)
-    found = replica_calls._left_behind(members, failed, phase)
+    found = left_behind(members, failed, phase)
     assert [list(each) for each in found] == [replaced, interrupted]
 
 
@@ -151,7 +152,7 @@ def test_a_pause_that_the_failure_of_another_member_cuts_short_is_no_cause(
     engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replica 1 needs longer for its pause than is left after the failure; it is healthy, and goes on."""
-    monkeypatch.setattr(replica_calls, "EXTRA_WAIT_S", 0.2)
+    monkeypatch.setattr(parallel_calls, "EXTRA_WAIT_S", 0.2)
     sync, go = Sync(BEHIND_RANK_2), threading.Event()
 
     def slow(method: str) -> None:
@@ -171,7 +172,7 @@ def test_a_replica_that_does_not_pause_in_time_is_the_cause(
     engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pause it waits for no other member, unlike in its update: its silence is its own failure."""
-    monkeypatch.setattr(replica_calls, "EXTRA_WAIT_S", 0.2)
+    monkeypatch.setattr(parallel_calls, "EXTRA_WAIT_S", 0.2)
     sync, go = Sync(BEHIND_RANK_2), threading.Event()
     silent = Replica("replica 1", lambda method: go.wait(10) if method == "pause" else None)
     calls = engine_calls([Replica("replica 0", lambda _: None), silent], sync.store, trainer_ranks=3, rpc_s=0.3)
@@ -199,7 +200,7 @@ def test_engines_that_are_only_paused_when_a_member_fails_are_resumed(engine_cal
 def test_a_pause_without_an_answer_is_the_failure_of_its_replica(
     engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_calls, "EXTRA_WAIT_S", 0.2)
+    monkeypatch.setattr(parallel_calls, "EXTRA_WAIT_S", 0.2)
     go = threading.Event()
     replicas = [
         Replica("replica 0", lambda _: None),

@@ -16,14 +16,15 @@ import torch
 
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import WeightSyncError
-from megarl.weights import replica_calls
-from megarl.weights import sender as sender_module
+from megarl.weights import loading_ways, replica_calls, sync_failure, trainer_store
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
 from megarl.weights.failure_cause import FailureCause
 from megarl.weights.operation_order import schedule
-from megarl.weights.sender import SyncSettings, WeightSender, store_address
+from megarl.weights.sender import WeightSender
 from megarl.weights.sending import Sending
+from megarl.weights.sync_settings import SyncSettings
+from megarl.weights.trainer_store import store_address
 from tests.support.configs import config
 from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
 
@@ -95,9 +96,10 @@ def test_replicas_that_join_and_leave_change_the_group_at_the_next_sync_only() -
     pool = FakePool(1, 1)
     sender, exporter = make_sender(pool)
     sender.publish(0)
-    formed = sender._generation
+    assert sender._former is not None
+    formed = sender._former.generation
     sender.publish(1)
-    assert sender._generation == formed, "the group was formed anew although nothing had changed"
+    assert sender._former.generation == formed, "the group was formed anew although nothing had changed"
     new = pool.add("replica 2", workers=2)
     exporter.tensors = random_tensors(seed=1)
     sender.publish(2, keep=["replica 1"])
@@ -109,7 +111,7 @@ def test_replicas_that_join_and_leave_change_the_group_at_the_next_sync_only() -
     sender.publish(3)
     assert_received(pool, exporter.tensors)
     assert len(gone.calls) == calls and [replica.version for replica in pool.replicas()] == ["3"]
-    assert sender._generation == formed + 2 and pool.restarted == []
+    assert sender._former.generation == formed + 2 and pool.restarted == []
 
 
 def test_a_new_replica_that_fails_to_join_the_group_is_restarted_and_a_second_failure_is_an_error() -> None:
@@ -179,7 +181,7 @@ def test_buckets_mix_layers_if_every_worker_loads_in_place(obstacle: str | None,
 
 def test_the_leader_logs_in_which_ways_the_engines_load_when_that_changes(caplog: pytest.LogCaptureFixture) -> None:
     """No engine worker has a log of its own that a user finds. A replica that keeps its version changes nothing."""
-    caplog.set_level(logging.INFO, replica_calls.__name__)
+    caplog.set_level(logging.INFO, loading_ways.__name__)
     pool = FakePool(1, 2)
     sender, _ = make_sender(pool)
     sender.publish(0)
@@ -189,7 +191,7 @@ def test_the_leader_logs_in_which_ways_the_engines_load_when_that_changes(caplog
     sender.publish(3, keep=["replica 0"])
     sender.publish(4, keep=["replica 0", "replica 1"])
     sender.publish(5)
-    assert [record.getMessage() for record in caplog.records if record.name == replica_calls.__name__] == [
+    assert [record.getMessage() for record in caplog.records if record.name == loading_ways.__name__] == [
         "weights of version 0: copies (all 3 engine workers)",
         "weights of version 2: copies (engine replica 0 worker 0, engine replica 1 worker 0); "
         "layer-wise reload: a test says so (engine replica 1 worker 1)",
@@ -591,7 +593,7 @@ def test_a_failure_that_nobody_has_caused_costs_all_replicas(monkeypatch: pytest
     pool = FakePool(1, 1)
     sender, exporter = make_sender(pool, with_settings(restarts=1))
     sender.publish(0)
-    monkeypatch.setattr(replica_calls, "find_cause", lambda *_: FailureCause((), ("a circle of waits",)))
+    monkeypatch.setattr(sync_failure, "find_cause", lambda *_: FailureCause((), ("a circle of waits",)))
     break_replica(pool.replicas()[1], "load")
     exporter.tensors = random_tensors(seed=5)
     assert sender.publish(1).restarted == ("replica 0", "replica 1")
@@ -728,7 +730,7 @@ def test_every_setting_is_read_from_the_config() -> None:
 
 
 def test_the_store_is_on_loopback_only_if_no_engine_can_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "reachable_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(trainer_store, "reachable_address", lambda: "10.0.0.7")
     monkeypatch.delenv(NODE_ADDRESS_VARIABLE, raising=False)
     assert store_address(config("model")) == "127.0.0.1"
     assert store_address(config("model", ray__address="10.0.0.9:6379")) == "10.0.0.7"

@@ -60,8 +60,8 @@ from megarl.models.export import copy_side_files
 from megarl.models.source import COMMON_FILE, FORMAT_FILE, HF_FILES, SHARD_INDEX, hf_files
 from megarl.telemetry import events
 from megarl.trainer.policy import Policy
-from megarl.weights.sender import store_address
 from megarl.weights.store import SyncStore, open_shared_store
+from megarl.weights.trainer_store import store_address
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

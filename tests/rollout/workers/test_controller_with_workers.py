@@ -44,7 +44,7 @@ def with_workers(
     controller._writer = controller._queue = local.queue = queue
     crew = Crew(config, loop or SingleTurn(), controller._runner, queue)
     controller._workers = crew.groups
-    controller._groups = controller._prompt_groups()
+    controller._join()
     return local, crew
 
 

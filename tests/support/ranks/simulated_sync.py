@@ -20,7 +20,8 @@ from megarl.weights import sender as sender_module
 from megarl.weights.backends import BACKENDS, BackendKind, MemberPlace
 from megarl.weights.digest import digest
 from megarl.weights.operation_order import LEAST_BUFFERS
-from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.sender import WeightSender
+from megarl.weights.sync_settings import SyncSettings
 from tests.support.fake_engines import FakePool
 from tests.support.ranks.layouts import make_layout, use_layout
 from tests.support.ranks.models import load

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from megarl.common.errors import WeightSyncError
 from megarl.models.export import HFExporter
 from megarl.models.gather import Gather, GatherRequest, GlooWaiter
-from megarl.weights.sender import SyncSettings, WeightSender
+from megarl.weights.sender import WeightSender
 from megarl.weights.store import SyncStore
+from megarl.weights.sync_settings import SyncSettings
 from tests.support.fake_engines import FakePool, ListExporter, ListGather, random_tensors
 from tests.support.ranks.layouts import make_layout, use_layout
 from tests.support.ranks.models import load

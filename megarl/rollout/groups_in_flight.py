@@ -1,0 +1,81 @@
+"""The prompt groups in flight, and the versions that their tokens can have. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
+
+
+class GroupsInFlight:
+    """The groups that have started and not finished, by the version at which they started.
+
+    A token of a group has a version that engines were given and that is not older than the group's start, or one that
+    the group had when it was started again.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[int, int] = {}  # group -> version at which it was started
+        self._by_start: Counter[int] = Counter()  # numbers of groups by that version
+        self._kept: dict[int, frozenset[int]] = {}  # versions of the tokens with which a group started again
+        self._published: set[int] = set()  # versions that the engines serve, have served or are about to serve
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._starts)
+
+    def announce(self, version: int) -> None:
+        """Record that engines are about to serve `version`: from now on, tokens may carry it."""
+        self._published.add(version)
+
+    def serve(self, version: int) -> None:
+        """Record that the engines serve `version`."""
+        # No group in flight can have a token of an earlier version than the one at which it was started.
+        oldest = min(self._starts.values(), default=version)
+        self._published = {each for each in self._published if each >= oldest} | {version}
+
+    def start(self, groups: Iterable[int], version: int) -> None:
+        """Record that groups start, while the engines serve `version`."""
+        started = dict.fromkeys(groups, version)
+        self._starts |= started
+        if started:  # an entry of zero groups would stay for ever
+            self._by_start[version] += len(started)
+
+    def start_again(self, group: int, versions: Set[int]) -> None:
+        """Record that a group starts with tokens of `versions`, as if at the oldest of these."""
+        self.start([group], min(versions))
+        self._kept[group] = frozenset(versions)
+
+    def leave(self, group: int, versions: Iterable[int]) -> int:
+        """Remove a group with tokens of `versions`; return that of the oldest one, or of its start if there is none.
+
+        Raises ValueError if the group is not in flight, or if a token has a version that cannot be right.
+        """
+        if group not in self._starts:
+            raise ValueError(f"group {group} is not in flight")
+        started = self._starts[group]
+        present = set(versions)
+        oldest = min(present, default=started)
+        if oldest < started:
+            raise ValueError(f"group {group} was started at version {started} and has a token of version {oldest}")
+        if unknown := present - self._published - self._kept.get(group, frozenset()):
+            raise ValueError(
+                f"group {group} has tokens of version {max(unknown)}, which was never published; the last is "
+                f"{max(self._published)}"
+            )
+        del self._starts[group]
+        self._kept.pop(group, None)
+        self._by_start[started] -= 1
+        if not self._by_start[started]:
+            del self._by_start[started]
+        return oldest
+
+    @property
+    def by_start(self) -> Counter[int]:
+        """The numbers of groups by the version at which they started."""
+        return self._by_start.copy()
+
+    def started_by(self, version: int) -> list[int]:
+        """Return the groups, sorted, that started at `version` or before."""
+        return sorted(group for group, started in self._starts.items() if started <= version)

@@ -1,0 +1,47 @@
+"""The ways in which engine workers load the weights (in place, or why not); the leader logs them when they change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.weights.receiver import NOT_LOADED
+
+logger = logging.getLogger(__name__)
+
+
+class LoadingWays:
+    """The way in which each worker has loaded last."""
+
+    def __init__(self) -> None:
+        self._ways: dict[str, str] = {}
+
+    def note(self, version: int, reports: Sequence[dict[str, Any]]) -> None:
+        """Log in which ways the engines load, if that of a worker differs from its last one.
+
+        `reports`: those of all workers on the sync of `version`.
+        """
+        before, self._ways = self._ways, ways_of(reports, self._ways)
+        if self._ways != before:
+            logger.info("weights of version %d: %s", version, _by_way(self._ways))
+
+
+def ways_of(reports: Sequence[dict[str, Any]], before: Mapping[str, str]) -> dict[str, str]:
+    """Return in which way each engine worker has loaded last, from the reports and the ways of the version before.
+
+    Workers of a replica that keeps its version have not loaded now.
+    """
+    loaded = {report["member"]: report["loaded"] for report in reports}
+    last = {member: before.get(member) if way == NOT_LOADED else way for member, way in loaded.items()}
+    return {member: way for member, way in last.items() if way is not None}
+
+
+def _by_way(ways: Mapping[str, str]) -> str:
+    """Return which engine workers load in which way as text, `ways` by worker."""
+    workers: dict[str, list[str]] = {}
+    for member, way in ways.items():
+        workers.setdefault(way, []).append(member)
+    if len(workers) == 1:
+        return f"{next(iter(workers))} (all {len(ways)} engine workers)"
+    return "; ".join(f"{way} ({', '.join(names)})" for way, names in workers.items())

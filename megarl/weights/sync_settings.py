@@ -1,0 +1,51 @@
+"""The options of a weight sync, as the config gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megarl.common.byte_units import GIB, MIB
+from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
+
+_SYNC, _TIMEOUTS = WeightSyncConfig(), TimeoutsConfig()
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """The options of a sync; `_s` in seconds, `_bytes` in bytes. The defaults are those of the config."""
+
+    bucket_bytes: int = int(_SYNC.bucket_mb * MIB)
+    staging_bytes: int = int(_SYNC.staging_gib * GIB)
+    transport: str = _SYNC.transport
+    recompute_kv: bool = _SYNC.recompute_kv
+    sync_s: float = _TIMEOUTS.weight_sync_s
+    rpc_s: float = _TIMEOUTS.rpc_s
+    restart_s: float = _TIMEOUTS.engine_start_s
+    restarts: int = _SYNC.restarts
+    # The directory of the run, whose secret the trainer ranks have in common. A single rank needs none.
+    run_dir: Path | None = None
+
+    @classmethod
+    def from_config(cls, config: Config) -> SyncSettings:
+        """Read the options from a config."""
+        return cls(
+            bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
+            staging_bytes=int(config.weight_sync.staging_gib * GIB),
+            transport=config.weight_sync.transport,
+            recompute_kv=config.weight_sync.recompute_kv,
+            sync_s=config.timeouts.weight_sync_s,
+            rpc_s=config.timeouts.rpc_s,
+            restart_s=config.timeouts.engine_start_s,
+            restarts=config.weight_sync.restarts,
+            run_dir=config.run_dir,
+        )
+
+    @property
+    def backend(self) -> str:
+        """The process group's backend, `nccl` or `gloo`."""
+        if self.transport != "auto":
+            return self.transport
+        return "nccl" if torch.cuda.is_available() else "gloo"
