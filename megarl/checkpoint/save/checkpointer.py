@@ -30,7 +30,8 @@ from megarl.checkpoint.format.manifest import FileEntry, Manifest, check_files, 
 from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
-from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, best_step, to_delete
+from megarl.checkpoint.save.checkpoint_retention import CheckpointRetention
+from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
 from megarl.checkpoint.save.resume import (
     Candidate,
     ResumeError,
@@ -105,6 +106,7 @@ class Checkpointer:
         self.directory = CheckpointDirectory(config.checkpoint_dir)
         self._notes: list[str] = []  # from threads of rank 0, to be reported at the next step boundary
         self.export = BackgroundExport(config, self.directory, self._notes.append)
+        self._retention = CheckpointRetention(self.directory, self.settings, self._notes.append)
         self.newest: int | None = None
         self.failure: str | None = None  # why the last save failed; None if it succeeded. The same on every rank
         self.failed_saves = 0
@@ -303,7 +305,7 @@ class Checkpointer:
         path = self.directory.complete(pending.step)
         if self.settings.hf_export_every and pending.step % self.settings.hf_export_every == 0:
             self.export.start(pending.step)
-        self._retain(pending.step)
+        self._retention.apply(pending.step)
         return str(path)
 
     def _write_small_files(self, partial: Path, pending: _RunningSave) -> None:
@@ -323,37 +325,6 @@ class Checkpointer:
         target.mkdir()
         dtype = torch.bfloat16 if self.config.trainer.precision == "bf16" else torch.float32
         copy_side_files(hf_files(self.config.model.path), target, dtype)
-
-    def _retain(self, newest: int) -> None:
-        """Delete the checkpoints that retention does not keep. A failure is only reported: it costs only space."""
-        try:
-            steps = self.directory.steps()
-            values = self._values(steps) if self.settings.keep_best else {}
-            best = best_step(values, self.settings.keep_best_mode)
-            obsolete = to_delete(
-                [step for step in steps if step <= newest],
-                keep_last=self.settings.keep_last,
-                keep_every=self.settings.keep_every,
-                best=best,
-                leased=self.directory.leased(),
-            )
-            for step in obsolete:
-                self.directory.delete(step)
-        except (OSError, ValueError, KeyError) as error:
-            self._notes.append(f"an old checkpoint could not be deleted: {error}")
-
-    def _values(self, steps: list[int]) -> dict[int, float]:
-        """Return the metric `checkpoint.keep_best` of every checkpoint that has a readable value of it."""
-        found = {}
-        for step in steps:
-            try:
-                value = self.directory.state(step).get("metrics", {}).get(self.settings.keep_best)
-            except (OSError, ValueError) as error:
-                self._notes.append(f"{self.directory.path(step) / STATE_FILE} cannot be read: {error}")
-                continue
-            if value is not None:
-                found[step] = float(value)
-        return found
 
     def _choose(self) -> Candidate | None:
         """Choose the same candidate on every rank. Each rank verifies a share of the files."""

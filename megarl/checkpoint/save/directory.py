@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -127,28 +126,3 @@ def continues_history(config: Config) -> bool:
         return bool(directory.steps())
     path = Path(config.checkpoint.resume).resolve()
     return config.checkpoint.resume != "never" and directory.root.resolve() in (path, path.parent)
-
-
-def to_delete(
-    steps: Collection[int], *, keep_last: int, keep_every: int, best: int | None, leased: Collection[int]
-) -> list[int]:
-    """Return the complete checkpoints that retention deletes, oldest first.
-
-    It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), `best`, and the steps in `leased`.
-
-    Raises:
-        ValueError: `keep_last` is below 1.
-    """
-    if keep_last < 1:
-        raise ValueError("keep_last must be at least 1: without the newest checkpoint no resume is possible")
-    newest = set(sorted(steps)[-keep_last:])
-    kept = newest | set(leased) | ({best} if best is not None else set())
-    return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
-
-
-def best_step(values: dict[int, float], mode: str) -> int | None:
-    """Return the step with the largest (`mode` max) or smallest (min) value, the earliest of equals; None if empty."""
-    if not values:
-        return None
-    sign = 1.0 if mode == "max" else -1.0
-    return max(sorted(values), key=lambda step: sign * values[step])

@@ -1,0 +1,74 @@
+"""Which checkpoints of a run stay: the newest, those of every so many steps, the best one, and those in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from megarl.checkpoint.save.directory import STATE_FILE, CheckpointDirectory
+from megarl.config.job_sections import CheckpointConfig
+
+
+class CheckpointRetention:
+    """Deletes the checkpoints that a run need not keep. On rank 0."""
+
+    def __init__(
+        self, directory: CheckpointDirectory, settings: CheckpointConfig, report: Callable[[str], None]
+    ) -> None:
+        """`report`: takes a line for the user about what has failed."""
+        self._directory, self._settings, self._report = directory, settings, report
+
+    def apply(self, newest: int) -> None:
+        """Delete what is not kept, up to the step `newest`. A failure is only reported: it costs only space."""
+        try:
+            steps = self._directory.steps()
+            values = self._values(steps) if self._settings.keep_best else {}
+            best = best_step(values, self._settings.keep_best_mode)
+            obsolete = to_delete(
+                [step for step in steps if step <= newest],
+                keep_last=self._settings.keep_last,
+                keep_every=self._settings.keep_every,
+                best=best,
+                leased=self._directory.leased(),
+            )
+            for step in obsolete:
+                self._directory.delete(step)
+        except (OSError, ValueError, KeyError) as error:
+            self._report(f"an old checkpoint could not be deleted: {error}")
+
+    def _values(self, steps: list[int]) -> dict[int, float]:
+        """Return the metric `checkpoint.keep_best` of every checkpoint that has a readable value of it."""
+        found = {}
+        for step in steps:
+            try:
+                value = self._directory.state(step).get("metrics", {}).get(self._settings.keep_best)
+            except (OSError, ValueError) as error:
+                self._report(f"{self._directory.path(step) / STATE_FILE} cannot be read: {error}")
+                continue
+            if value is not None:
+                found[step] = float(value)
+        return found
+
+
+def to_delete(
+    steps: Collection[int], *, keep_last: int, keep_every: int, best: int | None, leased: Collection[int]
+) -> list[int]:
+    """Return the complete checkpoints that retention deletes, oldest first.
+
+    It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), `best`, and the steps in `leased`.
+
+    Raises:
+        ValueError: `keep_last` is below 1.
+    """
+    if keep_last < 1:
+        raise ValueError("keep_last must be at least 1: without the newest checkpoint no resume is possible")
+    newest = set(sorted(steps)[-keep_last:])
+    kept = newest | set(leased) | ({best} if best is not None else set())
+    return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
+
+
+def best_step(values: dict[int, float], mode: str) -> int | None:
+    """Return the step with the largest (`mode` max) or smallest (min) value, the earliest of equals; None if empty."""
+    if not values:
+        return None
+    sign = 1.0 if mode == "max" else -1.0
+    return max(sorted(values), key=lambda step: sign * values[step])
