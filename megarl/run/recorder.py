@@ -155,6 +155,11 @@ class Recorder:
         """The recorder's parts that a checkpoint keeps."""
         return (self.summary, self._totals, ResultFiles(self._config, self._writer.waiting), self._evaluated)
 
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """The metrics of the newest evaluation; empty unless it was of the present weights."""
+        return self._evaluated.state_dict()
+
     def describe_model(self, info: ModelInfo) -> None:
         """Set the model whose throughput is measured. Call it when the platform is active."""
         self._performance = Performance(self._config, info)

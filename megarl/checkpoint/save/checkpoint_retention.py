@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from megarl.checkpoint.save.directory import STATE_FILE, CheckpointDirectory
+from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.config.job_sections import CheckpointConfig
 
 
@@ -35,14 +35,29 @@ class CheckpointRetention:
         except (OSError, ValueError, KeyError) as error:
             self._report(f"an old checkpoint could not be deleted: {error}")
 
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Add an evaluation of the newest checkpoint, which is that of `step`, and compare it with the others.
+
+        A failure is only reported: it costs the comparison.
+        """
+        try:
+            if metrics == self._directory.metrics(step):
+                return
+            self._directory.add_metrics(step, metrics)
+        except (OSError, ValueError) as error:
+            self._report(f"the evaluation of step {step} could not be added to its checkpoint: {error}")
+            return
+        if self._settings.keep_best:
+            self.apply(step)
+
     def _values(self, steps: list[int]) -> dict[int, float]:
         """Return the metric `checkpoint.keep_best` of every checkpoint that has a readable value of it."""
         found = {}
         for step in steps:
             try:
-                value = self._directory.state(step).get("metrics", {}).get(self._settings.keep_best)
+                value = self._directory.metrics(step).get(self._settings.keep_best)
             except (OSError, ValueError) as error:
-                self._report(f"{self._directory.path(step) / STATE_FILE} cannot be read: {error}")
+                self._report(f"the metrics of {self._directory.path(step)} cannot be read: {error}")
                 continue
             if value is not None:
                 found[step] = float(value)

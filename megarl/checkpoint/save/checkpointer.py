@@ -158,6 +158,14 @@ class Checkpointer:
         self._pending = pending
         return self.poll(wait=wait or not self.settings.asynchronous)
 
+    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Add the metrics of an evaluation to the checkpoint of `step`, if that was complete before it ended.
+
+        Only rank 0 acts. `checkpoint.keep_best` then compares the checkpoint with the others.
+        """
+        if self._rank == 0 and metrics and step == self.newest:
+            self._retention.evaluated(step, metrics)
+
     def _still_writing(self) -> bool:
         """Tell whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
         for thread in self._threads:  # rank 0 may know that all have written before they have ended

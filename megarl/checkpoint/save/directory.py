@@ -25,6 +25,7 @@ from megarl.models.source import TRACKER, step_name
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+EVALUATION_FILE = "evaluation.json"
 CONFIG_FILE = "config.yaml"
 _STEP = re.compile(r"iter_(\d{7,})")
 _PARTIAL = re.compile(r"\.iter_\d{7,}\.(partial|deleted)")
@@ -99,6 +100,25 @@ class CheckpointDirectory:
         """Return the content of the checkpoint's state.json."""
         content: dict[str, Any] = json.loads((self.path(step) / STATE_FILE).read_text())
         return content
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics of the evaluation of the checkpoint's weights, empty without one.
+
+        Raises OSError or ValueError if they cannot be read.
+        """
+        later = self.path(step) / EVALUATION_FILE
+        found: dict[str, float] = (
+            json.loads(later.read_text()) if later.is_file() else self.state(step).get("metrics", {})
+        )
+        return found
+
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of an evaluation of the checkpoint's weights that has ended after the save.
+
+        They have a file of their own, which the manifest does not list: whatever becomes of it, the checkpoint is
+        sound. Raises OSError.
+        """
+        write_durably(self.path(step) / EVALUATION_FILE, json.dumps(metrics, indent=1).encode() + b"\n")
 
     def lease(self, step: int, process: ProcessId) -> Path:
         """Make retention keep the checkpoint of `step` while `process`, of this host, runs. Return the lease's file."""
