@@ -306,7 +306,7 @@ def _train(
     leads = torch.distributed.get_rank() == 0
     policy = Policy(config, layout, info)
     if checkpoint is not None:
-        from megarl.checkpoint.save.checkpointer import load_trainer_state
+        from megarl.checkpoint.save.load_trainer_state import load_trainer_state
 
         record = json.loads((checkpoint / "state.json").read_text())
         load_trainer_state(policy, checkpoint, record["trainer"], with_rng=False)

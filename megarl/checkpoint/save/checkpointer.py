@@ -16,22 +16,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format import faults
-from megarl.checkpoint.format.common_state import load_shards
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, check_files, fsync_directory
-from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.checkpoint_retention import CheckpointRetention
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
+from megarl.checkpoint.save.load_trainer_state import load_trainer_state
+from megarl.checkpoint.save.on_ranks import on_every_rank, on_first_rank
 from megarl.checkpoint.save.resume import (
     Candidate,
     ResumeError,
@@ -44,15 +42,9 @@ from megarl.checkpoint.save.resume import (
     refusal,
 )
 from megarl.checkpoint.save.same_launch import remember_launch
-from megarl.checkpoint.save.training_state import (
-    layout_record,
-    load_sharded_state,
-    optimizer_views,
-    sharded_state,
-    trainer_numbers,
-)
+from megarl.checkpoint.save.training_state import layout_record, sharded_state, trainer_numbers
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
-from megarl.common.object_collectives import JSON, TEXT, Codec, all_gather, broadcast, codec_of, sendable
+from megarl.common.object_collectives import JSON, TEXT, Codec, all_gather, broadcast, codec_of
 from megarl.common.run_secret import run_secret
 from megarl.common.timeouts import GRACE_S
 from megarl.config.load import to_yaml
@@ -65,19 +57,15 @@ from megarl.weights.sender import store_address
 from megarl.weights.store import SyncStore, open_shared_store
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 FORMAT = 1
 # For manifest, rename and retention, after the time by which every rank must have written. Peers wait twice as long.
 FINISH_S = GRACE_S / 2
-# The parts of the state whose tensors are those of a model.
-_WEIGHTS = ("model", "reference")
 # For the end of a thread that has reported already.
 JOIN_S = 1.0
 
 # The types of what rank 0 sends to the other ranks.
 _OUTCOME: Codec[tuple[str | None, str] | None] = codec_of(tuple[str | None, str] | None)
-_RESULT: Codec[tuple[bytes | None, str]] = codec_of(tuple[bytes | None, str])
 _TEXTS: Codec[list[str]] = codec_of(list[str])
 _NOTHING: Codec[None] = codec_of(None)
 _CANDIDATES: Codec[list[Candidate]] = codec_of(list[Candidate])
@@ -140,7 +128,7 @@ class Checkpointer:
         if store is None:
             self._failed(step, error)
             return False
-        partial, error = self._first_rank(lambda: str(self._begin(step)), TEXT)
+        partial, error = on_first_rank(lambda: str(self._begin(step)), TEXT, self._rank, self._group)
         if partial is None:
             self._failed(step, error)
             return False
@@ -159,7 +147,7 @@ class Checkpointer:
         return self.poll(wait=wait or not self.settings.asynchronous)
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Add the metrics of an evaluation to the checkpoint of `step`, if that was complete before it ended.
+        """Add the metrics of an evaluation of its weights to the checkpoint of `step`, if that is the newest one.
 
         Only rank 0 acts. `checkpoint.keep_best` then compares the checkpoint with the others.
         """
@@ -244,10 +232,12 @@ class Checkpointer:
 
         error = ""
         if self._store is None:
-            prepared, error = self._every_rank(prepare)
+            prepared, error = on_every_rank(prepare, self._rank, self._group)
             if prepared is not None:
                 secret, host = prepared
-                self._store, error = self._every_rank(lambda: open_shared_store("checkpoint", secret, host, share))
+                self._store, error = on_every_rank(
+                    lambda: open_shared_store("checkpoint", secret, host, share), self._rank, self._group
+                )
         return self._store, error
 
     def restore(self, prepare: Callable[[Candidate], None]) -> dict[str, Any] | None:
@@ -261,9 +251,9 @@ class Checkpointer:
         """
         chosen = self._choose()
         if chosen is None:
-            self._first_rank(self._begin_new_history, _NOTHING)
+            on_first_rank(self._begin_new_history, _NOTHING, self._rank, self._group)
             return None
-        record, error = self._first_rank(lambda: self._accept(chosen, prepare), JSON)
+        record, error = on_first_rank(lambda: self._accept(chosen, prepare), JSON, self._rank, self._group)
         if record is None:
             raise ResumeError(error)
         same_layout = record["layout"] == layout_record(self.policy.layout)
@@ -336,7 +326,9 @@ class Checkpointer:
 
     def _choose(self) -> Candidate | None:
         """Choose the same candidate on every rank. Each rank verifies a share of the files."""
-        found, error = self._first_rank(lambda: candidates(self.directory, self.settings.resume), _CANDIDATES)
+        found, error = on_first_rank(
+            lambda: candidates(self.directory, self.settings.resume), _CANDIDATES, self._rank, self._group
+        )
         if found is None:
             raise ResumeError(error)
         return choose(found, self._verify, self._on_damaged)
@@ -359,7 +351,7 @@ class Checkpointer:
             where = self.directory.set_aside(candidate.step, "damaged") if candidate.own else candidate.path
             return f"checkpoint {candidate.path} is damaged and not used: {problems[0]} (directory: {where.name})"
 
-        text, error = self._first_rank(set_aside, TEXT)
+        text, error = on_first_rank(set_aside, TEXT, self._rank, self._group)
         self._notify(text or error)
 
     def _accept(self, chosen: Candidate, prepare: Callable[[Candidate], None]) -> dict[str, Any]:
@@ -403,53 +395,3 @@ class Checkpointer:
             f"the checkpoint of step {step} could NOT be saved: {error}. Training continues; newest checkpoint: "
             f"{kept}; the next due save will try again"
         )
-
-    def _every_rank(self, function: Callable[[], T]) -> tuple[T | None, str]:
-        """Run `function` on every rank. Return (its result, "") on each, or (None, errors) if it failed on one."""
-        result: T | None = None
-        problem = ""
-        try:
-            result = function()
-        except Exception as error:
-            logger.exception("rank %d", self._rank)
-            problem = sendable(f"rank {self._rank}: {error or repr(error)}")
-        problems = [each for each in all_gather(problem, TEXT, self._group) if each]
-        return (None, "; ".join(problems)) if problems else (result, "")
-
-    def _first_rank(self, function: Callable[[], T], codec: Codec[Any]) -> tuple[T | None, str]:
-        """Run `function` on rank 0. Return (its result, "") or (None, error) on every rank: none is left waiting."""
-        result, problem = None, ""
-        if self._rank == 0:
-            try:
-                result = codec.encode(function())
-            except Exception as error:
-                logger.exception("rank 0")
-                problem = sendable(str(error) or repr(error))
-        content, problem = broadcast((result, problem), _RESULT, 0, self._group)
-        return None if content is None else codec.decode(content), problem
-
-
-def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, with_rng: bool) -> None:
-    """Load weights, optimizer and schedule of `policy` from a checkpoint of any layout. Collective.
-
-    `numbers`: the checkpoint's `trainer_numbers`. `with_rng`: load the random states too, for an equal layout. A
-    reference that had taken the policy's weights is loaded too, if the run has one.
-    """
-    if policy.reference is not None:
-        policy.reference.refreshed = int(numbers.get("reference_step", 0))
-    state = sharded_state(policy, with_rng=with_rng)
-    parameters = {part: {name: each.data for name, each in state[part].items()} for part in _WEIGHTS if part in state}
-    optimizer = optimizer_views(state)
-    strategy: object = MappedLoadStrategy()
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if group.size() > 1:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-    loaded = load_shards(state, path, strategy)
-    with torch.no_grad():
-        for part, tensors in parameters.items():
-            for name, parameter in tensors.items():
-                # One rank loads it in place, another receives it from a peer; the halves of a gated layer are a new
-                # tensor.
-                if loaded[part][name].data_ptr() != parameter.data_ptr():
-                    parameter.copy_(loaded[part][name])
-    load_sharded_state(policy, loaded, numbers, optimizer)
