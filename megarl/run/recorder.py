@@ -27,8 +27,8 @@ from megarl.run.batch_metrics import nothing_trained, record_batch
 from megarl.run.peers import Peers
 from megarl.run.performance import Performance, peak_memory_gib
 from megarl.run.stateful import Stateful
-from megarl.run.step import StepPlan
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import StepPlan
 from megarl.run.trainer_events import StepEvents, end_of_history
 from megarl.telemetry import events
 from megarl.telemetry.declarations import step_metrics

@@ -32,7 +32,7 @@ from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.run_monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.stateful import Stateful, collect, restore
-from megarl.run.step import StepPlan
+from megarl.run.step_plan import StepPlan
 from megarl.run.stop_signals import StopSignals
 from megarl.run.stop_vote import StopVote
 from megarl.telemetry import events
