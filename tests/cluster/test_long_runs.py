@@ -64,10 +64,12 @@ def slopes_of_a_supervisor(tmp_path: Path, steps: int) -> dict[str, float]:
         nonlocal recorded
         recorded = watched._watch_once(recorded)
         if step % 4 == 0:
-            watched._publish(heartbeats=step)
+            watched._state.publish(heartbeats=step)
 
-    slopes = slopes_over(steps, EVERY, beat, sizes_of(lambda: (watched._children, watched._state), tmp_path))
-    assert watched._children == recorded == {ProcessId.own()} and (tmp_path / STATE_FILE).is_file()
+    slopes = slopes_over(
+        steps, EVERY, beat, sizes_of(lambda: (watched._state.children, watched._state.content), tmp_path)
+    )
+    assert watched._state.children == recorded == {ProcessId.own()} and (tmp_path / STATE_FILE).is_file()
     return slopes
 
 
