@@ -226,7 +226,7 @@ class SaveBench:
         from megarl.checkpoint.save.load_trainer_state import load_trainer_state
         from megarl.checkpoint.save.training_state import trainer_numbers
 
-        problems = self.checkpointer._verify(path)
+        problems = self.checkpointer.resume_point.verify(path)
         assert not problems, problems
         load_trainer_state(self.policy, path, trainer_numbers(self.policy), with_rng=True)
 

@@ -23,28 +23,18 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format import faults
-from megarl.checkpoint.format.manifest import FileEntry, Manifest, check_files, fsync_directory
+from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.checkpoint_retention import CheckpointRetention
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
 from megarl.checkpoint.save.load_trainer_state import load_trainer_state
 from megarl.checkpoint.save.on_ranks import on_every_rank, on_first_rank
-from megarl.checkpoint.save.resume import (
-    Candidate,
-    ResumeError,
-    candidates,
-    changed_order,
-    changes,
-    choose,
-    contradictions,
-    identity,
-    refusal,
-)
-from megarl.checkpoint.save.same_launch import remember_launch
+from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
+from megarl.checkpoint.save.resume_point import ResumePoint
 from megarl.checkpoint.save.training_state import layout_record, sharded_state, trainer_numbers
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
-from megarl.common.object_collectives import JSON, TEXT, Codec, all_gather, broadcast, codec_of
+from megarl.common.object_collectives import JSON, TEXT, Codec, broadcast, codec_of
 from megarl.common.run_secret import run_secret
 from megarl.common.timeouts import GRACE_S
 from megarl.config.load import to_yaml
@@ -66,9 +56,7 @@ JOIN_S = 1.0
 
 # The types of what rank 0 sends to the other ranks.
 _OUTCOME: Codec[tuple[str | None, str] | None] = codec_of(tuple[str | None, str] | None)
-_TEXTS: Codec[list[str]] = codec_of(list[str])
 _NOTHING: Codec[None] = codec_of(None)
-_CANDIDATES: Codec[list[Candidate]] = codec_of(list[Candidate])
 
 
 @dataclass
@@ -100,6 +88,7 @@ class Checkpointer:
         self.failed_saves = 0
         self._group, self._notify = group, notify
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.resume_point = ResumePoint(config, self.directory, group, notify)
         self._pending: _RunningSave | None = None
         self._saves = 0
         self._threads: list[threading.Thread] = []  # of this rank's saves, those that have timed out included
@@ -249,11 +238,13 @@ class Checkpointer:
             ResumeError: on every rank, for a path without a checkpoint, if all checkpoints are damaged, or if the
                 config contradicts the checkpoint.
         """
-        chosen = self._choose()
+        chosen = self.resume_point.find()
         if chosen is None:
-            on_first_rank(self._begin_new_history, _NOTHING, self._rank, self._group)
+            on_first_rank(self.resume_point.begin_new_history, _NOTHING, self._rank, self._group)
             return None
-        record, error = on_first_rank(lambda: self._accept(chosen, prepare), JSON, self._rank, self._group)
+        record, error = on_first_rank(
+            lambda: self.resume_point.accept(chosen, self._identity, prepare), JSON, self._rank, self._group
+        )
         if record is None:
             raise ResumeError(error)
         same_layout = record["layout"] == layout_record(self.policy.layout)
@@ -323,66 +314,6 @@ class Checkpointer:
         target.mkdir()
         dtype = torch.bfloat16 if self.config.trainer.precision == "bf16" else torch.float32
         copy_side_files(hf_files(self.config.model.path), target, dtype)
-
-    def _choose(self) -> Candidate | None:
-        """Choose the same candidate on every rank. Each rank verifies a share of the files."""
-        found, error = on_first_rank(
-            lambda: candidates(self.directory, self.settings.resume), _CANDIDATES, self._rank, self._group
-        )
-        if found is None:
-            raise ResumeError(error)
-        return choose(found, self._verify, self._on_damaged)
-
-    def _verify(self, path: Path) -> list[str]:
-        """Return the problems of a checkpoint's files, equal on every rank."""
-        try:
-            manifest = Manifest.read(path)
-            mine = manifest.share(self._rank, self._world)
-            problems = check_files(path, manifest.files, mine)
-        except ValueError as error:
-            problems = [str(error)]
-        everyone = all_gather(problems, _TEXTS, self._group)
-        return list(dict.fromkeys(problem for part in everyone for problem in part))
-
-    def _on_damaged(self, candidate: Candidate, problems: list[str]) -> None:
-        """Report a damaged checkpoint, and rename it if it is this run's own."""
-
-        def set_aside() -> str:
-            where = self.directory.set_aside(candidate.step, "damaged") if candidate.own else candidate.path
-            return f"checkpoint {candidate.path} is damaged and not used: {problems[0]} (directory: {where.name})"
-
-        text, error = on_first_rank(set_aside, TEXT, self._rank, self._group)
-        self._notify(text or error)
-
-    def _accept(self, chosen: Candidate, prepare: Callable[[Candidate], None]) -> dict[str, Any]:
-        """Check that the run may resume from `chosen`, set other histories aside, and return the record. Rank 0."""
-        record: dict[str, Any] = json.loads((chosen.path / STATE_FILE).read_text())
-        present = self.config.model_dump(mode="json")
-        problems = contradictions(record["identity"], self._identity) + changed_order(record["config"], present)
-        if problems:
-            raise ResumeError(refusal(chosen.path, problems))
-        if chosen.own:
-            # Before the other files are rolled back: after a kill in between, the next start chooses the same one.
-            self._set_aside_from(chosen.step + 1, "rolled_back")
-            self.directory.write_tracker(chosen.step)
-        else:
-            self._set_aside_from(0, "replaced")
-        prepare(chosen)
-        remember_launch(self.config.run_dir)
-        self._notify(f"resuming from {chosen.path}, {chosen.step} steps done")
-        if changed := changes(record["config"], present):
-            self._notify(f"the config differs from the checkpoint's: {'; '.join(changed)}")
-        return record
-
-    def _begin_new_history(self) -> None:
-        self._set_aside_from(0, "replaced")
-        remember_launch(self.config.run_dir)
-
-    def _set_aside_from(self, first: int, why: str) -> None:
-        """Rename the checkpoints from step `first` on: `checkpoint.resume: auto` must not find another history."""
-        for step in self.directory.steps():
-            if step >= first:
-                self.directory.set_aside(step, why)
 
     def _failed(self, step: int, error: str) -> None:
         kept = "none" if self.newest is None else f"step {self.newest}"
