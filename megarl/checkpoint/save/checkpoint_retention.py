@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the newest, those of every so many steps, the best one, and those in use."""
+"""Decides which checkpoints of a run stay: the newest, every so many steps' one, the best one, and those in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class CheckpointRetention:
         """Delete what is not kept, up to the step `newest`. A failure is only reported: it costs only space."""
         try:
             steps = self._directory.steps()
-            values = self._values(steps) if self._settings.keep_best else {}
+            metric = self._settings.keep_best
+            values = self._values(steps, metric) if metric else {}
             best = best_step(values, self._settings.keep_best_mode)
             obsolete = to_delete(
                 [step for step in steps if step <= newest],
@@ -50,12 +51,12 @@ class CheckpointRetention:
         if self._settings.keep_best:
             self.apply(step)
 
-    def _values(self, steps: list[int]) -> dict[int, float]:
-        """Return the metric `checkpoint.keep_best` of every checkpoint that has a readable value of it."""
+    def _values(self, steps: list[int], metric: str) -> dict[int, float]:
+        """Return the metric of every checkpoint that has a readable value of it."""
         found = {}
         for step in steps:
             try:
-                value = self._directory.metrics(step).get(self._settings.keep_best)
+                value = self._directory.metrics(step).get(metric)
             except (OSError, ValueError) as error:
                 self._report(f"the metrics of {self._directory.path(step)} cannot be read: {error}")
                 continue

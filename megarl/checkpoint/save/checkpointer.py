@@ -243,7 +243,7 @@ class Checkpointer:
             on_first_rank(self.resume_point.begin_new_history, _NOTHING, self._rank, self._group)
             return None
         record, error = on_first_rank(
-            lambda: self.resume_point.accept(chosen, self._identity, prepare), JSON, self._rank, self._group
+            lambda: self.resume_point.resume_from(chosen, self._identity, prepare), JSON, self._rank, self._group
         )
         if record is None:
             raise ResumeError(error)

@@ -1,4 +1,4 @@
-"""Where a run resumes: the checkpoint with sound files, those of another history set aside.
+"""Finds where a run resumes: the newest checkpoint with sound files, or the one that is asked for.
 
 The rules are in `resume.py`, which is pure; here they meet the files and the ranks.
 """
@@ -35,7 +35,7 @@ _CANDIDATES: Codec[list[Candidate]] = codec_of(list[Candidate])
 
 
 class ResumePoint:
-    """Finds and accepts the checkpoint that `checkpoint.resume` selects. Collective unless a method says otherwise."""
+    """Finds the checkpoint that `checkpoint.resume` selects. Collective unless a method says otherwise."""
 
     def __init__(
         self, config: Config, directory: CheckpointDirectory, group: ProcessGroup, notify: Callable[[str], None]
@@ -77,7 +77,7 @@ class ResumePoint:
         text, error = on_first_rank(set_aside, TEXT, self._rank, self._group)
         self._notify(text or error)
 
-    def accept(
+    def resume_from(
         self, chosen: Candidate, identity: dict[str, Any], prepare: Callable[[Candidate], None]
     ) -> dict[str, Any]:
         """Check that the run may resume from `chosen`, set other histories aside, and return the record. On rank 0.

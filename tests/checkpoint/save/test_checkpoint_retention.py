@@ -1,4 +1,4 @@
-"""Which checkpoints stay, exact, without ranks."""
+"""Retention and the comparison of checkpoints, exact, without ranks."""
 
 from __future__ import annotations
 
