@@ -223,10 +223,10 @@ class SaveBench:
 
     def _verify_and_load(self, path: Path) -> None:
         """Check every digest of a checkpoint and load it, as a resume does."""
-        from megarl.checkpoint.save.checkpointer import load_trainer_state
+        from megarl.checkpoint.save.load_trainer_state import load_trainer_state
         from megarl.checkpoint.save.training_state import trainer_numbers
 
-        problems = self.checkpointer._verify(path)
+        problems = self.checkpointer.resume_point.verify(path)
         assert not problems, problems
         load_trainer_state(self.policy, path, trainer_numbers(self.policy), with_rng=True)
 

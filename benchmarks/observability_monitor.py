@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 from megarl.run.compare_logprobs import StepMeasures
 from megarl.run.run_monitor import RunMonitor
-from megarl.run.step import StepPlan, plan_step
+from megarl.run.step_plan import StepPlan, plan_step
 from megarl.run.update_metrics import record_measures
 from megarl.telemetry.declarations import step_metrics
 

@@ -127,7 +127,7 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "checkpoint/convert/workers.py:_Pool._receive": "no wait: the connection has a message, of a few bytes",
     "checkpoint/convert/workers.py:_serve": "nobody waits for it; it dies with its parent",
     "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
-    "cluster/supervisor.py:Supervisor._await_actors": "no wait: `ray.wait` has found that it has ended",
+    "cluster/pool_actors.py:PoolActors._await": "no wait: `ray.wait` has found that it has ended",
     "commands/launch.py:run_script": "the user's script, and the user who ends it",
     "common/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",
     "models/gather.py:Gather.done": "no wait, or the time-out of the process group",

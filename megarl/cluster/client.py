@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.actor_calls import ConnectionCut, call_once
 from megarl.cluster.handle import NOTICED_S, SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
+from megarl.cluster.pool_actors import CONTROLLER
 from megarl.cluster.ray_connection import connect_ray, own_sigterm_handler
 from megarl.cluster.replica_handles import PoolHandles
-from megarl.cluster.supervisor import CONTROLLER
 from megarl.common.errors import PartsLost, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport

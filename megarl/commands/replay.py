@@ -30,7 +30,7 @@ from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch, rea
 if TYPE_CHECKING:
     from megarl.common.claim import RunClaim
     from megarl.config.schema import Config
-    from megarl.run.step import StepPlan
+    from megarl.run.step_plan import StepPlan
     from megarl.trainer.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def replay_steps(
 
 def _plan(batch: DumpedBatch, config: Config, replaced: list[int], reused: list[int], *, dp_size: int) -> StepPlan:
     """Plan a recorded step. Raises DumpError if the config's options drop a group that the step has used again."""
-    from megarl.run.step import ReuseError, plan_step
+    from megarl.run.step_plan import ReuseError, plan_step
 
     try:
         return plan_step(batch.tags, config, dp_size=dp_size, version=batch.version, replaced=replaced, reused=reused)
@@ -306,7 +306,7 @@ def _train(
     leads = torch.distributed.get_rank() == 0
     policy = Policy(config, layout, info)
     if checkpoint is not None:
-        from megarl.checkpoint.save.checkpointer import load_trainer_state
+        from megarl.checkpoint.save.load_trainer_state import load_trainer_state
 
         record = json.loads((checkpoint / "state.json").read_text())
         load_trainer_state(policy, checkpoint, record["trainer"], with_rng=False)

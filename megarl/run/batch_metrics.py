@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from megarl.common.sample_parts import first_parts
 from megarl.evaluation.accuracy import CORRECT_AT
 from megarl.queue.trajectory import SampleTag
-from megarl.run.step import StepPlan
+from megarl.run.step_plan import StepPlan
 from megarl.telemetry.metrics import StepMetrics
 
 LENGTHS = (10, 50, 90, 99)  # percentiles of the response length

@@ -29,8 +29,8 @@ from megarl.run.idle_logprobs import IdleLogprobs
 from megarl.run.pack_step import pack_step
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
-from megarl.run.step import StepPlan, plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import StepPlan, plan_step
 from megarl.telemetry import events
 from megarl.trainer import parallel
 from megarl.trainer.packed_batch import PackedStep, Packer

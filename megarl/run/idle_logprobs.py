@@ -29,8 +29,8 @@ from megarl.run.failure import PeerFailedError
 from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
-from megarl.run.step import StepPlan, plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import StepPlan, plan_step
 from megarl.telemetry import events
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample

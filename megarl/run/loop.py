@@ -36,6 +36,7 @@ def train(session: Session) -> None:
         evaluate(session, 0, "before")
     else:
         publish_as_needed(session, lambda: session.evaluations.resume(session.version), most=MOST_PUBLICATIONS)
+        session.keep_evaluation()
     recorder.start_clock(session.first_step)
     for step in session.steps():
         prepared = take_batch(session, step)

@@ -21,7 +21,8 @@ from megarl.config.schema import Config
 from megarl.config.teachers import distils_in_loss
 from megarl.queue.streams import ADVANTAGES, PROXIMAL_ALPHA, TEACHER_LOGPROBS
 from megarl.queue.trajectory import Trajectory
-from megarl.run.step import StepPlan, train_samples
+from megarl.run.step import train_samples
+from megarl.run.step_plan import StepPlan
 from megarl.trainer.batch import TrainSample, agreed_streams, common_streams
 from megarl.trainer.packed_batch import PackedBatch, PackedStep, Packer, SampleShape
 

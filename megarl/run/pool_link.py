@@ -36,8 +36,8 @@ from megarl.run.peers import Peers
 from megarl.run.queue_link import QueueLink
 from megarl.run.recorder import Recorder
 from megarl.run.row_codec import ROWS
-from megarl.run.step import StepPlan
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import StepPlan
 from megarl.trainer import parallel
 from megarl.trainer.policy import StepRefused
 from megarl.weights.handles import EngineHandles

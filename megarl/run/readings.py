@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megarl.config.monitor_section import MonitorConfig
 from megarl.run.compare_logprobs import StepMeasures
-from megarl.run.step import StepPlan
+from megarl.run.step_plan import StepPlan
 from megarl.telemetry.monitor import AlarmRule, Reading, Side
 from megarl.telemetry.replica_gaps import ReplicaGap, compare_replicas
 

@@ -27,8 +27,8 @@ from megarl.run.batch_metrics import nothing_trained, record_batch
 from megarl.run.peers import Peers
 from megarl.run.performance import Performance, peak_memory_gib
 from megarl.run.stateful import Stateful
-from megarl.run.step import StepPlan
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import StepPlan
 from megarl.run.trainer_events import StepEvents, end_of_history
 from megarl.telemetry import events
 from megarl.telemetry.declarations import step_metrics
@@ -154,6 +154,11 @@ class Recorder:
     def parts(self) -> Sequence[Stateful]:
         """The recorder's parts that a checkpoint keeps."""
         return (self.summary, self._totals, ResultFiles(self._config, self._writer.waiting), self._evaluated)
+
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """The metrics of the newest evaluation; empty unless it was of the present weights."""
+        return self._evaluated.state_dict()
 
     def describe_model(self, info: ModelInfo) -> None:
         """Set the model whose throughput is measured. Call it when the platform is active."""

@@ -14,7 +14,7 @@ from megarl.config.schema import Config
 from megarl.run.compare_logprobs import StepMeasures
 from megarl.run.readings import REPLICA_GAP, logprob_values, plan_values, readings, replica_values, rules_of
 from megarl.run.recorder import Recorder
-from megarl.run.step import StepPlan
+from megarl.run.step_plan import StepPlan
 from megarl.telemetry.monitor import Alarm, Monitor, Reading
 from megarl.trainer.optimizer import StepRefused
 

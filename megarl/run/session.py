@@ -32,7 +32,7 @@ from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
 from megarl.run.run_monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.stateful import Stateful, collect, restore
-from megarl.run.step import StepPlan
+from megarl.run.step_plan import StepPlan
 from megarl.run.stop_signals import StopSignals
 from megarl.run.stop_vote import StopVote
 from megarl.telemetry import events
@@ -225,6 +225,11 @@ class Session:
             record = {"version": self.version} | self.peers.on_first_rank(lambda: collect(self.parts), JSON)
             return self.checkpointer.save(steps_done, record, wait=wait)
 
+    def keep_evaluation(self) -> None:
+        """Add the evaluation of the present weights to their checkpoint, if that was saved before it ended."""
+        if not self.unsaved_steps:  # else they have no checkpoint
+            self.checkpointer.add_evaluation(self.steps_done, self.recorder.evaluated)
+
     def export(self) -> None:
         """Write the policy to RUN_DIR/hf in Hugging Face format."""
         if self.config.run.export:
@@ -247,6 +252,7 @@ class Session:
             self.recorder.finish(ExitRecord("failed", self.checkpointer.newest or 0, reason))
             self.checkpointer.finish(export_s=self.config.timeouts.save_s)
             raise LastSaveFailed(reason)
+        self.keep_evaluation()
         status: Status = "finished" if self.stopped is None else "preempted"
         # Before the record: from then on a node's agent expects its processes to end within twice `shutdown_s`.
         self.checkpointer.finish(export_s=self.config.timeouts.save_s if self.stopped is None else 0.0)

@@ -19,7 +19,7 @@ MOST_MATCHED = 4096  # names that templates cover, which are kept; more than the
 
 
 class UndeclaredMetricError(KeyError):
-    """A metric was recorded under a name that is not in `declarations.py`."""
+    """A metric was recorded under a name that no table of `declarations/` has."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -79,7 +79,7 @@ class Registry:
             near = difflib.get_close_matches(name, self._exact, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise UndeclaredMetricError(
-                f"metric {name!r} is not declared{hint} (declare it in megarl/telemetry/declarations.py)"
+                f"metric {name!r} is not declared{hint} (declare it in megarl/telemetry/declarations/)"
             )
         return metric
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megarl.cluster.handle import STATE_FILE, SupervisorSpec
-from megarl.cluster.nodes import agent as agent_module
+from megarl.cluster.nodes import node_processes
 from megarl.cluster.nodes.agent import NodeAgent
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.cluster.supervisor import Supervisor
@@ -64,10 +64,12 @@ def slopes_of_a_supervisor(tmp_path: Path, steps: int) -> dict[str, float]:
         nonlocal recorded
         recorded = watched._watch_once(recorded)
         if step % 4 == 0:
-            watched._publish(heartbeats=step)
+            watched._state.publish(heartbeats=step)
 
-    slopes = slopes_over(steps, EVERY, beat, sizes_of(lambda: (watched._children, watched._state), tmp_path))
-    assert watched._children == recorded == {ProcessId.own()} and (tmp_path / STATE_FILE).is_file()
+    slopes = slopes_over(
+        steps, EVERY, beat, sizes_of(lambda: (watched._state.children, watched._state.content), tmp_path)
+    )
+    assert watched._state.children == recorded == {ProcessId.own()} and (tmp_path / STATE_FILE).is_file()
     return slopes
 
 
@@ -82,14 +84,17 @@ def slopes_of_an_agent(tmp_path: Path, steps: int) -> dict[str, float]:
     (tmp_path / "logs").mkdir()
     agent = NodeAgent(LaunchSpec("1", chosen.model_dump_json(), str(where), "/", False, ("here",), "train.py", 0), 0)
     agent._start_torchrun = lambda: None  # type: ignore[method-assign]
-    agent._raylet = SimpleNamespace(poll=lambda: None, pid=os.getpid())  # type: ignore[assignment]
+    processes = agent._processes
+    processes.raylet = SimpleNamespace(poll=lambda: None, pid=os.getpid())  # type: ignore[assignment]
 
     def tick(step: int) -> None:
         assert not agent._tick_or_wait() and agent._trouble_since is None
 
-    with mock.patch.object(agent_module, "descendants", passing_by()):
-        slopes = slopes_over(steps, EVERY, tick, sizes_of(lambda: (agent._children, agent._raylet_children), tmp_path))
-    assert agent._children == agent._raylet_children == {ProcessId.own()}
+    with mock.patch.object(node_processes, "descendants", passing_by()):
+        slopes = slopes_over(
+            steps, EVERY, tick, sizes_of(lambda: (processes.children, processes.raylet_children), tmp_path)
+        )
+    assert processes.children == processes.raylet_children == {ProcessId.own()}
     return slopes
 
 

@@ -36,7 +36,7 @@ from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.responses_so_far import ResponsesSoFar
 from megarl.run.batch_metrics import record_batch
-from megarl.run.step import plan_step
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import write_problems
 from tests.support.leftovers import (

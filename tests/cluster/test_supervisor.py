@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import ray
 
+from megarl.cluster import pool_state
 from megarl.cluster import supervisor as module
 from megarl.cluster.handle import (
     STATE_FILE,
@@ -159,11 +160,11 @@ def test_a_full_disk_does_not_hide_that_the_launcher_is_gone(tmp_path: Path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_state", full)
-        watched._publish(state="ready")
+        patch.setattr(pool_state, "write_state", full)
+        watched._state.publish(state="ready")
         watched._watch_once(set())
         assert watched.stop_reason == "the launcher (pid 1) is gone" and read_state(tmp_path) is None
-    watched._publish(state="stopped")
+    watched._state.publish(state="stopped")
     state = read_state(tmp_path)
     assert state is not None and state["state"] == "stopped"
 
@@ -171,7 +172,7 @@ def test_a_full_disk_does_not_hide_that_the_launcher_is_gone(tmp_path: Path, mon
 def test_a_state_that_could_not_be_written_is_written_by_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched, real = supervisor_in(tmp_path), module.write_state
+    watched, real = supervisor_in(tmp_path), pool_state.write_state
     errors = [OSError(errno.ESTALE, "Stale file handle")]
 
     def stale(*arguments: object) -> None:
@@ -179,9 +180,9 @@ def test_a_state_that_could_not_be_written_is_written_by_the_watch(
             raise errors.pop()
         real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "write_state", stale)
+    monkeypatch.setattr(pool_state, "write_state", stale)
     recorded = watched._watch_once(set())
-    watched._publish(state="ready")
+    watched._state.publish(state="ready")
     assert read_state(tmp_path) is None or not errors
     watched._watch_once(recorded)
     state = read_state(tmp_path)
@@ -202,27 +203,27 @@ def test_a_stop_file_that_cannot_be_read_does_not_keep_the_watch_from_its_work(
     watched = supervisor_in(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
-        watched._published = False
+        watched._state.published = False
         watched._watch_once(set())
         assert watched.stop_reason is None
     state = read_state(tmp_path)
-    assert state is not None and watched._published, "the watch has written the state"
+    assert state is not None and watched._state.published, "the watch has written the state"
 
 
 def test_a_supervisor_whose_directory_was_taken_writes_no_more_and_ends(tmp_path: Path) -> None:
     """The new run would take a foreign state for the end of its own pool."""
     write_state(tmp_path, {"launch_id": "an earlier one"})
     watched = supervisor_in(tmp_path)
-    watched._publish(state="ready")
-    watched._publish(heartbeats=1)
+    watched._state.publish(state="ready")
+    watched._state.publish(heartbeats=1)
     state = read_state(tmp_path)
     assert state is not None and state["launch_id"] == "abc" and watched.stop_reason is None
     (tmp_path / STATE_FILE).unlink()
-    watched._publish(heartbeats=2)
+    watched._state.publish(heartbeats=2)
     assert read_state(tmp_path) is not None and watched.stop_reason is None
     write_state(tmp_path, {"launch_id": "the next one"})
     for changes in ({"heartbeats": 3}, {"state": "stopped"}):
-        watched._publish(**changes)
+        watched._state.publish(**changes)
         assert read_state(tmp_path) == {"launch_id": "the next one"}
     assert watched.stop_reason == f"another launch (the next one) has begun in {tmp_path}"
 
@@ -231,8 +232,8 @@ def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, mon
     """Two threads, as the watch and the main one: neither sees the set change while it goes through it."""
     watched, numbers = supervisor_in(tmp_path), iter(range(10**6))
     monkeypatch.setattr(watched, "_descendants", lambda: {ProcessId(os.getpid(), -next(numbers))})
-    monkeypatch.setattr(module, "write_state", lambda *arguments: time.sleep(0.001))
-    monkeypatch.setattr(module, "still_alive", set)
+    monkeypatch.setattr(pool_state, "write_state", lambda *arguments: time.sleep(0.001))
+    monkeypatch.setattr(pool_state, "still_alive", set)
     written = threading.Event()
 
     def record() -> None:
@@ -245,13 +246,13 @@ def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, mon
     recorder.start()
     try:
         until = time.monotonic() + 30
-        while len(watched._children) < 300 and time.monotonic() < until:
-            watched._publish()  # raises RuntimeError if the set changes meanwhile
+        while len(watched._state.children) < 300 and time.monotonic() < until:
+            watched._state.publish()  # raises RuntimeError if the set changes meanwhile
     finally:
         written.set()
         recorder.join(timeout=30)
         sys.setswitchinterval(interval)
-    assert len(watched._children) >= 300
+    assert len(watched._state.children) >= 300
 
 
 @pytest.mark.parametrize(
@@ -282,9 +283,9 @@ def test_whoever_waits_for_an_actor_finds_the_reason_when_the_actor_ends(
         found.append(str(raised.value))
         found.append((read_state(tmp_path) or {})["state"])
 
-    monkeypatch.setattr(supervisor, "_close_actors", close_actors)
+    monkeypatch.setattr(supervisor._actors, "close", close_actors)
     monkeypatch.setattr(supervisor, "_descendants", set)
-    supervisor._publish(state="ready")
+    supervisor._state.publish(state="ready")
     handle.check()
     if requested is not None:
         supervisor.request_stop(requested)
@@ -312,7 +313,7 @@ def looks(
             raise error
 
     controller: Any = SimpleNamespace(heartbeat=SimpleNamespace(remote=lambda: "call"))
-    made._actors = [controller]
+    made._actors.handles = [controller]
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.001)
     monkeypatch.setattr(module, "WATCH_S", 0.001)
@@ -447,11 +448,11 @@ def test_the_ranks_learn_of_the_new_queue_when_it_is_up(tmp_path: Path, monkeypa
     """The handle of the old one says at once that it is lost, and the engines are no part of that."""
     made, killed, seen = supervisor_in(tmp_path), [], []
     (tmp_path / "logs").mkdir()
-    made._publish(state="ready", address="a:1")
+    made._state.publish(state="ready", address="a:1")
     old = attach_supervisor(tmp_path, "abc", 1.0)
     new: Any = SimpleNamespace(start=SimpleNamespace(remote=lambda: "start"))
     engine: Any = "engine"
-    made._actors = [engine, "old controller"]  # type: ignore[list-item]
+    made._actors.handles = [engine, "old controller"]  # type: ignore[list-item]
 
     def create(partition: str, timeout_s: float, *, replaces: bool) -> Any:
         assert replaces
@@ -464,11 +465,11 @@ def test_the_ranks_learn_of_the_new_queue_when_it_is_up(tmp_path: Path, monkeypa
         return new
 
     monkeypatch.setattr(ray, "kill", killed.append)
-    monkeypatch.setattr(made, "_create_controller", create)
-    monkeypatch.setattr(made, "_await_actors", lambda pending, timeout_s: seen.extend(pending.values()))
+    monkeypatch.setattr(made._actors, "_create_controller", create)
+    monkeypatch.setattr(made._actors, "_await", lambda pending, timeout_s: seen.extend(pending.values()))
     made._rebuild(str(DIED))
     rebuilt = await_rebuilt(old, 1.0)
-    assert killed == ["old controller"] and made._actors == [engine, new]
+    assert killed == ["old controller"] and made._actors.handles == [engine, new]
     assert seen == [rebuilt.partition, "the new rollout controller"]
     assert rebuilt.partition != old.partition and rebuilt.rebuilds == 1
     rebuilt.check_parts()

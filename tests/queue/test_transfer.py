@@ -33,7 +33,7 @@ from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.queue.transfer import QueueReader, QueueServer, QueueWriter, bounded, start_queue
 from megarl.rollout.to_trajectory import failed_trajectory
 from megarl.run.batch_metrics import record_batch
-from megarl.run.step import plan_step
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support import pool as _tokens  # noqa: F401  (one Ray access token for this process)
 from tests.support.configs import config

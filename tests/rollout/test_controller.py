@@ -29,7 +29,7 @@ from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
-from megarl.run.step import plan_step
+from megarl.run.step_plan import plan_step
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
 

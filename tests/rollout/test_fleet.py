@@ -502,7 +502,7 @@ def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
              if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
     planning = {"config/plan.py", "config/pools.py", "config/concurrent_evaluation.py", "config/monitor_checks.py"}
-    assert found == planning | {"rollout/attach_fleet.py", "cluster/supervisor.py", "commands/serve.py"}
+    assert found == planning | {"rollout/attach_fleet.py", "cluster/pool_actors.py", "commands/serve.py"}
     assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")
 
 

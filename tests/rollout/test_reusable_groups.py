@@ -17,7 +17,7 @@ from megarl.queue.dump import DumpedBatch
 from megarl.rollout.reusable_groups import ReusableGroups, Use
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
-from megarl.run.step import GroupOutcome, plan_step
+from megarl.run.step_plan import GroupOutcome, plan_step
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
 

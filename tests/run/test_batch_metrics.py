@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.queue.rows import _tag, decode_tag
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.run.batch_metrics import clustered_stderr, nothing_trained, record_batch
-from megarl.run.step import plan_step
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import config
 from tests.support.samples import judged

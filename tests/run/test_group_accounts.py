@@ -20,8 +20,8 @@ from megarl.rollout.handover import Committed
 from megarl.run.batch_metrics import record_batch
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Totals
-from megarl.run.step import StepPlan, plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import StepPlan, plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import config as config_of
 

@@ -22,8 +22,8 @@ from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_k
 from megarl.run import idle_logprobs
 from megarl.run.failure import PeerFailedError
 from megarl.run.idle_logprobs import IdleLogprobs
-from megarl.run.step import plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import REGISTRY
 from megarl.trainer.batch import TrainSample
 from tests.support.configs import config as config_of

@@ -165,6 +165,35 @@ def test_an_evaluation_precedes_the_save_of_its_weights(make_run: Callable[..., 
     assert journal.index("evaluate step_2 of version 2") < journal.index("save 2")
 
 
+def evaluations_added_by(run: FakeRun) -> dict[int, dict[str, float]]:
+    """Train to the end of the run; return the evaluations that checkpoints were given after their save."""
+    session = run.build()
+    train(session)
+    session.finish()
+    return session.checkpointer.evaluations  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_checkpoint_of_the_last_step_gets_its_evaluation_afterwards(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(4, evaluation__every=2)
+    run.due = {2, 4}
+    assert evaluations_added_by(run) == {4: {"eval/after": 4}}
+
+
+def test_a_checkpoint_gets_the_evaluation_that_a_stop_had_ended(make_run: Callable[..., FakeRun]) -> None:
+    """The run that resumes makes it with the weights of the checkpoint, before it trains them."""
+    run = make_run(5, evaluation__every=2)
+    run.record = {**OLD_RECORD, "step": 2, "version": 2, "evaluations": {"step_2": [2, 2]}}
+    assert evaluations_added_by(run) == {2: {"eval/step_2": 2}, 5: {"eval/after": 5}}
+
+
+def test_a_checkpoint_gets_no_evaluation_of_later_weights(make_run: Callable[..., FakeRun]) -> None:
+    """The run stops after an evaluation, and cannot save the weights that were evaluated."""
+    run = make_run(6, evaluation__every=2)
+    run.due, run.failing_saves, run.stop_after = {2}, {4}, {4: "SIGTERM"}
+    assert evaluations_added_by(run) == {}
+    assert run.session is not None and run.session.steps_done == 2
+
+
 BESIDE = {"admission": {"mode": "async", "sync_interval": 1}, "evaluation__every": 2}
 
 

@@ -17,7 +17,8 @@ from megarl.config.schema import Config
 from megarl.queue.streams import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, SOURCES
 from megarl.queue.trajectory import Trajectory
 from megarl.run.pack_step import pack_step
-from megarl.run.step import StepPlan, plan_step, train_samples
+from megarl.run.step import train_samples
+from megarl.run.step_plan import StepPlan, plan_step
 from megarl.trainer.batch import MicroBatch, TrainSample
 from megarl.trainer.packed_batch import PackedStep, Packer, SampleShape
 from tests.support.configs import config as config_of

@@ -34,8 +34,8 @@ from megarl.run import channel, pool_link, queue_link
 from megarl.run.failure import PeerFailedError
 from megarl.run.pool_link import DisagreementError, PoolLink
 from megarl.run.run_monitor import AlarmSkipsStep, AlarmStopsRun
-from megarl.run.step import StepPlan, plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import StepPlan, plan_step
 from megarl.trainer.policy import NonFiniteError
 from tests.support.configs import config as config_of
 from tests.support.recorded_steps import make_batch

@@ -29,8 +29,8 @@ from megarl.rollout.counters import Counters
 from megarl.rollout.to_trajectory import failed_trajectory
 from megarl.run import recorder as recorder_module
 from megarl.run.recorder import CountersDiffer, LastEvaluation, Recorder, ResultFiles, Totals
-from megarl.run.step import plan_step
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import plan_step
 from megarl.telemetry import events, sinks
 from megarl.telemetry.monitor import RUN, Alarm, AlarmRule
 from megarl.telemetry.timer import Phase, PhaseTimer

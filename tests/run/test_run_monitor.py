@@ -16,7 +16,7 @@ from megarl.run.compare_logprobs import StepMeasures
 from megarl.run.readings import SIDES, logprob_values, plan_values, rules_of
 from megarl.run.run_monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.sources import TokenSources
-from megarl.run.step import StepPlan, plan_step
+from megarl.run.step_plan import StepPlan, plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import config as config_of
 

@@ -11,7 +11,7 @@ from megarl.algorithms.filters import ShapedBatch
 from megarl.common.errors import ConfigError
 from megarl.run.run_monitor import AlarmSkipsStep
 from megarl.run.session import LastSaveFailed
-from megarl.run.step import GroupOutcome, StepPlan
+from megarl.run.step_plan import GroupOutcome, StepPlan
 from megarl.trainer.policy import NonFiniteError
 from tests.support.configs import config as config_of
 from tests.support.fake_session import FakeRun, fake_run

@@ -26,7 +26,8 @@ from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_k
 from megarl.run import step
 from megarl.run.batch_metrics import record_batch
 from megarl.run.compare_logprobs import StepMeasures
-from megarl.run.step import ReuseError, entropy_due, plan_step
+from megarl.run.step import entropy_due
+from megarl.run.step_plan import ReuseError, plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer.batch import TrainSample

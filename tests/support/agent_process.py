@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.nodes import agent as node
 from megarl.cluster.nodes import node_commands as commands
+from megarl.cluster.nodes import node_processes
+from megarl.cluster.nodes.agent import NodeAgent
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 
 
@@ -26,7 +27,7 @@ def start(script: str, *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
 
 if __name__ == "__main__":
     launch, index, pool, ranks = sys.argv[1:]
-    node.start_supervisor = functools.partial(start, pool)
+    node_processes.start_supervisor = functools.partial(start, pool)
     commands.torchrun_command = functools.partial(shell, ranks)
     commands.raylet_command = functools.partial(shell, "exec sleep 100")
-    sys.exit(node.NodeAgent(LaunchSpec.load(Path(launch)), int(index)).run())
+    sys.exit(NodeAgent(LaunchSpec.load(Path(launch)), int(index)).run())

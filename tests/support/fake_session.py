@@ -45,6 +45,7 @@ class FakeRecorder:
         self.said: list[str] = []
         self.say = self.said.append
         self.describe_model = lambda info: None
+        self.evaluated: dict[str, float] = {}  # of the present weights
 
     @contextmanager
     def phase(self, name: str, status: str = "") -> Iterator[None]:
@@ -64,6 +65,7 @@ class FakeRecorder:
     def step(self, batch: StepBatch, plan: str, version: int, counted: Counters | None) -> None:
         assert counted == Counters(trained=batch.step + 1), "the counters are those of another commit"
         self._note(f"record step {batch.step} of {plan}, which made version {version}")
+        self.evaluated = {}
 
     def evaluation(
         self, steps_done: int, version: int, label: str, reports: Sequence[str], *,
@@ -72,6 +74,7 @@ class FakeRecorder:
         assert began is not None, "nobody could tell how long the evaluation took"
         at = f"{steps_done}" if written_at is None else f"{steps_done} (written at {written_at})"
         self._note(f"record {label} at {at} of version {version}: {reports}")
+        self.evaluated = {f"eval/{label}": version}
 
     def roll_back(self, step: int) -> None:
         self._note(f"metrics from step {step}")
@@ -213,6 +216,7 @@ class FakeCheckpointer:
         self.failure: str | None = None
         self.failed_saves = 0
         self.saved: dict[int, dict[str, Any]] = {}
+        self.evaluations: dict[int, dict[str, float]] = {}  # those that were added, by the step
         self.directory = SimpleNamespace(state=lambda step: {"files": {"metrics.jsonl": 100 * step}})
 
     def restore(self, prepare: Callable[[Any], None]) -> dict[str, Any] | None:
@@ -237,6 +241,10 @@ class FakeCheckpointer:
             return False
         self.newest, self.failure = step, None
         return True
+
+    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        if metrics:
+            self.evaluations[step] = metrics
 
     def finish(self, export_s: float) -> None:
         self._note(f"finish the export in {export_s:.0f} s")

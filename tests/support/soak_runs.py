@@ -20,7 +20,7 @@ from megarl.rollout.group_end import usable_samples
 from megarl.rollout.schedule import RecordedAdmission, ScheduleFile
 from megarl.run.batch_metrics import record_batch
 from megarl.run.recorder import Totals
-from megarl.run.step import plan_step
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import tree, write_problems
 

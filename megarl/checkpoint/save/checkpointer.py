@@ -16,42 +16,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format import faults
-from megarl.checkpoint.format.common_state import load_shards
-from megarl.checkpoint.format.manifest import FileEntry, Manifest, check_files, fsync_directory
-from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
+from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
-from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, best_step, to_delete
-from megarl.checkpoint.save.resume import (
-    Candidate,
-    ResumeError,
-    candidates,
-    changed_order,
-    changes,
-    choose,
-    contradictions,
-    identity,
-    refusal,
-)
-from megarl.checkpoint.save.same_launch import remember_launch
-from megarl.checkpoint.save.training_state import (
-    layout_record,
-    load_sharded_state,
-    optimizer_views,
-    sharded_state,
-    trainer_numbers,
-)
+from megarl.checkpoint.save.checkpoint_retention import CheckpointRetention
+from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
+from megarl.checkpoint.save.load_trainer_state import load_trainer_state
+from megarl.checkpoint.save.on_ranks import on_every_rank, on_first_rank
+from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
+from megarl.checkpoint.save.resume_point import ResumePoint
+from megarl.checkpoint.save.training_state import layout_record, sharded_state, trainer_numbers
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
-from megarl.common.object_collectives import JSON, TEXT, Codec, all_gather, broadcast, codec_of, sendable
+from megarl.common.object_collectives import JSON, TEXT, Codec, broadcast, codec_of
 from megarl.common.run_secret import run_secret
 from megarl.common.timeouts import GRACE_S
 from megarl.config.load import to_yaml
@@ -64,22 +47,16 @@ from megarl.weights.store import SyncStore, open_shared_store
 from megarl.weights.trainer_store import store_address
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 FORMAT = 1
 # For manifest, rename and retention, after the time by which every rank must have written. Peers wait twice as long.
 FINISH_S = GRACE_S / 2
-# The parts of the state whose tensors are those of a model.
-_WEIGHTS = ("model", "reference")
 # For the end of a thread that has reported already.
 JOIN_S = 1.0
 
 # The types of what rank 0 sends to the other ranks.
 _OUTCOME: Codec[tuple[str | None, str] | None] = codec_of(tuple[str | None, str] | None)
-_RESULT: Codec[tuple[bytes | None, str]] = codec_of(tuple[bytes | None, str])
-_TEXTS: Codec[list[str]] = codec_of(list[str])
 _NOTHING: Codec[None] = codec_of(None)
-_CANDIDATES: Codec[list[Candidate]] = codec_of(list[Candidate])
 
 
 @dataclass
@@ -105,11 +82,13 @@ class Checkpointer:
         self.directory = CheckpointDirectory(config.checkpoint_dir)
         self._notes: list[str] = []  # from threads of rank 0, to be reported at the next step boundary
         self.export = BackgroundExport(config, self.directory, self._notes.append)
+        self._retention = CheckpointRetention(self.directory, self.settings, self._notes.append)
         self.newest: int | None = None
         self.failure: str | None = None  # why the last save failed; None if it succeeded. The same on every rank
         self.failed_saves = 0
         self._group, self._notify = group, notify
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.resume_point = ResumePoint(config, self.directory, group, notify)
         self._pending: _RunningSave | None = None
         self._saves = 0
         self._threads: list[threading.Thread] = []  # of this rank's saves, those that have timed out included
@@ -138,7 +117,7 @@ class Checkpointer:
         if store is None:
             self._failed(step, error)
             return False
-        partial, error = self._first_rank(lambda: str(self._begin(step)), TEXT)
+        partial, error = on_first_rank(lambda: str(self._begin(step)), TEXT, self._rank, self._group)
         if partial is None:
             self._failed(step, error)
             return False
@@ -155,6 +134,14 @@ class Checkpointer:
             self._threads.append(pending.finisher)
         self._pending = pending
         return self.poll(wait=wait or not self.settings.asynchronous)
+
+    def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Add the metrics of an evaluation of its weights to the checkpoint of `step`, if that is the newest one.
+
+        Only rank 0 acts. `checkpoint.keep_best` then compares the checkpoint with the others.
+        """
+        if self._rank == 0 and metrics and step == self.newest:
+            self._retention.evaluated(step, metrics)
 
     def _still_writing(self) -> bool:
         """Tell whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
@@ -234,10 +221,12 @@ class Checkpointer:
 
         error = ""
         if self._store is None:
-            prepared, error = self._every_rank(prepare)
+            prepared, error = on_every_rank(prepare, self._rank, self._group)
             if prepared is not None:
                 secret, host = prepared
-                self._store, error = self._every_rank(lambda: open_shared_store("checkpoint", secret, host, share))
+                self._store, error = on_every_rank(
+                    lambda: open_shared_store("checkpoint", secret, host, share), self._rank, self._group
+                )
         return self._store, error
 
     def restore(self, prepare: Callable[[Candidate], None]) -> dict[str, Any] | None:
@@ -249,11 +238,13 @@ class Checkpointer:
             ResumeError: on every rank, for a path without a checkpoint, if all checkpoints are damaged, or if the
                 config contradicts the checkpoint.
         """
-        chosen = self._choose()
+        chosen = self.resume_point.find()
         if chosen is None:
-            self._first_rank(self._begin_new_history, _NOTHING)
+            on_first_rank(self.resume_point.begin_new_history, _NOTHING, self._rank, self._group)
             return None
-        record, error = self._first_rank(lambda: self._accept(chosen, prepare), JSON)
+        record, error = on_first_rank(
+            lambda: self.resume_point.resume_from(chosen, self._identity, prepare), JSON, self._rank, self._group
+        )
         if record is None:
             raise ResumeError(error)
         same_layout = record["layout"] == layout_record(self.policy.layout)
@@ -303,7 +294,7 @@ class Checkpointer:
         path = self.directory.complete(pending.step)
         if self.settings.hf_export_every and pending.step % self.settings.hf_export_every == 0:
             self.export.start(pending.step)
-        self._retain(pending.step)
+        self._retention.apply(pending.step)
         return str(path)
 
     def _write_small_files(self, partial: Path, pending: _RunningSave) -> None:
@@ -324,95 +315,6 @@ class Checkpointer:
         dtype = torch.bfloat16 if self.config.trainer.precision == "bf16" else torch.float32
         copy_side_files(hf_files(self.config.model.path), target, dtype)
 
-    def _retain(self, newest: int) -> None:
-        """Delete the checkpoints that retention does not keep. A failure is only reported: it costs only space."""
-        try:
-            steps = self.directory.steps()
-            values = self._values(steps) if self.settings.keep_best else {}
-            best = best_step(values, self.settings.keep_best_mode)
-            obsolete = to_delete(
-                [step for step in steps if step <= newest],
-                keep_last=self.settings.keep_last,
-                keep_every=self.settings.keep_every,
-                best=best,
-                leased=self.directory.leased(),
-            )
-            for step in obsolete:
-                self.directory.delete(step)
-        except (OSError, ValueError, KeyError) as error:
-            self._notes.append(f"an old checkpoint could not be deleted: {error}")
-
-    def _values(self, steps: list[int]) -> dict[int, float]:
-        """Return the metric `checkpoint.keep_best` of every checkpoint that has a readable value of it."""
-        found = {}
-        for step in steps:
-            try:
-                value = self.directory.state(step).get("metrics", {}).get(self.settings.keep_best)
-            except (OSError, ValueError) as error:
-                self._notes.append(f"{self.directory.path(step) / STATE_FILE} cannot be read: {error}")
-                continue
-            if value is not None:
-                found[step] = float(value)
-        return found
-
-    def _choose(self) -> Candidate | None:
-        """Choose the same candidate on every rank. Each rank verifies a share of the files."""
-        found, error = self._first_rank(lambda: candidates(self.directory, self.settings.resume), _CANDIDATES)
-        if found is None:
-            raise ResumeError(error)
-        return choose(found, self._verify, self._on_damaged)
-
-    def _verify(self, path: Path) -> list[str]:
-        """Return the problems of a checkpoint's files, equal on every rank."""
-        try:
-            manifest = Manifest.read(path)
-            mine = manifest.share(self._rank, self._world)
-            problems = check_files(path, manifest.files, mine)
-        except ValueError as error:
-            problems = [str(error)]
-        everyone = all_gather(problems, _TEXTS, self._group)
-        return list(dict.fromkeys(problem for part in everyone for problem in part))
-
-    def _on_damaged(self, candidate: Candidate, problems: list[str]) -> None:
-        """Report a damaged checkpoint, and rename it if it is this run's own."""
-
-        def set_aside() -> str:
-            where = self.directory.set_aside(candidate.step, "damaged") if candidate.own else candidate.path
-            return f"checkpoint {candidate.path} is damaged and not used: {problems[0]} (directory: {where.name})"
-
-        text, error = self._first_rank(set_aside, TEXT)
-        self._notify(text or error)
-
-    def _accept(self, chosen: Candidate, prepare: Callable[[Candidate], None]) -> dict[str, Any]:
-        """Check that the run may resume from `chosen`, set other histories aside, and return the record. Rank 0."""
-        record: dict[str, Any] = json.loads((chosen.path / STATE_FILE).read_text())
-        present = self.config.model_dump(mode="json")
-        problems = contradictions(record["identity"], self._identity) + changed_order(record["config"], present)
-        if problems:
-            raise ResumeError(refusal(chosen.path, problems))
-        if chosen.own:
-            # Before the other files are rolled back: after a kill in between, the next start chooses the same one.
-            self._set_aside_from(chosen.step + 1, "rolled_back")
-            self.directory.write_tracker(chosen.step)
-        else:
-            self._set_aside_from(0, "replaced")
-        prepare(chosen)
-        remember_launch(self.config.run_dir)
-        self._notify(f"resuming from {chosen.path}, {chosen.step} steps done")
-        if changed := changes(record["config"], present):
-            self._notify(f"the config differs from the checkpoint's: {'; '.join(changed)}")
-        return record
-
-    def _begin_new_history(self) -> None:
-        self._set_aside_from(0, "replaced")
-        remember_launch(self.config.run_dir)
-
-    def _set_aside_from(self, first: int, why: str) -> None:
-        """Rename the checkpoints from step `first` on: `checkpoint.resume: auto` must not find another history."""
-        for step in self.directory.steps():
-            if step >= first:
-                self.directory.set_aside(step, why)
-
     def _failed(self, step: int, error: str) -> None:
         kept = "none" if self.newest is None else f"step {self.newest}"
         self.failed_saves += 1
@@ -424,53 +326,3 @@ class Checkpointer:
             f"the checkpoint of step {step} could NOT be saved: {error}. Training continues; newest checkpoint: "
             f"{kept}; the next due save will try again"
         )
-
-    def _every_rank(self, function: Callable[[], T]) -> tuple[T | None, str]:
-        """Run `function` on every rank. Return (its result, "") on each, or (None, errors) if it failed on one."""
-        result: T | None = None
-        problem = ""
-        try:
-            result = function()
-        except Exception as error:
-            logger.exception("rank %d", self._rank)
-            problem = sendable(f"rank {self._rank}: {error or repr(error)}")
-        problems = [each for each in all_gather(problem, TEXT, self._group) if each]
-        return (None, "; ".join(problems)) if problems else (result, "")
-
-    def _first_rank(self, function: Callable[[], T], codec: Codec[Any]) -> tuple[T | None, str]:
-        """Run `function` on rank 0. Return (its result, "") or (None, error) on every rank: none is left waiting."""
-        result, problem = None, ""
-        if self._rank == 0:
-            try:
-                result = codec.encode(function())
-            except Exception as error:
-                logger.exception("rank 0")
-                problem = sendable(str(error) or repr(error))
-        content, problem = broadcast((result, problem), _RESULT, 0, self._group)
-        return None if content is None else codec.decode(content), problem
-
-
-def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, with_rng: bool) -> None:
-    """Load weights, optimizer and schedule of `policy` from a checkpoint of any layout. Collective.
-
-    `numbers`: the checkpoint's `trainer_numbers`. `with_rng`: load the random states too, for an equal layout. A
-    reference that had taken the policy's weights is loaded too, if the run has one.
-    """
-    if policy.reference is not None:
-        policy.reference.refreshed = int(numbers.get("reference_step", 0))
-    state = sharded_state(policy, with_rng=with_rng)
-    parameters = {part: {name: each.data for name, each in state[part].items()} for part in _WEIGHTS if part in state}
-    optimizer = optimizer_views(state)
-    strategy: object = MappedLoadStrategy()
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if group.size() > 1:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-    loaded = load_shards(state, path, strategy)
-    with torch.no_grad():
-        for part, tensors in parameters.items():
-            for name, parameter in tensors.items():
-                # One rank loads it in place, another receives it from a peer; the halves of a gated layer are a new
-                # tensor.
-                if loaded[part][name].data_ptr() != parameter.data_ptr():
-                    parameter.copy_(loaded[part][name])
-    load_sharded_state(policy, loaded, numbers, optimizer)

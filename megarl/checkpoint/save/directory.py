@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from megarl.models.source import TRACKER, step_name
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+EVALUATION_FILE = "evaluation.json"
 CONFIG_FILE = "config.yaml"
 _STEP = re.compile(r"iter_(\d{7,})")
 _PARTIAL = re.compile(r"\.iter_\d{7,}\.(partial|deleted)")
@@ -101,6 +101,25 @@ class CheckpointDirectory:
         content: dict[str, Any] = json.loads((self.path(step) / STATE_FILE).read_text())
         return content
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics of the evaluation of the checkpoint's weights, empty without one.
+
+        Raises OSError or ValueError if they cannot be read.
+        """
+        later = self.path(step) / EVALUATION_FILE
+        found: dict[str, float] = (
+            json.loads(later.read_text()) if later.is_file() else self.state(step).get("metrics", {})
+        )
+        return found
+
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of an evaluation of the checkpoint's weights that has ended after the save.
+
+        They have a file of their own, which the manifest does not list: whatever becomes of it, the checkpoint is
+        sound. Raises OSError.
+        """
+        write_durably(self.path(step) / EVALUATION_FILE, json.dumps(metrics, indent=1).encode() + b"\n")
+
     def lease(self, step: int, process: ProcessId) -> Path:
         """Make retention keep the checkpoint of `step` while `process`, of this host, runs. Return the lease's file."""
         path = self.root / "leases" / f"{step}.{process.pid}.json"
@@ -127,28 +146,3 @@ def continues_history(config: Config) -> bool:
         return bool(directory.steps())
     path = Path(config.checkpoint.resume).resolve()
     return config.checkpoint.resume != "never" and directory.root.resolve() in (path, path.parent)
-
-
-def to_delete(
-    steps: Collection[int], *, keep_last: int, keep_every: int, best: int | None, leased: Collection[int]
-) -> list[int]:
-    """Return the complete checkpoints that retention deletes, oldest first.
-
-    It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), `best`, and the steps in `leased`.
-
-    Raises:
-        ValueError: `keep_last` is below 1.
-    """
-    if keep_last < 1:
-        raise ValueError("keep_last must be at least 1: without the newest checkpoint no resume is possible")
-    newest = set(sorted(steps)[-keep_last:])
-    kept = newest | set(leased) | ({best} if best is not None else set())
-    return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
-
-
-def best_step(values: dict[int, float], mode: str) -> int | None:
-    """Return the step with the largest (`mode` max) or smallest (min) value, the earliest of equals; None if empty."""
-    if not values:
-        return None
-    sign = 1.0 if mode == "max" else -1.0
-    return max(sorted(values), key=lambda step: sign * values[step])

@@ -11,37 +11,32 @@ the node's raylet, which its agent starts again, has joined; if the agent has en
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
-from megarl.cluster.handle import STOP_FILE as SUPERVISOR_STOP
-from megarl.cluster.handle import read_state, start_supervisor
+from megarl.cluster.handle import read_state
 from megarl.cluster.nodes import node_commands as commands
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord, State, Watch
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.lost_nodes import can_lose
 from megarl.cluster.nodes.network import interface_of, own_address
-from megarl.cluster.nodes.stopped_processes import StoppedProcesses
+from megarl.cluster.nodes.node_processes import NodeProcesses
 from megarl.common import run_files
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.claim import Holder, RunClaim, claim, other_holder
 from megarl.common.errors import ConfigError
 from megarl.common.notices import write_notice
-from megarl.common.processes import ProcessId, descendants, die_with_parent, is_alive, kill, still_alive, sweep
+from megarl.common.processes import ProcessId
 from megarl.common.rate_limit import RateLimit
 from megarl.common.reserved_ports import ReservedPorts
 from megarl.config.hardware import local_gpus
-from megarl.rollout.devices import visible_devices
 
 logger = logging.getLogger("megarl.cluster.nodes.agent")
 
@@ -49,8 +44,6 @@ TICK_S = 0.5
 BEAT_S = 2.0
 COMPLAIN_S = 30.0  # between two log lines about the same trouble
 SAME_REQUEST_S = 1.0
-TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
-REJOIN_S = 10.0  # between the end of a raylet and the start of the next one
 
 
 class NodeFailed(Exception):  # noqa: N818
@@ -90,15 +83,7 @@ class NodeAgent:
         self._ending = False  # from then on no signal may interrupt
         self._trouble_since: float | None = None  # since when the file system has failed
         self._complaints = RateLimit(COMPLAIN_S)
-        self._children: set[ProcessId] = set()
-        self._torchrun: subprocess.Popen[bytes] | None = None
-        self._raylet: subprocess.Popen[bytes] | None = None
-        self._supervisor: subprocess.Popen[bytes] | None = None
-        self._raylet_ended_at: float | None = None
-        self._raylet_children: set[ProcessId] = set()
-        # Longer than the bound of the rank watch (megarl/run/rank_watch.py), and not later than the ranks end.
-        timeouts = self.config.timeouts
-        self._stopped = StoppedProcesses(timeouts.node_s + timeouts.shutdown_s / 2)
+        self._processes = NodeProcesses(launch, self.node, self._holder)
         self._lost: set[int] = set()  # nodes without which the job goes on
         self._ended_at: float | None = None
         self._pool_ended_at: float | None = None
@@ -120,12 +105,12 @@ class NodeAgent:
             logger.error("ending: %s", error)
             with suppress(OSError):
                 self.board.claim_failure(NodeFailure(self.host, str(error)))
-            self._end_all()
+            self._processes.end_all()
             return 1
         except PeerFailed as error:
             self._ending = True
             logger.error("ending: %s", error)
-            self._end_all()
+            self._processes.end_all()
             return 1
         except Exception as error:
             self._ending = True
@@ -135,7 +120,7 @@ class NodeAgent:
                     self._report(error)
             except OSError as failure:
                 logger.error("the failure could not be recorded in %s: %s", self.launch.run_dir, failure)
-            self._end_all()
+            self._processes.end_all()
             return 1
         return 0
 
@@ -192,50 +177,20 @@ class NodeAgent:
             self.endpoint = f"{self.address}:{self._reserved.ports[0]}"
         self._post()
         if self.node.supervisor:
-            self._supervisor = start_supervisor(
-                self.launch.config_json, self.launch.run_dir, os.getpid(), self.launch.launch_id, cuda=self.launch.cuda
-            )
+            self._processes.start_supervisor()
         else:
-            self._start_raylet()
-
-    def _start_raylet(self) -> None:
-        raylet = commands.raylet_command(str(self.launch.path), self.node.index, os.getpid())
-        log = self.launch.run_dir / "logs" / f"raylet-node-{self.node.index}.log"
-        with log.open("ab") as output:
-            self._raylet = self._spawn(raylet, dict(os.environ), output)
-        self._raylet_ended_at = None
+            self._processes.start_raylet()
 
     def _check_devices(self) -> None:
         have = len(local_gpus())
         if self.launch.cuda and have <= self.node.last_device:
             raise NodeFailed(f"has {have} GPUs, but the config uses device {self.node.last_device}")
 
-    def _spawn(
-        self, command: list[str], environment: dict[str, str], output: IO[bytes] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start a child that dies with this process, in a session that a Ctrl-C of this process does not reach."""
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (this process has one thread)
-        )  # fmt: skip
-
     def _start_torchrun(self) -> None:
         """Start torchrun, once the first trainer node has posted the address of the rendezvous."""
         first = self.board.read(self.topology.trainer(0).index)
-        if first is None or not first.endpoint:
-            return
-        command = commands.torchrun_command(
-            self.config, self.topology, self.node, python=sys.executable, launch_id=self.launch.launch_id,
-            endpoint=first.endpoint, address=self.address, entry=self.launch.entry,
-            config_file=str(Path(self.launch.directory) / "config.yaml"),
-        )  # fmt: skip
-        environment = {**os.environ, commands.LAUNCH_ID_VARIABLE: self.launch.launch_id}
-        environment |= commands.torchrun_environment(self.launch.run_dir)
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        if self.launch.cuda:
-            environment["CUDA_VISIBLE_DEVICES"] = visible_devices(self.node.trainer_devices)
-        logger.info("starting %s", " ".join(command))
-        self._torchrun = self._spawn(command, environment)
+        if first is not None and first.endpoint:
+            self._processes.start_torchrun(first.endpoint, self.address)
 
     def _tick_or_wait(self) -> bool:
         """Tick; return False, as if nothing had happened, while the file system fails for less than `timeouts.node_s`.
@@ -257,18 +212,18 @@ class NodeAgent:
 
     def _tick(self) -> bool:
         """Check every process and peer once. Return True when this node's share is done."""
-        self._children = still_alive(self._children | descendants(os.getpid()))
+        self._processes.look()
         self._post_if_due()
         self._ask_run_to_stop()
         if (failure := self.board.failure()) is not None:
             raise PeerFailed(f"node {failure.node} failed: {failure.reason}")
-        if self.node.trainer_rank is not None and self._torchrun is None:
+        if self.node.trainer_rank is not None and self._processes.torchrun is None:
             self._start_torchrun()
         ending = self._run_has_ended()
         ranks_done = self._torchrun_done(ending)
         pool_done = self._supervisor_done(ending)
         self._check_raylet(ending)
-        self._kill_stopped_ranks()
+        self._processes.kill_stopped_ranks()
         if ending:
             self._ended_at = self._ended_at or time.monotonic()
             self._check_end_in_time()
@@ -285,32 +240,21 @@ class NodeAgent:
         """Tell whether this node's ranks, if it has any, have ended. Raises NodeFailed if they failed."""
         if self.node.trainer_rank is None:
             return True
-        if self._torchrun is None or self._torchrun.poll() is None:
+        torchrun = self._processes.torchrun
+        if torchrun is None or torchrun.poll() is None:
             return False
         # After a SIGTERM torchrun's own code is not 0, even if all its ranks exited with 0.
-        if self._torchrun.returncode != 0 and not ending:
-            raise NodeFailed(self._why_ranks_failed())
+        if torchrun.returncode != 0 and not ending:
+            raise NodeFailed(self._why_ranks_failed(torchrun.returncode))
         return True
 
-    def _why_ranks_failed(self) -> str:
+    def _why_ranks_failed(self, code: int) -> str:
         """Return the message that a rank has left in RUN_DIR/error.txt, or name torchrun's exit code."""
-        assert self._torchrun is not None
         message = self.launch.run_dir / "error.txt"
         if message.is_file():
             return " ".join(message.read_text().split()).removeprefix("megarl: ")
         logs = self.launch.run_dir / "logs"
-        return f"a trainer rank was killed (torchrun ended with code {self._torchrun.returncode}); see {logs}"
-
-    def _kill_stopped_ranks(self) -> None:
-        """Kill ranks that are stopped for good, once other ranks have had the time to name them.
-
-        Where a rank is alone on its node no other rank can do so, and torchrun would give it the time to save.
-        """
-        if self._torchrun is None or self._torchrun.poll() is not None or not self._stopped.is_due():
-            return
-        for process in self._stopped.find(descendants(self._torchrun.pid)):
-            logger.error("process %d of a trainer rank was stopped for too long; killing it", process.pid)
-            kill([process], signal.SIGKILL)
+        return f"a trainer rank was killed (torchrun ended with code {code}); see {logs}"
 
     def _supervisor_done(self, ending: bool) -> bool:
         """Tell whether the supervisor has ended, on its node by its process, elsewhere by its state file.
@@ -319,15 +263,16 @@ class NodeAgent:
         """
         state = read_state(self.launch.run_dir) or {}
         ended = state.get("launch_id") == self.launch.launch_id and state.get("state") in {"stopped", "failed"}
-        if self._supervisor is None:
+        supervisor = self._processes.supervisor
+        if supervisor is None:
             return ending and ended
-        if self._supervisor.poll() is None:
+        if supervisor.poll() is None:
             return False
         if ending:
             return True
         # If a rank that failed has asked it to stop, that rank's node reports the reason: give it the time to do so.
         self._pool_ended_at = self._pool_ended_at or time.monotonic()
-        asked = ended and self._supervisor.returncode == 0
+        asked = ended and supervisor.returncode == 0
         if not asked or time.monotonic() > self._pool_ended_at + self.config.timeouts.node_s:
             reason = state.get("error") if ended else "its supervisor was killed"
             raise NodeFailed(f"the rollout pool ended: {reason}")
@@ -338,23 +283,12 @@ class NodeAgent:
 
         Ray ends a raylet that its head has given up, for example because the network was cut.
         """
-        if self._raylet is None or ending:
-            return
-        if self._raylet.poll() is None:
-            self._raylet_children = still_alive(self._raylet_children | descendants(self._raylet.pid))
+        code = None if ending else self._processes.raylet_code()
+        if code is None:
             return
         if not can_lose(self.launch, self.node.index):
-            raise NodeFailed(f"Ray's raylet ended with code {self._raylet.returncode}")
-        now = time.monotonic()
-        if self._raylet_ended_at is None:
-            self._raylet_ended_at = now
-            logger.warning(
-                "Ray's raylet ended with code %d; starting another one in %.0f s", self._raylet.returncode, REJOIN_S
-            )
-            sweep(self._raylet_children, grace_s=TERMINATE_S)  # engines that would keep their GPUs
-            self._raylet_children = set()
-        elif now > self._raylet_ended_at + REJOIN_S:
-            self._start_raylet()
+            raise NodeFailed(f"Ray's raylet ended with code {code}")
+        self._processes.rejoin(code)
 
     def _check_peers(self) -> None:
         """End the job, naming the node, if a watched node has not started or is silent for `timeouts.node_s`.
@@ -419,38 +353,10 @@ class NodeAgent:
 
     def _finish(self) -> None:
         self._ending = True
-        self._end_all()
+        self._processes.end_all()
         with suppress(OSError):  # the others know the end of the run from exit.json
             self._post(done=True)
         logger.info("done")
-
-    def _end_all(self) -> None:
-        """End everything that this node runs: kill the ranks, stop raylet and supervisor, then kill what is left."""
-        if self._torchrun is not None and self._torchrun.poll() is None:
-            ranks = descendants(self._torchrun.pid)
-            sweep({ProcessId.of(self._torchrun.pid), *ranks}, grace_s=0.0)
-        if self._raylet is not None and self._raylet.poll() is None:
-            self._raylet.terminate()
-        if self._supervisor is not None and self._supervisor.poll() is None:
-            self._ask_supervisor_to_stop(self._supervisor)
-        orderly = {ProcessId.of(p.pid) for p in (self._raylet, self._supervisor) if p is not None and p.poll() is None}
-        deadline = time.monotonic() + self.config.timeouts.shutdown_s
-        while any(is_alive(process) for process in orderly) and time.monotonic() < deadline:
-            self._children |= descendants(os.getpid())
-            time.sleep(0.1)
-        left = sweep(self._children | descendants(os.getpid()), grace_s=TERMINATE_S)
-        if left:
-            logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
-
-    def _ask_supervisor_to_stop(self, supervisor: subprocess.Popen[bytes]) -> None:
-        """Write RUN_DIR/supervisor.stop; send SIGTERM instead if the directory is another run's or takes no file."""
-        if other_holder(self.launch.run_dir, self._holder) is not None:
-            supervisor.terminate()
-            return
-        try:
-            (self.launch.run_dir / SUPERVISOR_STOP).write_text(self.launch.launch_id)
-        except OSError:
-            supervisor.terminate()
 
 
 def main() -> int:

@@ -177,6 +177,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
         assert result["saved"] is False and "could NOT be saved" in result["said"][0]
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(
     ("mode", "values", "kept"),
     [
@@ -192,9 +193,11 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     mode: str,
     values: list[float | None],
     kept: list[list[int]],
+    later: bool,
 ) -> None:
+    """So it does if evaluations end after the saves, as that of the last step does."""
     arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
-    chosen = {"metric": "eval/held/greedy", "values": values, "mode": mode}
+    chosen = {"metric": "eval/held/greedy", "values": values, "mode": mode, "later": later}
     results = world(2).run("tests.support.ranks.saving:keep_best", **arguments, **chosen)
     assert results == [kept, kept]
 

@@ -18,11 +18,13 @@ from unittest import mock
 import pytest
 
 from megarl.cluster.nodes import agent as module
+from megarl.cluster.nodes import node_processes
 from megarl.cluster.nodes.__main__ import main as nodes_main
 from megarl.cluster.nodes.agent import NodeAgent
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
 from megarl.cluster.nodes.lost_nodes import can_lose
+from megarl.cluster.nodes.node_processes import NodeProcesses
 from megarl.cluster.nodes.stopped_processes import StoppedProcesses
 from megarl.common import run_files as stopping
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
@@ -58,7 +60,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 def _children_of_the_job_only(monkeypatch: pytest.MonkeyPatch, bystander: subprocess.Popen[bytes]) -> None:
     """An agent kills all descendants of its process: one that runs in this process must spare those of other tests."""
     others = descendants(os.getpid())
-    monkeypatch.setattr(module, "descendants", lambda pid: descendants(pid) - others)
+    monkeypatch.setattr(node_processes, "descendants", lambda pid: descendants(pid) - others)
 
 
 class Job:
@@ -205,7 +207,8 @@ def test_torchrun_sees_the_gpus_of_the_trainer_only_on_every_shared_node(
     monkeypatch.setattr(module.commands, "torchrun_command", lambda *arguments, **options: show)
     agent = agent_of(job, index)
     agent._start_torchrun()
-    assert agent._torchrun is not None and agent._torchrun.wait(timeout=20) == 0
+    torchrun = agent._processes.torchrun
+    assert torchrun is not None and torchrun.wait(timeout=20) == 0
     assert seen.read_text() == f"{told}\n"
 
 
@@ -263,16 +266,17 @@ def test_a_raylet_that_was_given_up_is_started_again_where_nothing_but_engines_i
 
     def ended(index: int) -> NodeAgent:
         agent = agent_of(job, index)
-        agent._raylet = subprocess.Popen(["false"])
-        agent._raylet.wait()
-        monkeypatch.setattr(agent, "_start_raylet", lambda: started.append(index))
+        processes = agent._processes
+        processes.raylet = subprocess.Popen(["false"])
+        processes.raylet.wait()
+        monkeypatch.setattr(processes, "start_raylet", lambda: started.append(index))
         return agent
 
     write_pool_state(job, "ready")
     agent = ended(3)
     for _ in range(4):
         agent._check_raylet(ending=False)
-        now[0] += module.REJOIN_S / 3
+        now[0] += node_processes.REJOIN_S / 3
     assert started == []
     now[0] += 1
     agent._check_raylet(ending=False)
@@ -300,7 +304,7 @@ def test_a_failure_of_a_node_with_engines_only_ends_that_node_alone(
 
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     monkeypatch.setattr(agent, "_start", fail)
-    monkeypatch.setattr(agent, "_end_all", lambda: None)
+    monkeypatch.setattr(agent._processes, "end_all", lambda: None)
     assert agent.run() == 1
     assert (job.board.failure() is None) is spared
 
@@ -317,8 +321,8 @@ def test_what_an_agent_starts_knows_the_address_of_its_node(
 
     monkeypatch.setattr(module, "own_address", lambda hosts, interface: f"10.0.0.{index}")
     monkeypatch.setattr(module, "interface_of", lambda address: "eth7")
-    monkeypatch.setattr(module, "start_supervisor", start)
-    monkeypatch.setattr(NodeAgent, "_spawn", start)
+    monkeypatch.setattr(node_processes, "start_supervisor", start)
+    monkeypatch.setattr(NodeProcesses, "_spawn", start)
     with mock.patch.dict(os.environ):
         NodeAgent(Job(tmp_path, **FOUR).spec, index)._start()
     assert started == [f"10.0.0.{index}"]
@@ -368,16 +372,16 @@ def test_a_rank_that_stays_stopped_is_killed_and_nothing_else(job: Job) -> None:
     """With no other rank on its node nobody else can, and torchrun would leave it the time to save."""
     agent = agent_of(job)
     ranks = "import subprocess; children = [subprocess.Popen(['sleep', '60']) for _ in range(2)]; children[0].wait()"
-    torchrun = agent._torchrun = subprocess.Popen([sys.executable, "-c", f"{ranks}; children[1].wait()"])
+    torchrun = agent._processes.torchrun = subprocess.Popen([sys.executable, "-c", f"{ranks}; children[1].wait()"])
     try:
         wait_until(lambda: len(descendants(torchrun.pid)) == 2, 30, "the ranks")
         stopped, sound = descendants(torchrun.pid)
         os.kill(stopped.pid, signal.SIGSTOP)
         wait_until(lambda: state_of(stopped) == "T", 30, "the rank to stop")
-        agent._kill_stopped_ranks()
+        agent._processes.kill_stopped_ranks()
         assert is_alive(stopped), "other ranks name it first"
-        agent._stopped = StoppedProcesses(bound_s=-1.0)
-        agent._kill_stopped_ranks()
+        agent._processes._stopped = StoppedProcesses(bound_s=-1.0)
+        agent._processes.kill_stopped_ranks()
         wait_until(lambda: not is_alive(stopped), 30, "the end of the rank")
         assert is_alive(sound) and torchrun.poll() is None
     finally:
@@ -414,7 +418,7 @@ def test_a_signal_during_the_end_interrupts_nothing(job: Job, monkeypatch: pytes
     agent = agent_of(job)
     agent._on_signal(signal.SIGTERM, None)
     monkeypatch.setattr(agent, "_start", lambda: agent._on_signal(signal.SIGTERM, None))
-    monkeypatch.setattr(agent, "_end_all", lambda: agent._on_signal(signal.SIGTERM, None))
+    monkeypatch.setattr(agent._processes, "end_all", lambda: agent._on_signal(signal.SIGTERM, None))
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
         assert agent.run() == 1
@@ -464,7 +468,7 @@ def test_nothing_is_written_into_a_directory_that_is_another_runs(
     (job.run_dir / CLAIM_FILE).write_text(other.to_text())
     agent = agent_of(job)
     supervisor: Any = FakeSupervisor()
-    agent._supervisor = supervisor
+    agent._processes.supervisor = supervisor
     monkeypatch.setattr(module.ProcessId, "of", lambda pid: ProcessId(pid, -1))
     monkeypatch.setattr(agent, "_check_devices", lambda: None)
     if found != "at_the_start":

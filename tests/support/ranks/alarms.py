@@ -8,7 +8,8 @@ from typing import Any
 
 from megarl.queue.trajectory import Trajectory
 from megarl.run.run_monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
-from megarl.run.step import plan_step, train_step
+from megarl.run.step import train_step
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel

@@ -12,7 +12,8 @@ import torch
 from megarl.common.object_collectives import TEXT
 from megarl.queue.trajectory import Trajectory
 from megarl.run.pack_step import pack_step
-from megarl.run.step import plan_step, train_step
+from megarl.run.step import train_step
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel

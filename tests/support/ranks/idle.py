@@ -16,8 +16,9 @@ from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.run import idle_logprobs
 from megarl.run.idle_logprobs import IdleLogprobs
 from megarl.run.peers import Peers
-from megarl.run.step import plan_step, train_step
+from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel

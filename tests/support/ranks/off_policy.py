@@ -9,7 +9,8 @@ import torch
 
 from megarl.queue.streams import OLD_LOGPROBS, PROXIMAL_ALPHA
 from megarl.queue.trajectory import Trajectory
-from megarl.run.step import plan_step, train_step
+from megarl.run.step import train_step
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer import parallel

@@ -9,7 +9,8 @@ from typing import Any
 from megarl.commands.replay import replay_steps
 from megarl.config.load import load_config
 from megarl.run.batch_metrics import record_batch
-from megarl.run.step import plan_step, train_step
+from megarl.run.step import train_step
+from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import REGISTRY, step_metrics
 from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer.policy import Policy

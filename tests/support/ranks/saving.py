@@ -119,16 +119,28 @@ def full_disk(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[s
 
 
 def keep_best(
-    model_dir: Path, samples: list[TrainSample], root: Path, metric: str, values: list[float | None], mode: str
+    model_dir: Path,
+    samples: list[TrainSample],
+    root: Path,
+    metric: str,
+    values: list[float | None],
+    mode: str,
+    later: bool,
 ) -> list[list[int]]:
-    """Saves of steps 1, 2, ... whose newest evaluation had these values, None without one: the steps that are kept."""
+    """Saves of steps 1, 2, ... whose newest evaluation had these values, None without one: the steps that are kept.
+
+    `later`: the evaluation ends after the save.
+    """
     changes = {"checkpoint__keep_last": 1, "checkpoint__keep_best": metric, "checkpoint__keep_best_mode": mode}
     kept = []
     with run_under(model_dir, {}, root, **changes) as (policy, checkpointer):
         update(policy, samples, 1)
         for step, value in enumerate(values, start=1):
             metrics = {} if value is None else {metric: value, "eval/other/greedy": -value}
-            assert checkpointer.save(step, {"metrics": metrics}, wait=True), checkpointer.said
+            assert checkpointer.save(step, {"metrics": {} if later else metrics}, wait=True), checkpointer.said
+            if later:
+                checkpointer.add_evaluation(step, metrics)
+                torch.distributed.barrier()
             kept.append(checkpointer.directory.steps())
             torch.distributed.barrier()
     return kept

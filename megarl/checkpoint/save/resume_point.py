@@ -1,0 +1,115 @@
+"""Finds where a run resumes: the newest checkpoint with sound files, or the one that is asked for.
+
+The rules are in `resume.py`, which is pure; here they meet the files and the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megarl.checkpoint.format.manifest import Manifest, check_files
+from megarl.checkpoint.save.directory import STATE_FILE, CheckpointDirectory
+from megarl.checkpoint.save.on_ranks import on_first_rank
+from megarl.checkpoint.save.resume import (
+    Candidate,
+    ResumeError,
+    candidates,
+    changed_order,
+    changes,
+    choose,
+    contradictions,
+    refusal,
+)
+from megarl.checkpoint.save.same_launch import remember_launch
+from megarl.common.object_collectives import TEXT, Codec, all_gather, codec_of
+from megarl.config.schema import Config
+
+_TEXTS: Codec[list[str]] = codec_of(list[str])
+_CANDIDATES: Codec[list[Candidate]] = codec_of(list[Candidate])
+
+
+class ResumePoint:
+    """Finds the checkpoint that `checkpoint.resume` selects. Collective unless a method says otherwise."""
+
+    def __init__(
+        self, config: Config, directory: CheckpointDirectory, group: ProcessGroup, notify: Callable[[str], None]
+    ) -> None:
+        """`group`: a gloo group of all ranks; `notify`: takes a line for the user (a no-op except on rank 0)."""
+        self._config, self._directory, self._group, self._notify = config, directory, group, notify
+        self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def find(self) -> Candidate | None:
+        """Choose the same candidate on every rank, each of which verifies a share of the files; None for a new run.
+
+        Raises ResumeError, on every rank, for a path without a checkpoint, and if all checkpoints are damaged.
+        """
+        found, error = on_first_rank(
+            lambda: candidates(self._directory, self._config.checkpoint.resume), _CANDIDATES, self._rank, self._group
+        )
+        if found is None:
+            raise ResumeError(error)
+        return choose(found, self.verify, self._on_damaged)
+
+    def verify(self, path: Path) -> list[str]:
+        """Return the problems of a checkpoint's files, equal on every rank."""
+        try:
+            manifest = Manifest.read(path)
+            mine = manifest.share(self._rank, self._world)
+            problems = check_files(path, manifest.files, mine)
+        except ValueError as error:
+            problems = [str(error)]
+        everyone = all_gather(problems, _TEXTS, self._group)
+        return list(dict.fromkeys(problem for part in everyone for problem in part))
+
+    def _on_damaged(self, candidate: Candidate, problems: list[str]) -> None:
+        """Report a damaged checkpoint, and rename it if it is this run's own."""
+
+        def set_aside() -> str:
+            where = self._directory.set_aside(candidate.step, "damaged") if candidate.own else candidate.path
+            return f"checkpoint {candidate.path} is damaged and not used: {problems[0]} (directory: {where.name})"
+
+        text, error = on_first_rank(set_aside, TEXT, self._rank, self._group)
+        self._notify(text or error)
+
+    def resume_from(
+        self, chosen: Candidate, identity: dict[str, Any], prepare: Callable[[Candidate], None]
+    ) -> dict[str, Any]:
+        """Check that the run may resume from `chosen`, set other histories aside, and return the record. On rank 0.
+
+        `identity`: that of this run (`resume.py`). `prepare` is called with `chosen`, once it is accepted. Raises
+        ResumeError if the run contradicts the checkpoint.
+        """
+        record: dict[str, Any] = json.loads((chosen.path / STATE_FILE).read_text())
+        present = self._config.model_dump(mode="json")
+        problems = contradictions(record["identity"], identity) + changed_order(record["config"], present)
+        if problems:
+            raise ResumeError(refusal(chosen.path, problems))
+        if chosen.own:
+            # Before the other files are rolled back: after a kill in between, the next start chooses the same one.
+            self._set_aside_from(chosen.step + 1, "rolled_back")
+            self._directory.write_tracker(chosen.step)
+        else:
+            self._set_aside_from(0, "replaced")
+        prepare(chosen)
+        remember_launch(self._config.run_dir)
+        self._notify(f"resuming from {chosen.path}, {chosen.step} steps done")
+        if changed := changes(record["config"], present):
+            self._notify(f"the config differs from the checkpoint's: {'; '.join(changed)}")
+        return record
+
+    def begin_new_history(self) -> None:
+        """Set all checkpoints aside, for a run that resumes none of them. On rank 0."""
+        self._set_aside_from(0, "replaced")
+        remember_launch(self._config.run_dir)
+
+    def _set_aside_from(self, first: int, why: str) -> None:
+        """Rename the checkpoints from step `first` on: `checkpoint.resume: auto` must not find another history."""
+        for step in self._directory.steps():
+            if step >= first:
+                self._directory.set_aside(step, why)
