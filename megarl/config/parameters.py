@@ -67,8 +67,12 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
     parameters: list[Parameter] = []
     if embeds:
         parameters.append(Parameter("embedding", embedding, own_bucket=split_tie))
+    kinds: dict[bool, list[Parameter]] = {}  # of layers; a plan asks often, and a mixture has hundreds of parameters
     for layer in chunk_layers(info, layout, stage, chunk):
-        parameters += _layer(info, layout, layer)
+        moe = info.is_moe_layer(layer)
+        if moe not in kinds:
+            kinds[moe] = _layer(info, layout, moe=moe)
+        parameters += kinds[moe]
     if predicts:
         parameters.append(Parameter("final_norm", info.hidden))
         if not (info.tied and embeds):
@@ -76,11 +80,11 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
     return parameters
 
 
-def _layer(info: ModelInfo, layout: Layout, layer: int) -> list[Parameter]:
+def _layer(info: ModelInfo, layout: Layout, *, moe: bool) -> list[Parameter]:
     tensor, hidden = layout.tensor, info.hidden
     attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
     parameters = [Parameter("input_norm", hidden), *attention, Parameter("mlp_norm", hidden)]
-    if not info.is_moe_layer(layer):
+    if not moe:
         share = info.ffn // tensor * hidden
         return [*parameters, Parameter("mlp.in", 2 * share), Parameter("mlp.out", share)]
     experts = info.num_experts or 0
