@@ -21,6 +21,9 @@ MCORE_TESTS ?= tests/platforms/test_patches.py tests/platforms/test_cpu_elementw
 ORACLES ?= .oracles
 GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
+# Even where the environment asks for it: each process of a run, of which there are ten or more, would compile all of
+# megarl again instead of reading what the first one has kept.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-environments test-mcore test-oracles test-all lint docs site clean \
