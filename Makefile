@@ -111,7 +111,7 @@ test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, s
 	$(PY) -m pytest tests/system -m "not slow and alone"
 
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 16 minutes.
-	$(PY) -m pytest tests/jobs -m cluster -n 2 --dist loadfile
+	$(PY) -m pytest tests/jobs -m cluster -n 2 --dist loadfile --no-loadscope-reorder
 
 test-environments: setup-test setup-environments  ## verifiers' client, server and environments, and one that is trained; about 10 minutes.
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/door/test_verifiers_client.py tests/environments \

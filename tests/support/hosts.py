@@ -118,3 +118,15 @@ def _ip(arguments: str) -> None:
     done = subprocess.run(["ip", *shlex.split(arguments)], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"ip {arguments}: {done.stderr.strip()}")
+
+
+def start_job(hosts: Hosts, config: Path, **variables: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """launch/multinode.sh over the hosts, and the log of all that it says."""
+    log = config.with_name("job.log")
+    command = ["launch/multinode.sh", ",".join(hosts.addresses), str(config)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(MEGARL_RSH=str(hosts.rsh), **variables), stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    return process, log
