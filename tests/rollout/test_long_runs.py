@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -26,7 +29,16 @@ GROWTH = 4.0
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalController:
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """In memory, where it can be: a file is replaced in every step, for which a disk needs longer than for the step."""
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path, ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def local(run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> LocalController:
+    caplog.set_level(logging.ERROR, "megarl")  # thousands of warnings of groups that fail, with their tracebacks
     config = config_of(
         "model",
         run={"steps": STEPS},
@@ -36,7 +48,7 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalController:
     )
     # The groups that fail here may end before the others of their window: in a row, which would end the run.
     monkeypatch.setattr(prompt_groups, "FailurePolicy", lambda policy, limit: FailurePolicy(policy, GROUPS * STEPS))
-    return local_controller(config, tmp_path, monkeypatch)
+    return local_controller(config, run_dir, monkeypatch)
 
 
 def forget_calls(local: LocalController) -> None:
@@ -87,7 +99,7 @@ def sizes(local: LocalController, directory: Path) -> dict[str, float]:
     }
 
 
-def test_nothing_grows(local: LocalController, tmp_path: Path) -> None:
+def test_nothing_grows(local: LocalController, run_dir: Path) -> None:
     source: Any = local.controller._source
     draw = source.draw
     source.draw = lambda group: draw(group % 5)
@@ -98,7 +110,7 @@ def test_nothing_grows(local: LocalController, tmp_path: Path) -> None:
         for step in range(STEPS):
             await take_step(local, step)
             if step % MEASURED_EVERY == 0:
-                found.append(sizes(local, tmp_path))
+                found.append(sizes(local, run_dir))
         assert local.controller._admission.counters.failed > STEPS / 10, "failed groups are part of it"
         await local.controller.shutdown()
 
