@@ -45,7 +45,8 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     options, rest = parser.parse_known_args(given)
     if rest and (not hasattr(options, "overrides") or any("=" not in each or each[0] == "-" for each in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        fix = "; a key of the config is set by section.key=value alone" if hasattr(options, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{fix}")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options

@@ -100,4 +100,6 @@ def test_overrides_may_stand_on_both_sides_of_an_option(
     for unknown in ("run.steps", "--no-such-option"):
         with pytest.raises(SystemExit):
             cli.main(["train", "--config", str(path), "run.steps=3", "--dry-run", unknown])
-        assert f"unrecognized arguments: {unknown}" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"unrecognized arguments: {unknown}" in said
+        assert "set by section.key=value alone" in said
