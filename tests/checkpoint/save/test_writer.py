@@ -1,4 +1,6 @@
-"""The way of a save off the device (pinned and unordered from a GPU, plainly from a CPU), and a plan that fails."""
+"""The way of a save off the device (pinned and unordered from a GPU, plainly from a CPU), a plan that fails, and the
+threads that write.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl import platforms
-from megarl.checkpoint.save.writer import _PlanOnly, copy_to_host, plan_save
+from megarl.checkpoint.format.manifest import FileEntry
+from megarl.checkpoint.save.writer import FILES_PER_RANK, BackgroundWrite, _PlanOnly, copy_to_host, plan_save
 from megarl.platforms import Platform
 
 CUDA = Platform(torch.device("cuda"), True, "nccl")
@@ -55,3 +59,21 @@ def test_a_save_that_cannot_be_planned_is_an_ordinary_error(monkeypatch: pytest.
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: SimpleNamespace(size=lambda: 1))
     with pytest.raises(RuntimeError, match="the save to step-7 cannot be planned: rank 1: 1 fails"):
         plan_save({}, Path("step-7"))
+
+
+def test_every_thread_that_writes_leaves_crcs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch keeps the option for each thread; CRCs take more processor time than all the rest of a save."""
+    seen: list[bool] = []
+
+    def write(self: BackgroundWrite, index: int) -> tuple[str, FileEntry, list[WriteResult]]:
+        seen.append(torch.serialization.get_crc32_options())
+        return str(index), FileEntry(0, ""), []
+
+    monkeypatch.setattr(BackgroundWrite, "_write_file", write)
+    save = BackgroundWrite.__new__(BackgroundWrite)
+    save.directory, save._buckets = tmp_path, [("path", "name", ([], []))] * FILES_PER_RANK
+    before = torch.serialization.get_crc32_options()
+    written = save._write_all()
+    assert written.error is None and sorted(written.files) == ["0", "1"]
+    assert seen == [False] * FILES_PER_RANK
+    assert torch.serialization.get_crc32_options() is before, "the caller's own saves have changed"
