@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megarl.common.run_files import read_exit
 from megarl.queue.dump import read_batch
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.schedule import SCHEDULE_FILE
@@ -96,19 +97,27 @@ def check_replay(run: Run, out: Path) -> None:
     assert differing(run.directory / "hf", out / "hf") == []
 
 
-def test_a_straggler_of_a_streaming_run_fails_at_its_deadline_and_its_lengths_are_reported(tmp_path: Path) -> None:
-    """Four steps per publication. The last one of them waits for the straggler, and no engine is lost for it."""
+def test_a_straggler_of_a_streaming_run_fails_at_its_deadline_and_a_run_without_a_checkpoint_has_failed(
+    tmp_path: Path,
+) -> None:
+    """Four steps per publication. The last one of them waits for the straggler, and no engine is lost for it.
+
+    The place of the checkpoints is no directory, so the run can save none.
+    """
     bound = 3
     config = tiny_config(tmp_path, steps=STEPS)
     config["admission"] = {"mode": "stream"}
+    config["trainer"]["gpus"] = 1
+    config["checkpoint"] = {"every": bound + 1, "dir": str(tmp_path / "disk")}
+    (tmp_path / "disk").write_text("not mounted")
     config["agent"] = {"loop": "tests.support.straggling_agent:StragglingAgent"}
     config["trainer"]["micro_batch_tokens"] = 512
     config["evaluation"] = {"sets": []}
     config["sampling"]["max_tokens"] = 100
     config["rollout"] |= {"group_deadline_s": 5.0, "on_group_deadline": "fail", "report_interval_s": 0.5}
     config["telemetry"] = {"dump_batches": True}
-    run = train(config)
-    assert run.code == 0, run.output[-4000:]
+    run = train(config, ranks=1)
+    check_failed_saves(run, every=bound + 1)
     records = step_records(run.directory)
     batches = [read_batch(run.directory / "batches", step) for step in range(STEPS)]
     ends = {row.group_id: row.status for batch in batches for row in batch.trajectories}
@@ -126,7 +135,19 @@ def test_a_straggler_of_a_streaming_run_fails_at_its_deadline_and_its_lengths_ar
     assert max(step - oldest for step, oldest in trained) == bound
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "one_step_off"])
+def check_failed_saves(run: Run, every: int) -> None:
+    """The exit code, exit.json and summary.json say that no step is saved, and the terminal did at each save."""
+    assert run.code != 0
+    record = read_exit(run.directory)
+    assert record is not None and (record.status, record.step) == ("failed", 0), run.output[-4000:]
+    assert f"all {STEPS} steps are trained, but the checkpoint of step {STEPS} could not be saved" in record.reason
+    assert (run.summary["exit"], run.summary["failed_saves"]) == ("failed", STEPS // every)
+    for step in range(every, STEPS + 1, every):
+        assert f"the checkpoint of step {step} could NOT be saved: " in run.output
+
+
+@pytest.mark.slow  # asynchronous: the twins of the DAPO recipes (test_recipe_twins.py)
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_groups_without_signal_are_replaced(tmp_path: Path, mode: str) -> None:
     """About half of the problems have equal rewards; every step trains its number of groups all the same."""
     steps, groups = 3, 4

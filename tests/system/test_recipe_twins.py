@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.algorithms.reward_shaping import overlong_penalty
 from megarl.config.load import config_from_tree
 from megarl.config.old_logprobs import correction_of
 from megarl.config.pace import pace_of
@@ -36,7 +37,7 @@ def test_twin_trains(name: str, tmp_path: Path) -> None:
     check_losses(run, config)
     check_every_group_once(run, config.run.steps, GROUPS, SAMPLES)
     if config.admission.refill:
-        check_refilled(run)
+        check_refilled(run, config)
     if config.tools:
         check_calls(run, config)
 
@@ -101,8 +102,16 @@ def check_losses(run: Run, config: Config) -> None:
     assert ratio == pytest.approx(1.0, abs=1e-6) if correction_of(config) else ratio > 1.0001
 
 
-def check_refilled(run: Run) -> None:
+def check_refilled(run: Run, config: Config) -> None:
     """Every step trains its number of groups although about half of the problems have equal rewards."""
-    for record in run.metrics:
+    limit, overlong = config.sampling.max_tokens, config.algorithm.overlong
+    for step, record in enumerate(run.metrics):
         assert record["groups/trained"] == GROUPS and record["groups/filtered"] == record["rollout/groups_replaced"]
-    assert run.metrics[-1]["total/groups_filtered"] > 0, "nothing was replaced"
+        rewards: dict[int, set[float]] = {}
+        for row in read_batch(run.directory / "batches", step).trajectories:
+            penalty = overlong_penalty(len(row.response_ids), limit, overlong.buffer_tokens, overlong.penalty)
+            rewards.setdefault(row.group_id, set()).add(row.reward + penalty)
+        assert len(rewards) == GROUPS and all(len(each) > 1 for each in rewards.values()), rewards
+    last = run.metrics[-1]
+    assert last["total/groups_admitted"] == len(run.metrics) * GROUPS + last["total/groups_filtered"]
+    assert last["total/groups_filtered"] > 0, "nothing was replaced"

@@ -32,7 +32,7 @@ from tests.support.whole_runs import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
-STEPS = 24
+STEPS = 20
 BOUND_S, SHUTDOWN_S = 12, 20
 
 

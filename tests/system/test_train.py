@@ -41,6 +41,8 @@ from tests.support.whole_runs import (
 
 pytestmark = pytest.mark.engine
 
+ENDS = ("trained", "filtered", "dropped_stale", "failed")
+
 
 def check_finished(run: Run, steps: int, samples: int) -> None:
     """Check what every good run must show: exact counters, log-probs that agree on every token, a complete summary."""
@@ -53,9 +55,7 @@ def check_finished(run: Run, steps: int, samples: int) -> None:
         assert record["mismatch/logprob_abs_diff_max"] <= ON_POLICY_MAX, record["step"]
         # Every response token was compared, first and EOS included.
         assert record["mismatch/tokens"] == record["batch/loss_tokens"] > 0
-        assert record["groups/admitted"] == sum(
-            record[f"groups/{end}"] for end in ("trained", "filtered", "dropped_stale", "failed")
-        )
+        assert record["groups/admitted"] == sum(record[f"groups/{end}"] for end in ENDS)
         assert record["rollout/version_lag_max"] == 0
     assert summary["trained_samples"] == samples
     assert {"greedy", "sampled", "n"} <= set(summary["eval_before"]) and summary["eval_after"]["n"] == 8
@@ -266,7 +266,10 @@ def engine_gap(model: Any, batch: DumpedBatch, temperatures: dict[str, float], s
 def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_batch(
     tmp_path: Path, last: str
 ) -> None:
-    """All log-probs of step 0 are bad: it is skipped. No further step may be skipped, whichever number is bad there."""
+    """All log-probs of step 0 are bad: it is skipped, and so is a later one whose gradient is.
+
+    No further step may be skipped, whichever number is bad there.
+    """
     mark = tmp_path / "mark"
     config = tiny_config(tmp_path, steps=400)
     steps = [0, 2, 3] if last == "logprobs" else [0]
@@ -275,12 +278,16 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
         "function": "tests.support.reward_functions:overflowing_at", "kwargs": {"mark": str(mark)},
     }  # fmt: skip
     config["algorithm"] = {"advantage": "dr_grpo"}
-    config["trainer"] |= {"max_skipped_steps": 1, "micro_batch_tokens": 512}
-    config["evaluation"] = {}
+    most = 1 if last == "logprobs" else 2
+    config["trainer"] |= {"max_skipped_steps": most, "micro_batch_tokens": 512}
+    config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
     run_dir, process = tmp_path / "run", start_run(config)
     try:
         wait_for(lambda: metric_steps(run_dir) >= 1, process)
         if last == "gradient":
+            mark.touch()
+            wait_for(lambda: len(skipped_steps(step_records(run_dir))) == most, process)
+            wait_for(lambda: metric_steps(run_dir) > skipped_steps(step_records(run_dir))[-1] + 2, process)
             mark.touch()
         output, _ = process.communicate(timeout=120)
     finally:
@@ -289,11 +296,13 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
     run = Run(process.returncode, output, run_dir)
     assert run.code != 0
     kept = run.directory / "failed_batch"
-    check_skipped_logprobs(run, kept)
+    check_skipped_logprobs(run, kept, most)
+    if last == "gradient":
+        assert f"the step is skipped ({most} of at most {most})" in run.output
+        rewards = [row.reward for row in read_batch(kept, skipped_steps(run.metrics)[1]).trajectories]
+        assert len(rewards) == 16 and max(rewards) > 1e38
+    check_counts_of_skipped_steps(run, most)
     done = len(run.metrics)
-    assert [(record["groups/failed"], record["groups/trained"] > 0) for record in run.metrics] == [
-        (4, False), *[(0, True)] * (done - 1)
-    ]  # fmt: skip
     what = BAD_LOGPROBS if last == "logprobs" else r"the (loss|gradient norm) is (nan|-?inf)"
     assert re.search(f"megarl: step {done}: {what}.* the batch is kept in {kept}", run.output), run.output[-4000:]
     assert run.summary["exit"] == "failed" and run.summary["steps"] == done
@@ -304,9 +313,34 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
 BAD_LOGPROBS = "the log-probs that the engines returned are not finite in 16 of 16 samples"
 
 
-def check_skipped_logprobs(run: Run, kept: Path) -> None:
+def skipped_steps(records: list[dict[str, Any]]) -> list[int]:
+    """The numbers of the steps whose groups have failed, from 0."""
+    return [record["step"] - 1 for record in records if record["groups/failed"]]
+
+
+def check_counts_of_skipped_steps(run: Run, count: int) -> None:
+    """All groups of as many steps have failed; each other step trains, and no group is in two steps."""
+    records, skipped = run.metrics, skipped_steps(run.metrics)
+    assert len(skipped) == count and skipped[0] == 0 and skipped[-1] < len(records) - 1
+    seen: set[int] = set()
+    for step, record in enumerate(records):
+        groups = {row.group_id for row in read_batch(run.directory / "batches", step).trajectories}
+        assert len(groups) == 4 and not groups & seen
+        seen |= groups
+        assert sum(record[f"groups/{end}"] for end in ENDS) == record["groups/admitted"] == 4
+        if step in skipped:
+            assert (record["groups/failed"], record["groups/trained"]) == (4, 0) and "policy/grad_norm" not in record
+        else:
+            assert record["groups/trained"] > 0 and math.isfinite(record["policy/grad_norm"])
+            assert record["mismatch/logprob_abs_diff_max"] <= ON_POLICY_MAX
+    assert records[-1]["total/groups_admitted"] == 4 * len(records)
+    for end in ENDS:
+        assert records[-1][f"total/groups_{end}"] == sum(record[f"groups/{end}"] for record in records)
+
+
+def check_skipped_logprobs(run: Run, kept: Path, most: int) -> None:
     """Step 0 is told as skipped, and its batch is kept as it was."""
-    told = f"step 0: {BAD_LOGPROBS} .* is kept in {kept}; the step is skipped .1 of at most 1"
+    told = f"step 0: {BAD_LOGPROBS} .* is kept in {kept}; the step is skipped .1 of at most {most}"
     assert re.search(told, run.output), run.output[-4000:]
     rows = read_batch(kept, 0).trajectories
     assert len(rows) == 16 and all(row.response_ids and row.rollout_logprobs[0] < 0 for row in rows)
