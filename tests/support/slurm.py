@@ -1,4 +1,4 @@
-"""A real SLURM of four virtual nodes on this machine: munged, slurmctld and four slurmd in a directory of their own.
+"""A real SLURM of six virtual nodes on this machine: munged, slurmctld and six slurmd in a directory of their own.
 
 Needs root and Debian's slurm-wlm and munge (tools/cluster_tools.sh). Nothing is installed as a service; `close`
 ends exactly what `open` started.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ PartitionName=all Nodes=n[1-{count}] Default=YES MaxTime=INFINITE State=UP
 class Slurm:
     """`open` ... `close`; `run("squeue", ...)` calls a client of this very cluster."""
 
-    def __init__(self, directory: Path, count: int = 4) -> None:
+    def __init__(self, directory: Path, count: int = 6) -> None:
         self.directory, self.count = directory, count
         self.conf = directory / "slurm.conf"
         self._daemons: list[tuple[str, subprocess.Popen[bytes]]] = []
@@ -101,6 +102,11 @@ class Slurm:
             if line.startswith("JobState="):
                 return line.removeprefix("JobState=")
         return ""
+
+    def nodes_of(self, job: str) -> list[str]:
+        """The nodes of a job that runs, in the order of its ranks."""
+        [nodes] = re.findall(r"^ *NodeList=(\S+)", self.run("scontrol", "show", "job", job), re.MULTILINE)
+        return self.run("scontrol", "show", "hostnames", nodes).split()
 
     def wait(self, job: str, states: set[str], timeout_s: float, log: Path | None = None) -> str:
         deadline = time.monotonic() + timeout_s
