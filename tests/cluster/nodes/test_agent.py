@@ -37,13 +37,16 @@ from tests.support.configs import config
 from tests.support.leftovers import marked, survivors
 from tests.support.waiting import wait_until
 
-# Says that it has ended when it is asked to, as the real supervisor does.
+# Says that it has ended when it is asked to, as the real supervisor does. Records appear complete, by a rename: `echo`
+# alone leaves a moment in which the file is empty.
 POOL = """
 while [ ! -e {run}/supervisor.stop ]; do sleep 0.05; done
-echo '{{"launch_id": "1", "state": "stopped", "error": "asked to"}}' > {run}/supervisor.json
+echo '{{"launch_id": "1", "state": "stopped", "error": "asked to"}}' > {run}/new
+mv {run}/new {run}/supervisor.json
 """
 GOOD_RANKS = """
-echo '{{"status": "finished", "step": 4, "reason": ""}}' > {run}/exit.json; echo 1 > {run}/supervisor.stop
+echo '{{"status": "finished", "step": 4, "reason": ""}}' > {run}/end; mv {run}/end {run}/exit.json
+echo 1 > {run}/supervisor.stop
 """
 
 
@@ -127,7 +130,8 @@ def test_ranks_that_were_killed(job: Job) -> None:
 def test_a_run_that_was_stopped_ends_well_whatever_torchruns_code(job: Job) -> None:
     ranks = """
     while [ ! -e {run}/stop ]; do sleep 0.05; done
-    echo '{{"status": "preempted", "step": 2, "reason": "x"}}' > {run}/exit.json; echo 1 > {run}/supervisor.stop; exit 1
+    echo '{{"status": "preempted", "step": 2, "reason": "x"}}' > {run}/end; mv {run}/end {run}/exit.json
+    echo 1 > {run}/supervisor.stop; exit 1
     """
     process = job.start(ranks=ranks)
     try:
@@ -146,7 +150,8 @@ def test_a_run_that_was_stopped_ends_well_whatever_torchruns_code(job: Job) -> N
 
 def test_a_pool_that_dies_ends_the_job(job: Job) -> None:
     pool = """
-    echo '{{"launch_id": "1", "state": "failed", "error": "engine replica 0: out of memory"}}' > {run}/supervisor.json
+    echo '{{"launch_id": "1", "state": "failed", "error": "engine replica 0: out of memory"}}' > {run}/new
+    mv {run}/new {run}/supervisor.json
     exit 1
     """
     assert job.run(pool=pool, ranks="exec sleep 100") == 1
