@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megarl.commands.interrupts import ANY_STOP, interrupted_once
+from megarl.common.claim import CLAIM_FILE
 from megarl.config.load import to_yaml
 from megarl.queue.dump import write_batch
 from tests.support.checkout import ROOT, environment
@@ -21,6 +22,7 @@ from tests.support.leftovers import assert_nothing_left
 from tests.support.recorded_steps import GROUPS, SAMPLES, UPDATES, make_batch, version_of
 from tests.support.rl_problem import make_config
 from tests.support.run import popen
+from tests.support.tensors import differing, read_hf
 from tests.support.tiny import make_tiny_model
 from tests.support.waiting import wait_until
 
@@ -80,12 +82,22 @@ def test_a_replay_that_is_interrupted(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)] and len(lines) < STEPS
     assert not (out / "error.txt").exists()
     assert_nothing_left(out)
-    # The directory is free: another replay does not wait for a claim.
+    assert not (out / CLAIM_FILE).exists()
+    check_another_replay(command, out, tmp_path / "model")
+
+
+def check_another_replay(command: list[str], out: Path, model: Path) -> None:
+    """The directory is free. The steps have the numbers of the run itself, and the policy is exported."""
     again = subprocess.run(
-        [*command, "--steps", "1"], cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300,
-        check=False,
+        [*command, "--steps", "2", "--export"], cwd=ROOT, env=environment(), text=True, capture_output=True,
+        timeout=300, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["policy/updates"] == UPDATES and lines[0]["time/update"] > 0
+    assert differing(out / "hf", model) and read_hf(out / "hf").keys() == read_hf(model).keys()
+    assert (out / "hf" / "tokenizer.json").is_file()
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ config, tokenizer with a chat template) that `transformers`, vLLM and megarl all
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +132,27 @@ def make_tiny_model(
     Matrices are normal(0, std); norm weights 1 + normal(0, std); biases normal(0, std): nothing stays at a
     default that would hide a forgotten term. `dims` override fields of the Hugging Face config.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    key = repr((family, seed, std, sorted(dims.items())))
+    if key not in _WRITTEN:
+        kept = Path(_KEPT.name) / str(len(_WRITTEN))
+        _write_tiny_model(kept, family, seed, std, dims)
+        _WRITTEN[key] = kept
+    return Path(shutil.copytree(_WRITTEN[key], directory, dirs_exist_ok=True))
+
+
+# Models that this process has written: many tests want the same one, and a copy takes a fraction of the time.
+_KEPT = tempfile.TemporaryDirectory(prefix="tiny-models-", ignore_cleanup_errors=True)
+_WRITTEN: dict[str, Path] = {}
+
+
+def _write_tiny_model(directory: Path, family: str, seed: int, std: float, dims: dict[str, Any]) -> None:
+    directory.mkdir()
     tokenizer = make_tiny_tokenizer(directory)
     config_class, model_class = FAMILIES[family]
     # A multiple of 8 so that TP 2 and 4 divide it; the ids beyond the tokenizer's are never text.
-    vocab_size = dims.pop("vocab_size", (len(tokenizer) + 7) // 8 * 8)
+    vocab_size = (len(tokenizer) + 7) // 8 * 8
     config = config_class(
-        **_dims(family, vocab_size, dims),
+        **_dims(family, dims.get("vocab_size", vocab_size), dims),
         pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
         eos_token_id=tokenizer.convert_tokens_to_ids(EOS),
         torch_dtype=torch.float32,
@@ -161,4 +176,3 @@ def make_tiny_model(
         eos_token_id=[config.eos_token_id], pad_token_id=config.pad_token_id, do_sample=True
     )
     model.save_pretrained(directory)
-    return directory
