@@ -1,4 +1,4 @@
-"""A job under torchrun that is started again by the same command after a fault has ended it, as a user would."""
+"""A job that is started again by the same command after a fault has ended it, as a user would."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def run_job(
     timeout_s: float,
     say: Callable[[str], None],
     variables: Mapping[str, str] | None = None,
+    ended: Callable[[int], object] = lambda code: None,
 ) -> list[dict[str, Any]]:
     """Run a config to its end and return its steps; torchrun may restart the ranks, and this function the job.
 
-    `starts`: the most starts after the first one. `variables`: added to the environment. Raises SystemExit with the end
-    of the output if that is not enough, if a job that has ended leaves processes behind, or after `timeout_s`.
+    `starts`: the most starts after the first one. `variables`: added to the environment. `ended`: is called with the
+    exit code of each job that has ended, before another one is started. Raises SystemExit with the end of the output if
+    that is not enough, if a job that has ended leaves processes behind, or after `timeout_s`.
     """
     directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
     path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
@@ -47,6 +49,7 @@ def run_job(
     command += [str(SCRIPT), "--config", str(path)]
     for start in range(starts + 1):
         code = _run_once(command, log, until, timeout_s, {**environment(), **(variables or {})})
+        ended(code)
         if code == 0 and _status(directory) != "preempted":  # a stop request may have ended it before its last step
             return step_records(directory)
         tail = log.read_text(errors="replace")[-3000:]
