@@ -48,8 +48,10 @@ from report import add_options, finish  # noqa: E402
 from soak_accounting import check_run  # noqa: E402
 from soak_disk import small_disk  # noqa: E402
 from soak_faults import Injector  # noqa: E402
+from soak_hosts import Hosts  # noqa: E402
 from soak_job import run_job  # noqa: E402
 from soak_kinds import KINDS, Fault, Kind  # noqa: E402
+from soak_place import OneMachine, RunPlace, SeveralHosts  # noqa: E402
 from soak_plan import plan_faults  # noqa: E402
 from soak_problems import UnreadableRun  # noqa: E402
 from soak_processes import processes_left  # noqa: E402
@@ -82,10 +84,12 @@ def run_config(
     late_share: float,
     kinds: Collection[Kind] = (),
     tempo: Tempo = SOAK_TEMPO,
+    place: ConfigTree | None = None,
 ) -> ConfigTree:
     """Return the quickstart's config with the changes of the soak.
 
-    `late_share`: of the answers, see soak_reward.py. `kinds`: of the faults that shall be able to happen.
+    `late_share`: of the answers, see soak_reward.py. `kinds`: of the faults that shall be able to happen. `place`: what
+    the place of the run changes, see soak_place.py.
     """
     config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
@@ -117,7 +121,7 @@ def run_config(
             "collective_s": COLLECTIVE_S,
         },
     }
-    layers = [config, changes, changes_for(kinds, run_dir, REPLICAS, tempo)]
+    layers = [config, changes, changes_for(kinds, run_dir, REPLICAS, tempo), place or {}]
     merged: ConfigTree = {}
     for layer in layers:
         for name, section in layer.items():
@@ -139,11 +143,14 @@ def run_once(
     late_share: float,
     kinds: Collection[Kind] | None = None,
     tempo: Tempo = SOAK_TEMPO,
+    place: RunPlace | None = None,
 ) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
 
-    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own.
+    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own. `place`: where
+    it runs; None: on this machine.
     """
+    place = place or OneMachine()
     kinds = [fault.kind for fault in faults] if kinds is None else kinds
     outcome = SoakOutcome(name)
     run_dir = directory / name
@@ -157,15 +164,15 @@ def run_once(
         say(f"NOT STARTED: {outcome.failure}")
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
-    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say, slower=tempo.slower)
+    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say, slower=tempo.slower, place=place)
     restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
     starts = sum(fault.kind.starts for fault in faults)
     try:
         outcome.records = run_job(
-            run_config(options, run_dir, late_share, kinds, tempo),
+            run_config(options, run_dir, late_share, kinds, tempo, place.changes(restarts)),
             ranks=2, restarts=restarts, starts=starts,
             timeout_s=until - time.monotonic(), say=say, variables=variables_for(run_dir, faults),
-            ended=injector.ends.ended,
+            ended=injector.ends.ended, place=place,
         )  # fmt: skip
     except SystemExit as error:
         outcome.failure = str(error)
@@ -232,6 +239,21 @@ def make_assets(directory: Path) -> None:
 
 
 @contextmanager
+def place_of(kinds: Collection[Kind]) -> Iterator[RunPlace]:
+    """Yield where both runs are: on several hosts if a fault needs them."""
+    if not any(kind.needs_hosts for kind in kinds):
+        yield OneMachine()
+        return
+    with tempfile.TemporaryDirectory(prefix="soak-hosts-") as directory:
+        hosts = Hosts(SeveralHosts.COUNT, Path(directory))
+        try:
+            hosts.open()
+            yield SeveralHosts(hosts)
+        finally:
+            hosts.close()
+
+
+@contextmanager
 def disks_of(run_dir: Path, kinds: Collection[Kind]) -> Iterator[None]:
     """Give a run directory, or that of its checkpoints, a file system of its own if a fault fills its disk."""
     targets = {kind.target for kind in kinds}
@@ -271,9 +293,10 @@ def main() -> int:
             raise SystemExit(f"{directory} is not empty: give --keep a new directory")
         until = begun + 60.0 * options.minutes
         kinds = [fault.kind for fault in faults]
-        calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds)
-        with disks_of(directory / "disturbed", kinds):
-            disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds)
+        with place_of(kinds) as place:
+            calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds, place=place)
+            with disks_of(directory / "disturbed", kinds):
+                disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds, place=place)
         minutes = (time.monotonic() - begun) / 60.0
     rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
     code = finish(rows, options)

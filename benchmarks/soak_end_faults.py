@@ -22,10 +22,11 @@ from soak_happened import Happened  # noqa: E402
 from soak_job_ends import JobEnds  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
 from soak_orders import EVALUATED, WATCH_EVALUATION, give, taken, withdraw  # noqa: E402
+from soak_place import TRAINER, SeveralHosts  # noqa: E402
 from soak_survival import Survival  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
 
-END_S = 500.0  # for the job, which torchrun may first start again
+END_S = 500.0  # for the job, which torchrun may first start again, or which may first have to find a link cut
 FINISH_S = 600.0  # for a run that has only its final evaluation left
 MESSAGE = "; traceback in "  # in the one message of a run that has failed
 
@@ -33,8 +34,9 @@ MESSAGE = "; traceback in "  # in the one message of a run that has failed
 class EndFaults:
     """Makes the run that is watched end."""
 
-    def __init__(self, watch: WatchedRun, ends: JobEnds) -> None:
-        self._watch, self._ends = watch, ends
+    def __init__(self, watch: WatchedRun, ends: JobEnds, place: SeveralHosts | None = None) -> None:
+        """`place`: the hosts of the run, if it has several."""
+        self._watch, self._ends, self._place = watch, ends, place
 
     def hit(self, fault: Fault) -> Happened | None:
         """Let a fault happen; return it when the run has ended and gone on, or None if nothing runs."""
@@ -48,6 +50,7 @@ class EndFaults:
             "exhaust-disk": self._full_run_dir,
             "spoil-steps": self._spoiled_steps,
             "limit-evaluation": self._limited_evaluation,
+            "sever-link": self._severed_link,
         }
         made = watch.records
         told_before = watch.told(MESSAGE)
@@ -114,6 +117,17 @@ class EndFaults:
             withdraw(orders, name)
             event.spoiled = len(taken(orders, name)) - before
             event.notes.append(f"{event.spoiled} gradients were spoiled")
+
+    @contextmanager
+    def _severed_link(self, event: Happened) -> Iterator[Callable[[], object]]:
+        """The link between the trainer and all others is cut until the run has ended."""
+        assert self._place is not None, "such a kind is drawn for several hosts only"
+        hosts = self._place.hosts
+        hosts.cut(TRAINER)
+        try:
+            yield lambda: None
+        finally:
+            hosts.mend(TRAINER)
 
     @contextmanager
     def _limited_evaluation(self, event: Happened) -> Iterator[Callable[[], object]]:

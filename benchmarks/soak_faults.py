@@ -4,7 +4,7 @@ All faults come from outside, by signals to processes that are found below torch
 (soak_processes.py), a full disk (soak_disk.py), stale file handles (soak_stale.py), `megarl pool` (soak_pool.py), or
 orders to functions of the soak that the run calls (soak_orders.py). One fault at a time: the next one waits until the
 one before it is over. A further kind of fault needs a line in KINDS (soak_kinds.py), and a way to happen in one of
-soak_replica_faults.py, soak_part_faults.py and soak_end_faults.py.
+soak_replica_faults.py, soak_part_faults.py, soak_host_faults.py and soak_end_faults.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ if str(HERE) not in sys.path:
 from soak_checkpoints import complete  # noqa: E402
 from soak_end_faults import EndFaults  # noqa: E402
 from soak_happened import Happened  # noqa: E402
+from soak_host_faults import HostFaults  # noqa: E402
 from soak_job_ends import JobEnds  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
 from soak_orders import SLOWER, give, withdraw  # noqa: E402
 from soak_part_faults import PartFaults  # noqa: E402
+from soak_place import RunPlace, SeveralHosts  # noqa: E402
 from soak_processes import age, is_ready  # noqa: E402
 from soak_replica_faults import ReplicaFaults  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
@@ -45,15 +47,18 @@ class Injector:
         replicas: int,
         say: Callable[[str], None],
         slower: bool = False,
+        place: RunPlace | None = None,
     ) -> None:
-        """`slower`: the run is asked to take longer steps while a fault lasts (`Tempo`)."""
+        """`slower`: the run is asked to take longer steps while a fault lasts (`Tempo`). `place`: see WatchedRun."""
         self.ends = JobEnds()
         self.engine_start_s: float | None = None  # from the start of the first replica until the pool was ready
         self._faults, self._say, self._slower = faults, say, slower
         self._end = threading.Event()
-        self._watch = WatchedRun(run_dir, faults, replicas=replicas, say=say, end=self._end)
+        self._watch = WatchedRun(run_dir, faults, replicas=replicas, say=say, end=self._end, place=place)
         self._replicas, self._parts = ReplicaFaults(self._watch), PartFaults(self._watch)
-        self._endings = EndFaults(self._watch, self.ends)
+        hosts = place if isinstance(place, SeveralHosts) else None
+        self._hosts = HostFaults(self._watch, hosts) if hosts is not None else None
+        self._endings = EndFaults(self._watch, self.ends, hosts)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="faults", daemon=True)
         self._thread.start()
@@ -105,6 +110,8 @@ class Injector:
         """Return what lets a fault of this kind happen."""
         if fault.kind.ending is not None:
             return self._endings.hit
+        if self._hosts is not None and fault.kind.needs_hosts:
+            return self._hosts.hit
         return self._parts.hit if fault.kind.outcome == "survived" else self._replicas.hit
 
     @contextlib.contextmanager

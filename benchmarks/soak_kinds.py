@@ -64,7 +64,23 @@ class Kind:
     @property
     def has_processes(self) -> bool:
         """True if the fault hits processes from outside."""
-        return self.target not in {"disk", "checkpoint-disk", "files"} and not self.order and self.ending is None
+        elsewhere = self.target in {"disk", "checkpoint-disk", "files"} or self.needs_hosts
+        return not elsewhere and not self.order and self.ending is None
+
+    @property
+    def may_cost_replicas(self) -> bool:
+        """True if the fault may make a publication fail, and so cost replicas that it does not hit."""
+        return self.ends or self.needs_hosts
+
+    @property
+    def needs_hosts(self) -> bool:
+        """True if the fault needs a run on several hosts."""
+        return self.target in {"link", "node"}
+
+    @property
+    def happens_on_hosts(self) -> bool:
+        """True if the fault can happen to a run on several hosts: it needs nothing of this machine alone."""
+        return self.needs_hosts or self.name in ON_HOSTS
 
     @property
     def checkpoints(self) -> int:
@@ -91,6 +107,8 @@ class Kind:
         return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
 
 
+# Those that hit processes by signals, or the run by its own functions, wherever they are.
+ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob", "kill-rank"}
 LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
 LOST_WORKER = "rollout/workers_lost"
 SKIPPED = "the step is skipped"
@@ -100,6 +118,8 @@ UNSAVED_END = Ending("preempted", 1, ("could not be saved",), hidden_by_restarts
 FULL_END = Ending("failed", 1, ("No space left on device",))
 SPOILED_END = Ending("failed", 1, ("the batch is kept in {run_dir}/failed_batch",))
 CUT_END = Ending("preempted", 0, ("the time limit is near",))
+# The second one: the bound of a call that was under way, if Ray has noticed nothing before.
+SEVERED_END = Ending("failed", 1, ("could not reach the rollout controller for", "trainer rank 0 waited"))
 KINDS = {
     kind.name: kind
     for kind in (
@@ -146,6 +166,9 @@ KINDS = {
         Kind("exhaust", "disk", "survived", room=1.0, cost_s=120.0, starts=1, ending=FULL_END),
         Kind("spoil", "steps", "survived", room=3.0, cost_s=180.0, starts=1, told=SKIPPED, ending=SPOILED_END),
         Kind("limit", "evaluation", "survived", room=0.0, cost_s=90.0, starts=1, told=CUT, ending=CUT_END, at_end=True),
+        Kind("cut", "link", "survived", room=3.0, cost_s=120.0, seconds=(30.0, 30.0)),
+        Kind("sever", "link", "survived", room=3.0, cost_s=400.0, starts=1, ending=SEVERED_END),
+        Kind("lose", "node", "survived", room=8.0, cost_s=240.0),
     )
 }
 

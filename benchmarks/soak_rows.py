@@ -112,7 +112,7 @@ def loss_rows(outcome: SoakOutcome) -> list[Ratio]:
     """
     lost, restarted = lethal(outcome.happened), outcome.total("sync/restarted_replicas", rolled_back=True)
     # Ranks that begin again may also replace a replica, which was in the middle of a weight sync.
-    costly = [each for each in outcome.happened if each.fault.kind.loses or each.fault.kind.ends]
+    costly = [each for each in outcome.happened if each.fault.kind.loses or each.fault.kind.may_cost_replicas]
     explained = sum(min(REPLICAS, each.restarted) for each in costly)
     if not lost:
         return [Ratio("replicas restarted without a loss", max(0.0, restarted - explained), 0.0)]

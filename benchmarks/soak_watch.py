@@ -18,7 +18,8 @@ if str(HERE) not in sys.path:
 
 from soak_happened import Happened  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
-from soak_processes import Replica, find_agent, find_processes, find_replicas, restarts_among  # noqa: E402
+from soak_place import OneMachine, RunPlace  # noqa: E402
+from soak_processes import Replica, restarts_among  # noqa: E402
 from soak_variant import checkpoints_of, orders_of  # noqa: E402
 
 WENT_ON = "in whose place a new one is started"  # told by the controller of each replica that a publication leaves out
@@ -43,9 +44,12 @@ class WatchedRun:
         replicas: int,
         say: Callable[[str], None],
         end: threading.Event,
+        place: RunPlace | None = None,
     ) -> None:
+        """`place`: where it runs; None: on this machine."""
         self.happened: list[Happened] = []
         self.run_dir, self.replicas, self.say, self.end = run_dir, replicas, say, end
+        self._place = place or OneMachine()
         self.orders, self.log = orders_of(run_dir), run_dir.with_suffix(".log")
         self.checkpoints = checkpoints_of(run_dir, [fault.kind for fault in faults])
         self._begun = time.monotonic()
@@ -71,15 +75,15 @@ class WatchedRun:
 
     def find_replicas(self) -> dict[int, Replica]:
         """Return the replicas that have an engine, by number."""
-        return find_replicas(self.run_dir)
+        return self._place.find_replicas(self.run_dir)
 
     def find_processes(self, target: str) -> list[psutil.Process]:
         """Return the processes of a part of the run that is no replica."""
-        return find_processes(self.run_dir, target)
+        return self._place.find_processes(self.run_dir, target)
 
     def find_agent(self) -> psutil.Process | None:
         """Return the process that has started the ranks."""
-        return find_agent(self.run_dir)
+        return self._place.find_agent(self.run_dir)
 
     @property
     def restarts(self) -> int:

@@ -14,16 +14,19 @@ import pytest
 from benchmarks import soak, soak_plan
 from benchmarks.soak import main, note_effects, run_config, run_once
 from benchmarks.soak_happened import Happened
+from benchmarks.soak_hosts import Hosts
 from benchmarks.soak_job_ends import JobEnds
 from benchmarks.soak_kinds import KINDS, Fault, schedule
 from benchmarks.soak_orders import EVALUATED, WATCH_EVALUATION, give
-from benchmarks.soak_plan import QUICK_FAULTS, plan_faults
+from benchmarks.soak_place import NODE_S, SeveralHosts
+from benchmarks.soak_plan import ALONE, QUICK_FAULTS, TOGETHER, plan_faults
 from benchmarks.soak_problems import AccountingReport
 from benchmarks.soak_reward import is_late, late_math, marked, watched_math
 from benchmarks.soak_rows import STALENESS, SoakOutcome, fault_rows, rows_of
 from benchmarks.soak_variant import LEAST_SKIPPED, Tempo
 from megarl.config.load import config_from_tree
 from megarl.config.pace import pace_of
+from megarl.config.pools import resolve_pools
 from megarl.rewards.resolve import resolve
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool, RewardSpec
@@ -64,7 +67,7 @@ def plan(**changes: Any) -> list[str]:
 @pytest.fixture
 def able(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine on which every fault can happen."""
-    for name in ("why_no_disk", "why_no_handles"):
+    for name in ("why_no_disk", "why_no_handles", "why_no_hosts"):
         monkeypatch.setattr(soak_plan, name, lambda: "")
     return monkeypatch
 
@@ -85,8 +88,28 @@ def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("able")
-def test_the_whole_table_is_drawn_from() -> None:
-    assert {name for seed in range(60) for name in plan(fault_seed=seed)} == set(KINDS)
+def test_the_whole_table_is_drawn_from_by_soaks_on_one_machine_and_on_several_hosts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plans = [[KINDS[name] for name in plan(fault_seed=seed)] for seed in range(200)]
+    assert {kind.name for kinds in plans for kind in kinds} == set(KINDS)
+    for kinds in plans:
+        if any(kind.needs_hosts for kind in kinds):
+            assert all(kind.happens_on_hosts for kind in kinds)
+    alone = sum(any(not kind.happens_on_hosts for kind in kinds) for kinds in plans)
+    assert 0.6 < alone / len(plans) < 0.9
+    told = capsys.readouterr().out
+    assert f"not drawn: cut-link, sever-link, lose-node: {ALONE}" in told and f": {TOGETHER}" in told
+
+
+def test_faults_that_need_hosts_put_the_soak_there_and_what_cannot_happen_there_is_told(
+    able: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sorted(plan(faults="kill-engine,lose-node,kill-job")) == ["kill-engine", "lose-node"]
+    assert f": {TOGETHER}" in capsys.readouterr().out
+    able.setattr(soak_plan, "why_no_hosts", lambda: "only root may make hosts")
+    assert sorted(plan(faults="kill-engine,lose-node,kill-job")) == ["kill-engine", "kill-job"]
+    assert "not drawn: cut-link, sever-link, lose-node: only root may make hosts" in capsys.readouterr().out
 
 
 def test_faults_that_cannot_happen_here_are_left_out_and_the_reason_is_printed(
@@ -136,6 +159,18 @@ def test_an_evaluation_that_is_watched_says_so_and_has_the_same_rewards(tmp_path
     give(tmp_path, WATCH_EVALUATION)
     assert [watched_math(each, str(tmp_path)).score for each in samples] == [1.0, 0.0]
     assert (tmp_path / EVALUATED).exists()
+
+
+def test_a_run_on_several_hosts_has_the_ranks_on_one_and_an_engine_on_each_of_the_others(tmp_path: Path) -> None:
+    place = SeveralHosts(Hosts(SeveralHosts.COUNT, tmp_path))
+    config = config_from_tree(run_config(options(), Path("run"), 0.0, [KINDS["lose-node"]], place=place.changes(2)))
+    pools = resolve_pools(config)
+    assert pools.nodes == SeveralHosts.COUNT and config.launch.max_restarts == 2
+    assert config.timeouts.rpc_s >= 2 * KINDS["cut-link"].seconds[1] and config.timeouts.node_s == NODE_S
+    assert config.admission.mode == "async" and config.trainer.gpus == config.rollout.replicas == 2
+    command = place.command(Path("run.yaml"), ranks=2, restarts=2)
+    assert command[0].endswith("launch/multinode.sh") and command[1].count(",") == 2 and command[2] == "run.yaml"
+    assert place.variables()["MEGARL_RSH"] == str(tmp_path / "rsh")
 
 
 def test_a_run_that_takes_longer_steps_under_faults_has_other_timeouts_and_the_loss_that_waits() -> None:

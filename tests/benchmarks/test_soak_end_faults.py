@@ -192,7 +192,7 @@ def test_a_time_limit_in_the_final_evaluation_makes_no_step_again(job: Job, stat
 
 def test_every_kind_that_ends_a_run_says_how_and_may_start_it_again() -> None:
     ending = {name for name, kind in KINDS.items() if kind.ending is not None}
-    assert ending == {"exhaust-checkpoint-disk", "exhaust-disk", "spoil-steps", "limit-evaluation"}
+    assert ending == {"exhaust-checkpoint-disk", "exhaust-disk", "spoil-steps", "limit-evaluation", "sever-link"}
     assert all(KINDS[name].starts == 1 and not KINDS[name].has_processes for name in ending)
     assert [name for name, kind in KINDS.items() if kind.at_end] == ["limit-evaluation"]
 

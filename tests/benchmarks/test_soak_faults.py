@@ -377,7 +377,7 @@ def test_a_process_that_is_not_found_at_once_is_looked_for_again(run: Run, monke
         looks.append(len(looks))
         return {} if len(looks) in (2, 3) else run.find(run_dir)
 
-    monkeypatch.setattr("soak_watch.find_replicas", find)
+    monkeypatch.setattr("soak_place.find_replicas", find)
     run.step()
     injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=lambda text: None)
     wait_until(lambda: bool(injector.happened), 30, "the fault")
@@ -558,7 +558,7 @@ def test_what_goes_wrong_in_the_thread_of_the_faults_is_told(run: Run, monkeypat
         raise psutil.AccessDenied(7)
 
     run.step()
-    monkeypatch.setattr("soak_watch.find_replicas", broken)
+    monkeypatch.setattr("soak_place.find_replicas", broken)
     injector = Injector(run.directory, [fault_of("kill-engine")], replicas=2, say=lambda text: None)
     wait_until(lambda: injector._error is not None, 30, "the error")
     assert "the faults: psutil.AccessDenied(pid=7" in injector.stop()

@@ -303,6 +303,6 @@ def test_an_exchanged_replica_is_over_when_its_engine_has_ended_without_a_restar
 
 def test_every_kind_has_one_way_to_happen() -> None:
     for kind in KINDS.values():
-        assert kind.has_processes or kind.order or kind.ending or kind.action in ("fill", "stale")
+        assert kind.has_processes or kind.order or kind.ending or kind.needs_hosts or kind.action in ("fill", "stale")
     assert {kind.order for kind in KINDS.values()} == {"", "fork", "flood", "gradient", "logprob"}
     assert KINDS["limit-job"].redone == 0 and KINDS["kill-job"].redone > 0

@@ -29,9 +29,9 @@ class Run:
         self.directory = directory
         self.started: list[psutil.Popen] = []  # all that `close` ends, whatever a test has made of them
         self.replicas = {index: self.start() for index in range(2)}
-        monkeypatch.setattr("soak_watch.find_replicas", self.find)
-        monkeypatch.setattr("soak_watch.find_processes", self.find_processes)
-        monkeypatch.setattr("soak_watch.find_agent", self.find_agent)
+        monkeypatch.setattr("soak_place.find_replicas", self.find)
+        monkeypatch.setattr("soak_place.find_processes", self.find_processes)
+        monkeypatch.setattr("soak_place.find_agent", self.find_agent)
         monkeypatch.setattr("soak_watch.restarts_among", lambda ranks: (self.restarts, self.left))
         monkeypatch.setattr("soak_watch.WatchedRun.POLL_S", 0.02)
         self.workers = [self.start().engine for _ in range(2)]
