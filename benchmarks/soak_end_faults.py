@@ -70,8 +70,8 @@ class EndFaults:
         if fault.kind.at_end:
             event.over = self._finishes(event, made) and not problems
         else:
-            over = survival.judge(event, hit, "job")
-            event.over = over and self._resumes(event, record, resumed_before) and not problems
+            goes_on = survival.judge(event, hit, "job")
+            event.over = goes_on and self._resumes(event, record, resumed_before) and not problems
         return event
 
     # --- causes: each makes the run end, and is gone after the block. What is yielded keeps it up.

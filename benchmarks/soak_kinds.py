@@ -14,7 +14,7 @@ Moment = Literal["busy", "idle", "in-sync"]
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run must end that a fault ends: what exit.json says, and the exit code of the job.
+    """The end of a run that a fault ends: what exit.json says, and the exit code of the job.
 
     `reasons`: one of them is a part of that in exit.json. `hidden_by_restarts`: the code is 0 as long as torchrun might
     start the ranks again. `saves_nothing`: exit.json and summary.json count what could not be saved.
@@ -84,7 +84,7 @@ class Kind:
 
     @property
     def checkpoints(self) -> int:
-        """How many complete checkpoints the run must have: it resumes one, and another one if that is damaged."""
+        """The complete checkpoints that the run must have: it resumes one, and another one if that is damaged."""
         return {"damage-job": 2, "exhaust-checkpoint-disk": 1}.get(self.name, 0)
 
     @property

@@ -1,4 +1,4 @@
-"""Where a run of the soak lives: on this machine under torchrun, or on several hosts (soak_hosts.py).
+"""The place of a run of the soak: on this machine under torchrun, or on several hosts (soak_hosts.py).
 
 A place says how the job is started, and how its processes are found: a host has process ids of its own, so those that
 the run has written down say nothing to whoever looks at it from outside.
@@ -30,7 +30,6 @@ from soak_processes import (  # noqa: E402
 )
 from whole_run import ROOT, SCRIPT, environment  # noqa: E402
 
-ConfigTree = dict[str, dict[str, Any]]
 
 TRAINER, POOL, ENGINES = 0, 1, 2  # the hosts: both ranks; the supervisor, controller, queue and an engine; an engine
 NODE_S = 20.0  # after which a host that is silent is lost
@@ -39,7 +38,7 @@ HOSTS_SYNC_S = 150.0
 
 
 class RunPlace(Protocol):
-    """How a run is started, and how its processes are found."""
+    """Says how a run is started, and how its processes are found."""
 
     def command(self, config: Path, ranks: int, restarts: int) -> list[str]:
         """Return what starts the job, as a user would."""
@@ -49,7 +48,7 @@ class RunPlace(Protocol):
         """Return what the job needs in its environment."""
         ...
 
-    def changes(self, restarts: int) -> ConfigTree:
+    def changes(self, restarts: int) -> dict[str, dict[str, Any]]:
         """Return what the place changes in the config."""
         ...
 
@@ -77,7 +76,7 @@ class OneMachine:
     def variables(self) -> dict[str, str]:
         return {}
 
-    def changes(self, restarts: int) -> ConfigTree:
+    def changes(self, restarts: int) -> dict[str, dict[str, Any]]:
         return {}
 
     def find_replicas(self, run_dir: Path) -> dict[int, Replica]:
@@ -104,7 +103,7 @@ class SeveralHosts:
     def variables(self) -> dict[str, str]:
         return {"MEGARL_RSH": str(self.hosts.rsh), "PYTHON": sys.executable}
 
-    def changes(self, restarts: int) -> ConfigTree:
+    def changes(self, restarts: int) -> dict[str, dict[str, Any]]:
         return {
             "trainer": {"gpus_per_node": 2},
             "rollout": {"gpus_per_node": 1},

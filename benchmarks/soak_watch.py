@@ -87,13 +87,13 @@ class WatchedRun:
 
     @property
     def restarts(self) -> int:
-        """How often torchrun has restarted the ranks since its start; 0 if no rank runs."""
+        """The number of times that torchrun has restarted the ranks since its start; 0 if no rank runs."""
         made = restarts_among(self.find_processes("rank"))
         return 0 if made is None else made[0]
 
     @property
     def restarts_left(self) -> int:
-        """How often torchrun may still restart the ranks; 0 if no rank runs."""
+        """The number of times that torchrun may still restart the ranks; 0 if no rank runs."""
         made = restarts_among(self.find_processes("rank"))
         return 0 if made is None else made[1]
 
