@@ -7,9 +7,11 @@ Both runs are asynchronous, have two engines and the same seed. In the second on
 (benchmarks/soak_kinds.py) by a seed that is printed: parts of the run are killed, stopped for longer than the run takes
 them for alive, stopped for a few seconds or slowed down; replicas are drained, removed and added; torchrun, or all of
 the job, is killed or asked to stop, and the same command starts it again; the disk of the run directory or of the
-checkpoints is full for a while, or file handles are stale; a gradient or a log-prob is NaN. Reward functions do not
-answer in time (benchmarks/soak_reward.py), fork or flood. What a kind of fault needs in the config, as agent workers,
-both runs have (benchmarks/soak_variant.py). A fault is told when it happens, and what the run did about it.
+checkpoints is full for a while, or file handles are stale; a gradient or a log-prob is NaN. Some faults must end the
+run, which says why, and is started again when their cause has gone: a disk stays full, gradients stay NaN, the time
+limit comes in the final evaluation. Reward functions do not answer in time (benchmarks/soak_reward.py), fork or flood.
+What a kind of fault needs in the config, as agent workers, both runs have (benchmarks/soak_variant.py). A fault is told
+when it happens, and what the run did about it.
 
 Rows, for both runs where it makes sense:
 
@@ -27,14 +29,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,71 +44,38 @@ for folder in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(folder))
 
 import yaml  # noqa: E402
-from report import Ratio, add_options, finish  # noqa: E402
+from report import add_options, finish  # noqa: E402
 from soak_accounting import check_run  # noqa: E402
-from soak_disk import small_disk, why_no_disk  # noqa: E402
-from soak_faults import Happened, Injector, lethal  # noqa: E402
+from soak_disk import small_disk  # noqa: E402
+from soak_faults import Injector  # noqa: E402
+from soak_hosts import Hosts  # noqa: E402
 from soak_job import run_job  # noqa: E402
-from soak_kinds import KINDS, Fault, Kind, draw, missing, schedule  # noqa: E402
-from soak_problems import AccountingReport, UnreadableRun  # noqa: E402
+from soak_kinds import KINDS, Fault, Kind  # noqa: E402
+from soak_place import OneMachine, RunPlace, SeveralHosts  # noqa: E402
+from soak_plan import plan_faults  # noqa: E402
+from soak_problems import UnreadableRun  # noqa: E402
 from soak_processes import processes_left  # noqa: E402
 from soak_reward import marked  # noqa: E402
-from soak_stale import preloading, why_no_handles  # noqa: E402
+from soak_rows import REPLICAS, STALENESS, SoakOutcome, rows_of  # noqa: E402
+from soak_stale import preloading  # noqa: E402
 from soak_starts import start_seconds  # noqa: E402
-from soak_variant import Tempo, changes_for, checkpoints_of, orders_of  # noqa: E402
+from soak_variant import Tempo, changes_for, checkpoints_of, evaluation_reward, orders_of  # noqa: E402
 from whole_run import environment  # noqa: E402
 
 from megarl.checkpoint.save.history import ROLLED_BACK  # noqa: E402
 from megarl.common.line_parts import read_lines  # noqa: E402
 
 QUICKSTART = ROOT / "examples" / "rl" / "configs" / "quickstart_cpu.yaml"
-POINTS = 3.0  # of accuracy, that the disturbed run may differ
-REPLICAS, STALENESS = 2, 4
 REWARD_TIMEOUT_S = 3.0
 REPORT_S = 0.5  # between reports of engines: short, so that lost responses go on from their middle
-FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
 LEAST_S = 30.0  # no run is started with less time left
 LEAVE_S = 60.0  # for the processes of a run that has ended, or was killed
 RESTARTS = 5  # of the ranks by torchrun at most: a full disk would use up any number
-QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
 SAVE_EVERY = 5  # steps: as many are lost at most when the ranks or the job are started again
 COLLECTIVE_S = 120.0  # after which a rank takes another one that is stopped for lost
-# Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
-FAULTS_SHARE = 0.45
 SOAK_TEMPO = Tempo()
-QUICK_FAULTS = ["kill-engine", "pause-replica"]
 
 ConfigTree = dict[str, dict[str, Any]]
-
-
-@dataclass
-class SoakOutcome:
-    """One run of the soak: its records, the independent count, and why it failed if it did."""
-
-    name: str
-    records: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    report: AccountingReport | None = None
-    happened: list[Happened] = field(default_factory=list)
-    late_rewards: int = 0
-    rolled_back: list[dict[str, Any]] = field(default_factory=list)  # records of steps that a resume has discarded
-    engine_start_s: float | None = None  # see Injector
-    left: list[str] = field(default_factory=list)
-    failure: str = ""
-
-    def total(self, metric: str, *, rolled_back: bool = False) -> float:
-        """Return the sum of a metric over the steps, with `rolled_back` also over those that were made again."""
-        records = [*self.records, *(self.rolled_back if rolled_back else [])]
-        return sum(record.get(metric) or 0.0 for record in records)
-
-    @property
-    def ends(self) -> list[Happened]:
-        """The faults that may have ended the ranks or the job."""
-        return [each for each in self.happened if each.fault.kind.ends]
-
-    def accuracy(self, mode: str) -> float:
-        """Return the final accuracy in points; nan if the run has none."""
-        return 100.0 * float((self.summary.get("eval_after") or {}).get(mode, float("nan")))
 
 
 def run_config(
@@ -117,15 +84,18 @@ def run_config(
     late_share: float,
     kinds: Collection[Kind] = (),
     tempo: Tempo = SOAK_TEMPO,
+    place: ConfigTree | None = None,
 ) -> ConfigTree:
     """Return the quickstart's config with the changes of the soak.
 
-    `late_share`: of the answers, see soak_reward.py. `kinds`: of the faults that shall be able to happen.
+    `late_share`: of the answers, see soak_reward.py. `kinds`: of the faults that shall be able to happen. `place`: what
+    the place of the run changes, see soak_place.py.
     """
     config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
     late["orders"] = str(orders_of(run_dir))
-    heldout = {"name": "additions", "path": str(options.assets / "heldout.jsonl"), "reward": {"function": "math"}}
+    heldout: dict[str, Any] = {"name": "additions", "path": str(options.assets / "heldout.jsonl")}
+    heldout["reward"] = evaluation_reward(kinds, run_dir)
     changes: ConfigTree = {
         "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
         "model": {"path": str(options.assets / "model")},
@@ -151,9 +121,12 @@ def run_config(
             "collective_s": COLLECTIVE_S,
         },
     }
-    special = changes_for(kinds, run_dir, REPLICAS, tempo)
-    names = {**config, **changes, **special}
-    return {name: config.get(name, {}) | changes.get(name, {}) | special.get(name, {}) for name in names}
+    layers = [config, changes, changes_for(kinds, run_dir, REPLICAS, tempo), place or {}]
+    merged: ConfigTree = {}
+    for layer in layers:
+        for name, section in layer.items():
+            merged[name] = merged.get(name, {}) | section
+    return merged
 
 
 def marks(run_dir: Path) -> Path:
@@ -170,11 +143,14 @@ def run_once(
     late_share: float,
     kinds: Collection[Kind] | None = None,
     tempo: Tempo = SOAK_TEMPO,
+    place: RunPlace | None = None,
 ) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
 
-    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own.
+    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own. `place`: where
+    it runs; None: on this machine.
     """
+    place = place or OneMachine()
     kinds = [fault.kind for fault in faults] if kinds is None else kinds
     outcome = SoakOutcome(name)
     run_dir = directory / name
@@ -188,13 +164,15 @@ def run_once(
         say(f"NOT STARTED: {outcome.failure}")
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
-    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say, slower=tempo.slower)
+    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say, slower=tempo.slower, place=place)
     restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
     starts = sum(fault.kind.starts for fault in faults)
     try:
         outcome.records = run_job(
-            run_config(options, run_dir, late_share, kinds, tempo), ranks=2, restarts=restarts, starts=starts,
+            run_config(options, run_dir, late_share, kinds, tempo, place.changes(restarts)),
+            ranks=2, restarts=restarts, starts=starts,
             timeout_s=until - time.monotonic(), say=say, variables=variables_for(run_dir, faults),
+            ended=injector.ends.ended, place=place,
         )  # fmt: skip
     except SystemExit as error:
         outcome.failure = str(error)
@@ -252,114 +230,6 @@ def count(outcome: SoakOutcome, run_dir: Path) -> None:
     print("\n".join(outcome.report.lines()), flush=True)
 
 
-def rows_of(
-    calm: SoakOutcome, disturbed: SoakOutcome, faults: Sequence[Fault], minutes: float, limit: float
-) -> list[Ratio]:
-    """Return the rows of the report. A run that has failed misses every bound that needs it."""
-    rows = [row for outcome in (calm, disturbed) for row in (*end_rows(outcome), *accounting_rows(outcome))]
-    rows += fault_rows(disturbed, faults)
-    for mode in ("greedy", "sampled"):
-        difference = abs(disturbed.accuracy(mode) - calm.accuracy(mode))
-        values = {each.name: f"{each.accuracy(mode):.1f}%" for each in (calm, disturbed)}
-        rows.append(Ratio(f"final accuracy, {mode}: difference in points", difference, POINTS, details=values))
-    return [*rows, Ratio("minutes / limit", minutes / limit, 1.0, details={"minutes": round(minutes, 1)})]
-
-
-def end_rows(outcome: SoakOutcome) -> list[Ratio]:
-    """Return the rows that say whether a run has come to its end, and whether it has left processes behind."""
-    details = {"failure": outcome.failure[-1500:]} if outcome.failure else {"steps": len(outcome.records)}
-    left = {str(number): each for number, each in enumerate(outcome.left, start=1)}
-    return [
-        Ratio(f"{outcome.name}: ended", float(not outcome.failure), 1.0, at_least=True, details=details),
-        Ratio(f"{outcome.name}: processes left", float(len(outcome.left)), 0.0, details=left),
-    ]
-
-
-def accounting_rows(outcome: SoakOutcome) -> list[Ratio]:
-    """Return one row for each check of the accounting, and one for the oldest token."""
-    report = outcome.report
-    if report is None:
-        return [
-            Ratio(f"{outcome.name}: accounting", float("nan"), 0.0, details={"failure": "there is no run to count"})
-        ]
-    rows = []
-    for name, found in report.problems.items():
-        details = {str(number): problem for number, problem in enumerate(found[:10], start=1)}
-        rows.append(Ratio(f"{outcome.name}: {name}, problems", float(len(found)), 0.0, details=details))
-    ends: Mapping[str, Any] = dict(report.ends)
-    counted = {"groups admitted": report.admitted, **ends}
-    rows.append(Ratio(f"{outcome.name}: oldest token / bound", report.oldest / STALENESS, 1.0, details=counted))
-    return rows
-
-
-def fault_rows(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[Ratio]:
-    """Return the rows that say whether the faults happened, and whether the run has noticed them."""
-    over = sum(each.over for each in outcome.happened)
-    details = {str(number): str(each) for number, each in enumerate(outcome.happened, start=1)}
-    if absent := missing(faults, [each.fault for each in outcome.happened if each.over]):
-        details["not happened, or not over"] = ", ".join(absent)
-    return [
-        Ratio("faults survived / planned", ratio(over, len(faults)), 1.0, at_least=True, details=details),
-        *loss_rows(outcome),
-        reward_row(outcome),
-        skipped_row(outcome),
-    ]
-
-
-def loss_rows(outcome: SoakOutcome) -> list[Ratio]:
-    """Return the rows that say what the loss of replicas has cost.
-
-    If it is in doubt which replica has made a weight sync fail, all are replaced, so one loss may cost all of them.
-    """
-    lost, restarted = lethal(outcome.happened), outcome.total("sync/restarted_replicas", rolled_back=True)
-    if not lost:
-        explained = sum(min(REPLICAS, each.restarted) for each in outcome.ends)
-        return [Ratio("replicas restarted without a loss", max(0.0, restarted - explained), 0.0)]
-    # Ranks that begin again may also replace a replica, which was in the middle of a weight sync.
-    explained = sum(min(REPLICAS, each.restarted) for each in (*lost, *outcome.ends))
-    counts = {"lost": len(lost), "restarted": restarted}
-    continued = [each.continued for each in lost if each.busy]
-    responses = {"by each loss of a busy replica": continued, "in all": outcome.total("rollout/continued")}
-    return [
-        Ratio("replicas restarted / lost", ratio(restarted, len(lost)), 1.0, at_least=True, details=counts),
-        Ratio("replicas restarted without a loss", max(0.0, restarted - explained), 0.0),
-        Ratio(
-            "responses continued elsewhere, least of a busy replica that was lost",
-            min(continued, default=float("nan")), 1.0, at_least=True, details=responses,
-        ),
-    ]  # fmt: skip
-
-
-def reward_row(outcome: SoakOutcome) -> Ratio:
-    """Return the row that says whether the run has counted each late reward, and no other one.
-
-    A reward worker that was stopped, or was killed in a late answer, makes a difference of one. What was discarded with
-    the ranks, the controller, the queue or an agent worker is counted nowhere, so after such a fault only the time-outs
-    too many count.
-    """
-    late, counted = outcome.late_rewards, outcome.total("reward/errors")
-    kinds = [each.fault.kind for each in outcome.happened]
-    hit = sum(kind.target == "reward" and not kind.order for kind in kinds)
-    discarded = bool(outcome.ends) or any(kind.target == "agent-worker" for kind in kinds)
-    too_few = 0.0 if discarded else late - counted
-    difference = max(counted - late, too_few, float(hit)) - hit if late else float("nan")
-    details = {"late": late, "counted by the run (reward/errors)": counted, "reward workers killed or stopped": hit}
-    return Ratio("reward time-outs counted: difference to the late rewards", difference, 0.0, details=details)
-
-
-def skipped_row(outcome: SoakOutcome) -> Ratio:
-    """Return the row that says how many more steps were skipped than faults explain. A resume may have undone some."""
-    skipped = float("nan") if outcome.report is None else float(outcome.report.skipped)
-    spoiled = sum(each.fault.kind.action == "spoil" for each in outcome.happened)
-    details = {"skipped": skipped, "faults": spoiled}
-    return Ratio("steps skipped without a number that is not finite", max(0.0, skipped - spoiled), 0.0, details=details)
-
-
-def ratio(value: float, of: float) -> float:
-    """Return value / of; nan, which misses every bound, if there is nothing to compare with."""
-    return value / of if of else float("nan")
-
-
 def make_assets(directory: Path) -> None:
     """Make the quickstart's data and model, unless they are there."""
     command = [sys.executable, "-m", "megarl.quickstart", "--out", str(directory)]
@@ -368,35 +238,19 @@ def make_assets(directory: Path) -> None:
         raise SystemExit(f"the quickstart's data and model could not be made in {directory}")
 
 
-def plan_faults(options: argparse.Namespace) -> list[Fault]:
-    """Return the schedule of the faults that the options name or draw, and print how to have the same one again."""
-    if options.fault_seed is None:
-        options.fault_seed = random.SystemRandom().randrange(10**6)
-    impossible = why_impossible()
-    if options.faults is not None:
-        wanted = [name for name in options.faults.split(",") if name]
-    else:
-        without = [name for name, kind in KINDS.items() if kind.target in impossible]
-        seconds = FAULTS_SHARE * 60.0 * options.minutes
-        wanted = QUICK_FAULTS if options.quick else draw(options.fault_seed, seconds, without)
-    last = max(FIRST_STEP + 1, options.steps - QUIET_END)
-    try:
-        faults = schedule(options.fault_seed, wanted, replicas=REPLICAS, first=FIRST_STEP, last=last)
-    except ValueError as error:
-        raise SystemExit(f"--faults: {error}") from None
-    for target, reason in impossible.items():
-        print(f"faults of {target} cannot happen here: {reason}")
-    faults = [fault for fault in faults if fault.kind.target not in impossible]
-    names = ",".join(fault.kind.name for fault in faults)
-    print(f"seed {options.seed}, --fault-seed {options.fault_seed}: {names}", flush=True)
-    return faults
-
-
-def why_impossible() -> dict[str, str]:
-    """Return the targets of faults that cannot happen here, with the reasons."""
-    disk, handles = why_no_disk(), why_no_handles()
-    reasons = {"disk": disk, "checkpoint-disk": disk, "files": handles}
-    return {target: reason for target, reason in reasons.items() if reason}
+@contextmanager
+def place_of(kinds: Collection[Kind]) -> Iterator[RunPlace]:
+    """Yield where both runs are: on several hosts if a fault needs them."""
+    if not any(kind.needs_hosts for kind in kinds):
+        yield OneMachine()
+        return
+    with tempfile.TemporaryDirectory(prefix="soak-hosts-") as directory:
+        hosts = Hosts(SeveralHosts.COUNT, Path(directory))
+        try:
+            hosts.open()
+            yield SeveralHosts(hosts)
+        finally:
+            hosts.close()
 
 
 @contextmanager
@@ -439,9 +293,10 @@ def main() -> int:
             raise SystemExit(f"{directory} is not empty: give --keep a new directory")
         until = begun + 60.0 * options.minutes
         kinds = [fault.kind for fault in faults]
-        calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds)
-        with disks_of(directory / "disturbed", kinds):
-            disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds)
+        with place_of(kinds) as place:
+            calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds, place=place)
+            with disks_of(directory / "disturbed", kinds):
+                disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds, place=place)
         minutes = (time.monotonic() - begun) / 60.0
     rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
     code = finish(rows, options)

@@ -44,6 +44,7 @@ from soak_schedule import RolloutSide  # noqa: E402
 
 _POOL = re.compile(r" supervisor of .*\"launch\"")
 _ADDED = re.compile(r"starting replicas \[([\d, ]+)\]")
+_GROWN = re.compile(r"(\d+) engines that were lost are up again")
 _ENGINE = re.compile(r"\(EngineCore pid=(\d+)\)")
 
 
@@ -223,10 +224,10 @@ def _check_engines(
 
 
 def _added(run_dir: Path) -> int:
-    """Return how many engines `megarl pool add` has started, by the controller's log."""
+    """Return how many engines `megarl pool add`, or a host that was back, has brought, by the controller's log."""
     log = run_dir / "logs" / "controller.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    return sum(len(each.split(",")) for each in _ADDED.findall(text))
+    return sum(len(each.split(",")) for each in _ADDED.findall(text)) + sum(map(int, _GROWN.findall(text)))
 
 
 def _rolled_back(run_dir: Path) -> list[dict[str, Any]]:

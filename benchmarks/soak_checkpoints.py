@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-LEAST = 2  # complete checkpoints: the run must find another one
-
 
 def complete(directory: Path) -> list[Path]:
     """Return the complete checkpoints in the directory of a run's checkpoints, oldest first."""

@@ -1,4 +1,4 @@
-"""A job under torchrun that is started again by the same command after a fault has ended it, as a user would."""
+"""A job that is started again by the same command after a fault has ended it, as a user would."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
+from soak_place import OneMachine, RunPlace  # noqa: E402
 from soak_processes import processes_left  # noqa: E402
-from whole_run import ROOT, SCRIPT, environment, step_records  # noqa: E402
+from whole_run import ROOT, environment, step_records  # noqa: E402
 
 LEAVE_S = 60.0  # for the processes of a job that has ended, before it is started again
 
@@ -33,20 +34,24 @@ def run_job(
     timeout_s: float,
     say: Callable[[str], None],
     variables: Mapping[str, str] | None = None,
+    ended: Callable[[int], object] = lambda code: None,
+    place: RunPlace | None = None,
 ) -> list[dict[str, Any]]:
     """Run a config to its end and return its steps; torchrun may restart the ranks, and this function the job.
 
-    `starts`: the most starts after the first one. `variables`: added to the environment. Raises SystemExit with the end
-    of the output if that is not enough, if a job that has ended leaves processes behind, or after `timeout_s`.
+    `starts`: the most starts after the first one. `variables`: added to the environment. `ended`: is called with the
+    exit code of each job that has ended, before another one is started. `place`: where it runs; None: on this machine.
+    Raises SystemExit with the end of the output if
+    that is not enough, if a job that has ended leaves processes behind, or after `timeout_s`.
     """
+    place = place or OneMachine()
     directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
     path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl"]
-    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    command += [str(SCRIPT), "--config", str(path)]
+    command, told = place.command(path, ranks, restarts), {**place.variables(), **(variables or {})}
     for start in range(starts + 1):
-        code = _run_once(command, log, until, timeout_s, {**environment(), **(variables or {})})
+        code = _run_once(command, log, until, timeout_s, {**environment(), **told})
+        ended(code)
         if code == 0 and _status(directory) != "preempted":  # a stop request may have ended it before its last step
             return step_records(directory)
         tail = log.read_text(errors="replace")[-3000:]

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ANY_NUMBER = 99  # of restarts, of which torchrun has a limit of its own, and of steps
 Consequence = Literal["replaced", "same", "survived", "exchanged"]
 Moment = Literal["busy", "idle", "in-sync"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a run that a fault ends: what exit.json says, and the exit code of the job.
+
+    `reasons`: one of them is a part of that in exit.json. `hidden_by_restarts`: the code is 0 as long as torchrun might
+    start the ranks again. `saves_nothing`: exit.json and summary.json count what could not be saved.
+    """
+
+    status: Literal["preempted", "failed"]
+    code: int
+    reasons: tuple[str, ...]
+    hidden_by_restarts: bool = False
+    saves_nothing: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,7 +37,8 @@ class Kind:
     `metric`, `told`: a metric that has then counted the fault, a text that the run has then told once more. `room`: the
     share of the run's steps that a fault needs, relative to the others. `cost_s`: how long it takes by experience.
     `seconds`: how long it lasts at least and at most, 0 if it is over at once. `moment`: what a replica does when it is
-    hit: it works on requests, it has none, or it takes part in a publication of the weights.
+    hit: it works on requests, it has none, or it takes part in a publication of the weights. `ending`: how the run must
+    end, before the same command starts it again. `at_end`: the fault comes after the last step.
     """
 
     action: str
@@ -37,6 +53,8 @@ class Kind:
     metric: str = ""
     told: str = ""
     redone: int = ANY_NUMBER
+    ending: Ending | None = None
+    at_end: bool = False
 
     @property
     def name(self) -> str:
@@ -46,11 +64,34 @@ class Kind:
     @property
     def has_processes(self) -> bool:
         """True if the fault hits processes from outside."""
-        return self.target not in {"disk", "checkpoint-disk", "files"} and not self.order
+        elsewhere = self.target in {"disk", "checkpoint-disk", "files"} or self.needs_hosts
+        return not elsewhere and not self.order and self.ending is None
+
+    @property
+    def may_cost_replicas(self) -> bool:
+        """True if the fault may make a publication fail, and so cost replicas that it does not hit."""
+        return self.ends or self.needs_hosts
+
+    @property
+    def needs_hosts(self) -> bool:
+        """True if the fault needs a run on several hosts."""
+        return self.target in {"link", "node"}
+
+    @property
+    def happens_on_hosts(self) -> bool:
+        """True if the fault can happen to a run on several hosts: it needs nothing of this machine alone."""
+        return self.needs_hosts or self.name in ON_HOSTS
+
+    @property
+    def checkpoints(self) -> int:
+        """The complete checkpoints that the run must have: it resumes one, and another one if that is damaged."""
+        return {"damage-job": 2, "exhaust-checkpoint-disk": 1}.get(self.name, 0)
 
     @property
     def order(self) -> str:
         """The order (soak_orders.py) by which the fault happens; "" if it happens otherwise."""
+        if self.ending is not None:
+            return ""
         if self.action == "spoil":
             return self.target
         return self.action if self.action in ("fork", "flood") else ""
@@ -66,9 +107,19 @@ class Kind:
         return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
 
 
+# Those that hit processes by signals, or the run by its own functions, wherever they are.
+ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob", "kill-rank"}
 LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
 LOST_WORKER = "rollout/workers_lost"
 SKIPPED = "the step is skipped"
+UNSAVED = "could NOT be saved"
+CUT = "was ended by a stop request"
+UNSAVED_END = Ending("preempted", 1, ("could not be saved",), hidden_by_restarts=True, saves_nothing=True)
+FULL_END = Ending("failed", 1, ("No space left on device",))
+SPOILED_END = Ending("failed", 1, ("the batch is kept in {run_dir}/failed_batch",))
+CUT_END = Ending("preempted", 0, ("the time limit is near",))
+# The second one: the bound of a call that was under way, if Ray has noticed nothing before.
+SEVERED_END = Ending("failed", 1, ("could not reach the rollout controller for", "trainer rank 0 waited"))
 KINDS = {
     kind.name: kind
     for kind in (
@@ -107,8 +158,17 @@ KINDS = {
         Kind("terminate", "job", "survived", room=1.0, cost_s=120.0, starts=1),
         Kind("limit", "job", "survived", room=1.0, cost_s=120.0, starts=1, redone=0, told="stopping after"),
         Kind("stale", "files", "survived", room=1.0, cost_s=35.0, seconds=(10.0, 20.0)),
-        Kind("fill", "checkpoint-disk", "survived", room=1.0, cost_s=60.0, seconds=LONG_S, told="could NOT be saved"),
+        Kind("fill", "checkpoint-disk", "survived", room=1.0, cost_s=60.0, seconds=LONG_S, told=UNSAVED),
         Kind("fill", "disk", "survived", room=1.0, cost_s=120.0, seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
+        Kind(
+            "exhaust", "checkpoint-disk", "survived", room=3.0, cost_s=120.0, starts=1, told=UNSAVED, ending=UNSAVED_END
+        ),
+        Kind("exhaust", "disk", "survived", room=1.0, cost_s=120.0, starts=1, ending=FULL_END),
+        Kind("spoil", "steps", "survived", room=3.0, cost_s=180.0, starts=1, told=SKIPPED, ending=SPOILED_END),
+        Kind("limit", "evaluation", "survived", room=0.0, cost_s=90.0, starts=1, told=CUT, ending=CUT_END, at_end=True),
+        Kind("cut", "link", "survived", room=3.0, cost_s=120.0, seconds=(30.0, 30.0)),
+        Kind("sever", "link", "survived", room=3.0, cost_s=400.0, starts=1, ending=SEVERED_END),
+        Kind("lose", "node", "survived", room=8.0, cost_s=240.0),
     )
 }
 
@@ -150,10 +210,13 @@ def draw(seed: int, seconds: float, without: Sequence[str] = ()) -> list[str]:
     return chosen
 
 
-def schedule(seed: int, wanted: Sequence[str], *, replicas: int, first: int, last: int) -> list[Fault]:
+def schedule(
+    seed: int, wanted: Sequence[str], *, replicas: int, first: int, last: int, end: int | None = None
+) -> list[Fault]:
     """Return the wanted faults in a random order, spread over the steps from `first` to `last` by the room they need.
 
-    Raises ValueError for an unknown kind, and if there are no steps.
+    `end`: the last step of the run, after which those happen that have their place there; None: `last`. Raises
+    ValueError for an unknown kind, and if there are no steps.
     """
     if unknown := set(wanted) - KINDS.keys():
         raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}; known are {', '.join(sorted(KINDS))}")
@@ -162,12 +225,16 @@ def schedule(seed: int, wanted: Sequence[str], *, replicas: int, first: int, las
     rng = random.Random(f"soak-{seed}")
     order = [KINDS[name] for name in wanted]
     rng.shuffle(order)
-    total, before = sum(kind.room for kind in order), 0.0
+    order.sort(key=lambda kind: kind.at_end)
+    total, before = max(1.0, sum(kind.room for kind in order)), 0.0
     faults = []
     for kind in order:
         step = first + int((last - first) * before / total)
         seconds = round(rng.uniform(*kind.seconds), 1)
-        faults.append(Fault(kind, rng.randrange(replicas), step, round(rng.uniform(0.0, 1.0), 2), seconds))
+        fault = Fault(kind, rng.randrange(replicas), step, round(rng.uniform(0.0, 1.0), 2), seconds)
+        if kind.at_end:
+            fault = replace(fault, after_step=last if end is None else end, delay_s=0.0)
+        faults.append(fault)
         before += kind.room
     return faults
 

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,13 @@ def find_replicas(run_dir: Path) -> dict[int, Replica]:
 
     An actor is known by its engine, because Ray changes its title with each call.
     """
+    return replicas_among(below_supervisor(run_dir))
+
+
+def replicas_among(processes: Iterable[psutil.Process]) -> dict[int, Replica]:
+    """Return the replicas whose engines are among the processes of a run."""
     found: dict[int, Replica] = {}
-    for process in below_supervisor(run_dir):
+    for process in processes:
         try:
             if _is_engine(process):
                 actor = psutil.Process(process.ppid())
@@ -76,14 +81,19 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
     if target == "agent":
         return [agent] if agent is not None else []
     if target == "rank":
-        return [] if agent is None else _with_title(_children(agent, recursive=False), "train_rl.py")
-    if target == "reward":  # one that is being started is noticed only after timeouts.engine_start_s
-        return [each for each in _scorers(below_supervisor(run_dir)) if age(each) > STARTED_S]
+        return [] if agent is None else with_title(_children(agent, recursive=False), "train_rl.py")
     if target == "job":
         ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
-    parts = _with_title(below_supervisor(run_dir), TITLES[target])
+    return parts_among(below_supervisor(run_dir), target)
+
+
+def parts_among(processes: Sequence[psutil.Process], target: str) -> list[psutil.Process]:
+    """Return those of a run's processes that are a part of TITLES, in the order of their pids."""
+    if target == "reward":  # one that is being started is noticed only after timeouts.engine_start_s
+        return [each for each in _scorers(processes) if age(each) > STARTED_S]
+    parts = with_title(processes, TITLES[target])
     if target == "agent-worker":  # as with rewards: the others work on while one is being started
         return [each for each in parts if age(each) > WORKER_STARTED_S]
     return parts
@@ -91,8 +101,8 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
 
 def _scorers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that score the run's samples. With agent workers, the controller's own have no work."""
-    found = _with_title(processes, TITLES["reward"])
-    workers = {each.pid for each in _with_title(processes, TITLES["agent-worker"])}
+    found = with_title(processes, TITLES["reward"])
+    workers = {each.pid for each in with_title(processes, TITLES["agent-worker"])}
     return [each for each in found if not workers or _parent(each) in workers]
 
 
@@ -127,11 +137,16 @@ def is_ready(run_dir: Path) -> bool:
     return False
 
 
-def restarts_of(run_dir: Path) -> int | None:
-    """Return how often torchrun has restarted the ranks since its start; None if no rank runs."""
-    for rank in find_processes(run_dir, "rank"):
+def restarts_among(ranks: Sequence[psutil.Process]) -> tuple[int, int] | None:
+    """Return how often torchrun has restarted these ranks since its start, and how often it still may.
+
+    None if no rank runs.
+    """
+    for rank in ranks:
         with contextlib.suppress(psutil.Error, KeyError):
-            return int(rank.environ()["TORCHELASTIC_RESTART_COUNT"])
+            told = rank.environ()
+            made, most = (int(told[f"TORCHELASTIC_{name}"]) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+            return made, most - made
     return None
 
 
@@ -156,7 +171,8 @@ def _children(process: psutil.Process, *, recursive: bool) -> list[psutil.Proces
         return []
 
 
-def _with_title(processes: Sequence[psutil.Process], text: str) -> list[psutil.Process]:
+def with_title(processes: Sequence[psutil.Process], text: str) -> list[psutil.Process]:
+    """Return the processes that have a text in their command lines, in the order of their pids."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):

@@ -25,10 +25,11 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
-from soak_orders import take  # noqa: E402
+from soak_orders import EVALUATED, WATCH_EVALUATION, give, take  # noqa: E402
 
 FORGED = 1000.0  # the reward that a forked child gives
 FLOOD_BYTES = 3_000_000
+WATCHED_S = 0.1  # that a response takes in an evaluation which is watched, so that it can be caught
 
 
 def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, marks: str, orders: str) -> RewardResult:
@@ -47,6 +48,17 @@ def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, mark
 
 
 late_math.warm_up = math.warm_up  # type: ignore[attr-defined]
+
+
+def watched_math(sample: RewardInput, orders: str) -> RewardResult:
+    """Return `math` of the sample, for evaluations; tell that one is under way if the order to watch it is there."""
+    if (Path(orders) / WATCH_EVALUATION).exists():
+        give(Path(orders), EVALUATED)
+        time.sleep(WATCHED_S)
+    return math(sample)
+
+
+watched_math.warm_up = math.warm_up  # type: ignore[attr-defined]
 
 
 def is_late(prompt: str, response: str, share: float, seed: int) -> bool:

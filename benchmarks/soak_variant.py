@@ -46,10 +46,17 @@ def checkpoints_of(run_dir: Path, kinds: Collection[Kind]) -> Path:
     return run_dir.with_suffix(".checkpoints") if alone else run_dir / "checkpoints"
 
 
+def evaluation_reward(kinds: Collection[Kind], run_dir: Path) -> dict[str, Any]:
+    """Return the reward of evaluations, which tells that one is under way if a fault is to hit it."""
+    if not any(kind.target == "evaluation" for kind in kinds):
+        return {"function": "math"}
+    return {"function": "benchmarks.soak_reward:watched_math", "kwargs": {"orders": str(orders_of(run_dir))}}
+
+
 def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Tempo) -> dict[str, dict[str, Any]]:
     """Return the changes of the config by which faults of these kinds can happen to a run of `replicas` at a tempo."""
     targets, orders = {kind.target for kind in kinds}, str(orders_of(run_dir))
-    spoiled = sum(kind.action == "spoil" for kind in kinds)
+    spoiled = sum(kind.action == "spoil" and kind.ending is None for kind in kinds)
     changes: dict[str, dict[str, Any]] = {}
     if "agent-worker" in targets:
         changes.setdefault("rollout", {})["agent_workers"] = AGENT_WORKERS
@@ -57,10 +64,10 @@ def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Te
         changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
     if "checkpoint-disk" in targets:
         changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
-    if "gradient" in targets or tempo.slower:
+    if targets & {"gradient", "steps"} or tempo.slower:
         changes["algorithm"] = {"loss": "benchmarks.soak_hooks:ordered_ppo", "loss_options": {"orders": orders}}
     if "logprob" in targets:
         changes["agent"] = {"loop": "benchmarks.soak_hooks:OrderedTurn", "kwargs": {"orders": orders}}
-    if spoiled:
+    if spoiled or "steps" in targets:
         changes["trainer"] = {"max_skipped_steps": max(LEAST_SKIPPED, spoiled)}
     return changes

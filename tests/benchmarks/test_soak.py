@@ -11,26 +11,22 @@ from typing import Any
 
 import pytest
 
-from benchmarks import soak
-from benchmarks.soak import (
-    QUICK_FAULTS,
-    STALENESS,
-    SoakOutcome,
-    fault_rows,
-    main,
-    note_effects,
-    plan_faults,
-    rows_of,
-    run_config,
-    run_once,
-)
-from benchmarks.soak_faults import Happened
+from benchmarks import soak, soak_plan
+from benchmarks.soak import main, note_effects, run_config, run_once
+from benchmarks.soak_happened import Happened
+from benchmarks.soak_hosts import Hosts
+from benchmarks.soak_job_ends import JobEnds
 from benchmarks.soak_kinds import KINDS, Fault, schedule
+from benchmarks.soak_orders import EVALUATED, WATCH_EVALUATION, give
+from benchmarks.soak_place import NODE_S, SeveralHosts
+from benchmarks.soak_plan import ALONE, QUICK_FAULTS, TOGETHER, plan_faults
 from benchmarks.soak_problems import AccountingReport
-from benchmarks.soak_reward import is_late, late_math, marked
-from benchmarks.soak_variant import Tempo
+from benchmarks.soak_reward import is_late, late_math, marked, watched_math
+from benchmarks.soak_rows import STALENESS, SoakOutcome, fault_rows, rows_of
+from benchmarks.soak_variant import LEAST_SKIPPED, Tempo
 from megarl.config.load import config_from_tree
 from megarl.config.pace import pace_of
+from megarl.config.pools import resolve_pools
 from megarl.rewards.resolve import resolve
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool, RewardSpec
@@ -68,15 +64,21 @@ def plan(**changes: Any) -> list[str]:
     return [fault.kind.name for fault in plan_faults(options(**values))]
 
 
-def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(soak, "why_no_disk", lambda: "")
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine on which every fault can happen."""
+    for name in ("why_no_disk", "why_no_handles", "why_no_hosts"):
+        monkeypatch.setattr(soak_plan, name, lambda: "")
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("able")
+def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = plan()
-    assert len(drawn) > 4 and drawn == plan() != plan(fault_seed=6)
-    assert "fill-disk" in {name for seed in range(20) for name in plan(fault_seed=seed)}
+    assert len(drawn) > 3 and drawn == plan() != plan(fault_seed=6)
     assert sorted(plan(quick=True)) == sorted(QUICK_FAULTS)
     assert sorted(plan(faults="kill-job,fill-disk")) == ["fill-disk", "kill-job"]
+    assert plan(faults="limit-evaluation,kill-job,exhaust-disk")[-1] == "limit-evaluation"
     capsys.readouterr()
     plan(fault_seed=None)
     seed = capsys.readouterr().out.split("--fault-seed ")[1].split(":")[0]
@@ -85,17 +87,42 @@ def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(
         plan(faults="kill-cat")
 
 
-def test_faults_that_cannot_happen_here_are_left_out_and_the_reason_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("able")
+def test_the_whole_table_is_drawn_from_by_soaks_on_one_machine_and_on_several_hosts(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(soak, "why_no_disk", lambda: "only root may mount")
-    monkeypatch.setattr(soak, "why_no_handles", lambda: "no compiler")
-    assert plan(faults="kill-job,fill-disk,fill-checkpoint-disk,stale-files") == ["kill-job"]
+    plans = [[KINDS[name] for name in plan(fault_seed=seed)] for seed in range(200)]
+    assert {kind.name for kinds in plans for kind in kinds} == set(KINDS)
+    for kinds in plans:
+        if any(kind.needs_hosts for kind in kinds):
+            assert all(kind.happens_on_hosts for kind in kinds)
+    alone = sum(any(not kind.happens_on_hosts for kind in kinds) for kinds in plans)
+    assert 0.6 < alone / len(plans) < 0.9
     told = capsys.readouterr().out
-    assert all(f"faults of {each} cannot happen here: only root" in told for each in ("disk", "checkpoint-disk"))
-    assert "faults of files cannot happen here: no compiler" in told
-    drawn = {name for seed in range(20) for name in plan(fault_seed=seed)}
-    assert not drawn & {"fill-disk", "fill-checkpoint-disk", "stale-files"} and "limit-job" in drawn
+    assert f"not drawn: cut-link, sever-link, lose-node: {ALONE}" in told and f": {TOGETHER}" in told
+
+
+def test_faults_that_need_hosts_put_the_soak_there_and_what_cannot_happen_there_is_told(
+    able: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sorted(plan(faults="kill-engine,lose-node,kill-job")) == ["kill-engine", "lose-node"]
+    assert f": {TOGETHER}" in capsys.readouterr().out
+    able.setattr(soak_plan, "why_no_hosts", lambda: "only root may make hosts")
+    assert sorted(plan(faults="kill-engine,lose-node,kill-job")) == ["kill-engine", "kill-job"]
+    assert "not drawn: cut-link, sever-link, lose-node: only root may make hosts" in capsys.readouterr().out
+
+
+def test_faults_that_cannot_happen_here_are_left_out_and_the_reason_is_printed(
+    able: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    able.setattr(soak_plan, "why_no_disk", lambda: "only root may mount")
+    able.setattr(soak_plan, "why_no_handles", lambda: "no compiler")
+    assert plan(faults="kill-job,fill-disk,fill-checkpoint-disk,exhaust-disk,stale-files") == ["kill-job"]
+    told = capsys.readouterr().out
+    disks = "fill-checkpoint-disk, fill-disk, exhaust-checkpoint-disk, exhaust-disk"
+    assert f"not drawn: {disks}: only root may mount" in told and "not drawn: stale-files: no compiler" in told
+    drawn = {name for seed in range(60) for name in plan(fault_seed=seed)}
+    assert not drawn & {*disks.split(", "), "stale-files"} and "limit-job" in drawn
 
 
 def test_a_fault_has_in_both_runs_what_it_needs() -> None:
@@ -105,10 +132,45 @@ def test_a_fault_has_in_both_runs_what_it_needs() -> None:
     assert config.rollout.agent_workers == 2 and config.rollout.max_replicas == 3
     assert config.checkpoint.dir == Path("run.checkpoints") and config.checkpoint.every == soak.SAVE_EVERY
     assert config.algorithm.loss.endswith("ordered_ppo") and config.agent.loop.endswith("OrderedTurn")
-    assert config.trainer.max_skipped_steps >= sum(kind.action == "spoil" for kind in every)
+    spoiled = [kind for kind in every if kind.action == "spoil" and kind.ending is None]
+    assert config.trainer.max_skipped_steps >= len(spoiled) == 2
     plain = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["kill-engine"]]))
     assert (plain.rollout.agent_workers, plain.rollout.max_replicas, plain.checkpoint.dir) == (0, None, None)
     assert (plain.algorithm.loss, plain.agent.loop) == ("ppo", "single_turn")
+
+
+def test_faults_that_must_end_the_run_have_what_they_need() -> None:
+    """Disks are mounted by their targets; the loss takes orders, and the reward of evaluations is watched."""
+    config = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["spoil-steps"]]))
+    assert config.algorithm.loss.endswith("ordered_ppo") and config.trainer.max_skipped_steps == LEAST_SKIPPED
+    assert config.evaluation.sets[0].reward.function == "math"
+    watched = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["limit-evaluation"]]))
+    reward = watched.evaluation.sets[0].reward
+    assert reward.function == "benchmarks.soak_reward:watched_math" and reward.kwargs == {"orders": "run.orders"}
+    assert watched.algorithm.loss == "ppo"
+    apart = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["exhaust-checkpoint-disk"]]))
+    assert apart.checkpoint.dir == Path("run.checkpoints")
+
+
+def test_an_evaluation_that_is_watched_says_so_and_has_the_same_rewards(tmp_path: Path) -> None:
+    samples = [RewardInput("What?", rf"\boxed{{{number}}}", answer="7") for number in (7, 8)]
+    assert [watched_math(each, str(tmp_path)).score for each in samples] == [1.0, 0.0]
+    assert not (tmp_path / EVALUATED).exists()
+    give(tmp_path, WATCH_EVALUATION)
+    assert [watched_math(each, str(tmp_path)).score for each in samples] == [1.0, 0.0]
+    assert (tmp_path / EVALUATED).exists()
+
+
+def test_a_run_on_several_hosts_has_the_ranks_on_one_and_an_engine_on_each_of_the_others(tmp_path: Path) -> None:
+    place = SeveralHosts(Hosts(SeveralHosts.COUNT, tmp_path))
+    config = config_from_tree(run_config(options(), Path("run"), 0.0, [KINDS["lose-node"]], place=place.changes(2)))
+    pools = resolve_pools(config)
+    assert pools.nodes == SeveralHosts.COUNT and config.launch.max_restarts == 2
+    assert config.timeouts.rpc_s >= 2 * KINDS["cut-link"].seconds[1] and config.timeouts.node_s == NODE_S
+    assert config.admission.mode == "async" and config.trainer.gpus == config.rollout.replicas == 2
+    command = place.command(Path("run.yaml"), ranks=2, restarts=2)
+    assert command[0].endswith("launch/multinode.sh") and command[1].count(",") == 2 and command[2] == "run.yaml"
+    assert place.variables()["MEGARL_RSH"] == str(tmp_path / "rsh")
 
 
 def test_a_run_that_takes_longer_steps_under_faults_has_other_timeouts_and_the_loss_that_waits() -> None:
@@ -204,7 +266,8 @@ def hit(**changes: Any) -> list[Happened]:
 
 
 def event(name: str, **changes: Any) -> Happened:
-    return Happened(Fault(KINDS[name], 0, 5, 0.0, 0.0), 1, 4, 9.0, **({"over": True} | changes))
+    values = {"over": True, "spoiled": int(KINDS[name].action == "spoil")} | changes
+    return Happened(Fault(KINDS[name], 0, 5, 0.0, 0.0), 1, 4, 9.0, **values)
 
 
 def missed(calm: SoakOutcome, disturbed: SoakOutcome, minutes: float = 10.0) -> list[str]:
@@ -259,6 +322,7 @@ def test_a_loss_in_the_middle_of_a_sync_may_restart_every_replica() -> None:
     {"late_rewards": 9, "happened": [*hit(), event("kill-rank")]},
     {"late_rewards": 9, "happened": [*hit(), event("kill-agent-worker")]},
     {"report": AccountingReport(skipped=1), "happened": [*hit(), event("spoil-logprob")]},
+    {"report": AccountingReport(skipped=2), "happened": [*hit(), event("spoil-steps", spoiled=7)]},
     {"records": [{"reward/errors": 4.0}], "rolled_back": [{"sync/restarted_replicas": 1.0}]},
     {"records": [{"reward/errors": 4.0}], "happened": [event("kill-rank")]},
     {"records": [{"reward/errors": 4.0, "sync/restarted_replicas": 1.0}],
@@ -313,6 +377,7 @@ def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
     class Broken:
         happened = hit()
         engine_start_s = None
+        ends = JobEnds()
 
         def __init__(self, *_: Any, slower: bool, **__: Any) -> None:
             given["slower"] = slower

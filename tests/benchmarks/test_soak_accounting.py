@@ -83,6 +83,9 @@ def test_engines_that_were_added_are_explained_by_the_log_of_the_controller(tmp_
     (run_dir / "logs" / "controller.log").write_text("12:00 INFO starting replicas [2]\n")
     report = check_run(run_dir)
     assert report.ok and report.engine_starts == 3 and report.engine_restarts == 0
+    grown = "12:00 WARNING notice: 1 engines that were lost are up again; they join with the next publication\n"
+    (run_dir / "logs" / "controller.log").write_text(grown)
+    assert check_run(run_dir).ok, "a host was back"
     (run_dir / "logs" / "controller.log").write_text("12:00 INFO starting replicas [2, 3]\n")
     assert found(run_dir) == {}, "the second one was still being started"
     (run_dir / "logs" / "replica-0.log").write_text("")

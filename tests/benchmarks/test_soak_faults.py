@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from benchmarks import soak_faults, soak_processes
-from benchmarks.soak_faults import WENT_ON, Happened, Injector, lethal, read_so_far
+from benchmarks.soak_faults import Injector
+from benchmarks.soak_happened import Happened, lethal, longest_gap
 from benchmarks.soak_kinds import KINDS, draw, missing, schedule
 from benchmarks.soak_orders import SLOWER
 from benchmarks.soak_processes import (
@@ -30,10 +31,11 @@ from benchmarks.soak_processes import (
     hold,
     is_stopped,
     processes_left,
-    restarts_of,
+    restarts_among,
     throttle,
 )
 from benchmarks.soak_variant import orders_of
+from benchmarks.soak_watch import WENT_ON, read_so_far
 from tests.support.faulted_run import BUSY, Run, fault_of
 from tests.support.waiting import wait_until
 
@@ -74,6 +76,16 @@ def test_faults_are_drawn_from_the_whole_table_as_far_as_the_time_goes(seconds: 
     possible = {name for name, kind in KINDS.items() if kind.cost_s <= seconds} - {"fill-disk"}
     assert {name for names in drawn for name in names} == possible
     assert drawn == [draw(seed, seconds, without=["fill-disk"]) for seed in range(400)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fault_of_the_end_comes_after_the_last_step_and_after_all_others(seed: int) -> None:
+    faults = schedule(seed, ["limit-evaluation", *WANTED], replicas=2, first=3, last=60, end=80)
+    assert [fault.kind.at_end for fault in faults] == [False] * len(WANTED) + [True]
+    assert (faults[-1].after_step, faults[-1].delay_s) == (80, 0.0)
+    assert all(fault.after_step < 60 for fault in faults[:-1])
+    (alone,) = schedule(seed, ["limit-evaluation"], replicas=2, first=3, last=60)
+    assert alone.after_step == 60
 
 
 def test_mistakes_in_a_schedule_are_told() -> None:
@@ -161,7 +173,7 @@ def test_the_other_parts_of_a_run_are_found_by_their_command_lines(
     """A supervisor over a reward worker, controller and queue; torchrun's agent over a rank and another child."""
     titles = {target: title for target, title in TITLES.items() if target != "agent-worker"}
     parts = " ".join(f"(exec -a 'python -m {title}.x' sleep 600) &" for title in titles.values())
-    rank = "TORCHELASTIC_RESTART_COUNT=3 bash -c 'exec -a train_rl.py sleep 600'"
+    rank = "TORCHELASTIC_RESTART_COUNT=3 TORCHELASTIC_MAX_RESTARTS=5 bash -c 'exec -a train_rl.py sleep 600'"
     supervisor = psutil.Popen(["bash", "-c", f"{parts} wait"])
     agent = psutil.Popen(["bash", "-c", f"{rank} & sleep 600 & wait", "torch.distributed.run"])
     other = psutil.Popen(["sleep", "600"], stdout=(tmp_path / "guardian.log").open("w"))
@@ -173,7 +185,7 @@ def test_the_other_parts_of_a_run_are_found_by_their_command_lines(
         for target in (*titles, "rank"):
             wait_until(lambda target=target: len(find_processes(tmp_path, target)) == 1, 30, f"the {target}")  # type: ignore[misc]
         assert find_processes(tmp_path, "agent") == [agent] == [find_agent(tmp_path)]
-        wait_until(lambda: restarts_of(tmp_path) == 3, 30, "the environment of the rank")
+        wait_until(lambda: restarts_among(find_processes(tmp_path, "rank")) == (3, 2), 30, "the rank's environment")
         monkeypatch.setattr(soak_processes, "STARTED_S", 600.0)
         assert find_processes(tmp_path, "reward") == [], "it is being started"
         job = find_processes(tmp_path, "job")
@@ -183,7 +195,7 @@ def test_the_other_parts_of_a_run_are_found_by_their_command_lines(
             each.kill()
         wait_until(lambda: ended(job), 30, "the end of the job")
         assert find_agent(tmp_path) is None and find_processes(tmp_path, "rank") == []
-        assert restarts_of(tmp_path) is None
+        assert restarts_among([]) is None
     finally:
         for each in (supervisor, agent, other):
             for child in (*each.children(recursive=True), each):
@@ -225,7 +237,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 @pytest.fixture
 def working(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines count as working, also on a machine that leaves them little time (test_soak_moments.py looks at them)."""
-    monkeypatch.setattr(soak_faults, "catch", lambda *args: True)
+    monkeypatch.setattr("soak_replica_faults.catch", lambda *args: True)
 
 
 @pytest.mark.usefixtures("working")
@@ -254,7 +266,7 @@ def test_a_killed_engine_is_over_when_a_publication_has_replaced_it_and_its_resp
 
 @pytest.mark.usefixtures("working")
 def test_an_engine_whose_responses_nobody_continues_is_not_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak_faults, "NOTICE_S", 0.5)
+    monkeypatch.setattr("soak_watch.WatchedRun.NOTICE_S", 0.5)
     run.step()
     injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=lambda text: None)
     wait_until(lambda: not run.alive(run.replicas[1].engine), 30, "the kill")
@@ -348,7 +360,7 @@ def test_a_fault_may_cost_as_many_starts_of_the_job_as_its_kind_allows(run: Run,
 
 
 def test_a_part_that_does_not_come_back_is_not_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak_faults, "RECOVER_S", 0.3)
+    monkeypatch.setattr("soak_watch.WatchedRun.RECOVER_S", 0.3)
     run.step()
     injector = Injector(run.directory, [fault_of("kill-job")], replicas=2, say=lambda text: None)
     wait_until(lambda: "not there again" in str(injector.happened), 30, "the end of the fault")
@@ -365,7 +377,7 @@ def test_a_process_that_is_not_found_at_once_is_looked_for_again(run: Run, monke
         looks.append(len(looks))
         return {} if len(looks) in (2, 3) else run.find(run_dir)
 
-    monkeypatch.setattr(soak_faults, "find_replicas", find)
+    monkeypatch.setattr("soak_place.find_replicas", find)
     run.step()
     injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=lambda text: None)
     wait_until(lambda: bool(injector.happened), 30, "the fault")
@@ -374,7 +386,7 @@ def test_a_process_that_is_not_found_at_once_is_looked_for_again(run: Run, monke
 
 def test_the_disk_is_filled_for_its_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[float] = []
-    monkeypatch.setattr(soak_faults, "fill", lambda run_dir, seconds, until: filled.append(seconds) or seconds)
+    monkeypatch.setattr("soak_part_faults.fill", lambda run_dir, seconds, until: filled.append(seconds) or seconds)
     run.step()
     injector = Injector(run.directory, [fault_of("fill-disk", seconds=7.0)], replicas=2, say=lambda text: None)
     wait_until(lambda: bool(filled), 30, "the fault")
@@ -511,8 +523,8 @@ def test_two_signals_must_end_all_processes(run: Run, monkeypatch: pytest.Monkey
     run.started.append(group)
     run.workers, run.agent, ends = [group], group, run.start().engine
     assert group.stdout.readline() == b"1\n", "it treats signals as it shall"
-    monkeypatch.setattr(soak_faults, "ENDS_S", 0.5 if stays else 30.0)
-    monkeypatch.setattr(soak_faults, "AGAIN_S", 0.1)
+    monkeypatch.setattr("soak_part_faults.ENDS_S", 0.5 if stays else 30.0)
+    monkeypatch.setattr("soak_part_faults.AGAIN_S", 0.1)
     run.step()
     injector = Injector(run.directory, [fault_of(name)], replicas=2, say=lambda text: None)
     wait_until(lambda: len(injector.happened[-1:]) == 1, 30, "the fault")
@@ -546,7 +558,7 @@ def test_what_goes_wrong_in_the_thread_of_the_faults_is_told(run: Run, monkeypat
         raise psutil.AccessDenied(7)
 
     run.step()
-    monkeypatch.setattr(soak_faults, "find_replicas", broken)
+    monkeypatch.setattr("soak_place.find_replicas", broken)
     injector = Injector(run.directory, [fault_of("kill-engine")], replicas=2, say=lambda text: None)
     wait_until(lambda: injector._error is not None, 30, "the error")
     assert "the faults: psutil.AccessDenied(pid=7" in injector.stop()
@@ -572,7 +584,7 @@ def test_missing_and_lethal() -> None:
 
 def test_the_longest_time_without_a_step_begins_with_the_fault() -> None:
     records = [{"wall_time": at} for at in (0.0, 50.0, 51.0, 60.0, 62.0)]
-    assert soak_faults.longest_gap(records, 2, 50.5) == 9.0
-    assert soak_faults.longest_gap(records, 3, 58.0) == 2.0
-    assert soak_faults.longest_gap(records, 0, -1.0) == 50.0
-    assert soak_faults.longest_gap(records, 5, 63.0) == 0.0
+    assert longest_gap(records, 2, 50.5) == 9.0
+    assert longest_gap(records, 3, 58.0) == 2.0
+    assert longest_gap(records, 0, -1.0) == 50.0
+    assert longest_gap(records, 5, 63.0) == 0.0

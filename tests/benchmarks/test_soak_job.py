@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from benchmarks import soak_job
 from benchmarks.soak_job import run_job
+from benchmarks.soak_job_ends import JobEnds
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -78,3 +81,40 @@ def test_a_job_that_leaves_processes_is_not_started_again(
 def test_a_job_that_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"run did not end within 1 s; see .*run.log"):
         soak_job._run_once(["sleep", "600"], tmp_path / "run.log", 0.0, 1.0, os.environ)
+
+
+def test_whoever_looks_at_the_end_of_a_job_is_told_its_code_before_the_next_start(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
+    told: list[tuple[int, int]] = []
+    config = {"run": {"dir": str(tmp_path / "run")}}
+    run_job(
+        config, ranks=2, restarts=0, starts=2, timeout_s=60.0, say=lambda text: None,
+        ended=lambda code: told.append((code, len(commands))),
+    )  # fmt: skip
+    assert told == [(-9, 1), (1, 2), (0, 3)]
+
+
+def test_the_next_start_waits_until_a_fault_has_looked_at_the_end_of_the_job() -> None:
+    ends, started = JobEnds(), threading.Event()
+    ends.ended(7)  # of another fault, which nobody looks at
+
+    def job() -> None:
+        ends.ended(1)
+        started.set()
+
+    with ends.awaited() as code:
+        assert code() is None, "it has not ended since"
+        thread = threading.Thread(target=job, daemon=True)
+        thread.start()
+        wait_until(lambda: code() == 1, 10, "the code")
+        assert not started.wait(0.2)
+    assert started.wait(10)
+    thread.join(10)
+
+
+def test_a_fault_that_goes_wrong_holds_no_start_back() -> None:
+    ends = JobEnds()
+    with pytest.raises(ValueError, match="it went wrong"), ends.awaited():
+        raise ValueError("it went wrong")
+    ends.ended(1)

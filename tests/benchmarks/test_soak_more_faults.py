@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import soak_faults, soak_pool, soak_processes
-from benchmarks.soak_faults import Happened, Injector
+from benchmarks import soak_pool, soak_processes
+from benchmarks.soak_faults import Injector
+from benchmarks.soak_happened import Happened
 from benchmarks.soak_kinds import KINDS
 from benchmarks.soak_orders import take
 from benchmarks.soak_pool import PoolChange
@@ -30,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     directory = tmp_path / "run"
     directory.mkdir()
     living = Run(directory, monkeypatch)
-    monkeypatch.setattr(soak_faults, "NOTICE_S", 2.0)
+    monkeypatch.setattr("soak_watch.WatchedRun.NOTICE_S", 2.0)
     monkeypatch.setattr(soak_processes, "WORKER_STARTED_S", 0.0)
     yield living
     living.close()
@@ -155,8 +156,8 @@ def test_the_disk_of_the_checkpoints_is_full_until_a_save_has_failed(
         return 1.0
 
     save(1)
-    monkeypatch.setattr(soak_faults, "fill", fill)
-    monkeypatch.setattr(soak_faults, "RECOVER_S", 3.0)
+    monkeypatch.setattr("soak_part_faults.fill", fill)
+    monkeypatch.setattr("soak_watch.WatchedRun.RECOVER_S", 3.0)
     run.step()
     injector = Injector(
         run.directory, [fault_of("fill-checkpoint-disk", seconds=90.0)], replicas=2, say=lambda text: None
@@ -179,7 +180,7 @@ def test_the_disk_of_the_checkpoints_is_full_until_a_save_has_failed(
 def test_stale_handles_have_happened_only_if_a_process_has_asked(
     run: Run, monkeypatch: pytest.MonkeyPatch, asked: Counter[str]
 ) -> None:
-    monkeypatch.setattr(soak_faults, "spoil", lambda orders, seconds, until: asked)
+    monkeypatch.setattr("soak_part_faults.spoil", lambda orders, seconds, until: asked)
     event = let_happen(run, "stale-files", seconds=12.0)
     assert event.over == bool(asked)
     assert ("claim.json 1, stop 3" if asked else "nobody has asked") in str(event)
@@ -287,8 +288,8 @@ def test_an_exchanged_replica_is_over_when_its_engine_has_ended_without_a_restar
         old.kill()
         return self.goes_on()
 
-    monkeypatch.setattr(soak_faults.PoolChange, "exchange", exchange)
-    monkeypatch.setattr(soak_faults, "NOTICE_S", 20.0)
+    monkeypatch.setattr("soak_replica_faults.PoolChange.exchange", exchange)
+    monkeypatch.setattr("soak_watch.WatchedRun.NOTICE_S", 20.0)
     run.step()
     injector = Injector(run.directory, [fault_of("remove-replica", 1)], replicas=2, say=lambda text: None)
     wait_until(lambda: bool(injector.happened), 30, "the fault")
@@ -302,6 +303,6 @@ def test_an_exchanged_replica_is_over_when_its_engine_has_ended_without_a_restar
 
 def test_every_kind_has_one_way_to_happen() -> None:
     for kind in KINDS.values():
-        assert kind.has_processes or kind.order or kind.action in ("fill", "stale")
+        assert kind.has_processes or kind.order or kind.ending or kind.needs_hosts or kind.action in ("fill", "stale")
     assert {kind.order for kind in KINDS.values()} == {"", "fork", "flood", "gradient", "logprob"}
     assert KINDS["limit-job"].redone == 0 and KINDS["kill-job"].redone > 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Hosts, start_job
-from tests.support.jobs import TWO_HOSTS, check_steps, wait_for, write_job
+from benchmarks.soak_hosts import Hosts
+from tests.support.jobs import TWO_HOSTS, check_steps, start_job, wait_for, write_job
 from tests.support.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.soak_hosts import Hosts
 from benchmarks.soak_stale import preloading, spoil
 from tests.support.checkout import ROOT, environment
-from tests.support.hosts import Hosts, start_job
-from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, wait_for, write_job
+from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, start_job, wait_for, write_job
 from tests.support.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak_hosts import Hosts
 from tests.support.checkout import ROOT, environment
-from tests.support.hosts import Hosts
 from tests.support.jobs import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

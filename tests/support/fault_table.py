@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.soak import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows, run_once
-from benchmarks.soak_faults import Happened
+from benchmarks.soak import run_once
+from benchmarks.soak_happened import Happened
 from benchmarks.soak_kinds import Fault, Kind, missing, schedule
+from benchmarks.soak_rows import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows
 from benchmarks.soak_variant import Tempo
 
 FIRST_STEP = 3  # before the first fault: engines are warm

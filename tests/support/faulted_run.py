@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import soak_faults
 from benchmarks.soak_kinds import KINDS, Fault
 from benchmarks.soak_processes import Replica
 
@@ -30,12 +29,13 @@ class Run:
         self.directory = directory
         self.started: list[psutil.Popen] = []  # all that `close` ends, whatever a test has made of them
         self.replicas = {index: self.start() for index in range(2)}
-        monkeypatch.setattr(soak_faults, "find_replicas", self.find)
-        for name in ("find_processes", "find_agent", "restarts_of"):
-            monkeypatch.setattr(soak_faults, name, getattr(self, name))
-        monkeypatch.setattr(soak_faults, "POLL_S", 0.02)
+        monkeypatch.setattr("soak_place.find_replicas", self.find)
+        monkeypatch.setattr("soak_place.find_processes", self.find_processes)
+        monkeypatch.setattr("soak_place.find_agent", self.find_agent)
+        monkeypatch.setattr("soak_watch.restarts_among", lambda ranks: (self.restarts, self.left))
+        monkeypatch.setattr("soak_watch.WatchedRun.POLL_S", 0.02)
         self.workers = [self.start().engine for _ in range(2)]
-        self.agent, self.restarts = psutil.Process(), 0
+        self.agent, self.restarts, self.left = psutil.Process(), 0, 0
         self.steps = 0
 
     def start(self) -> Replica:
@@ -52,9 +52,6 @@ class Run:
 
     def find_agent(self, run_dir: Path) -> psutil.Process:
         return self.agent
-
-    def restarts_of(self, run_dir: Path) -> int:
-        return self.restarts
 
     @staticmethod
     def alive(process: psutil.Process) -> bool:

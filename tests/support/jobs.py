@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from benchmarks.soak_hosts import Hosts
+from tests.support.checkout import ROOT, environment
 from tests.support.configs import with_sections
 from tests.support.run import step_records, tiny_config
 
@@ -33,6 +36,18 @@ def write_job(directory: Path, steps: int, **sections: dict[str, Any]) -> Path:
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(with_sections(config, sections)))
     return path
+
+
+def start_job(hosts: Hosts, config: Path, **variables: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """launch/multinode.sh over the hosts, and the log of all that it says."""
+    log = config.with_name("job.log")
+    command = ["launch/multinode.sh", ",".join(hosts.addresses), str(config)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(MEGARL_RSH=str(hosts.rsh), **variables), stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    return process, log
 
 
 def exit_record(run_dir: Path) -> dict[str, Any]:

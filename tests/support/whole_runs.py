@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.soak_faults import longest_gap
+from benchmarks.soak_happened import longest_gap
 from benchmarks.soak_starts import start_seconds
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.common.line_parts import read_lines

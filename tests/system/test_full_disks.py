@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks import soak_disk
 from benchmarks.soak_disk import fill, fill_up, small_disk, why_no_disk
-from benchmarks.soak_faults import longest_gap
+from benchmarks.soak_happened import longest_gap
 from megarl.common.line_parts import read_lines
 from megarl.common.run_files import read_exit
 from megarl.rollout.attempts_file import ATTEMPTS_FILE

@@ -9,12 +9,19 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 
-from tests.support.checkout import ROOT, environment
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from whole_run import ROOT, environment  # noqa: E402
 
 RSH = """\
 #!/bin/sh
@@ -28,8 +35,24 @@ code=$?
 exit $code
 """
 
-
+NEEDED = ("ip", "unshare", "nsenter")
 _NUMBERS = itertools.count()
+
+
+def why_no_hosts() -> str:
+    """Return why there cannot be several hosts here; "" if there can."""
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        return f"only root may make network namespaces, with {', '.join(NEEDED)}; missing: {missing or 'root'}"
+    with tempfile.TemporaryDirectory(prefix="soak-hosts-") as directory:
+        hosts = Hosts(1, Path(directory))
+        try:
+            hosts.open()
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            return f"no network namespace can be made: {error}"
+        finally:
+            hosts.close()
+    return ""
 
 
 class Hosts:
@@ -65,6 +88,10 @@ class Hosts:
             for command in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
                 _ip(f"-n {space} {command}")
 
+    def everything(self) -> list[psutil.Process]:
+        """Everything that runs on any host."""
+        return [each for index in range(self.count) for each in self.processes(index)]
+
     def processes(self, index: int) -> list[psutil.Process]:
         """Everything that runs on host `index` (from 0), as seen from outside."""
         pids = subprocess.run(
@@ -77,9 +104,14 @@ class Hosts:
         agents = [each for each in self.processes(index) if "megarl.cluster.nodes.agent" in each.cmdline()]
         enter = ["nsenter", "--target", str(agents[0].pid), "--mount", "--uts", "--net", "--pid"]
         return subprocess.run(
-            [*enter, *command], capture_output=True, text=True, timeout=timeout_s, check=False, env=environment(),
+            [*enter, *command],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=environment() | {"PYTHON": sys.executable},
             cwd=ROOT,
-        )  # fmt: skip
+        )
 
     def lose(self, index: int) -> None:
         """Power off: the cable first, then every process at once; who talks to it from outside hears nothing."""
@@ -118,15 +150,3 @@ def _ip(arguments: str) -> None:
     done = subprocess.run(["ip", *shlex.split(arguments)], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"ip {arguments}: {done.stderr.strip()}")
-
-
-def start_job(hosts: Hosts, config: Path, **variables: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """launch/multinode.sh over the hosts, and the log of all that it says."""
-    log = config.with_name("job.log")
-    command = ["launch/multinode.sh", ",".join(hosts.addresses), str(config)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(MEGARL_RSH=str(hosts.rsh), **variables), stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    return process, log

@@ -1,0 +1,223 @@
+"""Faults after which a run has to end: it must say why, and go on by the same command when the cause has gone.
+
+While such a fault lasts, the job is not started again (soak_job_ends.py), so that its end can be looked at: the exit
+code, exit.json, summary.json, and what it has told. Then the cause is taken away.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from soak_disk import FILLER, fill_up  # noqa: E402
+from soak_happened import Happened  # noqa: E402
+from soak_job_ends import JobEnds  # noqa: E402
+from soak_kinds import Fault  # noqa: E402
+from soak_orders import EVALUATED, WATCH_EVALUATION, give, taken, withdraw  # noqa: E402
+from soak_place import TRAINER, SeveralHosts  # noqa: E402
+from soak_survival import Survival  # noqa: E402
+from soak_watch import WatchedRun  # noqa: E402
+
+END_S = 500.0  # for the job, which torchrun may first start again, or which may first have to find a link cut
+FINISH_S = 600.0  # for a run that has only its final evaluation left
+MESSAGE = "; traceback in "  # in the one message of a run that has failed
+
+
+class EndFaults:
+    """Makes the run that is watched end."""
+
+    def __init__(self, watch: WatchedRun, ends: JobEnds, place: SeveralHosts | None = None) -> None:
+        """`place`: the hosts of the run, if it has several."""
+        self._watch, self._ends, self._place = watch, ends, place
+
+    def hit(self, fault: Fault) -> Happened | None:
+        """Let a fault happen; return it when the run has ended and gone on, or None if nothing runs."""
+        watch = self._watch
+        if not watch.found(fault, lambda: watch.find_processes("job")):
+            return None
+        hit, survival, restarts_left = watch.find_processes("job"), Survival(watch), watch.restarts_left
+        event = watch.begin(fault, 0, f"torchrun might start the ranks {restarts_left} times more")
+        causes = {
+            "exhaust-checkpoint-disk": self._full_checkpoints,
+            "exhaust-disk": self._full_run_dir,
+            "spoil-steps": self._spoiled_steps,
+            "limit-evaluation": self._limited_evaluation,
+            "sever-link": self._severed_link,
+        }
+        made = watch.records
+        told_before = watch.told(MESSAGE)
+        with self._ends.awaited() as code, causes[fault.kind.name](event) as lasts:
+
+            def over() -> bool:
+                lasts()
+                return code() is not None
+
+            if not watch.wait(over, END_S):
+                event.notes.append(f"the job did not end within {END_S:.0f} s")
+                return event
+            record = self._exit_record()
+            problems = self._problems(event, code(), record, restarts_left, watch.told(MESSAGE) - told_before)
+            resumed_before = watch.told(_resumed(record))
+        event.notes += problems
+        if fault.kind.at_end:
+            event.over = self._finishes(event, made) and not problems
+        else:
+            goes_on = survival.judge(event, hit, "job")
+            event.over = goes_on and self._resumes(event, record, resumed_before) and not problems
+        return event
+
+    # --- causes: each makes the run end, and is gone after the block. What is yielded keeps it up.
+
+    @contextmanager
+    def _full_checkpoints(self, event: Happened) -> Iterator[Callable[[], object]]:
+        """No save succeeds any more; when one has failed, the run is asked to stop, so that its last one fails too."""
+        asked = False
+
+        def lasts() -> None:
+            nonlocal asked
+            if not asked and self._watch.has_told(event):
+                self._ask_to_stop()
+                asked = True
+
+        with self._full(event, self._watch.checkpoints):
+            yield lasts
+
+    @contextmanager
+    def _full_run_dir(self, event: Happened) -> Iterator[Callable[[], object]]:
+        with self._full(event, self._watch.run_dir):
+            yield lambda: None
+
+    @contextmanager
+    def _full(self, event: Happened, directory: Path) -> Iterator[None]:
+        since = self._watch.seconds
+        try:
+            fill_up(directory)
+            yield
+        finally:
+            (directory / FILLER).unlink(missing_ok=True)
+            event.notes.append(f"{directory.name} was full for {self._watch.seconds - since:.0f} s")
+
+    @contextmanager
+    def _spoiled_steps(self, event: Happened) -> Iterator[Callable[[], object]]:
+        """Every step has a gradient that is NaN."""
+        orders, name = self._watch.orders, "gradient"
+        before = len(taken(orders, name))
+
+        try:
+            yield lambda: give(orders, name)
+        finally:
+            withdraw(orders, name)
+            event.spoiled = len(taken(orders, name)) - before
+            event.notes.append(f"{event.spoiled} gradients were spoiled")
+
+    @contextmanager
+    def _severed_link(self, event: Happened) -> Iterator[Callable[[], object]]:
+        """The link between the trainer and all others is cut until the run has ended."""
+        assert self._place is not None, "such a kind is drawn for several hosts only"
+        hosts = self._place.hosts
+        hosts.cut(TRAINER)
+        try:
+            yield lambda: None
+        finally:
+            hosts.mend(TRAINER)
+
+    @contextmanager
+    def _limited_evaluation(self, event: Happened) -> Iterator[Callable[[], object]]:
+        """A stop request comes when the final evaluation has scored its first response."""
+        orders = self._watch.orders
+        asked = False
+        withdraw(orders, EVALUATED)  # of the first evaluation
+        give(orders, WATCH_EVALUATION)
+
+        def lasts() -> None:
+            nonlocal asked
+            if not asked and (orders / EVALUATED).exists():
+                self._ask_to_stop()
+                asked = True
+
+        try:
+            yield lasts
+        finally:
+            withdraw(orders, WATCH_EVALUATION)
+            withdraw(orders, EVALUATED)
+
+    def _ask_to_stop(self) -> None:
+        (self._watch.run_dir / "stop").write_text("the time limit is near\n", encoding="utf-8")
+
+    # --- what the run must have done
+
+    def _problems(
+        self, event: Happened, code: int | None, record: dict[str, Any], restarts_left: int, messages: int
+    ) -> list[str]:
+        """Note how the run has ended; return what is not as the kind of the fault says.
+
+        `messages`: how many it has told since the fault.
+        """
+        ending = event.fault.kind.ending
+        assert ending is not None, "a kind of these faults says how the run must end"
+        status, reason = record.get("status", "nothing"), str(record.get("reason", ""))
+        event.notes.append(f"the job has ended with code {code}, exit.json says {status}, {reason[:300]!r}")
+        wanted_code = 0 if ending.hidden_by_restarts and restarts_left else ending.code
+        wanted_reasons = [each.format(run_dir=self._watch.run_dir) for each in ending.reasons]
+        # Each start of the ranks that fails tells its own.
+        wanted_messages = restarts_left + 1 if ending.status == "failed" else 0
+        checks = {
+            f"the code is NOT {wanted_code}": code == wanted_code,
+            f"exit.json does NOT say {ending.status}": status == ending.status,
+            f"its reason does NOT have: {' or '.join(wanted_reasons)}": any(each in reason for each in wanted_reasons),
+            f"{messages} messages were told, NOT {wanted_messages}": messages == wanted_messages,
+            f"the run has NOT told: {event.fault.kind.told}": self._watch.has_told(event),
+        }
+        if ending.saves_nothing:
+            unsaved = int(record.get("unsaved_steps", 0))
+            event.notes.append(f"{unsaved} steps are not saved")
+            checks["exit.json does NOT count the steps that are not saved"] = unsaved > 0
+            checks["summary.json does NOT count the failed saves"] = self._summary().get("failed_saves", 0) > 0
+        return [text for text, right in checks.items() if not right]
+
+    def _resumes(self, event: Happened, record: dict[str, Any], before: int) -> bool:
+        """Tell whether a run that has stopped has resumed the step that exit.json has named.
+
+        `before`: how often it had told so when it had stopped.
+        """
+        if record.get("status") != "preempted" or self._watch.told(_resumed(record)) > before:
+            return True
+        event.notes.append(f"step {record['step']}, which exit.json has named, was NOT resumed")
+        return False
+
+    def _finishes(self, event: Happened, made: list[dict[str, Any]]) -> bool:
+        """Wait for the end of a run that has all its steps; tell whether it has evaluated, and made none again."""
+        self._watch.end.wait(FINISH_S)
+        record, again = self._exit_record(), self._watch.records != made
+        evaluated = bool(self._summary().get("eval_after"))
+        event.recovered_s = self._watch.seconds - event.at_s
+        event.notes.append(
+            f"{event.recovered_s:.0f} s after it began the run is {record.get('status')}, "
+            f"{'evaluated' if evaluated else 'NOT evaluated'}; {'steps were made AGAIN' if again else 'no step again'}"
+        )
+        return record.get("status") == "finished" and evaluated and not again
+
+    def _exit_record(self) -> dict[str, Any]:
+        return _read(self._watch.run_dir / "exit.json")
+
+    def _summary(self) -> dict[str, Any]:
+        return _read(self._watch.run_dir / "summary.json")
+
+
+def _resumed(record: dict[str, Any]) -> str:
+    """Return what a run tells that resumes the step of an exit record."""
+    return f", {record.get('step')} steps done"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; {} if there is none."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return content

@@ -1,0 +1,71 @@
+"""Plans a soak: where its runs are, which faults can happen there, and which of these do."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
+
+from soak_disk import why_no_disk  # noqa: E402
+from soak_hosts import why_no_hosts  # noqa: E402
+from soak_kinds import KINDS, Fault, draw, schedule  # noqa: E402
+from soak_rows import REPLICAS  # noqa: E402
+from soak_stale import why_no_handles  # noqa: E402
+
+FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
+QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
+# Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
+FAULTS_SHARE = 0.45
+HOSTS_SHARE = 0.25  # of the soaks whose faults are drawn, that are on several hosts
+ALONE = "this soak is on one machine; a part of the seeds, and --faults, have it on several hosts"
+TOGETHER = "this soak is on several hosts"
+QUICK_FAULTS = ["kill-engine", "pause-replica"]
+
+
+def plan_faults(options: argparse.Namespace) -> list[Fault]:
+    """Return the schedule of the faults that the options name or draw, and print how to have the same one again."""
+    if options.fault_seed is None:
+        options.fault_seed = random.SystemRandom().randrange(10**6)
+    named = None if options.faults is None else [name for name in options.faults.split(",") if name]
+    if named is None and options.quick:
+        named = QUICK_FAULTS
+    impossible = why_impossible(on_hosts(options.fault_seed, named))
+    seconds = FAULTS_SHARE * 60.0 * options.minutes
+    wanted = draw(options.fault_seed, seconds, list(impossible)) if named is None else named
+    last = max(FIRST_STEP + 1, options.steps - QUIET_END)
+    try:
+        faults = schedule(options.fault_seed, wanted, replicas=REPLICAS, first=FIRST_STEP, last=last, end=options.steps)
+    except ValueError as error:
+        raise SystemExit(f"--faults: {error}") from None
+    for reason in dict.fromkeys(impossible.values()):
+        print(f"not drawn: {', '.join(name for name, why in impossible.items() if why == reason)}: {reason}")
+    faults = [fault for fault in faults if fault.kind.name not in impossible]
+    names = ",".join(fault.kind.name for fault in faults)
+    print(f"seed {options.seed}, --fault-seed {options.fault_seed}: {names}", flush=True)
+    return faults
+
+
+def on_hosts(fault_seed: int, named: Sequence[str] | None) -> bool:
+    """Tell whether the soak is on several hosts: if a fault that is named needs them, or else by the seed."""
+    wanted = random.Random(f"soak-place-{fault_seed}").random() < HOSTS_SHARE
+    if named is not None:
+        wanted = any(name in KINDS and KINDS[name].needs_hosts for name in named)
+    return wanted and not why_no_hosts()
+
+
+def why_impossible(hosts: bool) -> dict[str, str]:
+    """Return the faults that cannot happen here, with the reasons. `hosts`: the soak is on several hosts."""
+    disk, handles, network = why_no_disk(), why_no_handles(), why_no_hosts()
+    by_target = {"disk": disk, "checkpoint-disk": disk, "files": handles, "node": network, "link": network}
+    if not hosts:
+        by_target = {"node": ALONE, "link": ALONE} | {target: reason for target, reason in by_target.items() if reason}
+    reasons = {name: by_target.get(kind.target, "") for name, kind in KINDS.items()}
+    if hosts:
+        reasons |= {name: reasons[name] or TOGETHER for name, kind in KINDS.items() if not kind.happens_on_hosts}
+    return {name: reason for name, reason in reasons.items() if reason}
