@@ -95,15 +95,25 @@ class GroupFormer:
             raise error
         return in_place
 
-    def form_anew(self, plan: BucketPlan) -> tuple[Group, bool]:
-        """Form the next generation's group; if replicas fail to join, restart them and try once more. See `form`."""
-        try:
-            return self.form(plan)
-        except WeightSyncError as error:
-            if not error.needs_restart or self._settings.restarts == 0:
-                raise
-            logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
-            return self.form(plan, replace=error.needs_restart)
+    def form_anew(
+        self, plan: BucketPlan, replace: Sequence[str] = (), *, later: bool = False
+    ) -> tuple[Group, bool, tuple[str, ...]]:
+        """Form the next generation's group as `form` does; if replicas fail to join, restart them and try again.
+
+        Return also the names of those that were restarted for that. Each is restarted once at most: that of several
+        replicas one has ended may be known before that of another. Raises what `form` raises.
+        """
+        restarted: tuple[str, ...] = ()
+        while True:
+            try:
+                return *self.form(plan, replace, later=later), restarted
+            except WeightSyncError as error:
+                again = {*replace, *restarted} & set(error.needs_restart)
+                if not error.needs_restart or again or self._settings.restarts == 0:
+                    raise
+                logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
+                restarted += error.needs_restart
+                replace, later = error.needs_restart, False
 
     @property
     def _controller_s(self) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
@@ -22,7 +22,7 @@ from megarl.weights.background_call import BackgroundCall
 from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.handles import ABANDON, EngineHandles, ReplicaHandle
 from megarl.weights.loading_ways import LoadingWays
-from megarl.weights.parallel_calls import EXTRA_WAIT_S, CallsFailed, Release, Returned, brief, call_all
+from megarl.weights.parallel_calls import EXTRA_WAIT_S, CallsFailed, CutShort, Release, Returned, brief, call_all
 from megarl.weights.store import SyncStore
 from megarl.weights.sync_failure import STAGE, FailureReader
 from megarl.weights.sync_report import SyncReport
@@ -96,7 +96,9 @@ class EngineCalls:
         try:
             sizes = call_all(replicas, "world_size", timeout_s=self._rpc_s)
         except CallsFailed as error:
-            raise self._not_reached(error, replicas) from error
+            # None waits for another one, so that each has failed by itself, but those that had no time to answer.
+            failed = {i: each for i, each in error.failures.items() if not isinstance(each, CutShort)}
+            raise self._not_reached(error, replicas, failed) from error
         names = tuple(replica.name for replica in replicas)
         workers = tuple(cast("int", each.value) for each in sizes)
         return GroupMembers(generation, tuple(senders), names, workers, backend, sync_s)
@@ -122,7 +124,7 @@ class EngineCalls:
             limit = timeout_s + 2 * EXTRA_WAIT_S
             call_all(replicas, "init_weight_transfer", arguments, timeout_s=limit, release=release)
         except CallsFailed as error:
-            raise self._not_reached(error, replicas) from error
+            raise self._not_reached(error, replicas, error.first) from error
 
     def publish(
         self,
@@ -234,11 +236,13 @@ class EngineCalls:
             logger.warning("engine %s after a failed sync: %s", replica.name, brief(error))
         return replaced
 
-    def _not_reached(self, error: CallsFailed, replicas: list[ReplicaHandle]) -> WeightSyncError:
-        """Return the error of a group that could not be formed."""
-        failed = [replicas[index].name for index in error.first]
+    def _not_reached(
+        self, error: CallsFailed, replicas: list[ReplicaHandle], failures: Mapping[int, BaseException]
+    ) -> WeightSyncError:
+        """Return the error of a group that could not be formed. `failures`: its causes, by index of the replica."""
+        failed = [replicas[index].name for index in failures]
         names = [f"engine {name}" for name in failed]
-        reasons = [f"engine {replicas[i].name}: {brief(e)}" for i, e in error.first.items()]
+        reasons = [f"engine {replicas[i].name}: {brief(each)}" for i, each in failures.items()]
         return WeightSyncError(
             f"could not connect the weight-sync group, {error.method} failed: {'; '.join(reasons)}",
             failed_members=names,

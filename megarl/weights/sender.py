@@ -98,7 +98,7 @@ class WeightSender:
         if pool is not None:
             self._engines = EngineCalls(pool, store.connection(), world, settings.rpc_s, settings.recompute_kv)
         self._former = GroupFormer(settings, store, self._engines, rank, world, self._exporter.connect)
-        self._enter(*self._former.form_anew(self.plan))
+        self._form()
 
     def publish(self, version: int, keep: Collection[str] = ()) -> SyncReport:
         """Make every replica serve `version`, with weights bit-identical to those that the exporter yields. Collective.
@@ -116,15 +116,17 @@ class WeightSender:
         """
         if self._former is None:
             raise RuntimeError("WeightSender.connect has not been called")
+        joined_anew: tuple[str, ...] = ()  # restarted to form a group, by which no sync was repeated
         if self._group is None:  # the last publish raised; its caller is responsible for the replicas that failed
             self._enter(*self._former.form(self.plan))
         elif self._former.members_differ(self._group.members, self._sync):
             self.close()
-            self._enter(*self._former.form_anew(self.plan))
+            joined_anew = self._form()
         restarted: tuple[str, ...] = ()
         begun = time.monotonic()
         for attempt in range(self.settings.restarts + 1):
-            outcome = self._attempt(version, set(keep) - set(restarted), may_repeat=attempt < self.settings.restarts)
+            kept = set(keep) - {*restarted, *joined_anew}
+            outcome = self._attempt(version, kept, may_repeat=attempt < self.settings.restarts)
             if outcome["status"] == "published":
                 report = SyncReport(**{**outcome["report"], "restarted": restarted})
                 self._record(report, begun)
@@ -135,14 +137,20 @@ class WeightSender:
             if self._rank == 0:
                 events.fault("sync", outcome["message"])
             logger.warning("repeating the sync in another group: %s", outcome["message"])
-            formed = self._former.form(self.plan, replace=outcome["needs_restart"], later=outcome["interrupted"])
-            self._enter(*formed)
+            joined_anew += self._form(outcome["needs_restart"], later=outcome["interrupted"])
         raise WeightSyncError(
             outcome["message"],
             version=version,
             failed_members=outcome["failed_members"],
             needs_restart=outcome["needs_restart"],
         )
+
+    def _form(self, replace: Sequence[str] = (), *, later: bool = False) -> tuple[str, ...]:
+        """Form the next group and enter it; return the replicas that were restarted for that (`form_anew`)."""
+        assert self._former is not None
+        group, in_place, restarted = self._former.form_anew(self.plan, replace, later=later)
+        self._enter(group, in_place)
+        return restarted
 
     def _record(self, report: SyncReport, begun: float) -> None:
         """Record a publication, on the leader. `begun`: the beginning of its first attempt, by `time.monotonic`."""

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -125,6 +125,58 @@ def test_a_new_replica_that_fails_to_join_the_group_is_restarted_and_a_second_fa
     pool.add("replica 2").failed, pool.can_restart = "it has died since it was started", False
     with pytest.raises(WeightSyncError, match="no GPU is free"):
         sender.publish(2)
+
+
+@pytest.mark.parametrize("known_at", ["world_size", "init_weight_transfer"])
+def test_all_replicas_that_have_ended_are_restarted_although_one_is_known_first(known_at: str) -> None:
+    """All of them end with the controller that has started them in place of others."""
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    pool.add("replica 2")
+
+    def end_later() -> None:
+        time.sleep(0.3)
+        raise RuntimeError("it has ended")
+
+    pool.replicas()[0].failed = "it has ended"
+    pool.replicas()[1].on[known_at] = end_later
+    exporter.tensors = random_tensors(seed=1)
+    report = sender.publish(1, keep=["replica 1"])
+    assert pool.restarted == ["replica 0", "replica 1"] and report.restarted == ()
+    assert [replica.version for replica in pool.replicas()] == ["1"] * 3, "a new one has nothing to keep"
+    assert_received(pool, exporter.tensors)
+
+
+def test_a_replica_that_ends_while_the_group_is_formed_for_another_attempt_is_restarted_too() -> None:
+    pool = FakePool(1, 1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    break_replica(pool.replicas()[1], "load")
+    pool.replicas()[2].on["world_size"] = die
+    exporter.tensors = random_tensors(seed=5)
+    report = sender.publish(1)
+    assert report.restarted == ("replica 1",)
+    assert pool.replaced_later == ["replica 1"] and pool.restarted == ["replica 2"]
+    assert [(replica.name, replica.version) for replica in pool.replicas()] == [("replica 0", "1"), ("replica 2", "1")]
+    assert_received(pool, exporter.tensors)
+
+
+def test_a_replica_that_fails_again_after_its_restart_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool(1, 1)
+    sender, _ = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    pool.add("replica 2").failed = "it has died since it was started"
+    restart = pool.restart
+
+    def in_vain(names: Sequence[str], timeout_s: float) -> None:
+        restart(names, timeout_s)
+        pool.replicas()[-1].failed = "it has died again"
+
+    monkeypatch.setattr(pool, "restart", in_vain)
+    with pytest.raises(WeightSyncError, match="it has died again"):
+        sender.publish(1)
+    assert pool.restarted == ["replica 2"]
 
 
 def test_a_pool_that_does_not_answer_before_a_sync_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
