@@ -198,7 +198,7 @@ def test_only_the_reward_workers_of_agent_workers_are_hit(tmp_path: Path, monkey
         wait
     """
     monkeypatch.setattr(soak_processes, "STARTED_S", 0.0)
-    monkeypatch.setattr(soak_processes, "WORKER_STARTED_S", 1.0)
+    monkeypatch.setattr(soak_processes, "WORKER_STARTED_S", 4.0)
     supervisor = psutil.Popen(["bash", "-c", script])
     try:
         (tmp_path / "supervisor.json").write_text(json.dumps({"process": {"pid": supervisor.pid}}))
