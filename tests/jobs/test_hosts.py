@@ -172,9 +172,9 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         hosts.revive(3)
         back = time.monotonic()
         (launch,) = (run_dir / "launch").glob("*/launch.json")
-        back = f"cd {ROOT} && exec {sys.executable} -m megarl.cluster.nodes.agent {launch} 3"
+        again = f"cd {ROOT} && exec {sys.executable} -m megarl.cluster.nodes.agent {launch} 3"
         agent = subprocess.Popen(
-            [hosts.rsh, hosts.addresses[3], back], env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
+            [hosts.rsh, hosts.addresses[3], again], env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
         )
         wait_for(lambda: "1 engines that were lost are up again" in log.read_text(), 200, "the pool to grow", log)
         engines(2, 100, "steps with both engines")
