@@ -103,6 +103,7 @@ def test_a_response_goes_on_elsewhere_from_its_last_token_and_does_not_count_as_
         assert fleet.lost == {} and fleet.serving == [6]
         assert await publish(fleet) == ([5, 6] if how == "drain" else [6])
         assert fleet.serving == [6] and pool.ended == ([] if how == "drain" else [first])
+        assert (5 in fleet.actors._links) is (how == "drain"), "links of replicas that have ended add up"
 
     run(work)
 

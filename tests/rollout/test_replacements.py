@@ -606,6 +606,8 @@ def test_an_engine_that_was_drained_is_replaced_when_the_trainer_restarts() -> N
         await fleet.reset()
         fleet.admit_joining()
         assert fleet.serving == [0, 1] and fleet.actors.by_index[1] is new and restart.begun == [1]
+        fleet.states.note_progress(fleet.states.service(1), (20, 1.0))
+        assert fleet.serving == [0, 1], "the new one was judged by what the old one had made too"
 
     run(scenario)
 

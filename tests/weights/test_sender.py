@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,10 +22,12 @@ from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
 from megarl.weights.failure_cause import FailureCause
 from megarl.weights.operation_order import schedule
+from megarl.weights.replica_calls import EngineCalls
 from megarl.weights.sender import WeightSender
 from megarl.weights.sending import Sending
 from megarl.weights.sync_settings import SyncSettings
 from megarl.weights.trainer_store import store_address
+from megarl.weights.transport import Group
 from tests.support.configs import config
 from tests.support.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
 
@@ -125,6 +128,24 @@ def test_a_new_replica_that_fails_to_join_the_group_is_restarted_and_a_second_fa
     pool.add("replica 2").failed, pool.can_restart = "it has died since it was started", False
     with pytest.raises(WeightSyncError, match="no GPU is free"):
         sender.publish(2)
+
+
+def test_a_group_that_is_not_formed_is_left_although_this_rank_has_joined_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, abort, left = EngineCalls.connect, Group.abort, list[tuple[str, bool]]()
+
+    def connect_in_vain(*arguments: Any) -> None:
+        connect(*arguments)
+        raise WeightSyncError("an engine did not answer")
+
+    def noted(group: Group) -> None:
+        left.append((group.name, group._backend is not None))
+        abort(group)
+
+    monkeypatch.setattr(EngineCalls, "connect", connect_in_vain)
+    monkeypatch.setattr(Group, "abort", noted)
+    with pytest.raises(WeightSyncError, match="an engine did not answer"):
+        make_sender(FakePool(1))
+    assert left == [("trainer rank 0", True)]
 
 
 @pytest.mark.parametrize("known_at", ["world_size", "init_weight_transfer"])

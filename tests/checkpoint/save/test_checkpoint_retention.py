@@ -53,7 +53,9 @@ def test_a_value_that_comes_after_the_save_is_compared(directory: CheckpointDire
         retention.apply(step)
         retention.evaluated(step, {"eval/held/greedy": value})
         assert directory.metrics(step) == {"eval/held/greedy": value} and verify(directory.path(step)) == []
-    assert directory.steps() == [4, 6] and told == []
+    assert directory.steps() == [4, 6]
+    retention.evaluated(6, {"eval/held/greedy": 0.8})
+    assert directory.steps() == [6] and told == [], "no later save is needed to find what is not the best any more"
 
 
 def test_metrics_that_the_checkpoint_has_are_not_written_again(directory: CheckpointDirectory) -> None:

@@ -151,6 +151,7 @@ def test_a_distributed_optimizer_and_a_whole_one_load_each_other(
         "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir("dense"), layout={},
         samples=samples_of("dense"), root=root, **after,
     )  # fmt: skip
+    assert [each["prepared"] for each in resumed] == [[3], []], "rank 0 prepares for the checkpoint that is loaded"
     for was, now in zip(unbroken, resumed, strict=True):
         assert equal(was["saved"]["weights"], now["saved"]["weights"])
         assert equal(was["saved"]["numbers"], now["saved"]["numbers"])

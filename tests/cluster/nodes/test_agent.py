@@ -274,18 +274,23 @@ def test_a_raylet_that_was_given_up_is_started_again_where_nothing_but_engines_i
         processes = agent._processes
         processes.raylet = subprocess.Popen(["false"])
         processes.raylet.wait()
-        monkeypatch.setattr(processes, "start_raylet", lambda: started.append(index))
+        monkeypatch.setattr(processes, "_spawn", lambda *arguments: started.append(index) or processes.raylet)
         return agent
 
     write_pool_state(job, "ready")
     agent = ended(3)
-    for _ in range(4):
-        agent._check_raylet(ending=False)
-        now[0] += node_processes.REJOIN_S / 3
-    assert started == []
-    now[0] += 1
-    agent._check_raylet(ending=False)
-    assert started == [3]
+    with subprocess.Popen(["sleep", "60"]) as engine:
+        agent._processes.raylet_children = {ProcessId.of(engine.pid)}
+        for times in (1, 2):  # the second one ends too
+            for _ in range(4):
+                agent._check_raylet(ending=False)
+                now[0] += node_processes.REJOIN_S / 3
+            assert started == [3] * (times - 1)
+            now[0] += 1
+            agent._check_raylet(ending=False)
+            assert started == [3] * times
+        ended_by, _ = engine.poll(), engine.kill()
+    assert ended_by == -signal.SIGTERM, "an engine that the raylet has left would keep its GPU"
     with pytest.raises(module.NodeFailed, match="Ray's raylet ended with code 1"):
         ended(1)._check_raylet(ending=False)
     write_pool_state(job, "starting")

@@ -65,11 +65,13 @@ def resume_and_go_on(
     np.random.seed(99)
     torch.manual_seed(99)
     with run_under(model_dir, layout, root, **changes) as (policy, checkpointer):
-        record = checkpointer.restore(lambda chosen: None)
+        prepared: list[int] = []
+        record = checkpointer.restore(lambda chosen: prepared.append(chosen.step))
         loaded = snapshot(policy)
         metrics = update(policy, samples, 2)
         return {
             "record": record,
+            "prepared": prepared,
             "saved": loaded,
             "end": snapshot(policy),
             "metrics": metrics,
@@ -129,7 +131,8 @@ def keep_best(
 ) -> list[list[int]]:
     """Saves of steps 1, 2, ... whose newest evaluation had these values, None without one: the steps that are kept.
 
-    `later`: the evaluation ends after the save.
+    `later`: the evaluation ends after the save. What must not count has the best value: an evaluation of a checkpoint
+    that is not the newest one any more, and the metrics of the other ranks.
     """
     changes = {"checkpoint__keep_last": 1, "checkpoint__keep_best": metric, "checkpoint__keep_best_mode": mode}
     kept = []
@@ -139,8 +142,12 @@ def keep_best(
             metrics = {} if value is None else {metric: value, "eval/other/greedy": -value}
             assert checkpointer.save(step, {"metrics": {} if later else metrics}, wait=True), checkpointer.said
             if later:
-                checkpointer.add_evaluation(step, metrics)
-                torch.distributed.barrier()
+                best = {metric: 9.0 if mode == "max" else -9.0}
+                checkpointer.add_evaluation(step - 1, best)
+                for rank in range(torch.distributed.get_world_size()):
+                    if rank == torch.distributed.get_rank():
+                        checkpointer.add_evaluation(step, best if rank else metrics)
+                    torch.distributed.barrier()
             kept.append(checkpointer.directory.steps())
             torch.distributed.barrier()
     return kept
