@@ -85,7 +85,7 @@ class Kind:
     @property
     def checkpoints(self) -> int:
         """The complete checkpoints that the run must have: it resumes one, and another one if that is damaged."""
-        return {"damage-job": 2, "exhaust-checkpoint-disk": 1}.get(self.name, 0)
+        return 2 if self.action == "damage" else int(self.ending is not None)
 
     @property
     def order(self) -> str:

@@ -136,6 +136,9 @@ def test_a_host_that_is_lost_and_back_makes_the_pool_smaller_and_as_large_as_bef
 
 
 def test_a_link_that_stays_cut_is_mended_before_the_job_is_started_again(run: Run, tmp_path: Path) -> None:
+    checkpoint = run.directory / "checkpoints" / "iter_0000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
     told = "trainer rank 0 could not reach the rollout controller for 60 s"
 
     def between(hosts: NotedHosts, injector: Injector) -> None:
@@ -146,6 +149,7 @@ def test_a_link_that_stays_cut_is_mended_before_the_job_is_started_again(run: Ru
             each.kill()
         injector.ends.ended(1)
         assert hosts.done == [f"cut {TRAINER}", f"mend {TRAINER}"]
+        tell(run, "resuming from iter_0000001, 1 steps done")
         run.workers = [run.start().engine]
         run.agent = run.workers[0]
 
