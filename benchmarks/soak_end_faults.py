@@ -23,11 +23,11 @@ from soak_happened import Happened  # noqa: E402
 from soak_job_ends import JobEnds  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
 from soak_orders import EVALUATED, WATCH_EVALUATION, give, taken, withdraw  # noqa: E402
-from soak_place import TRAINER, SeveralHosts  # noqa: E402
+from soak_place import SeveralHosts  # noqa: E402
 from soak_survival import Survival  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
 
-END_S = 500.0  # for the job, which torchrun may first start again, or which may first have to find a link cut
+END_S = 600.0  # for the job, which torchrun may first start again, or which may first have to find a link cut
 FINISH_S = 600.0  # for a run that has only its final evaluation left
 MESSAGE = "; traceback in "  # in the one message of a run that has failed
 
@@ -125,12 +125,8 @@ class EndFaults:
     def _severed_link(self, event: Happened) -> Iterator[Callable[[], object]]:
         """The link between the trainer and all others is cut until the run has ended."""
         assert self._place is not None, "such a kind is drawn for several hosts only"
-        hosts = self._place.hosts
-        hosts.cut(TRAINER)
-        try:
+        with self._place.cut_link():
             yield lambda: None
-        finally:
-            hosts.mend(TRAINER)
 
     @contextmanager
     def _limited_evaluation(self, event: Happened) -> Iterator[Callable[[], object]]:

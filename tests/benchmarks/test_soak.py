@@ -112,6 +112,13 @@ def test_faults_that_need_hosts_put_the_soak_there_and_what_cannot_happen_there_
     assert "not drawn: cut-link, sever-link, lose-node: only root may make hosts" in capsys.readouterr().out
 
 
+def test_only_a_soak_on_several_hosts_asks_whether_they_can_be_had(able: pytest.MonkeyPatch) -> None:
+    able.setattr(soak_plan, "why_no_hosts", lambda: pytest.fail("it has tried to make a host"))
+    assert plan(faults="kill-engine") == ["kill-engine"]
+    able.setattr(soak_plan, "HOSTS_SHARE", 0.0)
+    assert plan()
+
+
 def test_faults_that_cannot_happen_here_are_left_out_and_the_reason_is_printed(
     able: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
