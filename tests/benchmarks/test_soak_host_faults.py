@@ -202,7 +202,7 @@ def test_a_link_that_is_not_really_cut_is_no_fault(run: Run, tmp_path: Path) -> 
 
 
 def test_hosts_that_cannot_be_had_are_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not made cannot be removed either."""
+    """The clean-up of a host that was not made fails too."""
 
     def refused(arguments: str) -> None:
         raise RuntimeError(f"ip {arguments}: Operation not permitted")
