@@ -356,7 +356,7 @@ class Admission:
     def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, Use]:
         """Return the groups that `step` has trained, `trained` for the first time, with the numbers of their uses.
 
-        None if their rows are gone.
+        It is empty if their rows are gone.
         """
         if step in self._held:
             return {}

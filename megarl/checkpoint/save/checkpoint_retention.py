@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.config.job_sections import CheckpointConfig
@@ -39,13 +40,16 @@ class CheckpointRetention:
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
         """Add an evaluation of the newest checkpoint, which is that of `step`, and compare it with the others.
 
-        A failure is only reported: it costs the comparison.
+        A failure is only reported: it costs the comparison. An earlier evaluation that cannot be read is replaced.
         """
+        present: dict[str, float] | None = None
+        with suppress(OSError, ValueError):
+            present = self._directory.metrics(step)
+        if metrics == present:
+            return
         try:
-            if metrics == self._directory.metrics(step):
-                return
             self._directory.add_metrics(step, metrics)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._report(f"the evaluation of step {step} could not be added to its checkpoint: {error}")
             return
         if self._settings.keep_best:
@@ -61,7 +65,7 @@ class CheckpointRetention:
                 self._report(f"the metrics of {self._directory.path(step)} cannot be read: {error}")
                 continue
             if value is not None:
-                found[step] = float(value)
+                found[step] = value
         return found
 
 

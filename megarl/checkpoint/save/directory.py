@@ -107,10 +107,11 @@ class CheckpointDirectory:
         Raises OSError or ValueError if they cannot be read.
         """
         later = self.path(step) / EVALUATION_FILE
-        found: dict[str, float] = (
-            json.loads(later.read_text()) if later.is_file() else self.state(step).get("metrics", {})
-        )
-        return found
+        try:
+            content = json.loads(later.read_text()) if later.is_file() else self.state(step).get("metrics", {})
+            return {name: float(value) for name, value in content.items()}
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"they are not numbers by name: {error}") from error
 
     def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of an evaluation of the checkpoint's weights that has ended after the save.

@@ -86,3 +86,28 @@ def test_a_value_that_cannot_be_written_or_read_costs_only_the_comparison(
     make_checkpoint(directory, 4)
     retention.apply(4)
     assert f"the metrics of {directory.path(2)} cannot be read: " in told[1] and directory.steps() == [4]
+
+
+@pytest.mark.parametrize("damaged", ["[]", "null", '{"eval/held/greedy": [0.9]}', '{"eval/held/greedy": "high"}'])
+def test_an_evaluation_of_another_form_fails_no_save_and_is_replaced(
+    directory: CheckpointDirectory, damaged: str
+) -> None:
+    """The manifest does not list the file, so nothing else finds what has become of it."""
+    retention, told = retention_of(directory)
+    for step in (2, 4):
+        (make_checkpoint(directory, step) / EVALUATION_FILE).write_text(damaged)
+    retention.apply(4)
+    assert directory.steps() == [4] and f"the metrics of {directory.path(2)} cannot be read: " in told[0]
+    retention.evaluated(4, {"eval/held/greedy": 0.5})
+    assert directory.metrics(4) == {"eval/held/greedy": 0.5} and verify(directory.path(4)) == []
+
+
+def test_the_evaluation_of_a_checkpoint_that_was_removed_is_reported(directory: CheckpointDirectory) -> None:
+    """By hand, while the run evaluates."""
+    retention, told = retention_of(directory)
+    for step in (2, 4):
+        make_checkpoint(directory, step)
+    directory.delete(4)
+    retention.evaluated(4, {"eval/held/greedy": 0.5})
+    assert len(told) == 1 and told[0].startswith("the evaluation of step 4 could not be added to its checkpoint: ")
+    assert directory.steps() == [2] and not directory.path(4).exists()
