@@ -106,11 +106,11 @@ agents: setup  ## A tool agent on a CPU: a small model learns to call a calculat
 test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 15 minutes on 2 cores. Needs bubblewrap (tools/sandbox_tools.sh), and Chromium and Node.js for a page and a trace (tools/browser_tools.sh).
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile --no-loadscope-reorder
 
-test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 26 minutes.
+test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 30 minutes.
 	$(PY) -m pytest tests/system -m "not slow and not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(PY) -m pytest tests/system -m "not slow and alone"
 
-test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 16 minutes.
+test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 18 minutes.
 	$(PY) -m pytest tests/jobs -m "cluster and not nightly" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow-cluster: setup-test  ## Two jobs on a real SLURM, one of which loses a node (needs root), about 5 minutes.
