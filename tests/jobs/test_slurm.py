@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkout import ROOT, environment
+from tests.support.checkout import ROOT
 from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, wait_for, write_job
 from tests.support.leftovers import assert_nothing_left, marked
 from tests.support.run import step_records
-from tests.support.slurm import Slurm
+from tests.support.slurm import Slurm, submit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # Seconds: what one save of the tiny model and the rest of its step may take.
 STOP_S = 60
-
-
-def submit(slurm: Slurm, config: Path, *options: str) -> tuple[str, Path]:
-    """Job id and log of the script that `megarl launch --dry-run` shows for `config`."""
-    command = [sys.executable, "-m", "megarl", "launch", "--config", str(config), "--scheduler", "slurm"]
-    done = subprocess.run(
-        [*command, "--dry-run", "--device", "cpu"], cwd=ROOT, env=environment(), capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and "memory, trainer" in done.stderr, done.stderr
-    script, log = config.with_name("job.sbatch"), config.with_name("job.log")
-    script.write_text(done.stdout)
-    job = slurm.run("sbatch", "--parsable", f"--output={log}", *options, str(script), cwd=ROOT,
-                    **marked(config.parent / "run"))  # fmt: skip
-    return job, log
 
 
 def test_an_allocation_that_does_not_fit_starts_nothing(slurm: Slurm, tmp_path: Path) -> None:

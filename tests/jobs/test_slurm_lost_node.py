@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.test_slurm import submit
 from tests.support.jobs import FOUR_HOSTS, TWO_HOSTS, check_steps, exit_record, wait_for, write_job
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import step_records
-from tests.support.slurm import Slurm
+from tests.support.slurm import Slurm, submit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly]
 
