@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-environments test-mcore test-oracles test-all lint docs site clean \
-        test-slow-models test-slow-trainer test-slow-pool test-slow-system
+        test-slow-models test-slow-trainer test-slow-pool test-slow-system test-slow-cluster
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -106,12 +106,15 @@ agents: setup  ## A tool agent on a CPU: a small model learns to call a calculat
 test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 15 minutes on 2 cores. Needs bubblewrap (tools/sandbox_tools.sh), and Chromium and Node.js for a page and a trace (tools/browser_tools.sh).
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile --no-loadscope-reorder
 
-test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 26 minutes.
+test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 30 minutes.
 	$(PY) -m pytest tests/system -m "not slow and not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(PY) -m pytest tests/system -m "not slow and alone"
 
-test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 16 minutes.
-	$(PY) -m pytest tests/jobs -m cluster -n 2 --dist loadfile --no-loadscope-reorder
+test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 18 minutes.
+	$(PY) -m pytest tests/jobs -m "cluster and not nightly" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-slow-cluster: setup-test  ## Two jobs on a real SLURM, one of which loses a node (needs root), about 5 minutes.
+	$(PY) -m pytest tests/jobs -m "cluster and nightly"
 
 test-environments: setup-test setup-environments  ## verifiers' client, server and environments, and one that is trained; about 10 minutes.
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/door/test_verifiers_client.py tests/environments \
@@ -144,7 +147,7 @@ test-slow-pool: setup-test  ## Slow tests of engines, replicas, door, weight syn
 test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its control.
 	$(PY) -m pytest -m slow tests/system
 
-test-all: test test-system test-environments test-oracles test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster and test-mcore.
+test-all: test test-system test-environments test-oracles test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster, test-slow-cluster and test-mcore.
 
 soak: setup  ## A run under faults drawn from a table against one without, and its groups counted again, up to 20 minutes.
 	$(PY) benchmarks/soak.py

@@ -17,16 +17,17 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
+from soak_checkpoints import complete  # noqa: E402
 from soak_disk import FILLER, fill_up  # noqa: E402
 from soak_happened import Happened  # noqa: E402
 from soak_job_ends import JobEnds  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
 from soak_orders import EVALUATED, WATCH_EVALUATION, give, taken, withdraw  # noqa: E402
-from soak_place import TRAINER, SeveralHosts  # noqa: E402
+from soak_place import SeveralHosts  # noqa: E402
 from soak_survival import Survival  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
 
-END_S = 500.0  # for the job, which torchrun may first start again, or which may first have to find a link cut
+END_S = 600.0  # for the job, which torchrun may first start again, or which may first have to find a link cut
 FINISH_S = 600.0  # for a run that has only its final evaluation left
 MESSAGE = "; traceback in "  # in the one message of a run that has failed
 
@@ -65,13 +66,14 @@ class EndFaults:
                 return event
             record = self._exit_record()
             problems = self._problems(event, code(), record, restarts_left, watch.told(MESSAGE) - told_before)
-            resumed_before = watch.told(_resumed(record))
+            resumes = self._newest()
+            resumed_before = watch.told(_resumed(resumes))
         event.notes += problems
         if fault.kind.at_end:
             event.over = self._finishes(event, made) and not problems
         else:
             goes_on = survival.judge(event, hit, "job")
-            event.over = goes_on and self._resumes(event, record, resumed_before) and not problems
+            event.over = goes_on and self._resumes(event, resumes, resumed_before) and not problems
         return event
 
     # --- causes: each makes the run end, and is gone after the block. What is yielded keeps it up.
@@ -83,6 +85,7 @@ class EndFaults:
 
         def lasts() -> None:
             nonlocal asked
+            fill_up(self._watch.checkpoints)  # what a save that has failed removes is taken too
             if not asked and self._watch.has_told(event):
                 self._ask_to_stop()
                 asked = True
@@ -122,12 +125,8 @@ class EndFaults:
     def _severed_link(self, event: Happened) -> Iterator[Callable[[], object]]:
         """The link between the trainer and all others is cut until the run has ended."""
         assert self._place is not None, "such a kind is drawn for several hosts only"
-        hosts = self._place.hosts
-        hosts.cut(TRAINER)
-        try:
+        with self._place.cut_link():
             yield lambda: None
-        finally:
-            hosts.mend(TRAINER)
 
     @contextmanager
     def _limited_evaluation(self, event: Happened) -> Iterator[Callable[[], object]]:
@@ -176,21 +175,27 @@ class EndFaults:
             f"{messages} messages were told, NOT {wanted_messages}": messages == wanted_messages,
             f"the run has NOT told: {event.fault.kind.told}": self._watch.has_told(event),
         }
+        if event.fault.kind.action == "spoil":
+            checks["failed_batch has NO batch"] = any((self._watch.run_dir / "failed_batch").glob("*"))
         if ending.saves_nothing:
             unsaved = int(record.get("unsaved_steps", 0))
             event.notes.append(f"{unsaved} steps are not saved")
+            checks[f"exit.json does NOT name step {self._newest()}, to be resumed"] = (
+                record.get("step") == self._newest()
+            )
             checks["exit.json does NOT count the steps that are not saved"] = unsaved > 0
             checks["summary.json does NOT count the failed saves"] = self._summary().get("failed_saves", 0) > 0
         return [text for text, right in checks.items() if not right]
 
-    def _resumes(self, event: Happened, record: dict[str, Any], before: int) -> bool:
-        """Tell whether a run that has stopped has resumed the step that exit.json has named.
+    def _newest(self) -> int:
+        """Return the step of the newest complete checkpoint; such a fault waits until there is one."""
+        return int(complete(self._watch.checkpoints)[-1].name.removeprefix("iter_"))
 
-        `before`: how often it had told so when it had stopped.
-        """
-        if record.get("status") != "preempted" or self._watch.told(_resumed(record)) > before:
+    def _resumes(self, event: Happened, step: int, before: int) -> bool:
+        """Tell whether the run has resumed step `step`; `before`: how often it had told so when it had ended."""
+        if self._watch.told(_resumed(step)) > before:
             return True
-        event.notes.append(f"step {record['step']}, which exit.json has named, was NOT resumed")
+        event.notes.append(f"step {step}, that of the newest checkpoint, was NOT resumed")
         return False
 
     def _finishes(self, event: Happened, made: list[dict[str, Any]]) -> bool:
@@ -212,9 +217,9 @@ class EndFaults:
         return _read(self._watch.run_dir / "summary.json")
 
 
-def _resumed(record: dict[str, Any]) -> str:
-    """Return what a run tells that resumes the step of an exit record."""
-    return f", {record.get('step')} steps done"
+def _resumed(step: int) -> str:
+    """Return what a run tells that resumes a step."""
+    return f", {step} steps done"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ if str(HERE) not in sys.path:
 
 from soak_happened import Happened  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
-from soak_place import ENGINES, TRAINER, SeveralHosts  # noqa: E402
+from soak_place import ENGINES, SeveralHosts  # noqa: E402
 from soak_survival import Survival  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
 
@@ -36,12 +36,9 @@ class HostFaults:
 
     def _cut(self, event: Happened) -> bool:
         """Cut the link between the trainer and all others for a time."""
-        hosts, watch = self._place.hosts, self._watch
-        hosts.cut(TRAINER)
-        try:
+        watch = self._watch
+        with self._place.cut_link():
             watch.end.wait(event.fault.seconds)
-        finally:
-            hosts.mend(TRAINER)
         event.notes.append(
             f"the link was cut for {event.fault.seconds:.0f} s; {watch.step - event.step} steps meanwhile"
         )

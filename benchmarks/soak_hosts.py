@@ -6,6 +6,7 @@ because two hosts are one. They share the file system, as hosts of a cluster do.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shlex
@@ -36,6 +37,9 @@ exit $code
 """
 
 NEEDED = ("ip", "unshare", "nsenter")
+NO_PORT = 9  # on which nothing listens: a host that can be reached refuses at once
+REACH_S = 5.0  # for a connection between two hosts, on a machine with other work too
+CONNECT = f"import socket, sys; socket.create_connection((sys.argv[1], {NO_PORT}), {REACH_S})"
 _NUMBERS = itertools.count()
 
 
@@ -48,11 +52,15 @@ def why_no_hosts() -> str:
         hosts = Hosts(1, Path(directory))
         try:
             hosts.open()
+            works = subprocess.run(
+                [hosts.rsh, *hosts.addresses, "true"], capture_output=True, text=True, timeout=60, check=False
+            )
         except (RuntimeError, subprocess.SubprocessError) as error:
             return f"no network namespace can be made: {error}"
         finally:
-            hosts.close()
-    return ""
+            with contextlib.suppress(RuntimeError, subprocess.SubprocessError):  # what was not made cannot be removed
+                hosts.close()
+    return f"nothing can be run on a host of its own: {works.stderr.strip()}" if works.returncode else ""
 
 
 class Hosts:
@@ -97,7 +105,11 @@ class Hosts:
         pids = subprocess.run(
             ["ip", "netns", "pids", f"{self.prefix}{index + 1}"], capture_output=True, text=True, check=True, timeout=20
         ).stdout.split()
-        return [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+        found = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(int(pid)))
+        return found
 
     def call(self, index: int, *command: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         """Run a command on host `index` beside its node's agent: with its processes, network, mounts and name."""
@@ -132,6 +144,13 @@ class Hosts:
         """Put the cable back."""
         _ip(f"link set {self.bridge}{index + 1} master {self.bridge}")
 
+    def reaches(self, index: int, other: int) -> bool:
+        """Tell whether a packet from host `index` gets to host `other`, and its answer back."""
+        space = f"{self.prefix}{index + 1}"
+        command = ["ip", "netns", "exec", space, sys.executable, "-c", CONNECT, self.addresses[other]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode == 0 or "ConnectionRefusedError" in done.stderr
+
     def _kill(self, index: int) -> None:
         for process in self.processes(index):
             try:
@@ -140,10 +159,11 @@ class Hosts:
                 continue
 
     def close(self) -> None:
-        for index, space in enumerate(self._namespaces):
-            self._kill(index)
-            _ip(f"netns delete {space}")
-        _ip(f"link delete {self.bridge}")
+        with contextlib.ExitStack() as rest:  # each is tried, whatever has become of the others
+            rest.callback(_ip, f"link delete {self.bridge}")
+            for index, space in enumerate(self._namespaces):
+                rest.callback(_ip, f"netns delete {space}")
+                rest.callback(self._kill, index)
 
 
 def _ip(arguments: str) -> None:

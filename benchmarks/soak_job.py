@@ -41,8 +41,9 @@ def run_job(
 
     `starts`: the most starts after the first one. `variables`: added to the environment. `ended`: is called with the
     exit code of each job that has ended, before another one is started. `place`: where it runs; None: on this machine.
-    Raises SystemExit with the end of the output if
-    that is not enough, if a job that has ended leaves processes behind, or after `timeout_s`.
+
+    Raises SystemExit with the end of the output if that is not enough, if a job that has ended leaves processes behind,
+    or after `timeout_s`.
     """
     place = place or OneMachine()
     directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s

@@ -85,7 +85,7 @@ class Kind:
     @property
     def checkpoints(self) -> int:
         """The complete checkpoints that the run must have: it resumes one, and another one if that is damaged."""
-        return {"damage-job": 2, "exhaust-checkpoint-disk": 1}.get(self.name, 0)
+        return 2 if self.action == "damage" else int(self.ending is not None)
 
     @property
     def order(self) -> str:
@@ -107,8 +107,9 @@ class Kind:
         return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
 
 
-# Those that hit processes by signals, or the run by its own functions, wherever they are.
-ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob", "kill-rank"}
+# Those that hit processes by signals, or the run by its own functions, wherever they are. None of them needs a restart
+# of the ranks: ranks that are started again while the link stays cut do not say why the first ones ended.
+ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob"}
 LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
 LOST_WORKER = "rollout/workers_lost"
 SKIPPED = "the step is skipped"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +36,7 @@ TRAINER, POOL, ENGINES = 0, 1, 2  # the hosts: both ranks; the supervisor, contr
 NODE_S = 20.0  # after which a host that is silent is lost
 HOSTS_RPC_S = 60.0  # longer than a link is cut for
 HOSTS_SYNC_S = 150.0
+AGENT = "megarl.cluster.nodes.agent"
 
 
 class RunPlace(Protocol):
@@ -128,13 +131,30 @@ class SeveralHosts:
         return parts_among(self.hosts.everything(), target)
 
     def find_agent(self, run_dir: Path) -> psutil.Process | None:
-        found = with_title(self.hosts.processes(TRAINER), "megarl.cluster.nodes.agent")
-        return found[-1] if found else None
+        found = with_title(self.hosts.processes(TRAINER), AGENT)
+        # Not what connects to the host, which has the agent's whole command line as one argument. A child that the
+        # agent has just forked looks like it, and has a higher pid.
+        return next((each for each in found if AGENT in _arguments(each)), None)
+
+    @contextmanager
+    def cut_link(self) -> Iterator[None]:
+        """Cut the link between the trainer and all others within the block.
+
+        Raises RuntimeError if it is not that which makes the difference whether they reach each other.
+        """
+        joined = self.hosts.reaches(TRAINER, POOL)
+        self.hosts.cut(TRAINER)
+        try:
+            if not joined or self.hosts.reaches(TRAINER, POOL):
+                raise RuntimeError(f"the link was {'NOT cut' if joined else 'down before it was cut'}")
+            yield
+        finally:
+            self.hosts.mend(TRAINER)
 
     def start_agent(self, run_dir: Path, index: int) -> None:
         """Start what a host that is back needs to be of the job again, as an administrator does."""
         launch = max((run_dir / "launch").glob("*/launch.json"), key=os.path.getmtime)
-        agent = f"cd {ROOT} && exec {sys.executable} -m megarl.cluster.nodes.agent {launch} {index}"
+        agent = f"cd {ROOT} && exec {sys.executable} -m {AGENT} {launch} {index}"
         with run_dir.with_suffix(f".node-{index}").open("ab") as output:
             subprocess.Popen(
                 [self.hosts.rsh, self.hosts.addresses[index], agent],
@@ -144,3 +164,11 @@ class SeveralHosts:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    """Return the arguments of a process; none if it has ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []

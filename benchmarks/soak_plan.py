@@ -22,8 +22,8 @@ FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
 # Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
 FAULTS_SHARE = 0.45
-HOSTS_SHARE = 0.25  # of the soaks whose faults are drawn, that are on several hosts
-ALONE = "this soak is on one machine; a part of the seeds, and --faults, have it on several hosts"
+HOSTS_SHARE = 0.0  # of the soaks whose faults are drawn, that are on several hosts: --faults alone puts one there
+ALONE = "this soak is on one machine; --faults with one of them has it on several hosts"
 TOGETHER = "this soak is on several hosts"
 QUICK_FAULTS = ["kill-engine", "pause-replica"]
 
@@ -35,7 +35,8 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
     named = None if options.faults is None else [name for name in options.faults.split(",") if name]
     if named is None and options.quick:
         named = QUICK_FAULTS
-    impossible = why_impossible(on_hosts(options.fault_seed, named))
+    no_hosts = why_no_hosts() if wants_hosts(options.fault_seed, named) else ALONE
+    impossible = why_impossible(no_hosts)
     seconds = FAULTS_SHARE * 60.0 * options.minutes
     wanted = draw(options.fault_seed, seconds, list(impossible)) if named is None else named
     last = max(FIRST_STEP + 1, options.steps - QUIET_END)
@@ -51,21 +52,21 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
     return faults
 
 
-def on_hosts(fault_seed: int, named: Sequence[str] | None) -> bool:
-    """Tell whether the soak is on several hosts: if a fault that is named needs them, or else by the seed."""
-    wanted = random.Random(f"soak-place-{fault_seed}").random() < HOSTS_SHARE
+def wants_hosts(fault_seed: int, named: Sequence[str] | None) -> bool:
+    """Tell whether the soak is to be on several hosts: if a fault that is named needs them, or else by the seed."""
     if named is not None:
-        wanted = any(name in KINDS and KINDS[name].needs_hosts for name in named)
-    return wanted and not why_no_hosts()
+        return any(name in KINDS and KINDS[name].needs_hosts for name in named)
+    return random.Random(f"soak-place-{fault_seed}").random() < HOSTS_SHARE
 
 
-def why_impossible(hosts: bool) -> dict[str, str]:
-    """Return the faults that cannot happen here, with the reasons. `hosts`: the soak is on several hosts."""
-    disk, handles, network = why_no_disk(), why_no_handles(), why_no_hosts()
-    by_target = {"disk": disk, "checkpoint-disk": disk, "files": handles, "node": network, "link": network}
-    if not hosts:
-        by_target = {"node": ALONE, "link": ALONE} | {target: reason for target, reason in by_target.items() if reason}
+def why_impossible(no_hosts: str) -> dict[str, str]:
+    """Return the faults that cannot happen here, with the reasons.
+
+    `no_hosts`: why the soak is on one machine; "" if it is on several hosts.
+    """
+    disk, handles = why_no_disk(), why_no_handles()
+    by_target = {"disk": disk, "checkpoint-disk": disk, "files": handles, "node": no_hosts, "link": no_hosts}
     reasons = {name: by_target.get(kind.target, "") for name, kind in KINDS.items()}
-    if hosts:
+    if not no_hosts:
         reasons |= {name: reasons[name] or TOGETHER for name, kind in KINDS.items() if not kind.happens_on_hosts}
     return {name: reason for name, reason in reasons.items() if reason}

@@ -204,10 +204,11 @@ class Session:
 
         The log-probs of the old reference that were computed ahead are forgotten with it (`EarlyLedger.begin`).
         """
+        if not self.policy.reference_due(steps_done):
+            return
         with self.recorder.phase("update"):
-            refreshed = self.policy.refresh_reference(steps_done)
-        if refreshed:
-            self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
+            self.policy.refresh_reference(steps_done)
+        self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
 
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""

@@ -88,9 +88,15 @@ def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("able")
-def test_the_whole_table_is_drawn_from_by_soaks_on_one_machine_and_on_several_hosts(
-    capsys: pytest.CaptureFixture[str],
+def test_faults_of_hosts_are_named_and_all_others_are_drawn() -> None:
+    drawn = {name for seed in range(200) for name in plan(fault_seed=seed)}
+    assert drawn == {name for name, kind in KINDS.items() if not kind.needs_hosts}
+
+
+def test_the_whole_table_is_drawn_from_where_a_part_of_the_soaks_is_on_several_hosts(
+    able: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    able.setattr(soak_plan, "HOSTS_SHARE", 0.25)
     plans = [[KINDS[name] for name in plan(fault_seed=seed)] for seed in range(200)]
     assert {kind.name for kinds in plans for kind in kinds} == set(KINDS)
     for kinds in plans:
@@ -110,6 +116,12 @@ def test_faults_that_need_hosts_put_the_soak_there_and_what_cannot_happen_there_
     able.setattr(soak_plan, "why_no_hosts", lambda: "only root may make hosts")
     assert sorted(plan(faults="kill-engine,lose-node,kill-job")) == ["kill-engine", "kill-job"]
     assert "not drawn: cut-link, sever-link, lose-node: only root may make hosts" in capsys.readouterr().out
+
+
+def test_only_a_soak_on_several_hosts_asks_whether_they_can_be_had(able: pytest.MonkeyPatch) -> None:
+    able.setattr(soak_plan, "why_no_hosts", lambda: pytest.fail("it has tried to make a host"))
+    assert plan(faults="kill-engine") == ["kill-engine"]
+    assert plan()
 
 
 def test_faults_that_cannot_happen_here_are_left_out_and_the_reason_is_printed(

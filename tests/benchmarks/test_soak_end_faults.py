@@ -18,7 +18,7 @@ from benchmarks.soak_faults import Injector
 from benchmarks.soak_happened import Happened
 from benchmarks.soak_kinds import KINDS
 from benchmarks.soak_orders import EVALUATED, WATCH_EVALUATION, give, take
-from benchmarks.soak_variant import orders_of
+from benchmarks.soak_variant import checkpoints_of, orders_of
 from tests.support.faulted_run import Run, fault_of
 from tests.support.waiting import wait_until
 
@@ -41,14 +41,15 @@ class Job(Run):
     def judged(self) -> bool:
         return any(text.startswith("step") and "two more steps" in text for text in self.said)
 
-    def save(self) -> None:
-        checkpoint = self.directory.with_suffix(".checkpoints") / f"iter_{self.steps:07d}"
+    def save(self, name: str) -> None:
+        checkpoint = checkpoints_of(self.directory, [KINDS[name]]) / f"iter_{self.steps:07d}"
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "manifest.json").touch()
 
     def let_happen(self, name: str, end: Callable[[], int], restart: Callable[[], object]) -> Happened:
         """Let a fault happen, end the job with the code of `end`, `restart` it, and return what was made of that."""
         self.step()
+        self.save(name)
         injector = Injector(self.directory, [fault_of(name)], replicas=2, say=self.said.append)
 
         def job() -> None:
@@ -68,7 +69,7 @@ class Job(Run):
         deadline = time.monotonic() + 30
         while not KINDS[name].at_end and not self.judged and time.monotonic() < deadline:
             self.step()
-            self.save()
+            self.save(name)
             time.sleep(0.05)
         thread.join(10)
         assert injector.stop() == ""
@@ -93,6 +94,10 @@ def failed(job: Job, reason: str, *, messages: int = 1, code: int = 1) -> int:
     return code
 
 
+def resume(job: Job, step: int = 1) -> None:
+    job.tell(f"resuming from iter_{step}, {step} steps done")
+
+
 FULL = "OSError: [Errno 28] No space left on device"
 
 
@@ -113,32 +118,39 @@ def test_a_run_whose_disk_stays_full_ends_with_one_message_and_goes_on_when_ther
         wait_until((job.directory / FILLER).exists, 10, "the full disk")
         return failed(job, reason, messages=messages, code=code)
 
-    event = job.let_happen("exhaust-disk", end, lambda: None)
+    event = job.let_happen("exhaust-disk", end, lambda: resume(job))
     assert event.over == (not told) and told in str(event), str(event)
     assert "run was full for" in str(event)
 
 
 def test_each_start_of_the_ranks_that_torchrun_has_left_may_tell_its_own_message(job: Job) -> None:
     job.left = 2
-    event = job.let_happen("exhaust-disk", lambda: failed(job, FULL, messages=3), lambda: None)
+    event = job.let_happen("exhaust-disk", lambda: failed(job, FULL, messages=3), lambda: resume(job))
     assert event.over, str(event)
+
+
+def test_a_run_that_begins_anew_in_place_of_its_checkpoint_has_not_survived(job: Job) -> None:
+    event = job.let_happen("exhaust-disk", lambda: failed(job, FULL), lambda: None)
+    assert not event.over and "step 1, that of the newest checkpoint, was NOT resumed" in str(event)
 
 
 @pytest.mark.parametrize(("left", "code"), [(0, 1), (3, 0)])
 @pytest.mark.parametrize(("unsaved", "resumed", "told"), [
-    (2, 1, ""), (0, 1, "does NOT count the steps that are not saved"), (2, 0, "step 1, which exit.json has named"),
+    (2, 1, ""), (0, 1, "does NOT count the steps that are not saved"),
+    (2, 0, "step 1, that of the newest checkpoint, was NOT resumed"),
 ])  # fmt: skip
 def test_when_saves_fail_the_stop_says_what_is_lost_and_the_step_that_is_saved_is_resumed(
     job: Job, left: int, code: int, unsaved: int, resumed: int, told: str
 ) -> None:
     checkpoints = job.directory.with_suffix(".checkpoints")
-    job.save()
     job.tell("resuming from iter_1, 1 steps done")  # by an earlier start
     job.left = left
 
     def end() -> int:
         wait_until((checkpoints / FILLER).exists, 10, "the full disk")
         assert not (job.directory / "stop").exists(), "no save has failed yet"
+        (checkpoints / FILLER).unlink()  # by which a save that has failed makes room
+        wait_until((checkpoints / FILLER).exists, 10, "what it has freed to be taken too")
         job.tell("the checkpoint of step 5 could NOT be saved: no space")
         wait_until((job.directory / "stop").exists, 10, "the request to stop")
         reason = "the time limit is near; the checkpoint of step 6 could not be saved: no space"
@@ -146,22 +158,24 @@ def test_when_saves_fail_the_stop_says_what_is_lost_and_the_step_that_is_saved_i
         job.write("summary.json", failed_saves=2)
         return code
 
-    resuming = f"resuming from iter_1, {resumed} steps done"
-    event = job.let_happen("exhaust-checkpoint-disk", end, lambda: job.tell(resuming))
+    event = job.let_happen("exhaust-checkpoint-disk", end, lambda: resume(job, resumed))
     assert event.over == (not told) and told in str(event), str(event)
 
 
-def test_more_steps_are_spoiled_than_may_be_skipped_until_the_run_has_ended(job: Job) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_more_steps_are_spoiled_than_may_be_skipped_until_the_run_has_ended(job: Job, kept: bool) -> None:
     orders, reason = orders_of(job.directory), f"step 3: nan; the batch is kept in {job.directory}/failed_batch"
 
     def end() -> int:
         for _ in range(3):
             wait_until(lambda: take(orders, "gradient"), 10, "the order")
+        if kept:
+            (job.directory / "failed_batch" / "batch").mkdir(parents=True)
         job.tell("the gradient norm is nan; the step is skipped (1 of at most 2)")
         return failed(job, reason)
 
-    event = job.let_happen("spoil-steps", end, lambda: None)
-    assert event.over and event.spoiled == 3, str(event)
+    event = job.let_happen("spoil-steps", end, lambda: resume(job))
+    assert event.over == kept and event.spoiled == 3, str(event)
     assert not (orders / "gradient").exists(), "the cause has not gone"
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks import soak_hosts
 from benchmarks.soak_faults import Injector, SeveralHosts
 from benchmarks.soak_happened import Happened
 from benchmarks.soak_host_faults import GROWN, SHRUNK
-from benchmarks.soak_hosts import Hosts
+from benchmarks.soak_hosts import Hosts, why_no_hosts
 from benchmarks.soak_kinds import KINDS
 from benchmarks.soak_place import ENGINES, TRAINER
 from tests.support.faulted_run import Run, fault_of
@@ -29,6 +30,7 @@ class NotedHosts(Hosts):
     def __init__(self, directory: Path, run: Run) -> None:
         super().__init__(SeveralHosts.COUNT, directory)
         self.run, self.done = run, list[str]()
+        self.deaf = False  # to `cut`
 
     def processes(self, index: int) -> list[psutil.Process]:
         return self.run.find_processes(self.run.directory, "job") if index == TRAINER else []
@@ -44,6 +46,9 @@ class NotedHosts(Hosts):
 
     def mend(self, index: int) -> None:
         self.done.append(f"mend {index}")
+
+    def reaches(self, index: int, other: int) -> bool:
+        return not self.done or self.done[-1] != f"cut {TRAINER}" or self.deaf
 
 
 class NotedPlace(SeveralHosts):
@@ -136,6 +141,9 @@ def test_a_host_that_is_lost_and_back_makes_the_pool_smaller_and_as_large_as_bef
 
 
 def test_a_link_that_stays_cut_is_mended_before_the_job_is_started_again(run: Run, tmp_path: Path) -> None:
+    checkpoint = run.directory / "checkpoints" / "iter_0000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
     told = "trainer rank 0 could not reach the rollout controller for 60 s"
 
     def between(hosts: NotedHosts, injector: Injector) -> None:
@@ -146,6 +154,7 @@ def test_a_link_that_stays_cut_is_mended_before_the_job_is_started_again(run: Ru
             each.kill()
         injector.ends.ended(1)
         assert hosts.done == [f"cut {TRAINER}", f"mend {TRAINER}"]
+        tell(run, "resuming from iter_0000001, 1 steps done")
         run.workers = [run.start().engine]
         run.agent = run.workers[0]
 
@@ -156,12 +165,14 @@ def test_a_link_that_stays_cut_is_mended_before_the_job_is_started_again(run: Ru
 def test_processes_are_found_on_the_hosts_by_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pids that a run writes down are those of its hosts."""
     script = """
-        (exec -a 'python -m megarl.cluster.nodes.agent launch.json 0' sleep 600) &
+        (exec -a unshare sh -c 'sleep 600; true' 'exec python -m megarl.cluster.nodes.agent launch.json 0') &
+        sleep 0.2
+        {python} -c 'import time; time.sleep(600)' -m megarl.cluster.nodes.agent launch.json 0 &
         (exec -a 'python -m megarl.cluster.nodes.torchrun train_rl.py' sleep 600) &
         (exec -a 'python train_rl.py' sleep 600) &
         (exec -a ray::RolloutController sleep 600) &
         wait
-    """
+    """.replace("{python}", sys.executable)
     host = psutil.Popen(["bash", "-c", script])
     hosts = Hosts(SeveralHosts.COUNT, tmp_path)
     monkeypatch.setattr(hosts, "processes", lambda index: host.children(recursive=True) if index == TRAINER else [])
@@ -171,15 +182,35 @@ def test_processes_are_found_on_the_hosts_by_what_they_are(tmp_path: Path, monke
         wait_until(lambda: len(place.find_processes(tmp_path, "rank")) == 1, 30, "the rank")
         wait_until(lambda: place.find_agent(tmp_path) is not None, 30, "the agent of the node")
         agent = place.find_agent(tmp_path)
-        assert agent is not None and "launch.json" in " ".join(agent.cmdline())
+        assert agent is not None and "launch.json" in agent.cmdline(), "not what connects to the host"
         (rank,) = place.find_processes(tmp_path, "rank")
         assert "torchrun" not in " ".join(rank.cmdline())
-        assert len(place.find_processes(tmp_path, "job")) == 4 and place.find_replicas(tmp_path) == {}
+        assert len(place.find_processes(tmp_path, "job")) >= 5 and place.find_replicas(tmp_path) == {}
     finally:
         for each in [*host.children(recursive=True), host]:
             each.kill()
         host.wait(10)
     assert sys.executable in place.variables().values()
+
+
+def test_a_link_that_is_not_really_cut_is_no_fault(run: Run, tmp_path: Path) -> None:
+    hosts = NotedHosts(tmp_path, run)
+    hosts.deaf = True
+    with pytest.raises(RuntimeError, match="NOT cut"), SeveralHosts(hosts).cut_link():
+        pytest.fail("the fault lasts")
+    assert hosts.done[-1] == f"mend {TRAINER}"
+
+
+def test_hosts_that_cannot_be_had_are_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clean-up of a host that was not made fails too."""
+
+    def refused(arguments: str) -> None:
+        raise RuntimeError(f"ip {arguments}: Operation not permitted")
+
+    monkeypatch.setattr(soak_hosts, "_ip", refused)
+    monkeypatch.setattr(soak_hosts, "NEEDED", ())
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert "Operation not permitted" in why_no_hosts()
 
 
 def test_a_kind_that_needs_hosts_hits_no_process_of_this_machine() -> None:

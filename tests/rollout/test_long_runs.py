@@ -79,7 +79,11 @@ async def take_step(local: LocalController, step: int) -> None:
 
 
 def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    """The bytes of a file; 0 of a directory, and of a file that has just taken the place of another one by a rename."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:
+        return 0
 
 
 def sizes(local: LocalController, directory: Path) -> dict[str, float]:
@@ -88,9 +92,7 @@ def sizes(local: LocalController, directory: Path) -> dict[str, float]:
     return {
         "bytes held by the controller": held_bytes(vars(local.controller)),
         # Without events, which have a budget of their own and rotate (tests/telemetry/test_event_budget.py).
-        "bytes in files": sum(
-            path.stat().st_size for path in directory.rglob("*") if path.is_file() and path.parent.name != EVENTS
-        ),
+        "bytes in files": sum(size_of(path) for path in directory.rglob("*") if path.parent.name != EVENTS),
         "bytes in the journal": size_of(directory / JOURNAL_FILE),
         "files": sum(1 for _ in directory.rglob("*")),
         "threads": threading.active_count(),

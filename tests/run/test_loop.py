@@ -438,6 +438,14 @@ def test_a_stop_during_the_first_of_several_evaluations_that_are_made_again_lose
     assert run.session.evaluations.state_dict() == begun
 
 
+def test_a_reference_that_is_not_due_is_no_update(make_run: Callable[..., FakeRun]) -> None:
+    """A trace shows each phase: one that does nothing would be a second update of the step."""
+    run = make_run(3, evaluation__sets=[])
+    run.reference_due = lambda steps_done: steps_done == 2
+    journal_of_training(run)
+    assert run.refreshed == [2]
+
+
 def test_a_step_that_is_skipped_is_committed_and_the_run_goes_on(
     make_run: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,7 +456,7 @@ def test_a_step_that_is_skipped_is_committed_and_the_run_goes_on(
         if failures:
             raise failures.pop()
 
-    run.train = train_once
+    run.train, run.reference_due = train_once, lambda steps_done: True
     monkeypatch.setattr(Session, "skip", lambda session, error, plan: f"skipped {plan}")
     journal = journal_of_training(run)
     assert "keep batch 0: the loss is nan" in journal

@@ -291,6 +291,7 @@ class FakeRun:
         self.lost_before: dict[str, int] = {}  # evaluations that find all replicas lost, and how often
         self.lost_beside: dict[str, int] = {}  # the same of evaluations beside training, while they are waited for
         self.due: set[int] = set()
+        self.reference_due: Callable[[int], bool] = lambda steps_done: False
         self.refreshed: list[int] = []  # the steps done when the reference was offered the policy's weights
         self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()
@@ -348,7 +349,13 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "load_info": lambda path: None,
         "parallel": SimpleNamespace(initialize=lambda layout, **options: note("parallel state")),
         "Policy": lambda config, layout, info: (
-            note("policy") or SimpleNamespace(module_chunks=[], packer=None, refresh_reference=run.refreshed.append)
+            note("policy")
+            or SimpleNamespace(
+                module_chunks=[],
+                packer=None,
+                reference_due=run.reference_due,
+                refresh_reference=run.refreshed.append,
+            )
         ),
         "HFExporter": lambda chunks, info, dtype: None,
         "save_hf": save_hf,

@@ -10,10 +10,13 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 from megarl.common.reserved_ports import ReservedPorts
+from tests.support.checkout import ROOT, environment
+from tests.support.leftovers import marked
 
 SLURM_CONF = """\
 ClusterName=megarl-test
@@ -166,3 +169,18 @@ class Slurm:
                 start_new_session=True,
             )  # fmt: skip
         self._daemons.append((name, process))
+
+
+def submit(slurm: Slurm, config: Path, *options: str) -> tuple[str, Path]:
+    """Job id and log of the script that `megarl launch --dry-run` shows for `config`."""
+    command = [sys.executable, "-m", "megarl", "launch", "--config", str(config), "--scheduler", "slurm"]
+    done = subprocess.run(
+        [*command, "--dry-run", "--device", "cpu"], cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "memory, trainer" in done.stderr, done.stderr
+    script, log = config.with_name("job.sbatch"), config.with_name("job.log")
+    script.write_text(done.stdout)
+    job = slurm.run("sbatch", "--parsable", f"--output={log}", *options, str(script), cwd=ROOT,
+                    **marked(config.parent / "run"))  # fmt: skip
+    return job, log

@@ -105,7 +105,7 @@ def test_an_evaluation_of_another_form_fails_no_save_and_is_replaced(
 
 
 def test_the_evaluation_of_a_checkpoint_that_was_removed_is_reported(directory: CheckpointDirectory) -> None:
-    """By hand, while the run evaluates."""
+    """Somebody has removed it by hand while the run evaluated."""
     retention, told = retention_of(directory)
     for step in (2, 4):
         make_checkpoint(directory, step)
