@@ -12,6 +12,7 @@ from megarl.common.errors import RolloutError, clear_text
 logger = logging.getLogger(__name__)
 
 
+LOOK_S = 0.5  # between two looks at failures and lost replicas of those that wait for a change
 # A cancelled task ends in one or two turns of the event loop. A longer wait says that it ignores the cancellation.
 CANCEL_S = 10.0
 
@@ -46,6 +47,16 @@ class BackgroundTasks:
         """Raise the failure that ended the run, if there is one."""
         if self._failure is not None:
             raise self._failure
+
+    async def await_change(self, left_s: float) -> None:
+        """Wait until `changed` is set from now on, LOOK_S at most. Raises TimeoutError if that takes `left_s`."""
+        self.changed.clear()
+        try:
+            async with asyncio.timeout(min(left_s, LOOK_S)):
+                await self.changed.wait()
+        except TimeoutError:
+            if left_s <= LOOK_S:
+                raise
 
     async def drop(self) -> None:
         """Cancel every task, wait until all have ended, and forget the failure. Raises as `cancel_all`."""

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 # The part of an engine's places (`rollout.max_num_seqs`) that an evaluation beside training has at once. An engine
 # takes no place away from a running request, so without a limit training would wait for the end of long responses.
 SHARE = 4
-_LOOK_S = 0.5  # between two looks for lost replicas while the trainer waits
 PRIORITY = 1  # of its requests; those of training have 0, which comes first
 
 
@@ -127,14 +126,9 @@ class Evaluator:
                 return finished
             if reason := needs_publication():
                 return PublicationNeeded(reason)
-            self._tasks.changed.clear()
-            left_s = deadline - time.monotonic()
             try:
-                async with asyncio.timeout(min(left_s, _LOOK_S)):
-                    await self._tasks.changed.wait()
+                await self._tasks.await_change(deadline - time.monotonic())
             except TimeoutError:
-                if left_s > _LOOK_S:
-                    continue
                 raise RolloutError(
                     f"the trainer waited {wait_s:.0f} s (timeouts.generate_s) for the evaluation {self._running!r} "
                     f"beside training; replicas alive: {self._fleet.serving}"

@@ -12,14 +12,13 @@ from collections.abc import Callable
 
 from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.evaluation.harness import SetReport
+from megarl.rollout import background
 from megarl.rollout.background import BackgroundTasks, cancel_all
 from megarl.rollout.evaluator import Evaluator
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.step_batches import StepBatches
-
-_LOOK_S = 0.5  # between two looks at failures and lost replicas
 
 
 class TrainerWaits:
@@ -54,7 +53,7 @@ class TrainerWaits:
         ending = asyncio.ensure_future(self._fleet.drain(self._generate_s))
         try:
             while not ending.done():
-                await asyncio.wait({ending}, timeout=_LOOK_S)
+                await asyncio.wait({ending}, timeout=background.LOOK_S)
                 self._tasks.check()
                 if not ending.done() and self.needs_publication():
                     return
@@ -71,14 +70,9 @@ class TrainerWaits:
                 return batch
             if reason := self.needs_publication():
                 return PublicationNeeded(reason)
-            self._tasks.changed.clear()
-            left_s = deadline - time.monotonic()
             try:
-                async with asyncio.timeout(min(left_s, _LOOK_S)):
-                    await self._tasks.changed.wait()
+                await self._tasks.await_change(deadline - time.monotonic())
             except TimeoutError:
-                if left_s > _LOOK_S:
-                    continue
                 raise self._not_ready(step, timeout_s) from None
 
     def _not_ready(self, step: int, waited_s: float) -> BatchNotReady:
@@ -96,7 +90,7 @@ class TrainerWaits:
         try:
             async with asyncio.timeout(self._generate_s):
                 while not evaluation.done():
-                    await asyncio.wait({evaluation}, timeout=_LOOK_S)
+                    await asyncio.wait({evaluation}, timeout=background.LOOK_S)
                     if not evaluation.done() and (reason := self.needs_publication()):
                         return PublicationNeeded(reason)
         except TimeoutError:

@@ -116,17 +116,15 @@ class WeightSender:
         """
         if self._former is None:
             raise RuntimeError("WeightSender.connect has not been called")
-        joined_anew: tuple[str, ...] = ()  # restarted to form a group, by which no sync was repeated
+        restarted: tuple[str, ...] = ()
         if self._group is None:  # the last publish raised; its caller is responsible for the replicas that failed
             self._enter(*self._former.form(self.plan))
         elif self._former.members_differ(self._group.members, self._sync):
             self.close()
-            joined_anew = self._form()
-        restarted: tuple[str, ...] = ()
+            restarted = self._form()
         begun = time.monotonic()
         for attempt in range(self.settings.restarts + 1):
-            kept = set(keep) - {*restarted, *joined_anew}
-            outcome = self._attempt(version, kept, may_repeat=attempt < self.settings.restarts)
+            outcome = self._attempt(version, set(keep) - set(restarted), may_repeat=attempt < self.settings.restarts)
             if outcome["status"] == "published":
                 report = SyncReport(**{**outcome["report"], "restarted": restarted})
                 self._record(report, begun)
@@ -137,7 +135,7 @@ class WeightSender:
             if self._rank == 0:
                 events.fault("sync", outcome["message"])
             logger.warning("repeating the sync in another group: %s", outcome["message"])
-            joined_anew += self._form(outcome["needs_restart"], later=outcome["interrupted"])
+            restarted += self._form(outcome["needs_restart"], later=outcome["interrupted"])
         raise WeightSyncError(
             outcome["message"],
             version=version,

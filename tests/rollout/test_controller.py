@@ -19,7 +19,7 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rewards.types import RewardOutcome
 from megarl.rewards.worker_pool import RewardPoolError
-from megarl.rollout import prompt_groups, trainer_waits
+from megarl.rollout import background, prompt_groups
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.attempts_file import ATTEMPTS_FILE
@@ -775,7 +775,7 @@ def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
     local: LocalController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may wait for a long response; the failure of a group meanwhile ends the run at once."""
-    monkeypatch.setattr(trainer_waits, "_LOOK_S", 0.01)
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
     ended: list[str] = []
 
     async def drain(timeout_s: float) -> None:
@@ -935,7 +935,7 @@ def test_a_drain_does_not_wait_for_responses_that_wait_for_the_publication(
     local: LocalController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of an evaluation beside training, for example: all replicas are lost, and only the publication helps."""
-    monkeypatch.setattr(trainer_waits, "_LOOK_S", 0.01)
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
     ended: list[str] = []
 
     async def drain(timeout_s: float) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import WeightSyncError
-from megarl.weights import loading_ways, replica_calls, sync_failure, trainer_store
+from megarl.weights import loading_ways, parallel_calls, replica_calls, sync_failure, trainer_store
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
 from megarl.weights.failure_cause import FailureCause
@@ -148,9 +148,12 @@ def test_a_group_that_is_not_formed_is_left_although_this_rank_has_joined_it(mon
     assert left == [("trainer rank 0", True)]
 
 
-@pytest.mark.parametrize("known_at", ["world_size", "init_weight_transfer"])
-def test_all_replicas_that_have_ended_are_restarted_although_one_is_known_first(known_at: str) -> None:
-    """All of them end with the controller that has started them in place of others."""
+@pytest.mark.parametrize(("known_at", "attempts"), [("world_size", 2), ("init_weight_transfer", 3)])
+def test_all_replicas_that_have_ended_are_restarted_although_one_is_known_first(known_at: str, attempts: int) -> None:
+    """All of them end with the controller that has started them in place of others.
+
+    Those that are known when the members are asked are restarted at the same time, for one further attempt.
+    """
     pool = FakePool(1, 1)
     sender, exporter = make_sender(pool, with_settings(restarts=1))
     sender.publish(0)
@@ -163,9 +166,31 @@ def test_all_replicas_that_have_ended_are_restarted_although_one_is_known_first(
     pool.replicas()[0].failed = "it has ended"
     pool.replicas()[1].on[known_at] = end_later
     exporter.tensors = random_tensors(seed=1)
+    formed = sender._former.generation
     report = sender.publish(1, keep=["replica 1"])
-    assert pool.restarted == ["replica 0", "replica 1"] and report.restarted == ()
+    assert sender._former.generation == formed + attempts
+    assert pool.restarted == ["replica 0", "replica 1"] == list(report.restarted), "each start of an engine is counted"
     assert [replica.version for replica in pool.replicas()] == ["1"] * 3, "a new one has nothing to keep"
+    assert_received(pool, exporter.tensors)
+
+
+def test_a_replica_that_only_answers_late_beside_one_that_has_ended_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = FakePool(1, 1)
+    sender, exporter = make_sender(pool, with_settings(restarts=1))
+    sender.publish(0)
+    pool.add("replica 2").failed = "it has ended"
+    late = pool.replicas()[1]
+
+    def answer_late() -> None:
+        del late.on["world_size"]
+        time.sleep(0.6)
+
+    late.on["world_size"] = answer_late
+    monkeypatch.setattr(parallel_calls, "EXTRA_WAIT_S", 0.2)
+    sender.publish(1)
+    assert pool.restarted == ["replica 2"] and pool.replicas()[1] is late
     assert_received(pool, exporter.tensors)
 
 
@@ -177,7 +202,7 @@ def test_a_replica_that_ends_while_the_group_is_formed_for_another_attempt_is_re
     pool.replicas()[2].on["world_size"] = die
     exporter.tensors = random_tensors(seed=5)
     report = sender.publish(1)
-    assert report.restarted == ("replica 1",)
+    assert report.restarted == ("replica 1", "replica 2")
     assert pool.replaced_later == ["replica 1"] and pool.restarted == ["replica 2"]
     assert [(replica.name, replica.version) for replica in pool.replicas()] == [("replica 0", "1"), ("replica 2", "1")]
     assert_received(pool, exporter.tensors)

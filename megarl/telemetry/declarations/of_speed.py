@@ -17,7 +17,13 @@ SYNC = [
     Metric("sync/bytes", "B", "sum", "Bytes each engine received."),
     Metric("sync/buckets", "buckets", "sum", "Buckets sent."),
     Metric("sync/version", "version", "last", "Version published."),
-    Metric("sync/restarted_replicas", "replicas", "sum", "Replicas replaced because they failed a sync.", faults=True),
+    Metric(
+        "sync/restarted_replicas",
+        "replicas",
+        "sum",
+        "Replicas replaced because they failed a sync, or to join its group.",
+        faults=True,
+    ),
 ]
 
 TIME = [
