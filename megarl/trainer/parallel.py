@@ -7,6 +7,7 @@ one share of the data. Its *leader* is tensor rank 0 of the first pipeline stage
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -51,6 +52,11 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
     )
     # Required even if nothing is random: attention forks the random-state tracker that this call registers.
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def on_one_host() -> bool:
+    """Return whether torchrun has started all ranks on this host; False without torchrun."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(torch.distributed.get_world_size())
 
 
 def destroy() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.common.garbage import collect_for_loops, collect_young_objects
+from megarl.common.garbage import collect_for_loops, collect_young_objects, collections_paused
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +56,19 @@ def test_cycles_that_have_grown_old_go_where_loops_of_others_run(shipped: bool) 
     kept += [[number] for number in range(2_000_000)]
     assert (old() is None) is not shipped
     assert len(kept) == 2_200_000
+
+
+def test_nothing_is_collected_meanwhile_and_everything_after() -> None:
+    with collections_paused():
+        gone = weakref.ref(Cycle())
+        kept = [[number] for number in range(200_000)]
+        assert gone() is not None
+    kept += [[number] for number in range(200_000)]
+    assert gone() is None and gc.isenabled() and len(kept) == 400_000
+    gc.disable()
+    try:
+        with collections_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -97,6 +97,25 @@ def test_the_same_layout_goes_on_bit_for_bit(
         assert before["metrics"] == after["metrics"]
 
 
+@pytest.mark.parametrize(("ranks_per_host", "shared"), [(2, 0), (1, 1)])
+def test_ranks_of_several_hosts_read_for_each_other(
+    world: Callable[[int], World],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+    save: Save,
+    ranks_per_host: int,
+    shared: int,
+) -> None:
+    root, unbroken = save(2, "dense", {})
+    resumed = world(2).run(
+        "tests.support.ranks.saving:resume_on", timeout=240, ranks_per_host=ranks_per_host,
+        model_dir=model_dir("dense"), layout={}, samples=samples_of("dense"), root=root,
+    )  # fmt: skip
+    for before, after in zip(unbroken, resumed, strict=True):
+        assert after["shared"] == shared
+        assert all(equal(before[when][part], after[when][part]) for when in ("saved", "end") for part in before[when])
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded", "model"),
     [

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.checkpoint.save.resume import ResumeError
@@ -78,6 +81,22 @@ def resume_and_go_on(
             "said": checkpointer.said,
             "lr": policy.learning_rate,
         }
+
+
+def resume_on(ranks_per_host: int, **arguments: Any) -> dict[str, Any]:
+    """`resume_and_go_on` where torchrun has started so many ranks on this host; tells who read for whom."""
+    shared: list[object] = []
+    load = FullyParallelLoadStrategyWrapper.load
+
+    def noted(self: FullyParallelLoadStrategyWrapper, *args: Any) -> Any:
+        shared.append(self)
+        return load(self, *args)
+
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(ranks_per_host)}),
+        mock.patch.object(FullyParallelLoadStrategyWrapper, "load", noted),
+    ):
+        return resume_and_go_on(**arguments) | {"shared": len(shared)}
 
 
 def snapshot(policy: Policy) -> dict[str, Any]:
