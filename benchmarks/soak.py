@@ -272,7 +272,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the runs")
     parser.add_argument("--fault-seed", type=int, help="seed that draws the faults and their schedule; default: random")
     parser.add_argument("--faults", help=f"faults instead of drawn ones, with commas: {', '.join(KINDS)}")
-    parser.add_argument("--steps", type=int, default=120, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=280, help="steps of each run")
     parser.add_argument("--groups", type=int, default=24, help="prompt groups of a step")
     parser.add_argument(
         "--late", type=float, default=0.005, help="share of the different answers whose reward times out"
