@@ -8,7 +8,9 @@ with the `math` reward, the queue, Ray, and the way of every token between the p
 answer after the time of their tokens, a tool that takes 50 ms, and the trainer of control_plane.py. A trajectory has
 two turns of 128 to 250 tokens with a call of the tool between them; groups have 16 samples.
 
-The number of trajectories in flight is held as in control_plane.py. Rows:
+The trainer's stand-in takes `--trained` trajectories per second at most, as one that trains would. Else the groups,
+which begin together, would come in waves for minutes. Admission allows `ALLOWED` times the number of trajectories in
+flight that is asked for, because it counts finished groups too, which wait for their turn to be trained. Rows:
 
 - rate: finished trajectories per second, with most in flight / 500;
 - in flight: trajectories in flight, median over the steps / the number asked for, the smaller of the two ratios;
@@ -43,6 +45,7 @@ from report import Ratio, add_options, finish  # noqa: E402
 
 RATE = 500.0  # trajectories per second
 TURN_MS = 100.0
+ALLOWED = 1.4
 MAX_TOKENS = 768  # both turns, and the tool's answer
 
 
@@ -70,8 +73,13 @@ def config_of(options: argparse.Namespace, directory: Path, in_flight: int) -> d
             "replicas": REPLICAS, "max_model_len": 2 * MAX_TOKENS, "agent_workers": options.workers,
             "report_interval_s": 60.0,
         },
-        "admission": {"mode": "async", "sync_interval": 1, "max_staleness": steps_ahead(options, in_flight) - 1},
+        "admission": {"mode": "async", "sync_interval": 1, "max_staleness": allowed_steps(options, in_flight) - 1},
     }  # fmt: skip
+
+
+def allowed_steps(options: argparse.Namespace, in_flight: int) -> int:
+    """Return the steps whose trajectories admission allows at once."""
+    return steps_ahead(options, round(ALLOWED * in_flight))
 
 
 def responses(directory: Path) -> list[Response]:
@@ -110,8 +118,8 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
         config.model_dump_json(), str(config.run_dir), name, cuda=False, max_model_len=None, supervisor=None
     )
     # A sample takes the time of two turns, each nearly that of the longest: its group waits for the first ones.
-    allowed = steps_ahead(options, in_flight) * options.groups * SAMPLES_PER_GROUP
-    seconds_per_token = allowed / options.rate / (2 * LONGEST_TURN)
+    seconds_per_token = in_flight / options.rate / (2 * LONGEST_TURN)
+    seconds_per_batch = options.groups * SAMPLES_PER_GROUP / options.trained
     pool = ActorPool.start(
         spec, name, REPLICAS, seconds_per_token, responses(directory), str(ROOT), None,
         replica_kind=TurnReplica, controller_kind=WatchedController,
@@ -119,7 +127,8 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
     reader = QueueReader.attach(name, namespace=name, timeout_s=60.0)
     times: list[float] = []
     try:
-        warm_up = in_flight + 2 * options.groups * SAMPLES_PER_GROUP
+        # Until what has begun together, as much as admission allows, is trained.
+        warm_up = (allowed_steps(options, in_flight) + 2) * options.groups * SAMPLES_PER_GROUP
         meter = Meter(warm_up, trajectories)
 
         def see(step: TakenBatch) -> None:
@@ -127,7 +136,7 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
             if step.finished >= warm_up:
                 times.append(step.seconds)
 
-        TakingTrainer(pool, reader).run(warm_up + trajectories, see)
+        TakingTrainer(pool, reader, seconds_per_batch).run(warm_up + trajectories, see)
         load = meter.result(in_flight)
     finally:
         reader.close()
@@ -183,13 +192,15 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1000, 10_000], help="trajectories, ascending")
     parser.add_argument("--trajectories", type=int, default=40_000, help="finished ones measured with most in flight")
     parser.add_argument("--fewer", type=int, default=15_000, help="finished ones measured with fewer in flight")
-    parser.add_argument("--rate", type=float, default=600.0, help="trajectories per second that the replicas offer")
+    parser.add_argument("--rate", type=float, default=560.0, help="trajectories per second that the replicas offer")
+    parser.add_argument("--trained", type=float, default=700.0, help="trajectories per second that the trainer takes")
     parser.add_argument("--groups", type=int, default=25, help="groups per step")
     parser.add_argument("--workers", type=int, default=2, help="agent workers")
     parser.add_argument("--reward-workers", type=int, default=1)
     options = parser.parse_args()
     if options.quick:
         options.in_flight, options.trajectories, options.fewer, options.rate = [64, 128], 320, 160, 200.0
+        options.trained = 200.0
         options.groups = 2
     paths = (str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", ""))
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
+import gc
 import math
 import random
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megarl.common.garbage import collect_rarely, exempt_present_objects
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
@@ -62,6 +64,8 @@ class TimedReplica:
         self._version = 0
         self._open: dict[str, _Open] = {}
         self._desk = CallDesk(lambda method, args: getattr(self, method)(*args))
+        exempt_present_objects()  # as the replica does
+        collect_rarely()
 
     async def begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
         self._desk.begin(link, calls)
@@ -191,8 +195,9 @@ class TakenBatch:
 class TakingTrainer:
     """Makes the calls of the training loop: takes a batch, fetches its rows, commits it, publishes a version."""
 
-    def __init__(self, pool: ActorPool, reader: QueueReader) -> None:
-        self._pool, self._reader = pool, reader
+    def __init__(self, pool: ActorPool, reader: QueueReader, seconds_per_batch: float = 0.0) -> None:
+        """`seconds_per_batch`: the time that it takes for a batch at least, as if it trained on it."""
+        self._pool, self._reader, self._seconds_per_batch = pool, reader, seconds_per_batch
         self._finished = 0
 
     def call(self, method: str, *args: object, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
@@ -214,20 +219,24 @@ class TakingTrainer:
         """
         self.call("begin", None)
         self.publish(0)
+        exempt_present_objects()  # as the trainer does
         step = 0
         while self._finished < trajectories:
             batch = self.call("wait_batch", step, CALL_TIMEOUT_S / 2)
+            taken = time.monotonic()
             tags = self._reader.read_tags(batch.keys)
             rows = self._reader.fetch(batch.keys)
             if [(tag.key, tag.response_tokens) for tag in tags] != [(row.key, len(row.response_ids)) for row in rows]:
                 raise RuntimeError(f"step {step}: tags and rows of the queue differ")
             if failed := [row for row in rows if row.status != "ok"]:
                 raise RuntimeError(f"step {step}: {len(failed)} trajectories failed: {failed[0].failure}")
+            time.sleep(max(0.0, taken + self._seconds_per_batch - time.monotonic()))
             groups = len({tag.group_id for tag in tags})
             counters = self.call("commit", step, trained=groups, filtered=0, dropped_stale=0, failed=0)
             self._finished += len(rows)
             step += 1
             self.publish(step)
             seen(TakenBatch(self._finished, counters.in_flight, time.monotonic()))
+        gc.unfreeze()  # else extension modules complain at the end about what they have not got back
         if counters.trained != step * groups:
             raise RuntimeError(f"the controller counts {counters.trained} trained groups, the trainer {step * groups}")

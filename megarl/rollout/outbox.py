@@ -23,9 +23,11 @@ Sent = TypeVar("Sent", bound=Sized)
 
 # Between two calls: a call costs a process as much as 20 messages. Where thousands of loops are under way, the turn of
 # each of them takes seconds, and their messages would hardly ever meet within the shortest time.
-GATHER_S, GATHER_EACH_S, MOST_GATHER_S = 0.005, 2e-5, 0.1
-# Of one call, so that neither side is busy with it for long: 200,000 numbers are read in about 10 ms.
-MOST_MESSAGES, MOST_SIZE = 128, 200_000
+GATHER_S, GATHER_EACH_S, MOST_GATHER_S = 0.005, 4e-5, 0.2
+# Of one call, so that neither side is busy with it for long: 200,000 numbers are read in about 10 ms. Calls follow each
+# other, and on a busy machine each takes a tenth of a second: with a quarter as many messages, those of thousands of
+# loops wait for seconds.
+MOST_MESSAGES, MOST_SIZE = 512, 200_000
 
 
 def gathering_s(under_way: int) -> float:

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 MOST_LOST = 5  # workers with which one group, or response, may be lost; it may be what kills them
 START_ATTEMPTS = 3  # of a worker in place of a lost one
 RETRY_S = 5.0
-SLICE = 16  # messages that are handled at once, each of which may begin a call to an engine
+SLICE = 32  # messages that are handled at once, each of which may begin a call to an engine
 
 
 class WorkerGroups:

@@ -13,7 +13,7 @@ from megarl.rollout.workers.messages import StartGroup, StartResponse, ToControl
 from megarl.rollout.workers.worker_runs import LoopParts, WorkerGroup, WorkerResponse, WorkerRun
 
 FREEZE_S = 0.5  # by which the controller's records of the loops may be behind
-SLICE = 16  # messages that are handled at once
+SLICE = 8  # messages that are handled at once: each lets a loop go on, which computes for about a millisecond
 ENCODED_AT_ONCE = 64  # records, between which other tasks run
 
 
