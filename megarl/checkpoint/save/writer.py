@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megarl import platforms
 from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry
+from megarl.common.garbage import collections_paused
 from megarl.common.megatron_versions import imported_is
 
 logger = logging.getLogger(__name__)
@@ -101,9 +102,10 @@ class BackgroundWrite:
         `validate`: check that no shard is there twice and none is missing.
         """
         self.directory = directory
-        sharded, _ = save_preprocess(state, validate)
-        dict_list_map_inplace(_snapshot, sharded)
-        planned = plan_save(sharded, directory)
+        with collections_paused():  # a plan is many objects, and training waits for it
+            sharded, _ = save_preprocess(state, validate)
+            dict_list_map_inplace(_snapshot, sharded)
+            planned = plan_save(sharded, directory)
         self._writer: FileSystemWriterAsync = planned[0]
         self.metadata = planned[1]
         self._buckets = copy_to_host(self._writer.write_buckets or [])
