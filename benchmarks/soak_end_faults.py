@@ -29,7 +29,7 @@ from soak_watch import WatchedRun  # noqa: E402
 
 END_S = 600.0  # for the job, which torchrun may first start again, or which may first have to find a link cut
 FINISH_S = 600.0  # for a run that has only its final evaluation left
-MESSAGE = "; traceback in "  # in the one message of a run that has failed
+MESSAGE = "\n(rank "  # in the one message of a run that has failed, not where an agent repeats it
 
 
 class EndFaults:

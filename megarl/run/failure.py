@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -17,6 +19,8 @@ from megarl.common.files import write_json
 from megarl.common.line_parts import older_parts
 from megarl.common.run_files import ExitRecord, write_exit
 from megarl.telemetry.summary import RunSummary
+
+logger = logging.getLogger(__name__)
 
 RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "wandb.json", "mlflow.json",
            "batches", "failed_batch", ROLLED_BACK, "events", "attempts.json", "rollout.journal", "schedule.jsonl",
@@ -59,9 +63,16 @@ class FailureReport:
         self.path = run_dir / "error.txt"
         self.rank, self._mine = rank, mine
         self._started = time.time()
+        self._claimed: BaseException | None = None
 
     def claim(self, error: BaseException, terminal: TextIO, log_file: Path) -> bool:
-        """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal."""
+        """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal.
+
+        The same error can be claimed again, which does nothing.
+        """
+        if error is self._claimed:
+            return False
+        self._claimed = error
         traceback.print_exception(error)
         if isinstance(error, PeerFailedError):
             return False
@@ -112,6 +123,20 @@ class FailureReport:
         step = before.step if before is not None and before.status == "failed" else content.get("steps", 0)
         write_exit(self.path.parent, ExitRecord("failed", step, message))
         write_json(path, {**content, "exit": "failed", "error": message})
+
+
+def report_and_close(error: BaseException, report: Callable[[Exception], object], close: Callable[[], object]) -> None:
+    """Report what has ended the training of this rank, then close what it holds; never raises.
+
+    In this order: closing may wait for a pool that cannot be reached, and other ranks, which have ended meanwhile,
+    would be missed and reported as the cause.
+    """
+    if isinstance(error, Exception):
+        report(error)
+    try:
+        close()
+    except Exception as failure:  # the first error is the one to report
+        logger.warning("closing after a failure failed too: %r", failure)
 
 
 def describe(error: BaseException) -> str:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -35,7 +36,7 @@ from megarl.config.schema import Config
 from megarl.run.check_start import check_start, is_checked
 from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.dry_run import dry_run
-from megarl.run.failure import FailureReport, set_aside
+from megarl.run.failure import FailureReport, report_and_close, set_aside
 from megarl.run.stop_signals import StopSignals, end_before_start
 from megarl.run.torchrun_start import SAFE_TORCHRUN, notice_of_open_stores
 from megarl.run.trainer_events import begin_events, end_with_failure
@@ -151,7 +152,7 @@ def _run(
 ) -> int:
     """Take RUN_DIR over and train; return the exit code. Raises what ends the run.
 
-    `report`: tells the user of a failure that a thread has found.
+    `report`: tells the user of a failure, once.
     """
     if claim is not None:
         claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
@@ -229,10 +230,7 @@ def _train(
         train(session)
         session.finish()
     except BaseException as error:
-        try:
-            session.close(keep_pool=_restarts_left())
-        except Exception as failure:  # the first error is the one to report
-            error.add_note(f"closing failed too: {failure!r}")
+        report_and_close(error, report, partial(session.close, keep_pool=_restarts_left()))
         raise
     session.close()
     events.close_events()

@@ -14,7 +14,7 @@ from megarl.common import run_files
 from megarl.common.claim import Holder, claim
 from megarl.common.processes import ProcessId
 from megarl.common.run_files import ExitRecord
-from megarl.run.failure import FailureReport, set_aside
+from megarl.run.failure import FailureReport, report_and_close, set_aside
 from tests.support.tree import tree_of
 
 
@@ -112,3 +112,34 @@ def test_all_parts_of_earlier_samples_are_set_aside(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "previous" / "1").iterdir()) == names
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["samples.txt"]
     assert set_aside(tmp_path) is None
+
+
+def test_a_failure_is_reported_before_anything_is_closed_and_once(tmp_path: Path) -> None:
+    """Closing takes long where the pool cannot be reached; a rank that is missed meanwhile is not the cause."""
+    failures, terminal = FailureReport(tmp_path, rank=0), io.StringIO()
+    error = ValueError("the pool cannot be reached")
+
+    def report(failure: Exception) -> bool:
+        return failures.claim(failure, terminal, tmp_path / "log")
+
+    def close() -> None:
+        assert "the pool cannot be reached" in (tmp_path / "exit.json").read_text()
+        assert not report(RuntimeError("rank 1 is silent"))
+        raise OSError("nothing answers")
+
+    report_and_close(error, report, close)
+    assert terminal.getvalue().count("megarl: ") == 1
+    assert json.loads((tmp_path / "exit.json").read_text())["reason"] == "the pool cannot be reached"
+
+
+def test_the_same_failure_is_in_the_log_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failures, error = FailureReport(tmp_path, rank=0), ValueError("no such thing")
+    assert failures.claim(error, io.StringIO(), tmp_path / "log")
+    assert not failures.claim(error, io.StringIO(), tmp_path / "log")
+    assert capsys.readouterr().err.count("no such thing") == 1
+
+
+def test_an_interrupt_is_no_failure_and_closes_too() -> None:
+    closed: list[bool] = []
+    report_and_close(KeyboardInterrupt(), lambda failure: pytest.fail("reported"), lambda: closed.append(True))
+    assert closed == [True]
