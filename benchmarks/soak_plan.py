@@ -22,8 +22,8 @@ FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
 # Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
 FAULTS_SHARE = 0.4
-HOSTS_SHARE = 0.0  # of the soaks whose faults are drawn, that are on several hosts: --faults alone puts one there
-ALONE = "this soak is on one machine; --faults with one of them has it on several hosts"
+HOSTS_SHARE = 0.2  # of the soaks whose faults are drawn, that are on several hosts
+ALONE = "this soak is on one machine; another --fault-seed, or --faults with one of them, has it on several hosts"
 TOGETHER = "this soak is on several hosts"
 QUICK_FAULTS = ["kill-engine", "pause-replica"]
 

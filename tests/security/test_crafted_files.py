@@ -1,6 +1,6 @@
 """Files that would run code, or lead to other files, when they are read: refused by every reader, with a clear message.
 
-Each is first read by the library's own reader, which shows that the file does what it is made for.
+Those that would run code are first read by the library's own reader, which shows that they do what they are made for.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.common.private_directory import make_private_directory, remove_private_directory
+from tests.support.needs import impossible
 
 NOBODY = 65534
 
@@ -50,7 +51,10 @@ def succeeds_as_another_user(attempt: Callable[[Path], None], path: Path) -> boo
     return code == 0
 
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.fixture(autouse=True)
+def _root() -> None:
+    if impossible("" if os.geteuid() == 0 else "only root can become another user"):
+        pytest.skip("only root can become another user")
 
 
 @pytest.fixture(params=[False, True], ids=["as Ray makes it", "below a run's private directory"])
