@@ -51,16 +51,14 @@ def run(options: argparse.Namespace) -> int:
 
     Raises ConfigError for a config that cannot run, or if sbatch is not installed.
     """
-    from rich.console import Console
 
     from megarl.checkpoint.format.finished import already_finished
     from megarl.cluster.nodes.batch_script import local_script, slurm_script
     from megarl.cluster.nodes.node_commands import user_environment
-    from megarl.config.checks import detect_device
+    from megarl.config.checks import absent_files, detect_device
     from megarl.config.load import load_config
-    from megarl.config.marked_yaml import WIDTH
     from megarl.config.plan import make_plan
-    from megarl.config.plan_tables import render_plan
+    from megarl.config.plan_tables import print_dry_run
 
     config = load_config(options.config, options.overrides)
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
@@ -82,7 +80,9 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         sys.stdout.write(script)
         sys.stdout.flush()
-        Console(file=sys.stderr, width=None if sys.stderr.isatty() else WIDTH, highlight=False).print(render_plan(plan))
+        absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config))
+        note = f"not here, so not checked, and needed where the run starts: {absent}"
+        print_dry_run(plan, config, sys.stderr, [note] if absent else [])
         return 0
     if not slurm:  # a job may be queued while another one of the same run runs
         refuse_claimed(config.run_dir)

@@ -65,6 +65,9 @@ def test_recipes_are_accepted_with_plan_and_memory(
     assert output.out == (ROOT / f"launch/slurm/{name}.sbatch").read_text()
     totals = [line for line in output.err.splitlines() if line.split()[:1] == ["total"]]
     assert len(totals) == 2 and all("of 79.00 GiB" in line for line in totals)
+    assert "# resolved config" in output.err and "samples_per_group: " in output.err
+    flat = " ".join(output.err.split())
+    assert "note: not here, so not checked, and needed where the run starts: model.path (" in flat
     trainer = [float(word) for word in totals[0].partition(" of ")[0].split() if word.replace(".", "").isdigit()]
     assert 0 < max(trainer) < 0.9 * 79
     header = (ROOT / f"examples/rl/configs/{name}.yaml").read_text().partition("run:")[0]
