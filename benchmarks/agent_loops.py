@@ -142,7 +142,10 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
         reader.close()
         pool.stop()
     print(f"{in_flight} in flight: {load.rate:.0f} finished per second, {load.cost:.2f} ms of CPU time each")
-    return MeasuredAgents(load, longest_turns(config.run_dir, times[0], times[-1]))
+    turns = longest_turns(config.run_dir, times[0], times[-1])
+    if wanted := {"controller", *(f"worker-{index}" for index in range(options.workers))} - turns.keys():
+        raise RuntimeError(f"nobody has watched the event loops of {', '.join(sorted(wanted))}")
+    return MeasuredAgents(load, turns)
 
 
 def rows_of(results: Sequence[MeasuredAgents], machine: str) -> list[Ratio]:

@@ -112,9 +112,9 @@ def _lines(path: Path) -> Iterable[LongestTurn]:
 
 def _longest(turns: Iterable[LongestTurn], begin: float, end: float) -> LongestTurn:
     within = [each for each in turns if begin <= each.at <= end]
-    return LongestTurn(
-        end, max((each.wall_s for each in within), default=0.0), max((each.cpu_s for each in within), default=0.0)
-    )
+    if not within:  # it has not come to write a line
+        return LongestTurn(end, end - begin, 0.0)
+    return LongestTurn(end, max(each.wall_s for each in within), max(each.cpu_s for each in within))
 
 
 class WatchedWorker(AgentWorker):
