@@ -101,9 +101,13 @@ class LoopWatch:
                 wall_s, cpu_s, line_at = 0.0, 0.0, now + LINE_S
 
 
-def longest_turns(run_dir: Path, begin: float, end: float) -> dict[str, LongestTurn]:
-    """Return the longest turns of each watched loop between two times (monotonic clock), by the name of the watch."""
-    return {path.stem: _longest(_lines(path), begin, end) for path in sorted((run_dir / TURNS).glob("*.jsonl"))}
+def longest_turns(run_dir: Path, begin: float, end: float, names: Iterable[str]) -> dict[str, LongestTurn]:
+    """Return the longest turns of watched loops between two times (monotonic clock), by the name of the watch.
+
+    Raises FileNotFoundError for a loop that nobody has watched. One that has written nothing between these times was
+    blocked all the time.
+    """
+    return {name: _longest(_lines(run_dir / TURNS / f"{name}.jsonl"), begin, end) for name in names}
 
 
 def _lines(path: Path) -> Iterable[LongestTurn]:
@@ -112,7 +116,7 @@ def _lines(path: Path) -> Iterable[LongestTurn]:
 
 def _longest(turns: Iterable[LongestTurn], begin: float, end: float) -> LongestTurn:
     within = [each for each in turns if begin <= each.at <= end]
-    if not within:  # it has not come to write a line
+    if not within:
         return LongestTurn(end, end - begin, 0.0)
     return LongestTurn(end, max(each.wall_s for each in within), max(each.cpu_s for each in within))
 

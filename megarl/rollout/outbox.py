@@ -25,8 +25,7 @@ Sent = TypeVar("Sent", bound=Sized)
 # each of them takes seconds, and their messages would hardly ever meet within the shortest time.
 GATHER_S, GATHER_EACH_S, MOST_GATHER_S = 0.005, 4e-5, 0.2
 # Of one call, so that neither side is busy with it for long: 200,000 numbers are read in about 10 ms. Calls follow each
-# other, and on a busy machine each takes a tenth of a second: with a quarter as many messages, those of thousands of
-# loops wait for seconds.
+# other: what does not fit into one waits for the next.
 MOST_MESSAGES, MOST_SIZE = 512, 200_000
 
 

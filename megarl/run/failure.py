@@ -63,16 +63,16 @@ class FailureReport:
         self.path = run_dir / "error.txt"
         self.rank, self._mine = rank, mine
         self._started = time.time()
-        self._claimed: BaseException | None = None
+        self._claimed: list[BaseException] = []
 
     def claim(self, error: BaseException, terminal: TextIO, log_file: Path) -> bool:
         """Write the traceback to this rank's log and, if no rank has failed before, one message to the terminal.
 
         The same error can be claimed again, which does nothing.
         """
-        if error is self._claimed:
+        if any(error is each for each in self._claimed):
             return False
-        self._claimed = error
+        self._claimed.append(error)
         traceback.print_exception(error)
         if isinstance(error, PeerFailedError):
             return False

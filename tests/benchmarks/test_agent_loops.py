@@ -67,10 +67,12 @@ def test_the_watch_sees_a_turn_that_blocks_and_tells_waiting_from_computing(tmp_
         return begin, end
 
     begin, end = asyncio.run(scenario())
-    [(name, turn)] = longest_turns(tmp_path, begin, end).items()
+    [(name, turn)] = longest_turns(tmp_path, begin, end, ["here"]).items()
     assert name == "here" and turn.wall_s >= 0.38 and turn.cpu_s < 0.3
-    silent = longest_turns(tmp_path, end + 1, end + 3)["here"]
+    silent = longest_turns(tmp_path, end + 1, end + 3, ["here"])["here"]
     assert silent.wall_s == pytest.approx(2.0), "a loop that has written nothing was blocked all the time"
+    with pytest.raises(FileNotFoundError, match="nobody-there"):
+        longest_turns(tmp_path, begin, end, ["here", "nobody-there"])
 
 
 def test_the_workers_are_a_part_whose_cost_counts() -> None:

@@ -90,6 +90,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 def failed(job: Job, reason: str, *, messages: int = 1, code: int = 1) -> int:
     for _ in range(messages):
         job.tell(f"megarl: {reason}\n(rank 0 on here; traceback in the log)")
+        job.tell(f"megarl: node 10.0.0.1 failed: {reason} (rank 0 on here; traceback in the log)")  # said by its agent
     job.write("exit.json", status="failed", step=1, reason=reason)
     return code
 

@@ -40,7 +40,7 @@ def test_young_cycles_are_freed_and_old_objects_are_left_alone() -> None:
     finally:
         gc.callbacks.remove(note)
     assert gone() is None
-    assert len(generations) > 20 and set(generations) == {0}
+    assert len(generations) > 200 and set(generations) == {0}, "each of them takes time for all that is young"
     assert len(kept) == 200_000
 
 

@@ -20,7 +20,7 @@ from megarl.config.fit import with_trainer
 from megarl.config.load import load_config
 from megarl.config.plan import make_plan
 from megarl.platforms import Platform
-from megarl.run import main, peers
+from megarl.run import main, peers, rank_watch
 from tests.support.configs import config
 
 
@@ -63,6 +63,32 @@ def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
     with pytest.raises(Stopped):
         main._train(chosen, chosen, plan, io.StringIO(), lambda error: None)
     assert order == ["signals", index, "joins over nccl"]
+
+
+def test_what_ends_the_training_is_reported_before_the_session_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a session closes, other ranks that have ended may be missed, and taken for the cause."""
+    order: list[Any] = []
+
+    def train(session: object) -> None:
+        raise Stopped("the pool cannot be reached")
+
+    monkeypatch.setenv("RANK", "1")  # rank 0 also launches the pool
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
+    monkeypatch.setattr(processes, "die_with_parent", lambda: None)
+    monkeypatch.setattr(peers, "join_peers", lambda *_: ("here", 1))
+    monkeypatch.setattr(platforms, "activate", lambda index: Platform(torch.device("cpu"), False, "gloo"))
+    monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
+    monkeypatch.setattr(main, "begin_events", lambda *_: None)
+    monkeypatch.setattr(rank_watch, "watch_ranks", lambda *_: SimpleNamespace(follow=lambda step: None))
+    session = SimpleNamespace(close=lambda keep_pool: order.append("closes"))
+    monkeypatch.setattr("megarl.run.session.Session", lambda *_: session)
+    monkeypatch.setattr("megarl.run.loop.train", train)
+    chosen = config("model")
+    plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))))
+    with pytest.raises(Stopped):
+        main._train(chosen, chosen, plan, io.StringIO(), lambda error: order.append(str(error)))
+    assert order == ["the pool cannot be reached", "closes"]
 
 
 def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_config(
