@@ -14,15 +14,15 @@ from tests.support.growth import in_own_process, slopes_over
 
 SETTINGS = SyncSettings(bucket_bytes=65536, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
 
+THREAD_ENDS_S = 5.0
+LASTING = ("MainThread", "ThreadPoolExecutor-")  # a pool keeps its threads
 
-CALL_ENDS_S = 5.0
 
-
-def join_calls() -> None:
-    """Let the threads of calls end whose answers have come: they may need a moment after it."""
+def join_threads() -> None:
+    """Let the threads of calls and watches end whose answers have come: they may need a moment after it."""
     for each in threading.enumerate():
-        if each.name.endswith("-0"):  # a method and the replica's index
-            each.join(CALL_ENDS_S)
+        if not each.name.startswith(LASTING):
+            each.join(THREAD_ENDS_S)
 
 
 def slopes_of_publications(syncs: int) -> dict[str, float]:
@@ -32,7 +32,7 @@ def slopes_of_publications(syncs: int) -> dict[str, float]:
 
     def sizes() -> dict[str, float]:
         assert sender._store is not None
-        join_calls()
+        join_threads()
         return {
             "keys": sender._store._store.num_keys(),
             "threads": threading.active_count(),
