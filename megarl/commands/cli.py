@@ -13,7 +13,7 @@ from megarl.commands import convert, launch, pool, replay, run_report, serve, tr
 from megarl.commands import evaluate as standalone
 from megarl.commands.top import command as top
 from megarl.common.errors import ConfigError
-from megarl.config.arguments import add_config_arguments
+from megarl.config.arguments import add_config_arguments, add_mistakes_argument, mistake_printer
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -93,6 +93,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="do not look for data, weights and tokenizer here (model.path's config.json is still read)",
     )
+    add_mistakes_argument(plan)
     plan.set_defaults(run=_plan)
 
 
@@ -145,7 +146,14 @@ def _plan(options: argparse.Namespace) -> int:
     from megarl.run.dry_run import dry_run
 
     config = load_config(options.config, options.overrides)
-    dry_run(config, sys.stdout, overrides=options.overrides, device=options.device, files=not options.no_files)
+    dry_run(
+        config,
+        sys.stdout,
+        overrides=options.overrides,
+        device=options.device,
+        files=not options.no_files,
+        tell=mistake_printer(options),
+    )
     return 0
 
 

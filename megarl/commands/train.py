@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megarl.config.arguments import add_run_arguments, run_arguments, run_overrides
+from megarl.config.arguments import add_run_arguments, mistake_printer, run_arguments, run_overrides
 
 # Which ends without torchrun's traceback, because the rank that has failed has told why.
 # By default torchrun leaves a temporary directory at each start.
@@ -65,7 +65,7 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
         return None
     refuse_claimed(config.run_dir)
     check_endpoint(config)
-    for warning in check_start(config, plan.info):
+    for warning in check_start(config, plan.info, mistake_printer(options)):
         sys.stderr.write(f"megarl: warning: {warning}\n")
     mark_checked(os.environ)
     ranks = ("--nproc-per-node", str(config.trainer.gpus))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -17,10 +20,33 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_mistakes_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--all-mistakes` to a command that checks the data files."""
+    parser.add_argument(
+        "--all-mistakes",
+        action="store_true",
+        help="check data files to their end, and print every row that cannot be used to stdout, one a line as "
+        "FILE:LINE:COLUMN: what is wrong (default: the first 50,000 rows, and ten rows of each kind of mistake)",
+    )
+
+
+def mistake_printer(options: argparse.Namespace) -> Callable[[object], None] | None:
+    """Return the function that prints a wrong row, if these options have `--all-mistakes`."""
+    return _print_line if options.all_mistakes else None
+
+
+def _print_line(mistake: object) -> None:
+    try:
+        print(mistake, flush=True)
+    except BrokenPipeError:  # its reader has seen enough, such as `head`; the others are still counted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a training run."""
     add_config_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
+    add_mistakes_argument(parser)
     parser.add_argument(
         "--resume", metavar="auto|PATH|never", help="which checkpoint to resume from (default: checkpoint.resume)"
     )
@@ -37,6 +63,10 @@ def run_overrides(options: argparse.Namespace) -> list[str]:
 def run_arguments(options: argparse.Namespace) -> list[str]:
     """Return the command line of these options of a training run."""
     resume = ["--resume", options.resume] if options.resume else []
-    flags = {"--dry-run": options.dry_run, "--dump-batches": options.dump_batches}
+    flags = {
+        "--dry-run": options.dry_run,
+        "--all-mistakes": options.all_mistakes,
+        "--dump-batches": options.dump_batches,
+    }
     given = [name for name, is_given in flags.items() if is_given]
     return ["--config", str(options.config), *resume, *given, *options.overrides]

@@ -2,49 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from megarl.common.errors import ConfigError
 from megarl.config.datasets import all_sets
 from megarl.config.schema import Config
-from megarl.data.dataset import load_prompts, row_problems
+from megarl.data.dataset import RowMistake, load_prompts, row_mistakes
 from megarl.data.formats import Prompt
 
 MOST_ROWS = 50_000  # of each file, about a second; the run itself checks all of them
-MOST_TOLD = 10  # different problems of each file
-MOST_NAMED = 5  # rows with the same problem
+MOST_SHOWN = 10  # rows with the same mistake
+
+Tell = Callable[[RowMistake], object]  # takes one mistake, and keeps nothing
 
 
-def check_data_files(config: Config) -> None:
-    """Raise ConfigError with the bad rows of all training and evaluation sets."""
-    if problems := list(data_file_problems(config)):
+def check_data_files(config: Config, tell: Tell | None = None) -> None:
+    """Raise ConfigError with the bad rows of all training and evaluation sets, as `data_file_problems`."""
+    if problems := list(data_file_problems(config, tell)):
         raise ConfigError(problems)
 
 
-def data_file_problems(config: Config) -> Iterator[str]:
-    """Yield the bad rows of all training and evaluation sets, as `key: file:line: what is wrong`.
+def data_file_problems(config: Config, tell: Tell | None = None) -> Iterator[str]:
+    """Yield each kind of mistake in the rows of all training and evaluation sets, with the first rows that have it.
 
-    Rows of a set with the same problem are one line.
+    With `tell` every mistake is told when it is found, and files are read to their end, not only their first rows.
     """
     for each in all_sets(config):
         try:
-            found = list(row_problems(each.path, each.data, MOST_ROWS).items())
+            found = row_mistakes(each.path, each.data, None if tell else MOST_ROWS)
+            kinds = _by_kind(found if tell is None else _told(found, tell))
         except (ValueError, OSError) as error:
             yield f"{each.key}: {error}"
             continue
-        yield from (f"{each.key}: {rows[0]}: {text}{_others(each.path, rows)}" for text, rows in found[:MOST_TOLD])
-        if (more := sum(len(rows) for _, rows in found[MOST_TOLD:])) > 0:
-            yield f"{each.key}: {more} more rows of {each.path} are wrong"
+        yield from (f"{each.key}: {_text(kind, every_row_told=tell is not None)}" for kind in kinds)
 
 
-def _others(path: Path, rows: list[str]) -> str:
-    """Return how many rows have the problem of the first one, and which; empty if none has."""
-    if len(rows) == 1:
-        return ""
-    named = [row.removeprefix(str(path)).lstrip(":, ") for row in rows[1 : 1 + MOST_NAMED]]
-    etc = ", ..." if len(rows) > 1 + MOST_NAMED else ""
-    return f" (and in {len(rows) - 1} more: {', '.join(named)}{etc})"
+@dataclass
+class _Kind:
+    """The rows with one kind of mistake: how many there are, and the first of them."""
+
+    count: int = 0
+    first: list[RowMistake] = field(default_factory=list)
+
+
+def _told(found: Iterable[RowMistake], tell: Tell) -> Iterator[RowMistake]:
+    for mistake in found:
+        tell(mistake)
+        yield mistake
+
+
+def _by_kind(found: Iterable[RowMistake]) -> list[_Kind]:
+    """Return the kinds in the order of their first rows. What is kept does not grow with the number of rows."""
+    kinds: dict[str, _Kind] = {}
+    for mistake in found:
+        kind = kinds.setdefault(mistake.kind, _Kind())
+        kind.count += 1
+        if kind.count <= MOST_SHOWN:
+            kind.first.append(mistake)
+    return list(kinds.values())
+
+
+def _text(kind: _Kind, *, every_row_told: bool) -> str:
+    """Return one line for one row, or else the kind, the number of its rows, and a line for each that is shown."""
+    if kind.count == 1:
+        return str(kind.first[0])
+    lines = [f"{kind.count} rows: {kind.first[0].kind}"]
+    lines += [f"{each.where}{each.seen}" for each in kind.first]
+    if left := kind.count - len(kind.first):
+        lines.append(f"and {left} more" + ("" if every_row_told else " (megarl plan --all-mistakes prints each)"))
+    return "\n      ".join(lines)
 
 
 def first_prompts(config: Config) -> dict[str, Prompt]:

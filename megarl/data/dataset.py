@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from megarl.config.checks import PARQUET_SUFFIXES
 from megarl.config.data_sections import DataConfig
 from megarl.data.formats import Format, Prompt, RowError, detect_format, to_prompt
 
-__all__ = ["Prompt", "PromptDataset", "load_prompts", "row_problems"]
+__all__ = ["Prompt", "PromptDataset", "RowMistake", "load_prompts", "row_mistakes"]
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -31,7 +32,10 @@ class PromptDataset(Sequence[Prompt]):
         self._format: Format | None = None
         self._length = 0
         for where, read in islice(rows.scan(), limit):
-            self._format = _check_row(self._length, where, read, self._format, config)
+            try:
+                self._format = _check_row(self._length, read, self._format, config)
+            except RowError as error:
+                raise ValueError(f"{_place(where, error)}: {error}") from error
             self._length += 1
         if self._length == 0:
             raise ValueError(f"{self.path} holds no rows")
@@ -67,23 +71,36 @@ def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None)
     return PromptDataset(_open(Path(path)), config, limit)
 
 
-def row_problems(path: Path | str, config: DataConfig, limit: int) -> dict[str, list[str]]:
-    """Return what is wrong with the first `limit` rows of a prompt file: each problem, and all rows that have it.
+@dataclass(frozen=True)
+class RowMistake:
+    """A row that cannot be used; `kind` and `seen` as those of RowError.
 
-    A row is `path:line`, or `path, row N`. Raises ValueError if the file cannot be opened, or holds no rows.
+    `where`: `path:line:column`; `path:line` if the mistake has no single place in its line; in Parquet `path, row N`.
     """
-    rows, count = _open(Path(path)), 0
-    found: dict[str, list[str]] = {}
+
+    where: str
+    kind: str
+    seen: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind}{self.seen}"
+
+
+def row_mistakes(path: Path | str, config: DataConfig, limit: int | None = None) -> Iterator[RowMistake]:
+    """Yield what is wrong with the first `limit` rows of a prompt file, or with all, in their order; none is kept.
+
+    Raises ValueError if the file cannot be opened, or holds no rows.
+    """
+    count = 0
     form: Format | None = None
-    for where, read in islice(rows.scan(), limit):
+    for where, read in islice(_open(Path(path)).scan(), limit):
         try:
-            form = _check_row(count, where, read, form, config)
-        except ValueError as error:
-            found.setdefault(str(error).removeprefix(f"{where}: "), []).append(where)
+            form = _check_row(count, read, form, config)
+        except RowError as error:
+            yield RowMistake(_place(where, error), error.kind, error.seen)
         count += 1
     if count == 0:
         raise ValueError(f"{path} holds no rows")
-    return found
 
 
 def _open(path: Path) -> _JsonLines | _Parquet:
@@ -92,17 +109,16 @@ def _open(path: Path) -> _JsonLines | _Parquet:
     return _Parquet(path) if path.suffix in PARQUET_SUFFIXES else _JsonLines(path)
 
 
-def _check_row(
-    number: int, where: str, read: Callable[[], dict[str, Any]], form: Format | None, config: DataConfig
-) -> Format:
-    """Return the format of the file, which its first readable row has. Raises ValueError that says where."""
+def _check_row(number: int, read: Callable[[], dict[str, Any]], form: Format | None, config: DataConfig) -> Format:
+    """Return the format of the file, which its first readable row has. Raises RowError."""
     row = read()
-    try:
-        form = form or detect_format(row, config)
-        to_prompt(number, row, form, config)
-    except RowError as error:
-        raise ValueError(f"{where}: {error}") from error
+    form = form or detect_format(row, config)
+    to_prompt(number, row, form, config)
     return form
+
+
+def _place(where: str, error: RowError) -> str:
+    return where if error.column is None else f"{where}:{error.column}"
 
 
 class _JsonLines:
@@ -119,9 +135,8 @@ class _JsonLines:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    where = f"{self.path}:{number}"
                     self._offsets.append(offset)
-                    yield where, partial(_parse, line, where)
+                    yield f"{self.path}:{number}", partial(_parse, line)
                 offset += len(line)
 
     def read(self, position: int) -> dict[str, Any]:
@@ -130,7 +145,11 @@ class _JsonLines:
             raise ValueError(f"{self.path} has changed since the run started")
         with self.path.open("rb") as file:
             file.seek(self._offsets[position])
-            return _parse(file.readline(), f"{self.path}, row {position}")
+            line = file.readline()
+        try:
+            return _parse(line)
+        except RowError as error:
+            raise ValueError(f"{self.path}, row {position}: {error}") from error
 
 
 class _Parquet:
@@ -166,14 +185,17 @@ def _stamp(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))  # with its end, a column could be of the next line
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
+        before = error.object[: error.start].decode()  # without a byte order mark
+        raise RowError("not UTF-8", f" at byte {error.start} of the line", len(before) + 1) from error
     except json.JSONDecodeError as error:
         hint = "; write one JSON object per line, not one array" if line.strip() == b"[" else ""
-        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}{hint}") from error
+        raise RowError(f"not JSON: {error.msg}{hint}", column=error.colno) from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or too deep a nesting
+        raise RowError("not JSON that can be read", f": {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: must be a JSON object, not {type(row).__name__}")
+        raise RowError(f"must be a JSON object, not {type(row).__name__}")
     return row

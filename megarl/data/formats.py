@@ -14,7 +14,17 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class RowError(ValueError):
-    """A row that cannot be used; the caller adds file and line to the message."""
+    """A row that cannot be used; the caller adds file and line to the message.
+
+    Attributes:
+        kind: what is wrong, in the same words for all rows of a file with this mistake.
+        seen: what this row has instead, the rest of the message.
+        column: where in the line, counted in characters from 1; None if the mistake has no single place.
+    """
+
+    def __init__(self, kind: str, seen: str = "", column: int | None = None) -> None:
+        super().__init__(kind + seen)
+        self.kind, self.seen, self.column = kind, seen, column
 
 
 @dataclass(frozen=True)
@@ -60,13 +70,13 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
     if renamed:  # by the keys that have another value than the default
         raise RowError(
             f"there is no field {config.prompt_field!r} (data.prompt_field); with data.prompt_field or "
-            f"data.answer_field changed no other format is recognised, and the row has {sorted(row)}: correct "
-            "data.prompt_field, or set data.format"
+            "data.answer_field changed no other format is recognised: correct data.prompt_field, or set data.format",
+            _fields(row),
         )
     raise RowError(
-        f"unknown format: fields {sorted(row)} are neither question/answer with '####' (gsm8k) nor "
-        f"problem/answer, and there is no field {config.prompt_field!r} or messages; set data.prompt_field and "
-        "data.answer_field"
+        "unknown format: there are neither question/answer with '####' (gsm8k) nor problem/answer, nor a field "
+        f"{config.prompt_field!r} or messages; set data.prompt_field and data.answer_field",
+        _fields(row),
     )
 
 
@@ -109,28 +119,32 @@ def _lookup(row: dict[str, Any], field: str) -> object:
 def _required(row: dict[str, Any], field: str) -> object:
     value = _lookup(row, field)
     if value is None:
-        raise RowError(f"field {field!r} is missing; the row has {sorted(row)}")
+        raise RowError(f"field {field!r} is missing", _fields(row))
     return value
+
+
+def _fields(row: dict[str, Any]) -> str:
+    return f"; the row has {sorted(row)}"
 
 
 def _text(row: dict[str, Any], field: str) -> str:
     value = _required(row, field)
     if not isinstance(value, str) or not value.strip():
-        raise RowError(f"field {field!r} must be a non-empty string, not {value!r:.60}")
+        raise RowError(f"field {field!r} must be a non-empty string", f", not {value!r:.60}")
     return value
 
 
 def _answer(row: dict[str, Any], field: str) -> str:
     value = _required(row, field)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise RowError(f"field {field!r} must be a string or a number, not {value!r:.60}")
+        raise RowError(f"field {field!r} must be a string or a number", f", not {value!r:.60}")
     return str(value)
 
 
 def _messages(content: object, field: str, config: DataConfig) -> list[Message]:
     raw = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(raw, list) or not raw:
-        raise RowError(f"field {field!r} must be a string or a list of messages, not {content!r:.60}")
+        raise RowError(f"field {field!r} must be a string or a list of messages", f", not {content!r:.60}")
     messages = [_message(message, field) for message in raw]
     if messages[-1]["role"] not in ("user", "tool") or all(m["role"] != "user" for m in messages):
         raise RowError(f"field {field!r} must hold a user message, and its last message must be a user's or a tool's")
@@ -147,16 +161,17 @@ def _message(message: object, field: str) -> Message:
     if isinstance(message, dict):  # Parquet adds the fields of other rows, with the value None
         message = {key: value for key, value in message.items() if value is not None}
     if not isinstance(message, dict) or "role" not in message or not ({"content", "tool_calls"} & set(message)):
-        raise RowError(f"field {field!r}: a message must have role and content: {message!r:.60}")
+        raise RowError(f"field {field!r}: a message must have role and content", f": {message!r:.60}")
     role = message["role"]
     if role not in ROLES:
-        raise RowError(f"field {field!r}: role {role!r} is none of {', '.join(ROLES)}")
+        raise RowError(f"field {field!r}: a role must be one of {', '.join(ROLES)}", f", not {role!r:.60}")
     own = {"role", "content", *_OWN_FIELDS.get(role, ())}
     if unknown := sorted(set(message) - own):
-        raise RowError(f"field {field!r}: a message of the role {role} has no field {unknown[0]!r}: {message!r:.60}")
+        kind = f"field {field!r}: a message has a field that its role does not have"
+        raise RowError(kind, f": role {role}, no field {unknown[0]!r:.60}: {message!r:.60}")
     content = message.get("content", "")
     if not isinstance(content, str) or not (content.strip() or role == "tool" or message.get("tool_calls")):
-        raise RowError(f"field {field!r}: content must be a non-empty string, not {content!r:.60}")
+        raise RowError(f"field {field!r}: content must be a non-empty string", f", not {content!r:.60}")
     checked = {**message, "content": content}
     if "tool_calls" in message:
         checked["tool_calls"] = [_called(call, field) for call in _list(message["tool_calls"], field)]
@@ -168,7 +183,7 @@ _OWN_FIELDS = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
 
 def _list(value: object, field: str) -> list[object]:
     if not isinstance(value, list):
-        raise RowError(f"field {field!r}: tool_calls must be a list, not {value!r:.60}")
+        raise RowError(f"field {field!r}: tool_calls must be a list", f", not {value!r:.60}")
     return value
 
 
@@ -182,7 +197,7 @@ def _called(call: object, field: str) -> Message:
         except ValueError:
             arguments = None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
-        raise RowError(f"field {field!r}: a call must have function.name and function.arguments: {call!r:.60}")
+        raise RowError(f"field {field!r}: a call must have function.name and function.arguments", f": {call!r:.60}")
     if not isinstance(function.get("name"), str):
-        raise RowError(f"field {field!r}: a call must have function.name, a string: {call!r:.60}")
+        raise RowError(f"field {field!r}: a call must have function.name, a string", f": {call!r:.60}")
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

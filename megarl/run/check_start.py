@@ -16,7 +16,7 @@ from megarl.config.agent_sections import SINGLE_TURN
 from megarl.config.data_sections import RewardConfig
 from megarl.config.datasets import TrainSet, all_sets, reward_functions
 from megarl.config.schema import Config
-from megarl.data.check_files import data_file_problems, first_prompts
+from megarl.data.check_files import Tell, data_file_problems, first_prompts
 from megarl.data.check_tokenizer import tokenizer_problems
 from megarl.data.formats import Prompt
 from megarl.models.info import ModelInfo
@@ -26,9 +26,10 @@ from megarl.rewards.types import RewardInput, RewardSpec, Turn
 CHECKED_BY_VARIABLE = "MEGARL_CHECKED_BY"  # the pid of a `megarl train` that has become torchrun
 
 
-def check_start(config: Config, info: ModelInfo) -> list[str]:
+def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> list[str]:
     """Try what the run will open and call; return warnings. Raises ConfigError that lists every problem.
 
+    With `tell` every wrong row of the data files is told when it is found, and the problems have ten of each kind.
     A trial call that fails is a warning where the config says what becomes of such samples: `reward.on_error` is a
     number, or `reward.max_error_share` is 1.
     """
@@ -38,7 +39,7 @@ def check_start(config: Config, info: ModelInfo) -> list[str]:
     problems: list[str] = []
     warnings: list[str] = []
     with _trial_calls(config, first) as calls:  # they start while the files are read
-        problems += data_file_problems(config)
+        problems += data_file_problems(config, tell)
         problems += _tokenizer_and_agent(config, first)
         problems += weight_problems(config, info)
         problems += resume_problems(config, info)

@@ -13,6 +13,7 @@ from megarl.config.load import overridden_tree
 from megarl.config.plan import make_plan
 from megarl.config.plan_tables import print_dry_run
 from megarl.config.schema import Config
+from megarl.data.check_files import Tell
 from megarl.run.check_start import check_start
 
 
@@ -23,13 +24,14 @@ def dry_run(
     overrides: Sequence[str] = (),
     device: DeviceType | None = None,
     files: bool = True,
+    tell: Tell | None = None,
 ) -> None:
     """Check `config` and write it resolved, with its plan, to `stream`. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer. A config with `model.shape` whose model is not here is
     planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides` names it. Unless
     `device` is given, such a plan is for GPUs if the config says what memory they have, else for this machine's own
-    device.
+    device. `tell`: as in `check_start`.
     """
     elsewhere = planned_elsewhere(config)
     if files and elsewhere and (problems := list(_mistyped(absent_files(config), overrides))):
@@ -42,7 +44,7 @@ def dry_run(
         absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config))
         notes = [f"planned by model.shape; not here, so not checked, and needed where the run starts: {absent}"]
     elif files:
-        notes = check_start(config, plan.info)
+        notes = check_start(config, plan.info, tell)
     print_dry_run(plan, config, stream, notes)
 
 

@@ -28,11 +28,12 @@ from megarl.common import run_files
 from megarl.common.claim import Holder, RunClaim
 from megarl.common.errors import ConfigError
 from megarl.common.output import redirect_output
-from megarl.config.arguments import add_run_arguments, run_overrides
+from megarl.config.arguments import add_run_arguments, mistake_printer, run_overrides
 from megarl.config.load import load_config, to_yaml
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
+from megarl.data.check_files import Tell
 from megarl.run.check_start import check_start, is_checked
 from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.dry_run import dry_run
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overrides = run_overrides(options)
         config = load_config(options.config, overrides)
         if options.dry_run:
-            dry_run(config, sys.stdout, overrides=overrides)
+            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options))
             return
         plan = make_plan(config)
         _check_launch(config)
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.stderr.write(f"megarl: {told}\n")
             return
         if rank == 0 and not _is_restart():
-            _check_first_start(config, plan)
+            _check_first_start(config, plan, mistake_printer(options))
         claim = claim_for_ranks(config, rank)
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
@@ -84,11 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(run(config, plan, claim))
 
 
-def _check_first_start(config: Config, plan: RunPlan) -> None:
-    """Try what the run will open and call, unless `megarl train` has. Raises ConfigError that lists every problem."""
+def _check_first_start(config: Config, plan: RunPlan, tell: Tell | None) -> None:
+    """Try what the run will open and call, unless `megarl train` has. Raises ConfigError that lists every problem.
+
+    `tell`: as in `check_start`.
+    """
     check_endpoint(config)
     if not is_checked(os.environ):
-        for warning in check_start(config, plan.info):
+        for warning in check_start(config, plan.info, tell):
             sys.stderr.write(f"megarl: warning: {warning}\n")
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from megarl.commands import cli
 from megarl.common.errors import ConfigError
 from megarl.data import check_files
 from megarl.data.check_files import check_data_files
+from tests.support.checkout import environment
 from tests.support.configs import config, tree, write_problems
 from tests.support.tiny import make_tiny_model
 
@@ -31,7 +36,7 @@ def test_all_bad_rows_of_all_sets_are_told(tmp_path: Path) -> None:
         check_data_files(config("model", bad, evaluation__sets=sets))
     assert raised.value.problems == [
         f"data: {bad}:9: field 'problem' must be a non-empty string, not 3",
-        f"data: {bad}:11: not JSON: Expecting ':' delimiter at column 27",
+        f"data: {bad}:11:27: not JSON: Expecting ':' delimiter",
         f"data: {bad}:13: must be a JSON object, not list",
         f"evaluation.sets.0: {empty} holds no rows",
         f"evaluation.sets.1: data file {tmp_path / 'gone.jsonl'} does not exist",
@@ -50,31 +55,76 @@ def test_with_a_changed_field_the_message_is_about_that_field(tmp_path: Path) ->
     assert "unknown format" not in problem
 
 
-def test_of_very_many_bad_rows_some_are_told_and_the_others_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def with_mistakes(path: Path, count: int) -> list[str]:
+    """Write a good row and `count` rows of two kinds of mistakes in turn; return the latter as they are told."""
+    good = '{"problem": "a", "answer": "1"}\n'
+    path.write_text(good + "".join(f'{{"problem": {n}, "answer": "1"}}\n[1}}\n' for n in range(count // 2)))
+    return [
+        text
+        for n in range(count // 2)
+        for text in (
+            f"{path}:{2 + 2 * n}: field 'problem' must be a non-empty string, not {n}",
+            f"{path}:{3 + 2 * n}:3: not JSON: Expecting ',' delimiter",
+        )
+    ]
+
+
+def test_of_each_kind_of_mistake_the_first_rows_are_told_and_all_are_counted(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
-    different = "".join(f'{{"problem": {number}, "answer": "1"}}\n' for number in range(30))
-    bad.write_text(write_problems(tmp_path / "good.jsonl", 1).read_text() + different)
+    with_mistakes(bad, 60)
     with pytest.raises(ConfigError) as raised:
         check_data_files(config("model", bad))
-    assert len(raised.value.problems) == 11 and raised.value.problems[-1] == f"data: 20 more rows of {bad} are wrong"
+    left = "and 20 more (megarl plan --all-mistakes prints each)"
+    fields, syntax = (problem.split("\n      ") for problem in raised.value.problems)
+    numbers = [f"{bad}:{2 + 2 * n}, not {n}" for n in range(10)]
+    assert fields == ["data: 30 rows: field 'problem' must be a non-empty string", *numbers, left]
+    places = [f"{bad}:{3 + 2 * n}:3" for n in range(10)]
+    assert syntax == ["data: 30 rows: not JSON: Expecting ',' delimiter", *places, left]
+
+
+def test_every_mistake_of_the_whole_file_is_told_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = tmp_path / "bad.jsonl"
+    expected = with_mistakes(bad, 60)
     monkeypatch.setattr(check_files, "MOST_ROWS", 1)
     check_data_files(config("model", bad))
+    told: list[str] = []
+    with pytest.raises(ConfigError) as raised:
+        check_data_files(config("model", bad), lambda mistake: told.append(str(mistake)))
+    assert told == expected
+    assert [problem.split("\n      ")[-1] for problem in raised.value.problems] == ["and 20 more"] * 2
 
 
-def test_rows_with_the_same_problem_are_one_line(tmp_path: Path) -> None:
+def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
+    bad, peaks, told = tmp_path / "bad.jsonl", [], []
+    for count in (2_000, 20_000):
+        with_mistakes(bad, count)
+        told.append(0)
+
+        def tell(_: object) -> None:
+            told[-1] += 1
+
+        tracemalloc.start()
+        with pytest.raises(ConfigError):
+            check_data_files(config("model", bad), tell)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert told == [2_000, 20_000]
+    # The index of a file has 8 bytes for each of its rows; with a list of the mistakes it would be 100 at least.
+    assert peaks[1] - peaks[0] < 18_000 * 20
+
+
+def test_rows_with_the_same_problem_are_together(tmp_path: Path) -> None:
     path = write_problems(tmp_path / "many.jsonl", 64)
     with pytest.raises(ConfigError) as raised:
         check_data_files(config("model", path, data__prompt_field="question"))
     [problem] = raised.value.problems
-    assert problem.startswith(f"data: {path}:1: there is no field 'question' (data.prompt_field)")
-    assert problem.endswith(" (and in 63 more: 2, 3, 4, 5, 6, ...)")
+    assert problem.startswith("data: 64 rows: there is no field 'question' (data.prompt_field)")
+    assert f"\n      {path}:10; the row has ['answer', 'problem']\n      and 54 more" in problem
     path.write_text(write_problems(tmp_path / "good.jsonl", 1).read_text() + "no\n[1]\nno\n")
     with pytest.raises(ConfigError) as raised:
         check_data_files(config("model", path))
     first, second = raised.value.problems
-    assert first.startswith(f"data: {path}:2: not JSON: ") and first.endswith(" (and in 1 more: 4)")
+    assert first == f"data: 2 rows: not JSON: Expecting value\n      {path}:2:1\n      {path}:4:1"
     assert second == f"data: {path}:3: must be a JSON object, not list"
 
 
@@ -90,5 +140,24 @@ def test_a_command_tells_them_before_anything_starts(
     capsys.readouterr()  # what making the model has shown
     assert cli.main([command, "--config", str(path)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("megarl: 3 problems\n  - data: ") and "bad.jsonl:11: not JSON" in told
+    assert told.startswith("megarl: 3 problems\n  - data: ") and "bad.jsonl:11:27: not JSON" in told
     assert not (tmp_path / "run").exists()
+    assert cli.main([command, "--config", str(path), "--all-mistakes"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == told
+    assert [line.partition(": ")[0] for line in printed.out.splitlines()] == [f"{data}:{n}" for n in (9, "11:27", 13)]
+
+
+def test_the_list_may_end_before_its_reader_has_read_it(tmp_path: Path) -> None:
+    model, data, path = make_tiny_model(tmp_path / "model"), tmp_path / "bad.jsonl", tmp_path / "run.yaml"
+    with_mistakes(data, 20_000)
+    path.write_text(json.dumps(tree(model, data, run__dir=str(tmp_path / "run"))))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megarl", "plan", "--config", str(path), "--all-mistakes"]
+    ended = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=environment()
+    )
+    os.close(writer)
+    assert ended.returncode == 2 and ended.stderr.startswith("megarl: 2 problems\n  - data: 10000 rows: ")
+    assert "Broken pipe" not in ended.stderr

@@ -119,7 +119,7 @@ def test_limit_and_blank_lines(tmp_path: Path) -> None:
     good = {"problem": "1?", "answer": "1"}
     path = write(tmp_path / "x.jsonl", "", good, "   ", {**good, "answer": "2"}, "broken")
     assert [p.answer for p in load(path, limit=2)] == ["1", "2"]
-    with pytest.raises(ValueError, match=r"x\.jsonl:5: not JSON"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:5:1: not JSON"):
         load(path)
 
 
@@ -129,22 +129,28 @@ GOOD = {"problem": "1?", "answer": "1"}
 @pytest.mark.parametrize(
     ("rows", "config", "message"),
     [
-        ([GOOD, '{"problem": "1?", '], {}, r":2: not JSON: .* at column"),
+        ([GOOD, '{"problem": "1?", '], {}, r":2:19: not JSON: Expecting property name"),
         ([GOOD, GOOD, "[1]"], {}, r":3: must be a JSON object, not list"),
-        (["["], {}, r":1: not JSON: .* not one array"),
-        ([GOOD, b'{"problem": "\xff"}'], {}, r":2: not UTF-8 at byte 13"),
+        (["["], {}, r":1:2: not JSON: .* not one array"),
+        ([GOOD, b'{"problem": "\xff"}'], {}, r":2:14: not UTF-8 at byte 13"),
+        (['{"problem": ' + "9" * 5000 + "}"], {}, r":1: not JSON that can be read: Exceeds the limit"),
+        (["[" * 100_000], {}, r":1: not JSON that can be read: maximum recursion"),
         ([GOOD, {"problem": "2?"}], {}, r":2: field 'answer' is missing; the row has \['problem'\]"),
         ([GOOD, {"problem": 3, "answer": "3"}], {}, r":2: field 'problem' must be a non-empty string, not 3"),
         ([GOOD, {"problem": " ", "answer": "3"}], {}, r":2: field 'problem' must be a non-empty string"),
         ([GOOD, {"problem": "x", "answer": None}], {}, r":2: field 'answer' is missing"),
         ([GOOD, {"problem": "x", "answer": ["1"]}], {}, r":2: field 'answer' must be a string or a number"),
         ([{"question": "x", "answer": "1"}], {}, r":1: unknown format: .* set data.prompt_field"),
-        ([{"text": "x"}], {}, r":1: unknown format: fields \['text'\]"),
+        ([{"text": "x"}], {}, r":1: unknown format: .*; the row has \['text'\]"),
         ([{"question": "x", "answer": "1"}], {"format": "gsm8k"}, r":1: field 'answer' has no number after '####'"),
         ([{"prompt": "x", "answer": "1"}], {"answer_field": "gold"}, r":1: field 'gold' is missing"),
         ([{"prompt": [], "answer": "1"}], {}, r":1: field 'prompt' must be a string or a list of messages"),
         ([{"prompt": [{"role": "user"}], "answer": "1"}], {}, "a message must have role and content"),
-        ([{"prompt": [{"role": "bot", "content": "x"}], "answer": "1"}], {}, "role 'bot' is none of"),
+        (
+            [{"prompt": [{"role": "bot", "content": "x"}], "answer": "1"}],
+            {},
+            "a role must be one of system, .*, not 'bot'",
+        ),
         ([{"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}], {}, "must hold a user message"),
         (
             [{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "x"}], "answer": "1"}],

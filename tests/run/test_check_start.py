@@ -40,7 +40,7 @@ def test_all_problems_are_told_together(model: Path, data: Path) -> None:
         file.truncate(file.seek(0, os.SEEK_END) - 8)
     told = problems_of(config(model, data, reward__function=BROKEN))
     assert [each.partition(":")[0] for each in told] == ["data", "model.path", "model.path", "reward.function"]
-    assert f"{data}:5: not JSON" in told[0] and "has no chat template: put a chat_template.jinja" in told[1]
+    assert f"{data}:5:1: not JSON" in told[0] and "has no chat template: put a chat_template.jinja" in told[1]
     assert f"{model / 'model.safetensors'} is not a complete safetensors file" in told[2]
     assert f"the first row of {data}" in told[3] and "LookupError: the judge has no key" in told[3]
     assert "reward.trial_call: false" in told[3]
