@@ -15,6 +15,7 @@ from megarl.common.claim import refuse_claimed
 from megarl.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megarl.config.plan import RunPlan
     from megarl.config.schema import Config
 
 
@@ -35,7 +36,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="default: slurm if sbatch is on this machine, else local",
     )
     parser.add_argument(
-        "--no-files", action="store_true", help="with slurm: model and data are on the nodes only; do not look for them"
+        "--no-files",
+        action="store_true",
+        help="with slurm or --dry-run: model and data are where the run will be only; do not look for them",
     )
     parser.add_argument("--dry-run", action="store_true", help="print script and plan; start nothing")
     parser.add_argument(
@@ -55,16 +58,12 @@ def run(options: argparse.Namespace) -> int:
     from megarl.checkpoint.format.finished import already_finished
     from megarl.cluster.nodes.batch_script import local_script, slurm_script
     from megarl.cluster.nodes.node_commands import user_environment
-    from megarl.config.checks import absent_files, detect_device
     from megarl.config.load import load_config
-    from megarl.config.plan import make_plan
     from megarl.config.plan_tables import print_dry_run
 
     config = load_config(options.config, options.overrides)
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
-    device = options.device or ("cuda" if slurm else detect_device())
-    # With SLURM the job checks the files, on the nodes where the run will be, before anything starts.
-    plan = make_plan(config, device=device, files=not (options.dry_run or slurm))
+    plan, notes = _plan(config, options, slurm=slurm)
     user_environment(config)
     if not options.dry_run and (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
@@ -76,13 +75,11 @@ def run(options: argparse.Namespace) -> int:
             f"the config needs {plan.pools.nodes} nodes: use --scheduler slurm, or launch/multinode.sh with a host list"
         ])  # fmt: skip
     render = slurm_script if slurm else local_script
-    script = render(config, options.config, options.overrides, cuda=device == "cuda")
+    script = render(config, options.config, options.overrides, cuda=plan.device == "cuda")
     if options.dry_run:
         sys.stdout.write(script)
         sys.stdout.flush()
-        absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config))
-        note = f"not here, so not checked, and needed where the run starts: {absent}"
-        print_dry_run(plan, config, sys.stderr, [note] if absent else [])
+        print_dry_run(plan, config, sys.stderr, notes)
         return 0
     if not slurm:  # a job may be queued while another one of the same run runs
         refuse_claimed(config.run_dir)
@@ -101,6 +98,23 @@ def run(options: argparse.Namespace) -> int:
     if status and slurm and options.scheduler is None and plan.pools.nodes == 1:
         sys.stderr.write("megarl: sbatch failed; for this machine: --scheduler local\n")
     return status
+
+
+def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[RunPlan, list[str]]:
+    """Check the config for where it will run, and return its plan with notes on it. Raises ConfigError.
+
+    With SLURM the job checks the files, on the nodes where the run will be, before anything starts. A dry run for this
+    machine checks all that `megarl train --dry-run` does.
+    """
+    from megarl.config.checks import absent_files, detect_device
+    from megarl.config.plan import make_plan
+    from megarl.run.dry_run import checked_plan
+
+    if options.dry_run and not slurm:
+        return checked_plan(config, overrides=options.overrides, device=options.device, files=not options.no_files)
+    plan = make_plan(config, device=options.device or ("cuda" if slurm else detect_device()), files=not slurm)
+    absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config)) if options.dry_run else ""
+    return plan, [f"not here, so not checked, and needed where the run starts: {absent}"] if absent else []
 
 
 def _refuse_absent_files(config: Config) -> None:

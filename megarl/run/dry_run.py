@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from megarl.common.errors import ConfigError
 from megarl.config.checks import DeviceType, absent_files, planned_elsewhere
 from megarl.config.load import overridden_tree
-from megarl.config.plan import make_plan
+from megarl.config.plan import RunPlan, make_plan
 from megarl.config.plan_tables import print_dry_run
 from megarl.config.schema import Config
 from megarl.data.check_files import Tell
@@ -26,7 +26,20 @@ def dry_run(
     files: bool = True,
     tell: Tell | None = None,
 ) -> None:
-    """Check `config` and write it resolved, with its plan, to `stream`. Raises ConfigError that lists every problem.
+    """Check `config` as `checked_plan` does, and write it resolved, with its plan, to `stream`."""
+    plan, notes = checked_plan(config, overrides=overrides, device=device, files=files, tell=tell)
+    print_dry_run(plan, config, stream, notes)
+
+
+def checked_plan(
+    config: Config,
+    *,
+    overrides: Sequence[str] = (),
+    device: DeviceType | None = None,
+    files: bool = True,
+    tell: Tell | None = None,
+) -> tuple[RunPlan, list[str]]:
+    """Check all that can be checked here; return the plan and its notes. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer. A config with `model.shape` whose model is not here is
     planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides` names it. Unless
@@ -39,13 +52,10 @@ def dry_run(
     if elsewhere and device is None and config.trainer.device_memory_gib is not None:
         device = "cuda"
     plan = make_plan(config, device=device, files=files and not elsewhere)
-    notes: list[str] = []
     if files and elsewhere:
         absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config))
-        notes = [f"planned by model.shape; not here, so not checked, and needed where the run starts: {absent}"]
-    elif files:
-        notes = check_start(config, plan.info, tell)
-    print_dry_run(plan, config, stream, notes)
+        return plan, [f"planned by model.shape; not here, so not checked, and needed where the run starts: {absent}"]
+    return plan, check_start(config, plan.info, tell) if files else []
 
 
 def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> Iterator[str]:

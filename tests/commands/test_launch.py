@@ -132,3 +132,36 @@ def test_a_failing_sbatch_that_nobody_asked_for_is_told_with_the_way_to_run_here
     add_sbatch(tmp_path, "exit 0")
     assert cli.main(arguments) == 0
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("absent", ["model", "prompts.jsonl"])
+def test_a_dry_run_for_this_machine_refuses_absent_files_as_that_of_train_does(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], absent: str
+) -> None:
+    (tmp_path / absent).rename(tmp_path / "elsewhere")
+    local = [*arguments, "--scheduler", "local", "--dry-run"]
+    capsys.readouterr()  # what making the model has shown
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--config", arguments[2], "--dry-run"])
+    assert ended.value.code == 2
+    refused = capsys.readouterr().err
+    assert "no such" in refused and str(tmp_path / absent) in refused
+    assert cli.main(local) == 2
+    assert capsys.readouterr() == ("", refused)
+
+
+def test_a_dry_run_for_this_machine_checks_the_data_and_can_be_told_not_to(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = [*arguments, "--scheduler", "local", "--dry-run"]
+    capsys.readouterr()
+    assert cli.main(local) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("#!") and "# resolved config" in told.err
+    (tmp_path / "prompts.jsonl").write_text("no\n")
+    assert cli.main(local) == 2
+    assert "prompts.jsonl:1:1: not JSON" in capsys.readouterr().err
+    assert cli.main([*local, "--no-files"]) == 0
+    assert capsys.readouterr().out == told.out
+    assert cli.main([*arguments, "--scheduler", "slurm", "--dry-run"]) == 0
+    assert "not here" not in capsys.readouterr().err
