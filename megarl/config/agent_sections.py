@@ -65,6 +65,12 @@ class AgentConfig(Section):
         f"`{HARNESS}` the requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, no bound for others.",
     )
     max_tool_calls: int = Field(32, ge=0, description="Calls of tools; further ones are answered with an error.")
+    max_calls_per_turn: int | None = Field(
+        None,
+        ge=1,
+        description=f"Calls of one turn that `{TOOL_AGENT}` looks at, from the first one; further ones get no answer. "
+        "null: all of them.",
+    )
     max_malformed_calls: int = Field(
         4, ge=0, description="Calls that cannot be read and are answered with an error; the next one ends the loop."
     )
@@ -73,7 +79,15 @@ class AgentConfig(Section):
         300.0, gt=0, description="Seconds of all calls; further ones are answered with an error."
     )
     max_tool_output_chars: int = Field(
-        8192, ge=64, description="Characters of one answer of a tool; a longer one is cut in the middle, with a note."
+        8192, ge=64, description="Characters of one answer of a tool; a longer one is cut, and a note takes the place."
+    )
+    tool_output_cut: Literal["beginning", "middle", "end"] = Field(
+        "middle", description="The part of a longer answer that is left out."
+    )
+    tool_output_note: str = Field(
+        "\n[... {left_out} characters left out ...]\n",
+        max_length=1000,
+        description="The note in the place of what is left out; `{left_out}` becomes its number of characters.",
     )
     on_overflow: Literal["truncate", "fail"] = Field(
         "truncate",

@@ -15,7 +15,8 @@ from megarl.rewards.code_tests import CodeTests, last_program, read_tests, same_
 from megarl.rewards.types import RewardResult
 from megarl.sandbox.availability import require_sandbox
 from megarl.sandbox.bounds import Limits, SandboxError
-from megarl.sandbox.runner import Sandbox, check_packages
+from megarl.sandbox.packages import find_packages
+from megarl.sandbox.runner import Sandbox
 
 LEAST_S = 0.05  # less is left for no test
 
@@ -32,12 +33,12 @@ class CodeReward:
     """Score 1 if all tests pass, else 0; the component `passed` is the share that does.
 
     `timeout_s`: for all tests of a response together; it has to be less than `reward.timeout_s`. `memory_mib`: of a
-    program; `packages`: directories that it can import from. Raises ValueError for values that mean nothing.
+    program; `packages`: those that it can import (`find_packages`). Raises ValueError for values that mean nothing.
     """
 
     def __init__(self, timeout_s: float = 6.0, memory_mib: int = 512, packages: Sequence[str] = ()) -> None:
         self.timeout_s, self.packages = timeout_s, tuple(packages)
-        check_packages(packages)
+        find_packages(packages)
         self.limits = Limits(
             timeout_s=timeout_s, cpu_s=max(1, round(timeout_s)), memory_mib=memory_mib, output_kib=4096
         )

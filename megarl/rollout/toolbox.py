@@ -12,7 +12,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.tool_calls import HERMES, ToolFormat
 from megarl.tools.tool import Tool, schema_of
 
-CUT = "\n[... {} characters left out ...]\n"
+LEFT_OUT = "{left_out}"  # in the note
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Toolbox:
         return [schema_of(tool) for tool in self.tools.values()]
 
     def shortened(self, text: str) -> str:
-        """Return a tool's answer within `agent.max_tool_output_chars`, cut in the middle, as text that can be encoded.
+        """Return a tool's answer within `agent.max_tool_output_chars`, cut as the config says, as encodable text.
 
         The note about what is left out comes on top.
         """
@@ -56,5 +56,6 @@ class Toolbox:
         most = self.bounds.max_tool_output_chars
         if len(text) <= most:
             return text
-        begin, end = most - most // 2, most // 2
-        return text[:begin] + CUT.format(len(text) - most) + text[len(text) - end :]
+        begin = {"beginning": 0, "middle": most - most // 2, "end": most}[self.bounds.tool_output_cut]
+        note = self.bounds.tool_output_note.replace(LEFT_OUT, str(len(text) - most))
+        return text[:begin] + note + text[len(text) - (most - begin) :]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megarl.sandbox.bounds import Limits
 from megarl.sandbox.installation import NOBODY, Installation
+from megarl.sandbox.packages import NO_PACKAGES, Packages
 
 MIB = 1 << 20
 PROGRAM = "/sandbox/program.py"
@@ -77,7 +78,7 @@ def command(
     *,
     mark: str,
     root_as: int | None,
-    packages: Sequence[str] = (),
+    packages: Packages = NO_PACKAGES,
 ) -> list[str]:
     """Return the command line, known by the word `mark`.
 
@@ -113,13 +114,13 @@ def _namespaces(root_as: int | None) -> list[str]:
 
 
 def _tree(
-    installation: Installation, programs: Programs, limits: Limits, packages: Sequence[str], program: int, is_root: bool
+    installation: Installation, programs: Programs, limits: Limits, packages: Packages, program: int, is_root: bool
 ) -> list[str]:
     """Return the options for the file system: an empty one, in which only the scratch directory can be written to."""
     files = [*installation.files, installation.python, programs.prlimit, *([programs.setpriv] if is_root else [])]
-    mounts = [(path, path) for path in (*installation.directories, *packages)] + [(path, path) for path in files]
+    mounts = [*((path, path) for path in (*installation.directories, *files)), *packages.mounts]
     arguments: list[str] = []
-    for directory in _ancestors([*(path for path, _ in mounts), PROGRAM, "/dev/null"]):
+    for directory in _ancestors([*(path for _, path in mounts), PROGRAM, "/dev/null"]):
         # Where a path outside is closed to others, bubblewrap would make it closed in the sandbox as well.
         arguments += ["--perms", "0755", "--dir", directory]
     for source, path in mounts:
@@ -150,7 +151,7 @@ def _ancestors(paths: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _environment(packages: Sequence[str]) -> list[str]:
+def _environment(packages: Packages) -> list[str]:
     variables: Mapping[str, str] = {
         "HOME": SCRATCH,
         "TMPDIR": SCRATCH,
@@ -160,8 +161,8 @@ def _environment(packages: Sequence[str]) -> list[str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    if packages:
-        variables = {**variables, "PYTHONPATH": ":".join(packages)}
+    if packages.search:
+        variables = {**variables, "PYTHONPATH": ":".join(packages.search)}
     return [part for name, value in variables.items() for part in ("--setenv", name, value)]
 
 

@@ -24,6 +24,7 @@ from megarl.sandbox.installation import (
     this_installation,
 )
 from megarl.sandbox.owned import OwnedDescriptors
+from megarl.sandbox.packages import find_packages
 from megarl.sandbox.seccomp import filter_program
 from megarl.sandbox.supervised import SupervisedRun, Watched
 
@@ -45,13 +46,6 @@ def _programs() -> Programs:
 @functools.cache
 def _filter() -> bytes:
     return filter_program(platform.machine())
-
-
-def check_packages(packages: Sequence[str]) -> None:
-    """Raise ValueError if one of the paths is not absolute, or is no directory."""
-    for path in packages:
-        if not os.path.isabs(path) or ":" in path or not os.path.isdir(path):
-            raise ValueError(f"{path!r} is no absolute path of a directory, which a sandbox's packages have to be")
 
 
 class Cancellation:
@@ -79,8 +73,8 @@ class Cancellation:
 class Sandbox:
     """Runs programs, `slots` at once (default: one for each core); the others wait `queue_s` seconds at most.
 
-    `packages`: directories that a program may also read and import from, such as a `site-packages`. Any user on the
-    host has to be able to read them.
+    `packages`: names of installed packages, or directories, that a program may also read and import from; see
+    `find_packages`, whose errors it raises. Any user on the host has to be able to read them.
     """
 
     def __init__(
@@ -96,8 +90,7 @@ class Sandbox:
         if not 0 < self.slots <= SLOTS_PER_PROCESS:
             raise ValueError(f"a sandbox needs 1 to {SLOTS_PER_PROCESS} slots, not {self.slots}")
         self.queue_s = queue_s
-        self.packages = tuple(packages)
-        check_packages(packages)
+        self.packages = find_packages(packages)
         self._threads = ThreadPoolExecutor(self.slots, "megarl-sandbox")
         self._runs: set[Cancellation] = set()
         self._lock = threading.Lock()

@@ -10,8 +10,13 @@ from megarl.sandbox.availability import require_sandbox
 from megarl.sandbox.bounds import Limits, RunResult, SandboxError
 from megarl.sandbox.runner import Sandbox
 from megarl.tools.bounded_text import MAX_CHARACTERS, bounded
+from megarl.tools.model_program import with_last_line_printed, without_fence
 from megarl.tools.tool import ToolAnswer
 
+DESCRIPTION = (
+    "Run a Python program and return what it prints. Each program starts from nothing; it has no network, and "
+    "its files are gone when it ends."
+)
 _ENDED = {
     "time": "the program did not end in time and was killed",
     "cpu": "the program used more processor time than it may and was killed",
@@ -24,8 +29,11 @@ _ENDED = {
 class PythonTool:
     """The tool `python`. Each call is a process of its own, so it may be repeated.
 
-    `limits`: those of each program; `slots`: programs at once (default: one for each core); `packages`: directories
-    that programs can import from, such as a `site-packages`. Raises SandboxError if this machine has no sandbox.
+    `limits`: those of each program; `slots`: programs at once (default: one for each core); `packages`: names of
+    installed packages, or directories, that programs can import from (`find_packages`). `description` and
+    `code_description`: of the tool and of its argument, for the model. `unfence` and `print_last_line`: what is done to
+    the code first (`megarl.tools.model_program`). Raises SandboxError if this machine has no sandbox, and ValueError
+    for packages that are not there.
     """
 
     idempotent = True
@@ -39,18 +47,19 @@ class PythonTool:
         packages: Sequence[str] = (),
         queue_s: float = 60.0,
         max_characters: int = MAX_CHARACTERS,
+        description: str = DESCRIPTION,
+        code_description: str = "the program; print what you want to see",
+        unfence: bool = False,
+        print_last_line: bool = False,
     ) -> None:
         require_sandbox()
-        self.name = name
-        self.description = (
-            "Run a Python program and return what it prints. Each program starts from nothing; it has no network, and "
-            "its files are gone when it ends."
-        )
+        self.name, self.description = name, description
         self.parameters: dict[str, Any] = {
             "type": "object",
-            "properties": {"code": {"type": "string", "description": "the program; print what you want to see"}},
+            "properties": {"code": {"type": "string", "description": code_description}},
             "required": ["code"],
         }
+        self._unfence, self._print_last_line = unfence, print_last_line
         self._limits, self._max_characters = limits, max_characters
         self._sandbox = Sandbox(limits, slots=slots, queue_s=queue_s, packages=packages)
 
@@ -65,10 +74,15 @@ class PythonTool:
         if unknown := sorted(set(arguments) - {"code"}):
             return ToolAnswer(f"error: {self.name} has no argument {unknown[0][:80]!r}", error=True)
         try:
-            result = await self._sandbox.run(code, timeout_s=min(timeout_s, self._limits.timeout_s))
+            result = await self._sandbox.run(self._program(code), timeout_s=min(timeout_s, self._limits.timeout_s))
         except (SandboxError, OSError) as error:  # of the latter kind: no descriptor or process is left
             return ToolAnswer(bounded(f"error: the program was not run: {error}", self._max_characters), error=True)
         return ToolAnswer(bounded(told(result), self._max_characters), error=not result.ok)
+
+    def _program(self, code: str) -> str:
+        """Return the program that is run for the code that the model has given."""
+        program = without_fence(code) if self._unfence else code
+        return with_last_line_printed(program) if self._print_last_line else program
 
     async def close(self) -> None:
         """End the programs that run."""

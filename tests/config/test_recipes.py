@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megarl.config.load import config_from_tree
 from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
 from megarl.config.pace import Pace, pace_of
 from megarl.config.schema import Config
+from megarl.rollout.make_toolboxes import make_tool
 from tests.support.configs import with_changes
 from tests.support.recipe_twins import RECIPES, differing_keys, recipe, twin
 
@@ -81,6 +83,26 @@ def test_aime_is_measured_as_published(name: str) -> None:
     assert [each.sampling.samples or evaluation.sampling.samples for each in evaluation.sets] == [
         expected for each in evaluation.sets if each.name.startswith("aime")
     ]
+
+
+def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
+    """verl's recipe/retool/sandbox_fusion_tool_config.yaml and retool.py, and its defaults for several turns."""
+    for tree in (recipe("qwen2_5_7b_retool_4x4"), twin("qwen2_5_7b_retool_4x4", tmp_path)):
+        config = config_of(tree)
+        agent, [tool] = config.agent, config.tools
+        assert (agent.max_turns, agent.max_calls_per_turn, agent.tool_timeout_s) == (16, 1, 30.0)
+        assert (agent.max_tool_output_chars, agent.tool_output_cut) == (256, "middle")
+        assert agent.tool_output_note == "...(truncated)..."
+        assert agent.max_tool_calls >= agent.max_turns
+        assert agent.max_tool_seconds >= agent.max_turns * agent.tool_timeout_s
+        assert (tool.kind, tool.name) == ("python", "code_interpreter")
+        assert tool.kwargs == {
+            "description": "A tool for executing code.", "code_description": "The code to execute.",
+            "timeout_s": 30, "cpu_s": 30, "memory_mib": 1024, "unfence": True, "print_last_line": True,
+            "packages": ["numpy", "sympy"],
+        }  # fmt: skip
+        made = make_tool(tool, "tools.0")
+        asyncio.run(made.close())
 
 
 def test_a_change_of_the_algorithm_would_be_seen() -> None:

@@ -11,7 +11,7 @@ import pytest
 from megarl.sandbox.bounds import Limits, SandboxError
 from megarl.tools import python_tool
 from megarl.tools.python_tool import PythonTool
-from megarl.tools.tool import ToolAnswer
+from megarl.tools.tool import ToolAnswer, schema_of
 
 LIMITS = Limits(timeout_s=60.0, cpu_s=30)
 
@@ -68,6 +68,25 @@ def test_arguments_that_are_none() -> None:
 def test_answers_are_bounded() -> None:
     answer = answer_to({"code": "print('x' * 5000)"}, max_characters=200)
     assert len(answer.text) <= 200 and "left out" in answer.text
+
+
+def test_a_fence_is_taken_off_and_the_last_line_printed_if_asked_for() -> None:
+    code = "```python\nx = 6\nx * 7\n```"
+    assert "SyntaxError" in answer_to({"code": code}).text
+    assert answer_to({"code": code}, unfence=True) == ToolAnswer("(the program printed nothing)")
+    assert answer_to({"code": code}, unfence=True, print_last_line=True) == ToolAnswer("42")
+
+
+def test_packages_are_imported_by_their_names() -> None:
+    assert answer_to({"code": "import mpmath; print(mpmath.mpf(2))"}, packages=["mpmath"]) == ToolAnswer("2.0")
+
+
+def test_the_texts_for_the_model_can_be_given() -> None:
+    tool = PythonTool("run", slots=1, description="Runs it.", code_description="What to run.")
+    asyncio.run(tool.close())
+    schema = schema_of(tool)["function"]
+    assert (schema["name"], schema["description"]) == ("run", "Runs it.")
+    assert schema["parameters"]["properties"]["code"]["description"] == "What to run."
 
 
 def test_without_a_sandbox_there_is_no_tool(monkeypatch: pytest.MonkeyPatch) -> None:

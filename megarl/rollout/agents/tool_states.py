@@ -130,7 +130,7 @@ def _after_turn(state: ToolAgentState, event: TurnEnded) -> ToolAgentState:
 def _after_reading(state: ToolAgentState, turn: ParsedTurn, bounds: AgentConfig) -> ToolAgentState:
     calls = tuple(
         RequestedCall(error=call.error) if isinstance(call, MalformedCall) else RequestedCall(call.name, call.arguments)
-        for call in turn.calls
+        for call in turn.calls[: bounds.max_calls_per_turn]
     )
     malformed = state.malformed + sum(bool(call.error) for call in calls)
     read = changed(state, calls=calls, malformed=malformed)

@@ -147,6 +147,22 @@ def test_a_long_answer_is_cut_in_the_middle(config: Config) -> None:
     assert rewards.judged[0].turns[1].text == "a" * 32 + "\n[... 136 characters left out ...]\n" + "b" * 32
 
 
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ({"tool_output_cut": "end"}, "a" * 64 + "\n[... 137 characters left out ...]\n"),
+        ({"tool_output_cut": "beginning"}, "\n[... 137 characters left out ...]\n" + "b" * 64),
+        ({"tool_output_note": "...(truncated)..."}, "a" * 32 + "...(truncated)..." + "b" * 32),
+        ({"tool_output_cut": "end", "tool_output_note": ""}, "a" * 64),
+    ],
+)
+def test_a_long_answer_is_cut_as_the_config_says(config: Config, bounds: dict[str, Any], told: str) -> None:
+    rewards = KeepingRewards()
+    tool = Counter(answer=lambda _: "a" * 100 + "b" * 101)
+    run(config, [call_text("add"), "4"], tool, rewards=rewards, max_tool_output_chars=64, **bounds)
+    assert rewards.judged[0].turns[1].text == told
+
+
 @pytest.mark.parametrize("policy", ["truncate", "fail"])
 def test_an_answer_that_does_not_fit_ends_the_trajectory_before_it(config: Config, policy: str) -> None:
     room = len(ids_of(TURNS[0])) + 30

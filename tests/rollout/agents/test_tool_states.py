@@ -81,6 +81,13 @@ def test_what_a_turn_says_decides(turns: int, malformed: int, calls: list, phase
     assert [call.error for call in state.calls] == [call.error if call is BAD else "" for call in calls]
 
 
+@pytest.mark.parametrize(("most", "calls", "malformed"), [(None, 3, 1), (1, 1, 0), (2, 2, 1), (9, 3, 1)])
+def test_calls_beyond_those_of_a_turn_are_not_looked_at(most: int | None, calls: int, malformed: int) -> None:
+    bounds = AgentConfig(max_calls_per_turn=most)
+    state = after(ToolAgentState("parsing", 1), TurnRead(ParsedTurn("", (GOOD, BAD, GOOD))), bounds)
+    assert (state.phase, len(state.calls), state.malformed) == ("calling", calls, malformed)
+
+
 def test_answers_that_do_not_fit_end_the_trajectory_before_them() -> None:
     event = AnswersEncoded((1, 2), fit=False)
     cut = after(INSERTING, event, BOUNDS)

@@ -1,0 +1,110 @@
+"""The packages that programs in a sandbox can import beside the standard library: what is shown of them, and where.
+
+A package is named as for pip, and taken from the environment of this process together with what it needs; or it is the
+path of a directory, such as a `site-packages`, of which everything is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import PurePosixPath
+
+FOLDER = "/sandbox/packages"  # where named packages are in the sandbox, wherever they are outside
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What is mounted, read-only, and where programs look for it.
+
+    `mounts`: as (path outside, path inside). `search`: directories inside that programs import from, in order.
+    """
+
+    mounts: tuple[tuple[str, str], ...] = ()
+    search: tuple[str, ...] = ()
+
+
+NO_PACKAGES = Packages()
+
+
+def find_packages(chosen: Sequence[str]) -> Packages:
+    """Return what shows the chosen packages. An entry with a slash is a directory, another one the name of a package.
+
+    Raises ValueError for a directory that is not there or has no absolute path, and for a package that is not installed
+    or does not say what belongs to it.
+    """
+    directories = [each for each in chosen if "/" in each]
+    for path in directories:
+        if not os.path.isabs(path) or ":" in path or not os.path.isdir(path):
+            raise ValueError(f"{path!r} is no absolute path of a directory, which a sandbox's packages have to be")
+    names = [each for each in chosen if "/" not in each]
+    mounts = dict.fromkeys((path, path) for path in directories)
+    for each in _with_needed(names):
+        mounts.update(dict.fromkeys(_mounts(each)))
+    return Packages(tuple(mounts), (*dict.fromkeys(directories), *((FOLDER,) if names else ())))
+
+
+def _with_needed(names: Iterable[str]) -> list[metadata.Distribution]:
+    """Return the packages of these names and all that they need, each once."""
+    from packaging.requirements import Requirement
+
+    found: dict[str, metadata.Distribution] = {}
+    waiting = [(name, "") for name in names]
+    while waiting:
+        name, needed_by = waiting.pop()
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if key in found:
+            continue
+        found[key] = _installed(name, needed_by)
+        needed = [Requirement(each) for each in found[key].requires or ()]
+        waiting += [(each.name, name) for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return list(found.values())
+
+
+def _installed(name: str, needed_by: str) -> metadata.Distribution:
+    try:
+        return metadata.distribution(name)
+    except (metadata.PackageNotFoundError, ValueError) as error:
+        needed = f", which {needed_by} needs," if needed_by else ""
+        raise ValueError(
+            f"the package {name!r} of a sandbox{needed} is not installed beside megarl: install it there, or give the "
+            "absolute path of a directory that has it"
+        ) from error
+
+
+def _mounts(found: metadata.Distribution) -> list[tuple[str, str]]:
+    """Return the mounts of one package: its own modules and folders, and nothing else of the directory they are in."""
+    files = [PurePosixPath(str(each)) for each in found.files or ()]
+    files = [each for each in files if not each.is_absolute() and ".." not in each.parts and each.suffix != ".pth"]
+    code = [each for each in files if not each.parts[0].endswith((".dist-info", ".egg-info"))]
+    if not code:
+        raise ValueError(
+            f"the package {found.name!r} of a sandbox does not say which files it has, as one that is installed in "
+            "editable mode: give the absolute path of the directory that has it"
+        )
+    tops = _own(files, set(files), 1)
+    outside = {str(top): str(found.locate_file(str(top))) for top in sorted(tops)}
+    return [(path, f"{FOLDER}/{top}") for top, path in outside.items() if os.path.exists(path)]
+
+
+def _own(files: Sequence[PurePosixPath], all_files: set[PurePosixPath], depth: int) -> set[PurePosixPath]:
+    """Return the paths that hold exactly these files: a folder where it is a package, else what is in it.
+
+    A folder without `__init__.py` can hold modules of other packages, too.
+    """
+    found: set[PurePosixPath] = set()
+    below: dict[PurePosixPath, list[PurePosixPath]] = {}
+    for each in files:
+        if len(each.parts) == depth:
+            found.add(each)
+        else:
+            below.setdefault(PurePosixPath(*each.parts[:depth]), []).append(each)
+    for folder, inside in below.items():
+        if folder / "__init__.py" in all_files or folder.name.endswith((".dist-info", ".egg-info")):
+            found.add(folder)
+        elif folder.name != "__pycache__":
+            found |= _own(inside, all_files, depth + 1)
+    return found
