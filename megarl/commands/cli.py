@@ -102,8 +102,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="show what is installed, which device path a run would use and what is missing",
         description="Compare the installed packages with the lock file; show which device path a run would use, and "
-        "the limits and memory of this machine. Exit status 1 if a run could not start.",
+        "the limits and memory of this machine. Exit status 1 if a run could not start, or the run of --config.",
     )
+    doctor.add_argument("--config", type=Path, help="a config: fail where it needs the sandbox and there is none here")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="with --config: overrides of its keys")
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.add_argument(
         "--installation",
@@ -165,9 +167,20 @@ def _doctor(options: argparse.Namespace) -> int:
         return _doctor_of_nodes(options)
     if options.run_dir is not None:
         return _doctor_of_run(options)
-    report = examine(installation_only=options.installation)
+    report = examine(installation_only=options.installation, sandbox_users=_sandbox_users(options))
     sys.stdout.write(report.to_json() if options.json else render(report))
     return 0 if report.can_start else 1
+
+
+def _sandbox_users(options: argparse.Namespace) -> list[str]:
+    from megarl.config.load import load_config
+    from megarl.config.sandbox_checks import sandbox_users
+
+    if options.config is not None and options.installation:
+        raise ConfigError(["doctor --installation does not look at this machine, which --config needs: leave one out"])
+    if options.config is None and options.overrides:
+        raise ConfigError([f"{options.overrides[0]} changes a config, and doctor has none: name it with --config"])
+    return [] if options.config is None else sandbox_users(load_config(options.config, options.overrides))
 
 
 def _doctor_of_nodes(options: argparse.Namespace) -> int:

@@ -13,19 +13,27 @@ from megarl.sandbox.availability import sandbox_problem
 
 def sandbox_problems(config: Config, *, here: bool) -> Iterator[str]:
     """Yield the problems of reward functions and tools that run programs. `here`: the run will be on this machine."""
-    yield from _reward_problems(config, here=here)
+    yield from _reward_problems(config)
     if here:
-        yield from _tool_problems(config)
+        yield from _without_sandbox(config)
 
 
-def _tool_problems(config: Config) -> Iterator[str]:
-    for key, tools in tool_lists(config).items():
-        for index, tool in enumerate(tools):
-            if tool.kind == "python" and (problem := sandbox_problem()) is not None:
-                yield f"{key}.{index}: python runs programs in a sandbox, and there is none here: {problem}"
+def sandbox_users(config: Config) -> list[str]:
+    """Return the keys of what needs the sandbox, each with its value."""
+    judges = [f"{key}.function: code" for key, each in reward_functions(config).items() if each.function == "code"]
+    lists = tool_lists(config).items()
+    tools = [f"{key}.{at}: python" for key, tools in lists for at, tool in enumerate(tools) if tool.kind == "python"]
+    return judges + tools
 
 
-def _reward_problems(config: Config, *, here: bool) -> Iterator[str]:
+def _without_sandbox(config: Config) -> Iterator[str]:
+    users = sandbox_users(config)
+    if users and (problem := sandbox_problem()) is not None:
+        for user in users:
+            yield f"{user} runs programs in a sandbox, and there is none here: {problem}"
+
+
+def _reward_problems(config: Config) -> Iterator[str]:
     judges = {key: each for key, each in reward_functions(config).items() if each.function == "code"}
     for key, reward in judges.items():
         try:
@@ -43,5 +51,3 @@ def _reward_problems(config: Config, *, here: bool) -> Iterator[str]:
                 f"{key}.kwargs: memory_mib={judge.limits.memory_mib} is more than reward.memory_gib="
                 f"{reward.memory_gib:g}, which holds for programs too; raise the latter"
             )
-    if judges and here and (problem := sandbox_problem()) is not None:
-        yield f"{next(iter(judges))}.function: code runs programs in a sandbox, and there is none here: {problem}"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megarl.commands.doctor import gpus, imports, installed, machine
 from megarl.commands.doctor.report import Finding, Report
 
 
-def examine(*, installation_only: bool = False) -> Report:
+def examine(*, installation_only: bool = False, sandbox_users: Sequence[str] = ()) -> Report:
     """Return all findings of this machine. Imports torch; the imports of a run happen in processes of their own.
 
     `installation_only`: only packages and imports, which do not depend on the machine's GPUs, limits and network.
+    `sandbox_users`: what of a config needs the sandbox, without which its run could not start.
     """
     findings: list[Finding] = []
     cuda = built_for_cuda = False
@@ -33,7 +34,7 @@ def examine(*, installation_only: bool = False) -> Report:
         findings.append(installed.kernel_finding())
     findings += imports.import_findings(cuda)
     if not installation_only:
-        findings += [*machine.machine_findings(), *machine.network_findings(cuda)]
+        findings += [*machine.machine_findings(sandbox_users), *machine.network_findings(cuda)]
     return Report("cuda" if cuda else "cpu", tuple(findings))
 
 

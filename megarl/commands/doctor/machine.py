@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,8 +21,11 @@ MIN_MEMORY = 6 * GIB
 INFINIBAND = Path("/sys/class/infiniband")
 
 
-def machine_findings() -> Iterator[Finding]:
-    """Yield the limits and free space of this machine."""
+def machine_findings(sandbox_users: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield the limits and free space of this machine, and whether it can sandbox programs.
+
+    `sandbox_users`: what of a config needs that; without any, a run may need it or not.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < MIN_OPEN_FILES and hard < MIN_OPEN_FILES
     yield Finding(
@@ -49,11 +52,17 @@ def machine_findings() -> Iterator[Finding]:
         "warn" if full else "ok", "disk", f"{disk / GIB:.1f} GiB free in the current directory",
         "runs/ holds logs, batches and exports" if full else "",
     )  # fmt: skip
+    yield _sandbox_finding(sandbox_users)
+
+
+def _sandbox_finding(users: Sequence[str]) -> Finding:
     problem = sandbox_problem()
-    yield Finding(
-        "warn" if problem else "ok", "sandbox", problem or "programs of a model run locked down, by bubblewrap",
-        "only the Python tool and reward.function code need it, and refuse to start without it" if problem else "",
-    )  # fmt: skip
+    if problem is None:
+        return Finding("ok", "sandbox", "programs of a model run locked down, by bubblewrap")
+    if users:
+        return Finding("fail", "sandbox", problem, f"the config needs it: {', '.join(users)}")
+    fix = "only the Python tool and reward.function code need it, and refuse to start without it; --config FILE tells"
+    return Finding("warn", "sandbox", problem, fix)
 
 
 def interfaces() -> dict[str, str]:

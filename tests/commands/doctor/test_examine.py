@@ -9,6 +9,7 @@ import pytest
 from megarl.commands import cli
 from megarl.commands.doctor import imports, installed, machine
 from megarl.commands.doctor.report import Finding
+from tests.support.checkout import ROOT
 
 
 def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +39,7 @@ def test_doctor_fails_when_a_run_could_not_start(
 def test_doctor_warns_where_programs_cannot_be_sandboxed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: str | None
 ) -> None:
-    """A warning only: doctor reads no config, and most runs need no sandbox."""
+    """A warning only where no config is named: most runs need no sandbox."""
     monkeypatch.setattr(machine, "sandbox_problem", lambda: problem)
     monkeypatch.setattr(imports, "import_findings", lambda cuda: ())
     assert cli.main(["doctor", "--json"]) == 0
@@ -47,6 +48,43 @@ def test_doctor_warns_where_programs_cannot_be_sandboxed(
         assert finding["level"] == "ok" and not finding["fix"]
     else:
         assert finding["level"] == "warn" and finding["detail"] == problem and "refuse to start" in finding["fix"]
+
+
+@pytest.mark.parametrize(
+    ("override", "user"),
+    [
+        ("reward.function=code", "reward.function: code"),
+        ("tools=[{kind: python}]", "tools.0: python"),
+        ("reward.function=gsm8k", None),
+    ],
+)
+def test_doctor_fails_where_the_config_needs_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str, user: str | None
+) -> None:
+    problem = "this machine forbids user namespaces: as root, run sysctl -w user.max_user_namespaces=10000"
+    monkeypatch.setattr(machine, "sandbox_problem", lambda: problem)
+    monkeypatch.setattr(imports, "import_findings", lambda cuda: ())
+    given = ["doctor", "--json", "--config", str(ROOT / "examples/rl/configs/quickstart_cpu.yaml"), override]
+    assert cli.main(given) == (1 if user else 0)
+    (finding,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["what"] == "sandbox"]
+    assert finding["level"] == ("fail" if user else "warn") and finding["detail"] == problem
+    if user:
+        assert finding["fix"] == f"the config needs it: {user}"
+        monkeypatch.setattr(machine, "sandbox_problem", lambda: None)
+        assert cli.main(given) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--installation", "--config", "x.yaml"], "leave one out"),
+        (["reward.function=code"], "name it with --config"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_a_config_that_doctor_cannot_look_at(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *given]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_the_gpu_stack_on_a_login_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
