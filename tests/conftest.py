@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from tests.support.checkout import ROOT
+from tests.support.escape_attempts import SHOWN
 from tests.support.megatron_version import check_megatron_version
 from tests.support.world import Starter, World
 
@@ -106,3 +107,10 @@ def world() -> Iterator[Callable[[int], World]]:
     for each in worlds.values():
         each.close()
     starter.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many escapes from the sandbox were shown in both halves."""
+    properties = [each for report in terminalreporter.getreports("passed") for each in report.user_properties]
+    if shown := {value for name, value in properties if name == SHOWN}:
+        terminalreporter.write_line(f"{len(shown)} attempts {SHOWN}")

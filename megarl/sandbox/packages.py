@@ -42,14 +42,14 @@ def find_packages(chosen: Sequence[str]) -> Packages:
             raise ValueError(f"{path!r} is no absolute path of a directory, which a sandbox's packages have to be")
     names = [each for each in chosen if "/" not in each]
     mounts = dict.fromkeys((path, path) for path in directories)
-    for each in _with_needed(names):
+    for each in _with_needed(names) if names else []:
         mounts.update(dict.fromkeys(_mounts(each)))
     return Packages(tuple(mounts), (*dict.fromkeys(directories), *((FOLDER,) if names else ())))
 
 
 def _with_needed(names: Iterable[str]) -> list[metadata.Distribution]:
     """Return the packages of these names and all that they need, each once."""
-    from packaging.requirements import Requirement
+    from packaging.requirements import Requirement  # a sandbox without packages works without it, too
 
     found: dict[str, metadata.Distribution] = {}
     waiting = [(name, "") for name in names]

@@ -12,16 +12,17 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.support.checkout import ROOT
-from tests.support.escape_attempts import ALL, ATTEMPTS, ESCAPED, SECRETS, Host, host_in
+from tests.support.escape_attempts import ALL, ATTEMPTS, ESCAPED, SECRETS, SHOWN, Host, host_in
 from tests.support.sandboxes import outside, run_sandboxed
 
 AS_ROOT = os.geteuid() == 0
 ORDINARY_USER = 54321
+Record = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,9 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 @pytest.mark.parametrize("name", list(ALL))
-def test_an_attempt_succeeds_outside_and_fails_inside(name: str, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_succeeds_outside_and_fails_inside(
+    name: str, host: Host, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
     program = host.fill(ALL[name])
     if AS_ROOT or name in ATTEMPTS:
         shown = outside(program, **SECRETS)
@@ -41,6 +44,13 @@ def test_an_attempt_succeeds_outside_and_fails_inside(name: str, host: Host, mon
     result = run_sandboxed(program)
     assert ESCAPED not in result.stdout, result.stdout
     assert result.status is not None, result.stderr  # it ended by itself: the attempt was made
+    if AS_ROOT or name in ATTEMPTS:
+        record_property(SHOWN, name)
+
+
+def test_at_least_thirty_attempts_are_shown_to_succeed_outside() -> None:
+    """Whoever runs the tests: the one above demands it of each of these. The summary of the tests prints the number."""
+    assert len(ATTEMPTS) >= 30
 
 
 def as_ordinary_user(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -79,43 +89,39 @@ def test_an_attempt_fails_in_the_sandbox_of_an_ordinary_user_too() -> None:
     assert found["the ids"][0].split() == [f"['{ORDINARY_USER}',", "'1']", nobody, nobody, no_rights, no_rights]
 
 
-def test_calls_of_other_machines_end_the_program() -> None:
+MACHINE_CODE = """
+import ctypes, mmap, os
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20; int 0x80; ret: getpid as a program of 32 bits calls it
+code = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+print("ESCAPED" if code() == os.getpid() else "no")
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a processor of another kind has no second kind of calls")
+def test_calls_of_other_machines_end_the_program(record_property: Record) -> None:
     """The 32-bit calls of x86 have other numbers, so that a filter of numbers alone would let them pass."""
-    if platform.machine() != "x86_64":
-        result = run_sandboxed("import ctypes; print(ctypes.CDLL(None).syscall(0x40000000 + 39))")
-        assert "-1" in result.stdout
-        return
-    program = "import ctypes; print(ctypes.CDLL(None).syscall(0x40000000 + 39))"  # getpid, in the convention x32
-    assert outside(program).strip().lstrip("-").isdigit()
-    assert run_sandboxed(program).status == -signal.SIGSYS
+    shown = outside(MACHINE_CODE)
+    assert ESCAPED in shown.splitlines(), f"this kernel runs no calls of 32 bits, so that nothing is shown: {shown}"
+    assert run_sandboxed(MACHINE_CODE).status == -signal.SIGSYS
+    record_property(SHOWN, "calls of other machines")
+    # The convention x32, which few kernels have.
+    assert run_sandboxed("import ctypes; ctypes.CDLL(None).syscall(0x40000000 + 39)").status == -signal.SIGSYS
 
 
-def test_input_for_a_terminal() -> None:
-    """TIOCSTI types into the terminal of whoever started the program. It is refused before the kernel looks at it."""
+def test_the_sandbox_has_no_terminal() -> None:
     program = """
-import errno, fcntl, os, pty
-try:
-    master, terminal = pty.openpty()
-except OSError:
-    master, terminal = -1, 0
-try:
-    fcntl.ioctl(terminal, 0x5412, b"x")
-    print("typed")
-except OSError as error:
-    print(errno.errorcode[error.errno])
+import os
 try:
     os.open("/dev/tty", os.O_RDWR)
     print("a terminal")
 except OSError:
     print("no terminal")
 """
-    if AS_ROOT:  # others may do it only to the terminal that is their own
-        shown = outside(program).splitlines()[0]
-        assert shown in ("typed", "EIO")  # the kernel has looked; newer ones forbid it by default
-    assert run_sandboxed(program).stdout.splitlines() == ["EPERM", "no terminal"]
+    assert run_sandboxed(program).stdout == "no terminal\n"
 
 
-def test_inherited_descriptors() -> None:
+def test_inherited_descriptors(record_property: Record) -> None:
     """A descriptor that a careless owner left open for children is not the program's."""
     program = "import os; print(sorted(int(name) for name in os.listdir('/proc/self/fd')))"
     reading, writing = os.pipe()
@@ -125,6 +131,7 @@ def test_inherited_descriptors() -> None:
         assert str(reading) in careless
         # 3 is the listing's own
         assert run_sandboxed(program).stdout == "[0, 1, 2, 3]\n"
+        record_property(SHOWN, "inherited descriptors")
     finally:
         os.close(reading)
         os.close(writing)
