@@ -6,6 +6,7 @@ of a message has to come within the time that is given. `multiprocessing.connect
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import time
@@ -20,7 +21,23 @@ class FrameError(RuntimeError):
 def send_frame(connection: socket.socket, payload: bytes, timeout_s: float | None = None) -> None:
     """Send one message; raises TimeoutError if the peer has not taken all of it in time, OSError if it has ended."""
     connection.settimeout(timeout_s)
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+    connection.sendall(framed(payload))
+
+
+def framed(payload: bytes) -> bytes:
+    """Return a message as it is sent."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+async def read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
+    """Return the next message from a stream. The caller bounds the time.
+
+    Raises EOFError or another OSError if the peer has ended, and FrameError if it is longer than `limit` bytes.
+    """
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > limit:
+        raise FrameError(f"a message of {length} bytes, where {limit} is the most")
+    return await reader.readexactly(length)
 
 
 def receive_frame(connection: socket.socket, limit: int, timeout_s: float | None = None) -> bytes:

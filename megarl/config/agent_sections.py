@@ -20,7 +20,7 @@ class ToolConfig(Section):
     kind: str = Field(
         ...,
         description="`calculator`, `python`, `http`, or the import path `package.module:function` of a function with "
-        "typed arguments, which runs in processes of its own, or `package.module:Class` of a tool.",
+        "typed arguments, or `package.module:Class` of a tool; both run in processes of their own.",
     )
     name: str | None = Field(
         None, description="The name by which the model calls it; default: that of the kind or of the function."

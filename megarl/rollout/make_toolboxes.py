@@ -19,6 +19,7 @@ from megarl.data.tool_format import tool_format
 from megarl.rollout.toolbox import Toolbox
 from megarl.sandbox.bounds import SandboxError
 from megarl.tools import make
+from megarl.tools.class_tool import ClassTool
 from megarl.tools.tool import Tool
 
 if TYPE_CHECKING:
@@ -106,27 +107,11 @@ def make_tool(chosen: ToolConfig, key: str) -> Tool:
         if not inspect.isclass(found):
             kwargs = {"function": chosen.kind, **resolved(chosen.kwargs, f"{key}.kwargs")}
             return make.make_tool(make.ToolSpec("function", chosen.name, kwargs))
-        return _of_class(found, chosen, key)
+        return ClassTool(chosen.kind, name=chosen.name, kwargs=resolved(chosen.kwargs, f"{key}.kwargs"))
     except (TypeError, ValueError, TimeoutError, SandboxError) as error:
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {error}") from error
     except Exception as error:  # whatever the values of its arguments lead to
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {type(error).__name__}: {error}") from error
-
-
-def _of_class(found: Any, chosen: ToolConfig, key: str) -> Tool:  # noqa: ANN401  # a class of the user's
-    kwargs = resolved(chosen.kwargs, f"{key}.kwargs")
-    try:
-        tool: Tool = found(**kwargs)
-    except Exception as error:
-        raise ValueError(f"its class failed with {type(error).__name__}: {error}") from error
-    if chosen.name is not None:
-        tool.name = chosen.name
-    missing = [name for name in ("name", "description", "parameters", "idempotent") if not hasattr(tool, name)]
-    methods = ("call", "close")
-    missing += [f"async {name}" for name in methods if not inspect.iscoroutinefunction(getattr(tool, name, None))]
-    if missing:
-        raise ValueError(f"its class has no {', '.join(missing)}, which a tool needs (megarl/tools/tool.py)")
-    return tool
 
 
 def _imported(path: str) -> object:

@@ -18,7 +18,7 @@ FOLDER = "/sandbox/packages"  # where named packages are in the sandbox, whereve
 
 @dataclass(frozen=True)
 class Packages:
-    """What is mounted, read-only, and where programs look for it.
+    """The mounts of packages, all read-only, and where programs look for them.
 
     `mounts`: as (path outside, path inside). `search`: directories inside that programs import from, in order.
     """

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from megarl.data.dialogue import DialogueError
 from megarl.data.tool_calls import HERMES, BareFormat
 from megarl.rollout.make_toolboxes import Toolboxes, make_tool
 from megarl.tools.calculator import Calculator
+from megarl.tools.tool import ToolAnswer
 from tests.support.chat_templates import chat_tokenizer
 from tests.support.configs import config as config_of
 
@@ -44,11 +48,15 @@ def test_sets_with_the_same_tool_share_it_and_it_is_closed_once() -> None:
     assert [schema["function"]["name"] for schema in found[1].schemas] == ["count"]
     assert [each.tool_format for each in found] == [BareFormat(), BareFormat(), HERMES, BareFormat()]
 
-    async def close() -> None:
-        closed.append(1)
+    def counting(close: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+        async def counted() -> None:
+            closed.append(1)
+            await close()
+
+        return counted
 
     for each in {id(tool): tool for box in found for tool in box.tools.values()}.values():
-        each.close = close
+        each.close = counting(each.close)
     asyncio.run(made.close())
     asyncio.run(made.close())
     assert len(closed) == 3
@@ -56,9 +64,10 @@ def test_sets_with_the_same_tool_share_it_and_it_is_closed_once() -> None:
 
 def test_a_template_that_writes_no_calls_needs_the_name_of_the_format() -> None:
     agent = {"loop": "tool_agent"}
+    tools = [{"kind": "calculator"}]
     with pytest.raises(DialogueError, match=r"set agent\.tool_format: hermes"):
-        boxes("chatml", agent=agent, tools=[DIGITS])
-    [found], _ = boxes("chatml", agent={**agent, "tool_format": "hermes"}, tools=[DIGITS])
+        boxes("chatml", agent=agent, tools=tools)
+    [found], _ = boxes("chatml", agent={**agent, "tool_format": "hermes"}, tools=tools)
     assert found.tool_format is HERMES
 
 
@@ -114,6 +123,23 @@ def test_a_class_that_is_no_tool_is_refused_with_its_key(path: str, told: str) -
         make_tool(ToolConfig(kind=path), "tools.0")
 
 
+def test_a_class_is_a_tool_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.config.agent_sections import ToolConfig
+
+    monkeypatch.setenv("TOOL_SECRET", "s3")
+    kwargs = {"path": str(tmp_path / "noted"), "secret": {"env": "TOOL_SECRET"}}
+    tool = make_tool(ToolConfig(kind="tests.support.tool_classes:Misbehaving", name="own", kwargs=kwargs), "tools.0")
+
+    async def call_and_close() -> ToolAnswer:
+        answer = await tool.call({"how": "x"}, timeout_s=60.0)
+        await tool.close()
+        return answer
+
+    assert tool.name == "own"
+    _, _, pid, secret = asyncio.run(call_and_close()).text.split("|")
+    assert int(pid) != os.getpid() and secret == "s3"
+
+
 def test_arguments_of_every_kind_may_be_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.config.agent_sections import ToolConfig
 
@@ -126,7 +152,7 @@ def test_arguments_of_every_kind_may_be_secrets(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tool_that_does_not_close_keeps_no_other_open(caplog: pytest.LogCaptureFixture) -> None:
-    tools = [{**DIGITS, "name": name} for name in ("fails", "hangs", "works")]
+    tools = [{"kind": "calculator", "name": name} for name in ("fails", "hangs", "works")]
     [box], made = boxes("llama3", agent={"loop": "tool_agent"}, tools=tools)
     closed = []
 

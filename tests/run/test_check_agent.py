@@ -6,8 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megarl.config.load import config_from_tree
 from megarl.models.read_config import load_info
 from megarl.run.check_start import check_start
@@ -73,18 +71,13 @@ def test_what_an_agent_of_ones_own_names_is_imported(sound: Path, data: Path) ->
     assert problem == "agent.act: 'json:loads' must be an `async def act(base_url, token, session, row)`"
 
 
-def test_the_tools_that_were_tried_are_closed(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from examples.rl.agents.digits import Digits
-
-    closed = []
-
-    async def close(tool: Digits) -> None:
-        closed.append(tool.name)
-
-    monkeypatch.setattr(Digits, "close", close)
+def test_the_tools_that_were_tried_are_closed(model: Path, data: Path, tmp_path: Path) -> None:
+    noted = tmp_path / "noted"
     (model / "chat_template.jinja").write_text(CHATML_TOOLS)
-    tools = [{"kind": DIGITS}, {"kind": "tests.support.tool_functions:add"}]
+    own = {"kind": "tests.support.tool_classes:Misbehaving", "kwargs": {"path": str(noted)}}
+    tools = [own, {"kind": "tests.support.tool_functions:add"}]
     agent = {"agent__loop": "tool_agent", "agent__tool_format": "hermes"}
     chosen = config(model, data, reward__function=SHARE, reward__trial_call=False, tools=tools, **agent)
-    assert check_start(chosen, load_info(model)) == [] and closed == ["digits"]
-    assert not any("add" in thread.name for thread in threading.enumerate())
+    assert check_start(chosen, load_info(model)) == []
+    assert noted.read_text() == "closed\n"
+    assert not any("megarl-tool" in thread.name for thread in threading.enumerate())

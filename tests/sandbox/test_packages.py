@@ -100,7 +100,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
 
 
 def inside(names: list[str], root: Path) -> list[str]:
-    """What is shown, without the folder that it is in; each under the name that it has outside."""
+    """The paths that are shown, below the folder for packages; each has the name that it has outside."""
     mounts = find_packages(names).mounts
     for source, target in mounts:
         assert PurePosixPath(source).relative_to(root) == PurePosixPath(target).relative_to(FOLDER)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,16 +13,29 @@ from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.tools.tool import ToolAnswer
 from tests.support.calling_model import PRINTED
 
-_CALLER: ContextVar[Any] = ContextVar("caller")
+
+class _Telling:
+    """A context that tells the tool for which sample it is called, and the how manieth call of it this is."""
+
+    def __init__(self, ctx: AgentContext) -> None:
+        self._ctx: Any = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        caller = f"{self._ctx.group_id}:{self._ctx.sample_index}:{self._ctx._calls + 1}"
+        answer: ToolAnswer = await self._ctx.call(tool, {**arguments, "caller": caller})
+        return answer
 
 
 class NotedToolAgent(ToolAgent):
     """The tool agent; a tool that it calls can tell for which sample."""
 
     async def run(self, ctx: AgentContext) -> Trajectory:
-        """See `ToolAgent.run`. Each sample has a task, and so a context of variables, of its own."""
-        _CALLER.set(ctx)
-        return await super().run(ctx)
+        """See `ToolAgent.run`."""
+        telling: Any = _Telling(ctx)
+        return await super().run(telling)
 
 
 class NotedCalls:
@@ -39,9 +51,8 @@ class NotedCalls:
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
         """Return what the program would have printed."""
-        ctx = _CALLER.get()
         with self.path.open("a") as file:
-            file.write(f"{ctx.group_id}:{ctx.sample_index}:{ctx._calls}\n")
+            file.write(f"{arguments['caller']}\n")
         await asyncio.sleep(self.seconds)
         return ToolAnswer(f"{PRINTED}\n")
 

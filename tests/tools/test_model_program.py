@@ -1,4 +1,4 @@
-"""What is done to a model's code before it runs: as the tool of verl's recipe retool does it, line for line."""
+"""The changes of a model's code before it runs: as the tool of verl's recipe retool does it, line for line."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from megarl.tools.tool import ToolAnswer
 
 
 class Digits:
-    """Implements `megarl.tools.tool.Tool`. It runs in the controller's process, so it must never block."""
+    """Implements `megarl.tools.tool.Tool`. One object in a process of its own answers the calls of all samples."""
 
     name = "digits"
     description = "Count the digits in a text."
