@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import socket
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.common.frames import FrameError, receive_frame, send_frame
+from megarl.common.frames import FrameError, framed, read_frame, receive_frame, send_frame
 from megarl.rewards.answers import MAX_ANSWER_BYTES, AnswerError, RewardAnswer, decode_answer, encode_answer
 from megarl.rewards.types import RewardResult
 
@@ -80,6 +81,26 @@ results = st.builds(RewardResult, scores, st.dictionaries(texts, numbers, max_si
 def test_a_result_arrives_exactly(task: int, result: RewardResult) -> None:
     answer = RewardAnswer(task, result)
     assert decode_answer(encode_answer(answer), task) == answer
+
+
+def test_frames_from_a_stream_are_those_from_a_socket() -> None:
+    async def read(*sent: bytes, limit: int = 100) -> list[bytes]:
+        reader = asyncio.StreamReader()
+        for each in sent:
+            reader.feed_data(each)
+        reader.feed_eof()
+        return [await read_frame(reader, limit) for _ in sent]
+
+    assert asyncio.run(read(framed(b"one"), framed(b""), framed(b"x" * 100))) == [b"one", b"", b"x" * 100]
+    with pytest.raises(FrameError, match="a message of 101 bytes, where 100 is the most"):
+        asyncio.run(read(framed(b"x" * 101)))
+    for cut in (framed(b"abc")[:-1], framed(b"abc")[:2]):
+        with pytest.raises(EOFError):
+            asyncio.run(read(cut))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_frame(ours, b"same")
+        assert theirs.recv(100) == framed(b"same")
 
 
 def test_a_component_that_is_no_number_arrives() -> None:
