@@ -87,8 +87,11 @@ async def serve(connection: socket.socket) -> None:
     running: dict[int, asyncio.Task[None]] = {}
 
     async def answer(message: Mapping[str, Any]) -> None:
-        told = await outcome(tool, message)
-        writer.write(framed(json.dumps({"call": message["call"], **told}).encode()))
+        try:
+            told = await outcome(tool, message)
+            writer.write(framed(json.dumps({"call": message["call"], **told}).encode()))
+        finally:
+            running.pop(message["call"], None)
 
     while True:
         try:
@@ -101,7 +104,6 @@ async def serve(connection: socket.socket) -> None:
                 running[number].cancel()
             continue
         running[number] = asyncio.create_task(answer(message))
-        running[number].add_done_callback(lambda _, number=number: running.pop(number, None))
 
 
 def main() -> None:
