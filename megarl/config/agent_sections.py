@@ -26,6 +26,11 @@ class ToolConfig(Section):
         None, description="The name by which the model calls it; default: that of the kind or of the function."
     )
     kwargs: Passed = Field(default_factory=dict, description="Arguments of the tool; `{env: NAME}` for a secret.")
+    in_worker: bool = Field(
+        False,
+        description="For a class: its object is in the process of the loops. A call costs some tenths of a millisecond "
+        "less, but one that blocks holds up all loops there, and one that hangs cannot be killed.",
+    )
 
     @property
     def called(self) -> str:

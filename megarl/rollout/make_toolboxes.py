@@ -20,6 +20,7 @@ from megarl.rollout.toolbox import Toolbox
 from megarl.sandbox.bounds import SandboxError
 from megarl.tools import make
 from megarl.tools.class_tool import ClassTool
+from megarl.tools.class_worker import made
 from megarl.tools.tool import Tool
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def make_toolbox(
 def make_tool(chosen: ToolConfig, key: str) -> Tool:
     """Return the tool of a config. Raises ValueError, naming the `key`, for one that cannot be made."""
     try:
+        if chosen.in_worker:
+            return _in_worker(chosen, key)
         if chosen.kind in SHIPPED_TOOLS:
             kept = {name for name in _KEPT_REFERENCES.get(chosen.kind, ()) if name in chosen.kwargs}
             others = {name: value for name, value in chosen.kwargs.items() if name not in kept}
@@ -112,6 +115,13 @@ def make_tool(chosen: ToolConfig, key: str) -> Tool:
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {error}") from error
     except Exception as error:  # whatever the values of its arguments lead to
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _in_worker(chosen: ToolConfig, key: str) -> Tool:
+    """Return a class's object in this process."""
+    if chosen.kind in SHIPPED_TOOLS or not inspect.isclass(_imported(chosen.kind)):
+        raise ValueError("in_worker is for tools that are classes: remove it")
+    return made({"path": chosen.kind, "name": chosen.name, "kwargs": resolved(chosen.kwargs, f"{key}.kwargs")})
 
 
 def _imported(path: str) -> object:

@@ -140,6 +140,19 @@ def test_a_class_is_a_tool_in_a_process_of_its_own(tmp_path: Path, monkeypatch: 
     assert int(pid) != os.getpid() and secret == "s3"
 
 
+def test_a_class_stays_in_this_process_only_if_the_config_says_so(tmp_path: Path) -> None:
+    from megarl.config.agent_sections import ToolConfig
+
+    kwargs = {"path": str(tmp_path / "noted")}
+    kind = "tests.support.tool_classes:Misbehaving"
+    tool = make_tool(ToolConfig(kind=kind, name="own", kwargs=kwargs, in_worker=True), "tools.0")
+    answer = asyncio.run(tool.call({"how": "x"}, timeout_s=60.0))
+    assert tool.name == "own" and int(answer.text.split("|")[2]) == os.getpid()
+    for other in ("calculator", "tests.support.tool_functions:add"):
+        with pytest.raises(ValueError, match=r"tools\.0: .*in_worker is for tools that are classes: remove it"):
+            make_tool(ToolConfig(kind=other, in_worker=True), "tools.0")
+
+
 def test_arguments_of_every_kind_may_be_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.config.agent_sections import ToolConfig
 
