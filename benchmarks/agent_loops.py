@@ -6,8 +6,8 @@
 Real: the controller, the agent workers with the tool agent, its chat template and its tokenizer, the reward processes
 with the `math` reward, the queue, Ray, and the way of every token between the processes. Stand-ins: replicas that
 answer after the time of their tokens, a tool that takes 50 ms, in the processes of the loops (`in_worker`), and the
-trainer of control_plane.py. A trajectory has two turns of 128 to 250 tokens with a call of the tool between them; groups
-have 16 samples.
+trainer of control_plane.py. A trajectory has two turns of 128 to 250 tokens with a call of the tool between them;
+groups have 16 samples.
 
 The trainer's stand-in takes `--trained` trajectories per second at most, as one that trains would. Else the groups,
 which begin together, would come in waves for minutes. Admission allows `ALLOWED` times the number of trajectories in
