@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.door import BOUNDS, CHATS, CONCURRENT, SESSIONS, Server, body_of, chat_of, rows_of
+from benchmarks.door import BOUNDS, CHATS, CONCURRENT, SESSIONS, Server, body_of, chat_of, rows_of, sessions_row
 from tests.support.checkout import ROOT
 
 SERVES = """
@@ -53,6 +53,18 @@ def test_the_rows_compare_medians() -> None:
     assert (short.ratio, short.bound, short.ok) == (2.0, BOUNDS[16], False)
     assert [(round(each.ratio, 3), each.bound) for each in others] == [(1.1, None), (2.0, None)]
     assert str(CONCURRENT) in long.name and long.details["requests"] == 256
+
+
+def test_the_row_of_many_sessions_misses_its_bound_if_one_is_not_whole() -> None:
+    seen = {"seconds": 12.34, "most_open": 2000, "latencies": [[1.0] * 1980 + [9.0] * 20, [2.0] * 2000]}
+    row = sessions_row(2000, 2000, seen, (100.4, 130.6), "2 cores")
+    assert (row.ratio, row.ok, row.details["most requests at once"]) == (1.0, True, 2000)
+    assert (
+        row.details["first turn, s"].startswith("median 1.00, 99th percentile ")
+        and row.details["seconds for all"] == 12.3
+    )
+    assert row.details["door, MiB before and after"] == [100, 131]
+    assert not sessions_row(2000, 1999, seen, (1.0, 1.0), "2 cores").ok
 
 
 def test_sigterm_ends_its_servers_too(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from benchmarks import checkpoint, convert, loop_overhead, weight_sync
 from tests.support.checkout import ROOT
 
 # Parts of other scripts, which start them, and the smoke test of a GPU, whose status its own test checks.
-NO_BENCHMARKS = {"soak_accounting", "trl_race_engine", "trl_race_grpo", "gpu_smoke"}
+NO_BENCHMARKS = {"soak_accounting", "door_sessions", "trl_race_engine", "trl_race_grpo", "gpu_smoke"}
 
 
 def scripts() -> list[Path]:

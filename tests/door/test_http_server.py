@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import openai
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from megarl.data.tokenize import load_tokenizer
 from megarl.door.connections import SlowClients
 from megarl.rollout.requests import GenerateRequest
+from tests.support.checkout import ROOT
 from tests.support.door_requests import HEADERS, generate, post
 from tests.support.door_stand_in import MODEL, TOKEN, Parts, StandInDoor
 from tests.support.waiting import wait_until
@@ -428,37 +429,34 @@ def test_before_the_first_weights_requests_wait(doors: Doors) -> None:
 
 
 @pytest.mark.parametrize("count", [600, pytest.param(2000, marks=pytest.mark.slow)])
-def test_many_sessions_at_once(doors: Doors, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Each has two turns; the second continues the first one's tokens. No client waits for another one.
+def test_many_sessions_at_once(doors: Doors, count: int) -> None:
+    """Each has two turns; the second continues the first one's tokens. The clients are those of the benchmark.
 
-    Both ends of the connections are in this process: more than the 1024 descriptors that select() could wait for.
+    The engine makes no token until all first turns are under way: more than the 1024 descriptors that select() could
+    wait for.
     """
-    # The clients are in this process too, and all of them may take long to send their heads.
-    monkeypatch.setattr("megarl.door.http_server.SlowClients", lambda: SlowClients(head_s=600.0))
-    door = doors(echo, pace_s=0.002)
-
-    async def run() -> list[list[int]]:
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=300)
-        async with aiohttp.ClientSession(headers=HEADERS, connector=connector, timeout=timeout) as web:
-
-            async def turn(name: int, ids: list[int]) -> list[int]:
-                body = {"token_ids": ids, "sampling_params": {}}
-                url, headers = f"{door.url}/inference/v1/generate", {"X-Session-ID": str(name)}
-                async with web.post(url, json=body, headers=headers) as answer:
-                    content = await answer.json()
-                    assert answer.status == 200, content
-                return [*ids, *content["choices"][0]["token_ids"]]
-
-            async def both(name: int) -> list[int]:
-                return await turn(name, [*await turn(name, [10 + name % 80, 11, 12]), 20])
-
-            return await asyncio.gather(*(both(name) for name in range(count)))
-
-    dialogues = asyncio.run(run())
-    assert dialogues[7] == [17, 11, 12, 12, 11, 17, STOP, 20, 20, STOP, 17, STOP]
-    assert door.call(lambda parts: len(parts.sessions)) == count
-    assert door.call(lambda parts: {len(s.turns) for s in parts.sessions._sessions.values()}) == {2}
+    door = doors(lambda request: [*reversed(request.prompt_ids[-3:]), 9], pace_s=0.002, timeout_s=600.0)
+    replica = door.parts.replicas[0]
+    door.call(lambda parts: replica.going.clear())
+    command = [sys.executable, str(ROOT / "benchmarks/door_sessions.py"), door.url, str(count), "--tokens", "4"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
+        assert clients.stdin is not None and clients.stdout is not None
+        print(TOKEN, file=clients.stdin, flush=True)
+        try:
+            wait_until(lambda: door.call(lambda parts: replica.working) == count, 240, "all clients to have sent")
+            door.call(lambda parts: replica.going.set())
+            output, _ = clients.communicate(timeout=240)
+        finally:
+            clients.kill()
+    assert clients.returncode == 0
+    seen = json.loads(output)
+    assert seen["most_open"] == count and [len(each) for each in seen["latencies"]] == [count, count]
+    sessions = door.call(lambda parts: list(parts.sessions._sessions.values()))
+    assert len(sessions) == count and {len(each.turns) for each in sessions} == {2}
+    for first, second in (each.turns for each in sessions):
+        assert (first.parent, second.parent) == (None, first.number)
+        for turn in (first, second):
+            assert list(turn.response_ids) == [*reversed(turn.added_ids[-3:]), 9]
 
 
 def test_a_connection_that_sends_no_request_is_closed(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
