@@ -197,15 +197,23 @@ def responses(directory: Path) -> list[Response]:
     return found
 
 
-def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajectories: int) -> Measured:
-    """Run one pool until `trajectories` have finished after the warm-up."""
+def measure(
+    options: argparse.Namespace, directory: Path, in_flight: int, trajectories: int,
+    agent: dict[str, Any] | None = None, run: str = "",
+) -> Measured:  # fmt: skip
+    """Run one pool until `trajectories` have finished after the warm-up.
+
+    `agent`: that of the config, default single turns. `run`: a name of its own if there are several with one number.
+    """
     from megarl.config.schema import Config
     from megarl.queue.transfer import QueueReader
     from megarl.rollout.replica import ReplicaSpec
 
-    config = Config.model_validate(config_of(options, directory, in_flight))
+    name = run or f"in-flight-{in_flight}"
+    content = config_of(options, directory, in_flight) | {"agent": agent or {}}
+    content["run"]["dir"] = str(directory / f"run-{name}")
+    config = Config.model_validate(content)
     config.run_dir.joinpath("logs").mkdir(parents=True)
-    name = f"in-flight-{in_flight}"
     spec = ReplicaSpec(
         config.model_dump_json(), str(config.run_dir), name, cuda=False, max_model_len=None, supervisor=None
     )
@@ -223,7 +231,7 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
     finally:
         reader.close()
         pool.stop()
-    print(f"{in_flight} in flight: {result.rate:.0f} finished per second, {result.cost:.2f} ms of CPU time each")
+    print(f"{name}: {result.rate:.0f} finished per second, {result.cost:.2f} ms of CPU time each")
     return result
 
 
