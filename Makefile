@@ -48,6 +48,11 @@ $(ENV_VENV)/.ready: requirements/environments.lock
 	@echo "setting up $(ENV_VENV) from requirements/environments.lock (about a minute)"
 	$(PYTHON) -m venv $(ENV_VENV)
 	$(ENV_PY) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/environments.lock
+	@# verifiers' own small tasksets, which are in its source package only; make test-environments runs them unchanged.
+	rm -rf $(ENV_VENV)/source && mkdir $(ENV_VENV)/source
+	$(ENV_PY) -m pip download -qq --disable-pip-version-check --no-deps --no-binary verifiers -d $(ENV_VENV)/source \
+	  $$(grep '^verifiers==' requirements/environments.lock)
+	tar -xzf $(ENV_VENV)/source/verifiers-*.tar.gz -C $(ENV_VENV)/source --strip-components=1
 	touch $@
 
 setup-test: $(VENV)/.ready-test

@@ -135,6 +135,8 @@ class EnvironmentServer:
 
     def _variables(self) -> dict[str, str]:
         passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        # As where the virtual environment is activated: verifiers' programs look for uv, which is installed in it.
+        passed["PATH"] = os.pathsep.join([str(self._spec.python.parent), passed.get("PATH", os.defpath)])
         paths = os.pathsep.join(str(path.resolve()) for path in self._spec.paths)
         return {
             **passed,

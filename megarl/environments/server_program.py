@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 
 def end_with_the_run() -> None:
@@ -19,6 +20,23 @@ def end_with_the_run() -> None:
     while os.read(0, 4096):
         pass
     os.killpg(0, signal.SIGKILL)
+
+
+def on_this_machine(environment: dict[str, Any]) -> dict[str, Any]:
+    """Return verifiers' EnvConfig with a process of this machine for each role of which nobody says where it runs.
+
+    verifiers itself would take a sandbox of Prime Intellect's. Roles are `agent`, or what the environment calls them.
+    """
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.utils.loaders import env_config_type
+
+    found = dict(environment)
+    config = env_config_type(found["taskset"]["id"], found.get("id", ""))
+    for name, declared in config.model_fields.items():
+        role = declared.default
+        if isinstance(role, AgentConfig) and "runtime" not in role.model_fields_set:
+            found[name] = {"runtime": {"type": "subprocess"}, **found.get(name, {})}
+    return found
 
 
 def main() -> None:
@@ -34,7 +52,8 @@ def main() -> None:
     from verifiers.v1.serve.pool import serve_env
 
     try:
-        serve_env(max_workers=1, address=asked["address"], config_data=asked["environment"])
+        content = on_this_machine(asked["environment"])
+        serve_env(max_workers=1, address=asked["address"], config_data=content)
     finally:
         # Programs that the environment has started outlive it otherwise.
         sys.stdout.flush()

@@ -39,12 +39,14 @@ class Verifiers:
         renderer: str | None = None,
         timeout_s: float = 1500.0,
         attempts: int = 3,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """`taskset`: the module of the taskset, in one of `paths` or installed beside `python`.
 
         `taskset_config` and `environment`: further fields of verifiers' `[env.taskset]` and `[env]`. `client`: `eval`
         talks in messages with the door, `train` in tokens that verifiers makes by the tokenizer in `renderer`.
-        `timeout_s` and `attempts`: see `Harness`; keep the first below `timeouts.generate_s`.
+        `timeout_s` and `attempts`: see `Harness`; keep the first below `timeouts.generate_s`. `variables`: further
+        environment variables of the server, which gets none of the run's that are not named here.
 
         Raises ValueError for a Python or a directory that is not there.
         """
@@ -52,12 +54,10 @@ class Verifiers:
             raise ValueError(f"agent.kwargs.python: there is no {python}; run make setup-environments")
         if missing := [path for path in paths if not Path(path).is_dir()]:
             raise ValueError(f"agent.kwargs.paths: there is no directory {missing[0]}")
-        others = dict(environment or {})
-        # Programs run as processes of this machine, unless the config says otherwise.
-        agent = {"runtime": {"type": "subprocess"}, **others.pop("agent", {})}
-        content = {**others, "agent": agent, "taskset": {**(taskset_config or {}), "id": taskset}}
+        content = {**(environment or {}), "taskset": {**(taskset_config or {}), "id": taskset}}
         # Not resolved: the Python of a virtual environment is a link, and finds its packages by its own place.
-        self._spec = EnvironmentSpec(Path(python).absolute(), content, [Path(path).absolute() for path in paths])
+        absolute = [Path(path).absolute() for path in paths]
+        self._spec = EnvironmentSpec(Path(python).absolute(), content, absolute, dict(variables or {}))
         self._client, self._renderer = client, renderer
         self._timeout_s, self._attempts = timeout_s, attempts
         self._server: EnvironmentServer | None = None

@@ -70,6 +70,7 @@ def test_it_has_what_it_needs_and_no_variable_of_the_run(tmp_path: Path) -> None
     assert len({each["pid"] for each in found}) == 1, "one process serves all runs"
     variables = found[0]["variables"]
     assert variables[TOKEN_VARIABLE] == "secret" and variables["PYTHONPATH"] == str(tmp_path)
+    assert variables["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent), "as in an activated environment"
     assert variables["EXTRA"] == "2" and "A_SECRET_OF_THE_RUN" not in variables
     assert gone(found[0]["pid"]) and gone(found[0]["child"])
 

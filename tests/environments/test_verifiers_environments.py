@@ -5,61 +5,16 @@ make test-environments; or MEGARL_VERIFIERS_PYTHON=DIR/bin/python with requireme
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.data.tokenize import load_tokenizer
-from megarl.environments.verifiers_loop import Verifiers
-from megarl.queue.trajectory import Trajectory
-from megarl.rollout.requests import GenerateRequest
-from tests.support.checkout import ROOT
-from tests.support.harness_context import SAMPLING, Context, announce
+from tests.support.verifiers_play import exported, needs_verifiers, play
 
-VARIABLE = "MEGARL_VERIFIERS_PYTHON"
-EXAMPLES = ROOT / "examples/rl/environments"
-pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python with verifiers 0.4.0")
-
-
-def exported(tmp_path: Path, taskset: str, count: int, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that the exporter writes."""
-    file = tmp_path / "rows.jsonl"
-    command = [os.environ[VARIABLE], str(EXAMPLES / "export_tasks.py"), taskset, "--count", str(count)]
-    command += ["--out", str(file), "--config", json.dumps(config)]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def play(doors: Any, chat_model: Path, tmp_path: Path, taskset: str, rows: Sequence[dict[str, Any]], say: Any,
-         **options: Any) -> tuple[list[list[Trajectory]], Any]:  # fmt: skip
-    """Run one sample for each row; `say(prompt text)`: the text of the model's answer."""
-    tokenizer = load_tokenizer(chat_model)
-
-    def answer(request: GenerateRequest) -> list[int]:
-        text = say(tokenizer.decode(request.prompt_ids))
-        return [*tokenizer(text, add_special_tokens=False)["input_ids"], 2]
-
-    door = doors(answer)
-    announce(door, tmp_path)
-    loop = Verifiers(taskset, os.environ[VARIABLE], [str(EXAMPLES)], **options)
-
-    async def all_rows() -> list[list[Trajectory]]:
-        contexts = [Context(tmp_path, row=row) for row in rows]
-        for ctx in contexts:
-            ctx.prompt.sampling = SAMPLING.__class__(400, 1.0, SAMPLING.stop_token_ids)
-        try:
-            async with asyncio.timeout(240):
-                return await asyncio.gather(*(loop.run(ctx) for ctx in contexts))  # type: ignore[arg-type]
-        finally:
-            await loop.close()
-
-    return asyncio.run(all_rows()), door
+pytestmark = needs_verifiers
 
 
 def test_the_tool_environment_is_judged_and_its_dialogue_is_the_sample_s(

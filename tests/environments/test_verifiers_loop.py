@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megarl.config.agent_sections import AgentConfig
 from megarl.environments.env_client import TraceSoFar
 from megarl.environments.harness_loop import SampleFailed
 from megarl.environments.verifiers_loop import Verifiers, reward_of
 from megarl.rollout.agents.find_loop import find_loop
+from tests.support.checkout import ROOT
 
 LOOP = "megarl.environments.verifiers_loop:Verifiers"
 
@@ -43,16 +47,28 @@ def test_traces_that_have_failed_fail_the_sample(traces: list[TraceSoFar], told:
 
 
 def test_the_environment_of_the_config(tmp_path: Path) -> None:
-    """Its programs run on this machine unless they are told otherwise, whatever else is set."""
+    """It is verifiers' own, with the taskset of the loop, and the server gets the variables that are named."""
     kwargs: dict[str, Any] = {"taskset": "mine", "python": sys.executable, "paths": [str(tmp_path)]}
     kwargs |= {"taskset_config": {"seed": 3}, "environment": {"agent": {"max_turns": 4}, "timeout": {"episode": 9.0}}}
+    kwargs |= {"variables": {"NLTK_DATA": "/data"}}
     loop: Any = find_loop(AgentConfig(loop=LOOP, kwargs=kwargs))
     assert isinstance(loop, Verifiers)
     assert loop._spec.environment == {
-        "agent": {"runtime": {"type": "subprocess"}, "max_turns": 4},
+        "agent": {"max_turns": 4},
         "timeout": {"episode": 9.0},
         "taskset": {"seed": 3, "id": "mine"},
     }
+    assert loop._spec.variables == {"NLTK_DATA": "/data"}
+
+
+def test_the_configs_of_the_page_have_arguments_that_there_are() -> None:
+    page = (ROOT / "docs/environments.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
+    loops = [block["agent"] for block in blocks if block.get("agent", {}).get("loop") == LOOP]
+    tasksets = {loop["kwargs"]["taskset"] for loop in loops}
+    assert tasksets == {"gym_tasks", "gsm8k_tasks", "echo_v1", "counter_tool_v1", "textarena"}
+    for loop in loops:
+        inspect.signature(Verifiers).bind(**loop["kwargs"])
 
 
 @pytest.mark.parametrize(
