@@ -222,7 +222,8 @@ def door(model: Path, directory: Path) -> Iterator[Server]:
 
 def door_mib(port: int) -> float:
     """Return the private memory of the process that listens at a port, in MiB."""
-    [pid] = {each.pid for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.laddr[1] == port}
+    listening = [each for each in psutil.net_connections("tcp") if each.status == "LISTEN"]
+    [pid] = {each.pid for each in listening if getattr(each.laddr, "port", None) == port}
     return float(psutil.Process(pid).memory_full_info().uss) / 2**20
 
 
