@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from transformers import AutoTokenizer
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
-from tests.support.checkout import ROOT
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import Run, tiny_config, train
+from tests.support.verifiers_play import EXAMPLES, VARIABLE, exported, needs_verifiers, shipped
 
-VARIABLE = "MEGARL_VERIFIERS_PYTHON"
-EXAMPLES = ROOT / "examples/rl/environments"
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -28,20 +25,24 @@ LATER = 10  # steps after which a batch is sampled again
 MEAN, MAX = 1e-5, 1e-4
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python with verifiers 0.4.0"),
+    needs_verifiers,
 ]
+LETTERS = "etaoinshrdlc"
+
+
+def give_template(model: Path) -> None:
+    """Let the model's tokenizer write each message as it is."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
 
 
 def config_of(directory: Path, steps: int, **kwargs: Any) -> dict[str, Any]:
     """The config of docs/environments.md on a random model, with tasks from the exporter. `kwargs`: of the loop."""
     config = tiny_config(directory, steps=steps)
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory / "model")
+    give_template(directory / "model")
     for name, skip, count in (("train", 0, 48), ("heldout", 48, 8)):
-        command = [os.environ[VARIABLE], str(EXAMPLES / "export_tasks.py"), "digits_tasks"]
-        command += ["--skip", str(skip), "--count", str(count), "--out", str(directory / f"{name}.jsonl")]
-        subprocess.run(command, check=True, timeout=300)
+        exported(directory, "digits_tasks", count, skip=skip, name=name)
     config["door"] = {"enabled": True}
     config["agent"] = {
         "loop": "megarl.environments.verifiers_loop:Verifiers",
@@ -107,3 +108,41 @@ def test_the_training_client_of_verifiers_acts_by_tokens(tmp_path: Path) -> None
     for step in range(2):
         rows = read_batch(run.directory / "batches", step).trajectories
         assert all(row.status == "ok" and row.response_ids and all(row.response_mask) for row in rows)
+
+
+def test_a_taskset_and_a_program_of_verifiers_are_trained_unchanged(tmp_path: Path) -> None:
+    """Of verifiers' `echo_v1` the reward is whether the answer has the task's phrase, here a letter.
+
+    A random model writes it now and then, so that rewards differ within groups.
+    """
+    phrases = {"phrases": list(LETTERS)}
+    config = tiny_config(tmp_path, steps=2)
+    give_template(tmp_path / "model")
+    exported(tmp_path, "echo_v1", len(LETTERS), phrases, name="train")
+    del config["evaluation"]
+    config["door"] = {"enabled": True}
+    kwargs = {"taskset": "echo_v1", "taskset_config": phrases, "environment": {"agent": {"harness": {"id": "null"}}}}
+    kwargs |= {"python": os.environ[VARIABLE], "paths": [str(shipped())], "timeout_s": 500.0}
+    config["agent"] = {"loop": "megarl.environments.verifiers_loop:Verifiers", "kwargs": kwargs}
+    # Each sample starts a program, which takes long on a busy machine.
+    config["timeouts"] |= {"generate_s": 600, "engine_start_s": 900}
+    config["trainer"]["micro_batch_tokens"] = 1024
+    config["batch"] = {"groups": 2, "samples_per_group": 4}
+    run = train(config, "telemetry.dump_batches=true", timeout=1500.0)
+    assert run.code == 0, run.output[-4000:]
+    assert_nothing_left(run.directory)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for step, record in enumerate(run.metrics):
+        rows = read_batch(run.directory / "batches", step).trajectories
+        assert len(rows) == 8 and record["batch/failed_samples"] == 0 and record["agent/turns_mean"] == 1
+        for row in rows:
+            letter = tokenizer.decode(row.prompt_ids).rpartition("exact phrase: ")[2][0]
+            assert row.reward == float(
+                letter in tokenizer.decode(row.response_ids, skip_special_tokens=True).casefold()
+            )
+            assert row.reward_components == {"echoed": row.reward} and all(row.response_mask) and row.response_ids
+            assert {span.version for span in row.versions} == {step}
+        assert record["reward/mean"] == pytest.approx(statistics.fmean(row.reward for row in rows))
+        if record["groups/trained"]:
+            assert record["mismatch/logprob_abs_diff_mean"] <= MEAN and record["mismatch/logprob_abs_diff_max"] <= MAX
+    assert [record["time/step"] > 0 for record in run.metrics] == [True, True]
