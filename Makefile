@@ -121,7 +121,7 @@ test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (nee
 test-slow-cluster: setup-test  ## Two jobs on a real SLURM, one of which loses a node (needs root), about 5 minutes.
 	$(PY) -m pytest tests/jobs -m "cluster and nightly"
 
-test-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained; about 12 minutes.
+test-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained; about 10 minutes.
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/door/test_verifiers_client.py tests/environments \
 	  tests/system/test_verifiers_training.py
 
