@@ -200,9 +200,9 @@ def replay_steps(
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
             wanted = set(plan.keys_of(parallel.dp_rank()))
             rows = {row.key: row for row in batch.trajectories if row.key in wanted}
-        train_step(policy, plan, rows, config, timer, metrics, step=step)
+        trained = train_step(policy, plan, rows, config, timer, metrics, step=step)
         policy.refresh_reference(step + 1)
-        record_batch(metrics, plan)
+        record_batch(metrics, plan, trained)
         values = metrics.reduce() | timer.finish_step()
         if on_step is not None:
             on_step(step + 1, values)

@@ -11,24 +11,25 @@ from megarl.common.sample_parts import first_parts
 from megarl.evaluation.accuracy import CORRECT_AT
 from megarl.queue.trajectory import SampleTag
 from megarl.run.step_plan import StepPlan
+from megarl.run.trained_groups import TrainedGroups
 from megarl.telemetry.metrics import StepMetrics
 
 LENGTHS = (10, 50, 90, 99)  # percentiles of the response length
 
 
-def record_batch(metrics: StepMetrics, plan: StepPlan) -> None:
+def record_batch(metrics: StepMetrics, plan: StepPlan, trained: TrainedGroups) -> None:
     """Record `reward/*`, `groups/*`, `batch/*`, the lengths and lags under `rollout/*`, `data/*` of several sets.
 
     Samples that an earlier step has trained are in `batch/*` only: they were generated and scored once. So are
     demonstrations, which never were. Numbers of samples and means of rewards are over samples; lengths, tokens and lags
-    are over all their trajectories.
+    are over all their trajectories. `trained`: what the step has trained, as `train_step` returns it.
     """
     tags, new = list(plan.tags.values()), plan.new_tags
     usable = [tag for tag in tags if tag.status == "ok"]
     newly_usable = [tag for tag in new if tag.status == "ok"]
     generated = [tag for tag in newly_usable if not tag.demonstrated]
     _rewards(metrics, first_parts(generated))
-    _groups(metrics, plan, first_parts(generated))
+    _groups(metrics, plan, trained, first_parts(generated))
     _lengths(metrics, plan, generated)
     _datasets(metrics, first_parts(new))
     trained = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group]
@@ -127,7 +128,7 @@ def clustered_stderr(groups: Sequence[Sequence[float]]) -> float:
     return math.sqrt(squares * len(groups) / (len(groups) - 1)) / count
 
 
-def _groups(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> None:
+def _groups(metrics: StepMetrics, plan: StepPlan, trained: TrainedGroups, usable: list[SampleTag]) -> None:
     groups: dict[int, list[bool]] = defaultdict(list)
     for tag in usable:
         groups[tag.group_id].append(tag.reward >= CORRECT_AT)
@@ -135,11 +136,11 @@ def _groups(metrics: StepMetrics, plan: StepPlan, usable: list[SampleTag]) -> No
     metrics.update(
         {
             "admitted": len(plan.admitted),
-            "trained": outcome.trained,
+            "trained": trained.new,
             "filtered": outcome.filtered,
             "dropped_stale": outcome.dropped_stale,
             "failed": outcome.failed,
-            "reused": outcome.reused,
+            "reused": trained.reused,
         },
         prefix="groups/",
     )

@@ -13,6 +13,7 @@ from megarl.run.batches import PreparedBatch
 from megarl.run.session import Session
 from megarl.run.step import train_step
 from megarl.run.step_batch import StepBatch
+from megarl.run.trained_groups import TrainedGroups
 from megarl.trainer.policy import StepRefused
 
 T = TypeVar("T")
@@ -40,10 +41,10 @@ def train(session: Session) -> None:
     recorder.start_clock(session.first_step)
     for step in session.steps():
         prepared = take_batch(session, step)
-        batch, plan = prepared.batch, prepared.plan
+        batch, plan, trained = prepared.batch, prepared.plan, TrainedGroups()
         try:
             with pool.keep_batch_on_failure(batch):
-                train_step(
+                trained = train_step(
                     policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step,
                     early=prepared.early, packed=prepared.packed, watch=session.monitor.watch,
                 )  # fmt: skip
@@ -59,7 +60,7 @@ def train(session: Session) -> None:
             finish_evaluation(session, step + 1)  # so that the next one finds all replicas with the newest weights
         if alarmed or pace.publishes_after(step + 1) or publishes_early(session, batch):
             publish(session)
-        recorder.step(batch, plan, session.version, counted)
+        recorder.step(batch, plan, trained, session.version, counted)
         session.evaluations.collect(step + 1)
         if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
             evaluate(session, step + 1, f"step_{step + 1}")

@@ -29,6 +29,7 @@ from megarl.run.performance import Performance, peak_memory_gib
 from megarl.run.stateful import Stateful
 from megarl.run.step_batch import StepBatch
 from megarl.run.step_plan import StepPlan
+from megarl.run.trained_groups import CountersDiffer, TrainedGroups
 from megarl.run.trainer_events import StepEvents, end_of_history
 from megarl.telemetry import events
 from megarl.telemetry.declarations import step_metrics
@@ -40,10 +41,6 @@ from megarl.weights.sync_report import SyncReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class CountersDiffer(RuntimeError):  # noqa: N818
-    """The trainer and the rollout side have counted different numbers of groups."""
 
 
 class Totals:
@@ -234,14 +231,17 @@ class Recorder:
             record = partial(sample_record, batch.step + 1, row, self._tokenizer.decode, reference)
             self._writer.sample(batch.step + 1, record)
 
-    def step(self, batch: StepBatch, plan: StepPlan, version: int, counted: Counters | None) -> None:
+    def step(
+        self, batch: StepBatch, plan: StepPlan, trained: TrainedGroups, version: int, counted: Counters | None
+    ) -> None:
         """Close the step's clock and write its metrics. Collective. `version`: that of the weights after the step.
 
-        `counted`: what the rollout side has counted, on rank 0. Raises CountersDiffer if the trainer has not.
+        `trained`: the groups that the step has trained, as its backward passes have counted them. `counted`: what the
+        rollout side has counted, on rank 0. Raises CountersDiffer if the trainer has not.
         """
         assert self._performance is not None
         self._evaluated.current = version
-        record_batch(self.metrics, plan)
+        record_batch(self.metrics, plan, trained)
         self.metrics.update(batch.timings)
         values = self.metrics.reduce()
         # Engines ran beside the passes in idle time: the trainer did not wait for that part of their time.

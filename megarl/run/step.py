@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +47,7 @@ from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.run.off_policy import reject_before_updates, set_interpolation
 from megarl.run.sources import TokenSources
 from megarl.run.step_plan import StepPlan
+from megarl.run.trained_groups import TrainedGroups, count_groups
 from megarl.run.update_metrics import record_measures, record_update
 from megarl.telemetry import events
 from megarl.telemetry.metrics import StepMetrics
@@ -74,7 +76,7 @@ def train_step(
     early: EarlyLogprobs | None = None,
     packed: PackedStep | None = None,
     watch: StepWatch = lambda plan, measured: None,
-) -> None:
+) -> TrainedGroups:
     """Compute the log-probs that are missing, then make one optimizer update per mini-batch. Collective.
 
     `rows`: this DP rank's trajectories by key, at least those of `plan.keys_of(dp_rank)`. `step`: the number of steps
@@ -83,9 +85,12 @@ def train_step(
     changes a weight.
 
     Records `policy/*`, `correction/*`, `mismatch/*` and `reward/shaped_mean`. A mini-batch without a weight in any term
-    of the loss makes no update; a step whose groups are all filtered makes none, and records `policy/updates` 0. Raises
-    NonFiniteError before any weight has changed, also if an engine has returned a log-prob that is not finite: its
-    weights, or its arithmetic, may be damaged; and what `watch` raises.
+    of the loss makes no update; a step whose groups are all filtered makes none, and records `policy/updates` 0.
+
+    Returns the numbers of groups that the backward passes of the updates have gone through, on all replicas; those of a
+    mini-batch that makes no update count as trained, because nothing of them is left to train. Raises CountersDiffer
+    unless they are those of the plan, each sample once; NonFiniteError before any weight has changed, also if an engine
+    has returned a log-prob that is not finite: its weights, or its arithmetic, may be damaged; and what `watch` raises.
     """
     _refuse_bad_logprobs(plan)
     recomputes = recomputes_old_logprobs(config)
@@ -107,7 +112,9 @@ def train_step(
     _set_advantages(plan, samples, rows, config, metrics)
     distil(plan.tags, samples, config, metrics)
     kept = reject_before_updates(samples, config, metrics) if plan.mini_batches else None
-    updates, made = list(_updates(plan, packed, config, kept)), 0
+    parts, made = list(_mini_batches(plan, packed, config, kept)), 0
+    updates = [part for part in parts if part.counts.tokens]
+    done = [sample.key for part in parts if not part.counts.tokens for sample in part.samples]
 
     def check(values: Mapping[str, float]) -> None:
         measured.compare_in_update(values, None if recomputes else policy.source_gaps)
@@ -123,7 +130,9 @@ def train_step(
                 measure_entropy=made == 0 and entropy_due(config, step), check=_unchecked if made else check,
             )  # fmt: skip
             if (values := _make_update(update, mine, made, step)) is None:
+                done += [sample.key for sample in mine]
                 continue
+            done += policy.trained_keys
             if made and not recomputes:
                 measured.add_gaps(policy.source_gaps)
             made += 1
@@ -131,6 +140,9 @@ def train_step(
     if not made:
         watch(plan, measured)
     metrics.record("policy/updates", made)
+    with timer.phase("update"):
+        everyone = parallel.dp_all_gather_object(done, _KEYS) if plan.mini_batches else [done]
+    return count_groups(plan, itertools.chain.from_iterable(everyone))
 
 
 def _make_update(
@@ -186,19 +198,29 @@ def _refuse_bad_passes(samples: Mapping[str, TrainSample], streams: Sequence[str
         )
 
 
-def _updates(
-    plan: StepPlan, packed: PackedStep, config: Config, kept: Mapping[str, int] | None
-) -> Iterator[tuple[list[TrainSample], GlobalCounts, PackedBatch | None]]:
-    """Yield for each update this rank's samples, the counts of all ranks, and the samples packed, if they are.
+class _MiniBatch(NamedTuple):
+    """This rank's samples of a mini-batch, the counts of all ranks, and the samples packed, if they are.
 
-    `kept`: the tokens that each sample trains, if masks have taken some out since the samples were packed. A mini-batch
-    whose samples are all masked, as truncated or by a correction, makes no update.
+    One whose samples are all masked, as truncated or by a correction, makes no update: its counts have no tokens.
+    """
+
+    samples: list[TrainSample]
+    counts: GlobalCounts
+    packed: PackedBatch | None
+
+
+def _mini_batches(
+    plan: StepPlan, packed: PackedStep, config: Config, kept: Mapping[str, int] | None
+) -> Iterator[_MiniBatch]:
+    """Yield the mini-batches of the step.
+
+    `kept`: the tokens that each sample trains, if masks have taken some out since the samples were packed.
     """
     ready_made = packed.updates if kept is None else []
     ahead: list[PackedBatch | None] = [*ready_made] or [None] * len(plan.mini_batches)
     for mini_batch, ready in zip(plan.mini_batches, ahead, strict=True):
-        if (counts := _counts(plan, mini_batch, config, kept)).tokens:
-            yield [packed.samples[key] for key in mini_batch[parallel.dp_rank()]], counts, ready
+        samples = [packed.samples[key] for key in mini_batch[parallel.dp_rank()]]
+        yield _MiniBatch(samples, _counts(plan, mini_batch, config, kept), ready)
 
 
 def _compute_logprobs(policy: Policy, packed: PackedStep, stream: str, early: EarlyLogprobs) -> None:

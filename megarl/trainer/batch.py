@@ -106,6 +106,7 @@ class MicroBatch:
     mask_R: Tensor  # bool: trained tokens
     streams: dict[str, Tensor]  # [R] each, by name: those that the samples of all replicas have (`agreed_streams`)
     samples: tuple[int, ...]  # indices of the samples, in packing order
+    keys: tuple[str, ...]  # their keys, in the same order
     tokens: int  # T without padding; weights Megatron's auxiliary losses
     temperature_R: Tensor | None = None  # fp32, of each response token; None: that of the run
 
@@ -215,6 +216,7 @@ def pack(
         mask_R=torch.cat([sample.trained_mask for sample in chosen]) if chosen else torch.zeros(1, dtype=torch.bool),
         streams={name: _joined(chosen, STREAMS[name]) for name in names},
         samples=tuple(indices),
+        keys=tuple(sample.key for sample in chosen),
         tokens=used,
         temperature_R=_temperatures(chosen),
     )

@@ -36,20 +36,26 @@ def forward_only(
         chunk.eval()
     try:
         with torch.no_grad():
-            return _run(chunks, micro_batches, function, backward=False)
+            return _run(chunks, micro_batches, function)
     finally:
         for chunk in chunks:
             chunk.train()
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], function: WithLoss[Result]
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    function: WithLoss[Result],
+    *,
+    on_backward: Callable[[MicroBatch], None] = lambda batch: None,
 ) -> list[Result]:
     """Run forward and backward of all micro-batches. Megatron reduces and scales the gradients at the end.
 
+    `on_backward` is called on every rank with each micro-batch whose gradient has reached the rank's first chunk.
+
     Returns the third results of `function` in micro-batch order on the last stage, [] on the other stages.
     """
-    return _run(chunks, micro_batches, function, backward=True)
+    return _run(chunks, micro_batches, function, on_backward=on_backward)
 
 
 def _run(
@@ -57,11 +63,12 @@ def _run(
     micro_batches: Sequence[MicroBatch],
     function: ForwardOnly[Any],
     *,
-    backward: bool,
+    on_backward: Callable[[MicroBatch], None] | None = None,
 ) -> list[Any]:  # Megatron's schedules are untyped
+    backward = on_backward is not None
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, function=function),
+        forward_step_func=partial(_forward_step, function=function, first=chunks[0], on_backward=on_backward),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(micro_batches),
@@ -74,9 +81,16 @@ def _run(
 
 
 def _forward_step(
-    iterator: Iterator[MicroBatch], model: torch.nn.Module, *, function: ForwardOnly[Any]
+    iterator: Iterator[MicroBatch],
+    model: torch.nn.Module,
+    *,
+    function: ForwardOnly[Any],
+    first: torch.nn.Module,
+    on_backward: Callable[[MicroBatch], None] | None,
 ) -> tuple[Tensor, Callable[..., object]]:
     """Run one micro-batch through one model chunk, as Megatron's schedules call it.
+
+    `on_backward` is called with the micro-batch when the gradient of the output of the chunk `first` is there.
 
     Returns the chunk's output, and the function that the schedule calls on the last stage's output.
     """
@@ -94,6 +108,8 @@ def _forward_step(
         packed_seq_params=batch.packed_seq_params(),
         **arguments,
     )
+    if on_backward is not None and model is first:
+        output_1TH.register_hook(lambda gradient_1TH: on_backward(batch))
 
     def loss_func(hidden_1TH: Tensor, non_loss_data: bool = False) -> object:
         result = function(chunk, hidden_1TH, batch)

@@ -101,6 +101,8 @@ class Policy:
         self._engine_stream = ROLLOUT_LOGPROBS if self._objective.correction else OLD_LOGPROBS
         self._buckets = 0 if recomputes_old_logprobs(config) else SourceBuckets.of(config).size
         self.source_gaps = SourceGaps.zeros(self._buckets)  # of the last update over all ranks, on the CPU
+        # Keys of this replica's samples that the backward passes of the last update have gone through.
+        self.trained_keys: list[str] = []
         self.packer = Packer.of(config, layout, info.vocab_size)
         self.tf_config = transformer_config(
             info,
@@ -280,7 +282,11 @@ class Policy:
         micro_batches = plan.complete(samples, platforms.current().device)
         gaps = SourceGaps.zeros(self._buckets, platforms.current().device)
         function = self._loss_function(plan, terms, with_entropy, gaps)
-        parts = forward_backward(self.module_chunks, micro_batches, function)
+        keys: list[str] = []
+        parts = forward_backward(
+            self.module_chunks, micro_batches, function, on_backward=lambda batch: keys.extend(batch.keys)
+        )
+        self.trained_keys = keys
         metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, plan.non_empty)
         if not with_entropy:
             del metrics["entropy"]

@@ -59,6 +59,7 @@ from tests.support.pool_checks import (
     reference_logprobs,
     serve,
 )
+from tests.support.trained_groups import trained_as_planned
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -198,7 +199,7 @@ def test_a_group_whose_request_is_refused_is_counted_as_failed(pool: TestPool, r
     tags = reader.read_tags(ready.keys)
     plan = plan_step(tags, pool.config, dp_size=1, version=FIRST_VERSION + REFUSED_STEP)
     metrics = step_metrics()
-    record_batch(metrics, plan)
+    record_batch(metrics, plan, trained_as_planned(plan))
     values = metrics.reduce()
     assert values["groups/failed"] == 1 and values["groups/admitted"] == batch.groups
     assert values["batch/failed_samples"] == batch.samples_per_group

@@ -39,6 +39,7 @@ from tests.support import pool as _tokens  # noqa: F401  (one Ray access token f
 from tests.support.configs import config
 from tests.support.declared_streams import EVERY_DTYPE, declared
 from tests.support.queue_attack import attack
+from tests.support.trained_groups import trained_as_planned
 
 float32 = st.floats(width=32, allow_nan=False, max_value=0.0)
 
@@ -292,7 +293,7 @@ def test_a_group_of_which_nothing_was_generated(queue: dict[str, Any], tmp_path:
         assert (plan.outcome.failed, len(plan.admitted)) == (1, len(groups))
         assert not set(plan.keys_of(0) + plan.keys_of(1)) & {row.key for row in failed}
     metrics = step_metrics()
-    record_batch(metrics, plan)
+    record_batch(metrics, plan, trained_as_planned(plan))
     values = metrics.reduce()
     assert (values["groups/failed"], values["batch/failed_samples"]) == (1, 3)
     line = sample_record(1, reader.fetch([failed[0].key])[0], lambda ids: " ".join(map(str, ids)), None)

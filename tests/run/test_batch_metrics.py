@@ -17,6 +17,7 @@ from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import config
 from tests.support.samples import judged
+from tests.support.trained_groups import trained_as_planned
 
 REWARDS = st.lists(st.floats(-5, 5), min_size=1, max_size=6)
 
@@ -49,7 +50,8 @@ def test_tokens_are_counted_by_the_age_of_their_weights() -> None:
         trajectory(1, 1, (VersionSpan(6, 0, 5, lost=1, epoch=1),)),  # counts as 4: one update back, one forward
     ]
     metrics = step_metrics()
-    record_batch(metrics, plan_step([row.tag for row in rows], config("model"), dp_size=1, version=5))
+    plan = plan_step([row.tag for row in rows], config("model"), dp_size=1, version=5)
+    record_batch(metrics, plan, trained_as_planned(plan))
     values = metrics.reduce()
     prefix = "rollout/version_lag_tokens/"
     lags = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
@@ -72,12 +74,14 @@ def test_lengths_have_percentiles_and_rewards_an_error() -> None:
         for index in range(10)
     ]
     metrics = step_metrics()
-    record_batch(metrics, plan_step(tags, config("model"), dp_size=1, version=0))
+    plan = plan_step(tags, config("model"), dp_size=1, version=0)
+    record_batch(metrics, plan, trained_as_planned(plan))
     values = metrics.reduce()
     lengths = [values[f"rollout/response_length_p{percent}"] for percent in (10, 50, 90, 99)]
     assert lengths == [11, 51, 91, 100]
     assert values["reward/stderr"] == pytest.approx(math.sqrt(10 * 0.25 / 9 / 10))
-    record_batch(metrics, plan_step(tags[:10], config("model"), dp_size=1, version=0))
+    plan = plan_step(tags[:10], config("model"), dp_size=1, version=0)
+    record_batch(metrics, plan, trained_as_planned(plan))
     assert "reward/stderr" not in metrics.reduce(), "one group tells nothing about the others"
 
 

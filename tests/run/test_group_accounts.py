@@ -24,6 +24,7 @@ from megarl.run.step_batch import StepBatch
 from megarl.run.step_plan import StepPlan, plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import config as config_of
+from tests.support.trained_groups import trained_as_planned
 
 GROUPS, SAMPLES, STEPS = 3, 3, 4
 OLD = -100  # a version that is too old for every step
@@ -109,7 +110,7 @@ class Accounts:
         counted = self.link.commit(batch, plan)
         assert counted is not None and counted.balanced
         metrics = step_metrics()
-        record_batch(metrics, plan)
+        record_batch(metrics, plan, trained_as_planned(plan))
         values = metrics.reduce()
         self.totals.add(values)
         self.totals.compare(number + 1, counted)

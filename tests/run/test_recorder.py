@@ -28,9 +28,10 @@ from megarl.report.run_events import read_run_events
 from megarl.rollout.counters import Counters
 from megarl.rollout.to_trajectory import failed_trajectory
 from megarl.run import recorder as recorder_module
-from megarl.run.recorder import CountersDiffer, LastEvaluation, Recorder, ResultFiles, Totals
+from megarl.run.recorder import LastEvaluation, Recorder, ResultFiles, Totals
 from megarl.run.step_batch import StepBatch
 from megarl.run.step_plan import plan_step
+from megarl.run.trained_groups import CountersDiffer
 from megarl.telemetry import events, sinks
 from megarl.telemetry.monitor import RUN, Alarm, AlarmRule
 from megarl.telemetry.timer import Phase, PhaseTimer
@@ -39,6 +40,7 @@ from tests.support.configs import config as config_of
 from tests.support.growth import growth_per_step, held_bytes
 from tests.support.recorded_steps import make_batch
 from tests.support.tiny import make_tiny_model
+from tests.support.trained_groups import trained_as_planned
 
 PEAK_GIB = 1.5
 ROWS = make_batch(0)
@@ -92,7 +94,7 @@ def take_step(
     plan = plan_step(batch.tags, config, dp_size=1, version=0)
     with recorder.phase("update"):
         recorder.metrics.record("policy/updates", 1)
-    recorder.step(batch, plan, version=1, counted=None)
+    recorder.step(batch, plan, trained_as_planned(plan), version=1, counted=None)
     recorder._writer.flush()
 
 
@@ -172,7 +174,7 @@ def test_a_step_that_the_rollout_side_has_counted_otherwise_ends_the_run(
     recorder.metrics.record("policy/updates", 1)
     ended = {name: len(groups) for name, groups in plan.ended.items()}
     with pytest.raises(CountersDiffer):
-        recorder.step(batch, plan, version=1, counted=Counters(**{**ended, "trained": ended["trained"] + 1}))
+        recorder.step(batch, plan, trained_as_planned(plan), 1, Counters(**ended | {"trained": ended["trained"] + 1}))
     assert {name: getattr(plan.outcome, name) for name in ended} == ended
 
 

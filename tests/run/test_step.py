@@ -41,6 +41,7 @@ from tests.support.rl_problem import (
 from tests.support.samples import advantage_of, full, with_streams
 from tests.support.step_problem import GROUPS, PER_GROUP, REWARDS, by_group, make_step_problem, resampled, trajectory
 from tests.support.tensors import worst
+from tests.support.trained_groups import trained_as_planned
 
 
 def config(**sections: dict) -> Config:
@@ -103,7 +104,7 @@ def test_every_sample_is_counted_once(groups: list, dp_size: int, mini_batches: 
         elsewhere = {k.split(":")[0] for other in plan.mini_batches if other is not part for r in other for k in r}
         assert not inside & elsewhere
     metrics = step_metrics()
-    record_batch(metrics, plan)
+    record_batch(metrics, plan, trained_as_planned(plan))
     values = metrics.reduce()
     assert values["batch/samples"] == len(tags)
     assert values["groups/trained"] == plan.outcome.trained
@@ -223,6 +224,7 @@ class FailsInItsUpdate:
 
     def __init__(self, failing: int) -> None:
         self.failing, self.made = failing, 0
+        self.trained_keys: list[str] = []
 
     def update(self, *arguments: object, **options: object) -> dict[str, float]:
         if self.made == self.failing:
@@ -290,10 +292,12 @@ def test_a_mini_batch_without_a_weight_makes_no_update(monkeypatch: pytest.Monke
     monkeypatch.setattr(step, "record_measures", lambda *arguments: None)
     monkeypatch.setattr(step.StepMeasures, "compare_in_update", lambda self, values, gaps: compared.append(values))
     monkeypatch.setattr(step.parallel, "dp_rank", lambda: 0)
+    monkeypatch.setattr(step.parallel, "dp_all_gather_object", lambda own, codec: [own])
     calls: list[bool] = []
 
-    def update(*arguments: Any, another_follows: bool, **options: Any) -> int:
+    def update(samples: list[TrainSample], *arguments: Any, another_follows: bool, **options: Any) -> int:
         calls.append(another_follows)
+        policy.trained_keys = [sample.key for sample in samples]
         if len(calls) - 1 in empty:
             raise NoTokensError("no token has a weight in any term of the loss")
         options["check"](len(calls))
@@ -304,8 +308,10 @@ def test_a_mini_batch_without_a_weight_makes_no_update(monkeypatch: pytest.Monke
     metrics = step_metrics()
     policy: Any = SimpleNamespace(update=update, source_gaps=SourceGaps.zeros(0))
     keep = lambda plan, measured: watched.append(measured)  # noqa: E731
-    step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), metrics, step=0, watch=keep)
+    by_key = {row.key: row for row in rows}
+    trained = step.train_step(policy, plan, by_key, own, PhaseTimer(), metrics, step=0, watch=keep)
     assert calls == [True, False] and len(watched) == 1
+    assert trained == (2, 0), "a mini-batch without a weight has nothing left to train"
     assert metrics.reduce()["policy/updates"] == 2 - len(empty)
     assert compared == sorted({1, 2} - {number + 1 for number in empty})[:1]
 
@@ -360,13 +366,15 @@ def test_each_data_set_has_metrics_if_there_are_several() -> None:
             for g in range(3) for i in range(2)]  # fmt: skip
     tags[-1] = replace(tags[-1], status="failed")
     metrics = step_metrics()
-    record_batch(metrics, plan_step(tags, config(data=sets({}, {})), dp_size=1, version=0))
+    plan = plan_step(tags, config(data=sets({}, {})), dp_size=1, version=0)
+    record_batch(metrics, plan, trained_as_planned(plan))
     values = {name: value for name, value in metrics.reduce().items() if name.startswith("data/")}
     assert values == {
         "data/a/groups": 2, "data/a/reward_mean": 1 / 3, "data/a/truncated_share": 1 / 3,
         "data/b/groups": 1, "data/b/reward_mean": 0.5, "data/b/truncated_share": 0.5,
     }  # fmt: skip
-    record_batch(metrics, plan_step([tag(0, i, float(i)) for i in range(2)], config(), dp_size=1, version=0))
+    plan = plan_step([tag(0, i, float(i)) for i in range(2)], config(), dp_size=1, version=0)
+    record_batch(metrics, plan, trained_as_planned(plan))
     assert not any(name.startswith("data/") for name in metrics.reduce())
 
 
@@ -445,7 +453,7 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert (plan.admitted, outcome.reused, plan.trained_groups) == ({6, 7, 8, 9}, 2, [8, 9])
     assert plan.ended == {"trained": [8, 9], "filtered": [6], "dropped_stale": [7], "failed": []}
     metrics = step_metrics()
-    record_batch(metrics, plan)
+    record_batch(metrics, plan, trained_as_planned(plan))
     step._set_advantages(plan, {}, {}, own, metrics)
     values = metrics.reduce()
     assert (values["groups/admitted"], values["groups/trained"], values["groups/reused"]) == (4, 2, 2)
@@ -533,7 +541,7 @@ def test_lengths_of_what_was_too_old_and_the_staleness_of_what_was_not() -> None
     plan = plan_step(tags, lags, dp_size=1, version=4)
     assert plan.outcome.dropped_stale == 1 and plan.stale == ["2:0", "2:1", "2:2"]
     metrics = step_metrics()
-    record_batch(metrics, plan)
+    record_batch(metrics, plan, trained_as_planned(plan))
     values = metrics.reduce()
     assert (values["batch/stale_length_mean"], values["batch/stale_length_max"]) == (7.5, 8)
     assert (values["batch/length_mean"], values["batch/length_max"]) == (3.5, 5)
@@ -543,7 +551,8 @@ def test_lengths_of_what_was_too_old_and_the_staleness_of_what_was_not() -> None
 
 def test_no_lengths_are_reported_of_groups_that_were_not_dropped() -> None:
     metrics = step_metrics()
-    record_batch(metrics, plan_step([tag(0, i, float(i)) for i in range(2)], config(), dp_size=1, version=0))
+    plan = plan_step([tag(0, i, float(i)) for i in range(2)], config(), dp_size=1, version=0)
+    record_batch(metrics, plan, trained_as_planned(plan))
     assert not any("stale_length" in name for name in metrics.reduce())
 
 
@@ -856,7 +865,7 @@ def test_demonstrations_are_never_stale_and_never_filtered() -> None:
     assert (plan.outcome.trained, plan.outcome.dropped_stale, plan.outcome.filtered) == (1, 1, 0)
     assert sorted(plan.keys_of(0)) == ["0:0", "0:1"] and plan.ended["trained"] == [0]
     metrics = step_metrics()
-    record_batch(metrics, plan)
+    record_batch(metrics, plan, trained_as_planned(plan))
     values = metrics.reduce()
     assert values["batch/demonstrations"] == 2 and values["batch/trained_samples"] == 2
     assert "reward/mean" in values and values["rollout/version_lag_max"] == 10, "those of the stale group alone"

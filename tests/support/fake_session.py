@@ -21,6 +21,9 @@ from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.run import batches, loop, session
 from megarl.run.session import Session
 from megarl.run.step_batch import StepBatch
+from megarl.run.trained_groups import TrainedGroups
+
+TRAINED = TrainedGroups(new=3)  # by each step that is not skipped
 
 
 class Part:
@@ -62,8 +65,9 @@ class FakeRecorder:
     def samples(self, batch: StepBatch, samples: Sequence[str]) -> None:
         self._note(f"write {', '.join(samples)}")
 
-    def step(self, batch: StepBatch, plan: str, version: int, counted: Counters | None) -> None:
+    def step(self, batch: StepBatch, plan: str, trained: TrainedGroups, version: int, counted: Counters | None) -> None:
         assert counted == Counters(trained=batch.step + 1), "the counters are those of another commit"
+        assert trained == (TrainedGroups() if plan.startswith("skipped") else TRAINED), "trained by another step"
         self._note(f"record step {batch.step} of {plan}, which made version {version}")
         self.evaluated = {}
 
@@ -329,11 +333,12 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 
     def train_step(
         policy: object, plan: str, *rest: object, step: int, early: object, packed: object, watch: object
-    ) -> None:
+    ) -> TrainedGroups:
         note(f"train {plan}")
         run.early.append(early)
         run.packed.append(packed)
         run.train()
+        return TRAINED
 
     def install() -> None:
         note("install the stop vote")

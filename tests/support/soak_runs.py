@@ -23,6 +23,7 @@ from megarl.run.recorder import Totals
 from megarl.run.step_plan import plan_step
 from megarl.telemetry.declarations import step_metrics
 from tests.support.configs import tree, write_problems
+from tests.support.trained_groups import trained_as_planned
 
 PROMPTS = 10
 
@@ -102,7 +103,7 @@ class _Run:
             assert lost is not None
             plan = lost
         metrics = step_metrics()
-        record_batch(metrics, plan)
+        record_batch(metrics, plan, trained_as_planned(plan))
         values = metrics.reduce()
         self._admission.commit(step, **vars(plan.outcome))
         return {"step": step + 1, "time/step": 1.0, **values, **self._totals.add(values)}

@@ -49,6 +49,7 @@ def trained(
             "expert_bias": [result["expert_bias"] for result in results],
             "expert_load": [result["expert_load"] for result in results],
             "metrics": metrics,
+            "keys": [result["keys"] for result in results],
         }
         if ranks == 1 and key is not None:
             known[key] = merged

@@ -96,6 +96,8 @@ def check(trained: Callable[..., Any], case: Case, **options: Any) -> dict[str, 
     assert worst(got["gradients"], one["gradients"]) <= GRADIENT
     for mine, other in zip(got["metrics"], one["metrics"], strict=True):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
+    for backward, own in got["keys"]:
+        assert backward == own, "backward has not gone through each sample of the replica once"
     return got
 
 
@@ -180,6 +182,8 @@ def test_a_broken_rule_is_found(trained: Callable[..., Any], mutation: str, case
     ranks, model, layout, changes = case
     got = trained(ranks, model, layout, mutation=mutation, **changes)
     assert worst(got["gradients"], trained(1, model)["gradients"]) > BROKEN
+    lost = [own for backward, own in got["keys"] if backward != own]
+    assert len(lost) == (mutation == "dropped_micro_batch"), "the others train each sample, but not as they should"
 
 
 def test_adams_first_step_would_not_show_a_doubled_gradient(trained: Callable[..., Any]) -> None:

@@ -46,7 +46,13 @@ REWARD = [
 
 PROMPT_GROUPS = [
     Metric("groups/admitted", "groups", "sum", "Groups of this batch; equals the sum of the next four."),
-    Metric("groups/trained", "groups", "sum", "Groups that took part in the update."),
+    Metric(
+        "groups/trained",
+        "groups",
+        "sum",
+        "Groups that took part in the update, counted by the samples that its backward passes have gone through; also "
+        "those of a mini-batch that makes no update because no token of it has a weight.",
+    ),
     Metric(
         "groups/filtered",
         "groups",

@@ -151,6 +151,7 @@ def train(
             "weights": exported(policy),
             "expert_bias": expert_biases(policy),
             "expert_load": loads,
+            "keys": [sorted(policy.trained_keys), sorted(sample.key for sample in mine)],
         }
 
 
@@ -258,10 +259,10 @@ def _dropped_replica() -> dict[str, Any]:
 def _dropped_micro_batch() -> dict[str, Any]:
     original = policy_module.forward_backward
 
-    def broken(chunks: Any, micro_batches: Any, function: Any) -> Any:
+    def broken(chunks: Any, micro_batches: Any, function: Any, **options: Any) -> Any:
         tensor = policy_module.parallel_state.get_tensor_model_parallel_world_size()
         dropped = pack([], [], tensor, streams=list(micro_batches[0].streams))
-        return original(chunks, [dropped, *micro_batches[1:]], function)
+        return original(chunks, [dropped, *micro_batches[1:]], function, **options)
 
     return {"forward_backward": broken}
 
@@ -287,8 +288,8 @@ def _targets_off_by_one() -> dict[str, Any]:
 def _mean_over_replicas() -> dict[str, Any]:
     original = policy_module.forward_backward
 
-    def broken(chunks: Any, *args: Any) -> Any:
-        result = original(chunks, *args)
+    def broken(chunks: Any, *args: Any, **options: Any) -> Any:
+        result = original(chunks, *args, **options)
         for chunk in chunks:
             chunk.scale_gradients(1 / parallel.dp_size())
         return result
@@ -300,8 +301,8 @@ def _experts_times_replicas() -> dict[str, Any]:
     """Expert gradients too large by the number of replicas: DDP scales their buffers apart from the others."""
     original = policy_module.forward_backward
 
-    def broken(chunks: Any, *args: Any) -> Any:
-        result = original(chunks, *args)
+    def broken(chunks: Any, *args: Any, **options: Any) -> Any:
+        result = original(chunks, *args, **options)
         for chunk in chunks:
             for buffer in chunk.expert_parallel_buffers:
                 buffer.scale_gradients(parallel.dp_size())

@@ -48,7 +48,7 @@ def train_in_memory(run_dir: Path, steps: int) -> dict[str, Any]:
         for step in range(steps):
             rows = {row.key: row for row in make_batch(step)}
             plan = plan_step([row.tag for row in rows.values()], policy.config, dp_size=1, version=version_of(step))
-            train_step(policy, plan, rows, policy.config, timer, metrics, step=step)
-            record_batch(metrics, plan)
+            trained = train_step(policy, plan, rows, policy.config, timer, metrics, step=step)
+            record_batch(metrics, plan, trained)
             collected.append(_timeless(metrics.reduce() | timer.finish_step()))
         return {"weights": exported(policy), "metrics": collected}
