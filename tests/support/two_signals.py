@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from megarl.common.run_files import read_exit
 from tests.support.checkout import ROOT
 from tests.support.leftovers import assert_nothing_left, marked
 
@@ -24,20 +25,26 @@ def launch(config: Path, log: Path) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
-def press_twice(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """SIGINT goes to the whole process group, as Ctrl-C does; SIGTERM to the script alone, as `kill` does."""
+def press_twice(process: subprocess.Popen[bytes], number: signal.Signals, log: Path) -> None:
+    """SIGINT goes to the whole process group, as Ctrl-C does; SIGTERM to the script alone, as `kill` does.
+
+    The first signal must leave the launch running, or the test would not see what a second one does.
+    """
 
     def press() -> None:
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
 
     press()
     time.sleep(AGAIN_S)
-    if process.poll() is None:
-        press()
+    assert process.poll() is None, f"the first {number.name} alone has ended it:\n{log.read_text()[-4000:]}"
+    press()
 
 
-def check_end(process: subprocess.Popen[bytes], log: Path, run_dir: Path, when: str) -> None:
-    """All of it ends in time, with one message and without a traceback. The time is printed."""
+def check_end(process: subprocess.Popen[bytes], number: signal.Signals, log: Path, run_dir: Path, when: str) -> None:
+    """All of it ends in time, because of a second signal `number`, with one message and without a traceback.
+
+    The message and the exit record name the signal. The time is printed.
+    """
     begun = time.monotonic()
     code = process.wait(timeout=ENDS_S)
     assert_nothing_left(run_dir, ENDS_S - (time.monotonic() - begun))
@@ -47,3 +54,7 @@ def check_end(process: subprocess.Popen[bytes], log: Path, run_dir: Path, when: 
     assert "Traceback" not in said, text
     how = [line for line in said.splitlines() if line.startswith("megarl: ") and "the same command " in line]
     assert code != 0 and len(how) == 1, text
+    why = f"received a second stop signal ({number.name}); the same command resumes"
+    assert why in how[0], text
+    record = read_exit(run_dir)
+    assert record is not None and record.status == "failed" and why in record.reason, f"{record}\n{text}"

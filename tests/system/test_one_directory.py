@@ -37,8 +37,8 @@ def test_a_second_start_is_refused_and_ctrl_c_twice_ends_an_evaluation_at_once(t
                 kill_everything(again, run_dir)
         assert again.returncode != 0 and output.count("megarl: ") == 1 and "is in use by megarl launch (pid " in output
         assert not (run_dir / "previous").exists() and not (run_dir / "exit.json").exists()
-        press_twice(process, signal.SIGINT)
-        check_end(process, log, run_dir, "in an evaluation")
+        press_twice(process, signal.SIGINT, log)
+        check_end(process, signal.SIGINT, log, run_dir, "in an evaluation")
     finally:
         for each in (process, *survivors(run_dir)):
             each.kill()
