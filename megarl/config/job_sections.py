@@ -166,7 +166,10 @@ class RayConfig(Section):
 
 
 class LaunchConfig(Section):
-    """The job's request for nodes, and its behaviour at the time limit; read by `megarl launch` only."""
+    """The job's request for nodes, and its behaviour at the time limit; read by `megarl launch`.
+
+    Only `allow_open_torchrun` is for a torchrun that the user starts.
+    """
 
     time_limit: str | None = Field(
         None,
@@ -200,4 +203,9 @@ class LaunchConfig(Section):
     )
     runtime_env: Path | None = Field(
         None, description="YAML with `env_vars`, set for every process of the job (launch/runtime_env.yaml)."
+    )
+    allow_open_torchrun: bool = Field(
+        False,
+        description="Accept a torchrun without `--rdzv-backend megarl` whose store other hosts reach: whoever reaches "
+        "it can run code (SECURITY.md).",
     )

@@ -39,7 +39,12 @@ from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.dry_run import dry_run
 from megarl.run.failure import FailureReport, report_and_close, set_aside
 from megarl.run.stop_signals import StopSignals, end_before_start
-from megarl.run.torchrun_start import SAFE_TORCHRUN, notice_of_open_stores
+from megarl.run.torchrun_start import (
+    SAFE_TORCHRUN,
+    notice_of_open_stores,
+    notice_of_short_end,
+    refuse_open_stores,
+)
 from megarl.run.trainer_events import begin_events, end_with_failure
 from megarl.telemetry import events
 from megarl.telemetry.prometheus import check_endpoint
@@ -82,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     if rank == 0 and (notice := notice_of_open_stores(os.environ, sys.argv)) is not None:
         sys.stderr.write(f"megarl: {notice}\n")
+    if rank == 0 and (notice := notice_of_short_end(os.environ, config.timeouts.shutdown_s)) is not None:
+        sys.stderr.write(f"megarl: {notice}\n")
     sys.exit(run(config, plan, claim))
 
 
@@ -107,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_launch(config: Config) -> None:
-    """Raise ValueError unless the number of ranks and nodes that were started is that of the config."""
+    """Raise ValueError unless the config's ranks and nodes were started, by a torchrun that strangers do not reach."""
     nodes = resolve_pools(config).nodes
     if nodes > 1 and LAUNCH_ID_VARIABLE not in os.environ:
         raise ValueError(
@@ -126,6 +133,8 @@ def _check_launch(config: Config) -> None:
             f"torchrun started {world} ranks, but trainer.gpus is {gpus}: use --nproc-per-node {gpus} "
             f"or set trainer.gpus={world}"
         )
+    if not config.launch.allow_open_torchrun:
+        refuse_open_stores(os.environ, sys.argv, config.run_dir)
 
 
 def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
@@ -205,6 +214,8 @@ def _train(
     that a restart of the ranks finds it unchanged and keeps the pool. `report`: as in `_run`.
     """
     from megarl.cluster.nodes.network import one_node_environment
+    from megarl.cluster.nodes.topology import stop_seconds
+    from megarl.cluster.nodes.torchrun_end import tell_seconds_to_stop
     from megarl.common.processes import die_with_parent
 
     die_with_parent()
@@ -221,6 +232,8 @@ def _train(
     import torch
 
     store = join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
+    if rank == 0:
+        tell_seconds_to_stop(os.environ, stop_seconds(config), config.timeouts.collective_s)
     begin_events(config, rank)  # after rank 0 has moved those of an earlier run aside
     watch = watch_ranks(store, config.run_dir, config.timeouts, report)
     if rank == 0:

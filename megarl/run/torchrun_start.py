@@ -1,14 +1,19 @@
-"""Tells the user of a torchrun whose stores are open to the network how to start the same run without that."""
+"""Refuses a torchrun whose stores other hosts reach; tells the user how to start the same run without open ports."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shlex
+import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from megarl.cluster.nodes.rendezvous_mark import NAME, SERVED_BY_VARIABLE
+from megarl.cluster.nodes.rendezvous_mark import CHOSEN_VARIABLE, NAME, SERVED_BY_VARIABLE
+from megarl.common.run_secret import RUN_DIR_VARIABLE
 
 SAFE_TORCHRUN = f"torchrun --rdzv-backend {NAME}"
+ALLOW = "launch.allow_open_torchrun"
 
 
 def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[str]) -> str | None:
@@ -17,13 +22,71 @@ def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[st
     `environment`: that of a rank; `arguments`: its script and what follows it. None also for a rank that torchrun has
     restarted, because the notice was shown at its first start, and for one that torchrun has not started.
     """
-    if "TORCHELASTIC_RUN_ID" not in environment or environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if not _is_open(environment):
         return None
-    if environment.get(SERVED_BY_VARIABLE) == str(os.getppid()):
-        return None
-    ranks = environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))
     return (
         "this torchrun listens on all interfaces of the host, and with its own rendezvous whoever reaches the port can "
         "run code as you (SECURITY.md). The same run without that: "
-        f"{SAFE_TORCHRUN} --nproc-per-node {ranks} {shlex.join(arguments)}"
+        f"{SAFE_TORCHRUN} --nproc-per-node {_ranks(environment)} {shlex.join(arguments)}"
     )
+
+
+def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str], run_dir: Path) -> None:
+    """Raise ValueError, with the safe command, if torchrun's stores are open and are used at an address of a network.
+
+    That is so for ranks on several hosts, and for a store whose address is not a loopback one. The arguments are those
+    of `notice_of_open_stores`; `run_dir`: that of the run.
+    """
+    if not _is_open(environment):
+        return
+    nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
+    host = environment.get("MASTER_ADDR", "127.0.0.1")
+    if nodes == 1 and _is_loopback(host):
+        return
+    several = ""
+    if nodes > 1:
+        several = f"--nnodes {nodes} --rdzv-endpoint {host}:29400 --local-addr THIS_NODE'S_ADDRESS "
+    command = f"{SAFE_TORCHRUN} {several}--nproc-per-node {_ranks(environment)} {shlex.join(arguments)}"
+    if nodes > 1:
+        command = f"{RUN_DIR_VARIABLE}={shlex.quote(str(run_dir.resolve()))} {command}"
+    raise ValueError(
+        f"this torchrun's store at {host} can be reached by other hosts, and whoever reaches it can run code as you "
+        f"(SECURITY.md). Start the same run by: {command}   If a network that keeps strangers out protects its ports, "
+        f"{ALLOW}=true allows it"
+    )
+
+
+def notice_of_short_end(environment: Mapping[str, str], shutdown_s: float) -> str | None:
+    """Return the notice that torchrun may cut a save; None unless the user has given it less than `shutdown_s`.
+
+    `environment`: that of a rank. None also for a rank that torchrun has restarted, as in `notice_of_open_stores`.
+    """
+    chosen = environment.get(CHOSEN_VARIABLE)
+    if chosen is None or environment.get(SERVED_BY_VARIABLE) != str(os.getppid()) or int(chosen) >= shutdown_s:
+        return None
+    if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return None
+    return (
+        f"this torchrun kills its ranks {chosen} s after a stop signal (--shutdown-timeout), sooner than "
+        f"timeouts.shutdown_s ({shutdown_s:.0f} s), so it may cut a save: without that option it waits long enough"
+    )
+
+
+def _is_open(environment: Mapping[str, str]) -> bool:
+    """Tell whether a torchrun with another rendezvous has started this rank, and for the first time."""
+    if "TORCHELASTIC_RUN_ID" not in environment or environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return False
+    return environment.get(SERVED_BY_VARIABLE) != str(os.getppid())
+
+
+def _ranks(environment: Mapping[str, str]) -> str:
+    return environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))
+
+
+def _is_loopback(host: str) -> bool:
+    """Tell whether only this host reaches the addresses of `host`; False for a name that cannot be resolved."""
+    try:
+        found = {str(each[4][0]).partition("%")[0] for each in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in found)

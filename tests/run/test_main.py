@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,11 +134,36 @@ def test_the_first_rank_says_once_if_torchruns_stores_are_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, served: bool, notices: int
 ) -> None:
     """The run begins all the same."""
+    code, told = start_under_torchrun(monkeypatch, capsys, rank=rank, served=served)
+    assert code == 0
+    said = [line for line in told.splitlines() if "listens on all interfaces" in line]
+    assert len(said) == notices
+    assert all(line.endswith("--rdzv-backend megarl --nproc-per-node 2 train_rl.py --config C") for line in said)
+
+
+@pytest.mark.parametrize(("allowed", "served", "code"), [(False, False, 2), (True, False, 0), (False, True, 0)])
+def test_an_open_torchrun_at_an_address_of_a_network_is_refused_unless_the_config_allows_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], allowed: bool, served: bool, code: int
+) -> None:
+    ended, told = start_under_torchrun(
+        monkeypatch, capsys, served=served, variables={"MASTER_ADDR": "10.0.0.7"},
+        launch={"allow_open_torchrun": allowed},
+    )  # fmt: skip
+    assert ended == code
+    assert told.count("torchrun's store at 10.0.0.7 can be reached by other hosts") == (code == 2)
+
+
+def start_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, rank: int = 0, served: bool,
+    variables: Mapping[str, str] | None = None, **sections: dict[str, Any],
+) -> tuple[Any, str]:  # fmt: skip
+    """Start a rank of two that does nothing; return its exit status and what it has told."""
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "none"}
+    started |= variables or {}
     started |= {SERVED_BY_VARIABLE: os.getppid()} if served else {}
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}))
+    monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}, **sections))
     monkeypatch.setattr(main, "make_plan", lambda config: None)
     monkeypatch.setattr(main, "already_finished", lambda config: None)
     monkeypatch.setattr(main, "_check_first_start", lambda config, plan: None)
@@ -147,7 +173,4 @@ def test_the_first_rank_says_once_if_torchruns_stores_are_open(
     monkeypatch.setattr(sys, "argv", ["train_rl.py", "--config", "C"])
     with pytest.raises(SystemExit) as end:
         main.main(["--config", "C"])
-    assert end.value.code == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "listens on all interfaces" in line]
-    assert len(said) == notices
-    assert all(line.endswith("--rdzv-backend megarl --nproc-per-node 2 train_rl.py --config C") for line in said)
+    return end.value.code, capsys.readouterr().err

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
+from megarl.cluster.nodes import torchrun_end
 from megarl.cluster.nodes.rendezvous_mark import NAME, SERVED_BY_VARIABLE
 from megarl.common.bound_store import connect_store, serve_store
 from megarl.common.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
@@ -92,7 +93,9 @@ class BoundHandler(DynamicRendezvousHandler):
     """torch's handler, whose store for the ranks listens on this node's address alone."""
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return serve_store(master_addr, master_port, RANKS_STORE_TIMEOUT_S)
+        store = serve_store(master_addr, master_port, RANKS_STORE_TIMEOUT_S)
+        torchrun_end.serves(store)
+        return store
 
 
 def open_rendezvous(params: RendezvousParameters) -> RendezvousHandler:
