@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megarl.cluster.handle import read_state
 from megarl.commands.cli import main
-from megarl.commands.doctor.listeners import judge
-from megarl.commands.doctor.run_sockets import find_listeners, find_roles
+from megarl.commands.doctor.listeners import Listener
+from megarl.commands.doctor.run_sockets import find_listeners, find_roles, judge_run
 
 
 def check_sockets(run_dir: Path, expected: Set[str]) -> None:
@@ -18,11 +18,18 @@ def check_sockets(run_dir: Path, expected: Set[str]) -> None:
 
     `expected`: roles of which the run must have processes.
     """
-    roles = find_roles(run_dir, read_state(run_dir) or {})
-    verdicts = judge(find_listeners(roles), ray_on_loopback=True)
+    state = read_state(run_dir) or {}
+    roles = find_roles(run_dir, state)
+    found = find_listeners(roles)
+    verdicts = judge_run(run_dir, state, found, roles)
     assert expected <= set(roles.values()), sorted(set(roles.values()))
     assert {"token", "curve", "loopback only"} <= {verdict.lock for verdict in verdicts}
     assert [verdict for verdict in verdicts if verdict.level != "ok"] == []
+    for pid, role in roles.items():
+        if role in {"trainer rank", "engine"} & expected:
+            extra = Listener(pid, role, "TCP", "127.0.0.1", 1)
+            failed = [each for each in judge_run(run_dir, state, [*found, extra], roles) if each.level == "fail"]
+            assert [each.what for each in failed] == ["unknown"], f"one more socket of a {role} is not found"
     # What the user's command says is the same. It is called here, because a short run would end while it starts.
     with contextlib.redirect_stdout(io.StringIO()) as told:
         assert main(["doctor", "--run", str(run_dir)]) == 0, told.getvalue()

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Literal
@@ -27,7 +27,10 @@ SocketLock = Literal["token", "curve", "hmac", "loopback only", "file mode", "no
 NETWORK_RULE = "let only the nodes of the job reach this port: see the network rule in SECURITY.md"
 ADDRESS_FIX = "it must be bound to one address"
 TORCHRUN_FIX = "torchrun unpickles what strangers write there: start it with --rdzv-backend megarl, see SECURITY.md"
-UNKNOWN_FIX = "find out what opened it; if it is the run's, add it to KNOWN in megarl/commands/doctor/listeners.py"
+UNKNOWN_FIX = (
+    "find out what opened it: the process should not have it, or has more of its kind than it should. If it is the "
+    "run's, add it to KNOWN in megarl/commands/doctor/listeners.py, or count it in unlocked_sockets.py"
+)
 MANY = 1000
 
 
@@ -69,17 +72,20 @@ class Listener:
 
 @dataclass(frozen=True)
 class Known:
-    """Up to `most` sockets that a process of one role may have. `lock`: what protects them beyond their address."""
+    """Up to `most` sockets that a process of one role may have. `lock`: what protects them beyond their address.
+
+    `most` None: as many as `judge` is told of the process.
+    """
 
     what: str
     kind: SocketKind
     lock: SocketLock
-    most: int = MANY
+    most: int | None = MANY
 
 
 RAY_CALLS = Known("Ray's calls", "TCP6", "token", 1)
 ENGINE_PARTS = Known("between the engine's processes", "unix", "file mode")
-COLLECTIVES = Known("gloo and NCCL", "TCP", "none")
+COLLECTIVES = Known("gloo and NCCL", "TCP", "none", None)
 PROMETHEUS = Known("Prometheus endpoint (HTTP)", "TCP", "token", 1)  # told from gloo's sockets by its port
 TORCH_STORE = Known("torch's own store", "TCP6", "none")  # always on all interfaces, so always a failure
 KNOWN: dict[str, tuple[Known, ...]] = {
@@ -103,7 +109,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "teacher's engine": (RAY_CALLS, ENGINE_PARTS),
     "engine": (ENGINE_PARTS, COLLECTIVES),
     # The stores of checkpoints, weight sync and rendezvous check each value; gloo and NCCL beside them check nothing.
-    "trainer rank": (RAY_CALLS, Known("stores (hmac), gloo and NCCL (none)", "TCP", "none"), TORCH_STORE),
+    "trainer rank": (RAY_CALLS, Known("stores (hmac), gloo and NCCL (none)", "TCP", "none", None), TORCH_STORE),
     "torchrun": (Known("rendezvous store", "TCP", "hmac", 2), TORCH_STORE),
     "launcher": (RAY_CALLS,),
     "idle Ray worker": (RAY_CALLS,),
@@ -173,11 +179,16 @@ class Verdict:
 
 
 def judge(
-    listeners: Iterable[Listener], *, ray_on_loopback: bool, endpoint: tuple[int, int] | None = None
+    listeners: Iterable[Listener],
+    *,
+    ray_on_loopback: bool,
+    unlocked: Mapping[int, int],
+    endpoint: tuple[int, int] | None = None,
 ) -> list[Verdict]:
     """Return a verdict for each socket, the failures first.
 
     `ray_on_loopback`: the run's Ray has a loopback address. With any other, Ray 2.60.0 listens on all interfaces.
+    `unlocked`: by pid, how many sockets without a lock a trainer rank or an engine may have; 0 for another process.
     `endpoint`: pid and port of the endpoint for Prometheus, if the run has one.
     """
     verdicts = []
@@ -189,7 +200,8 @@ def judge(
         known = None
         scraped = listener.kind == "TCP" and (listener.pid, listener.port) == endpoint
         for each in (PROMETHEUS,) if scraped else KNOWN.get(listener.role, ()):
-            if each.kind == listener.kind and seen[listener.pid, each] < each.most:
+            most = unlocked.get(listener.pid, 0) if each.most is None else each.most
+            if each.kind == listener.kind and seen[listener.pid, each] < most:
                 known = each
                 seen[listener.pid, each] += 1
                 break

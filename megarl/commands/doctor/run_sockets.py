@@ -6,24 +6,29 @@ import os
 import platform
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megarl.cluster.handle import read_state
+from megarl.cluster.handle import SPEC_FILE, SupervisorSpec, read_state
 from megarl.cluster.ray_head import TOKEN_FILE
 from megarl.commands.doctor.listeners import (
+    MANY,
     Listener,
+    Verdict,
     all_locked,
     judge,
     listeners_to_json,
     render_listeners,
     role_of,
 )
+from megarl.commands.doctor.unlocked_sockets import of_engine, of_trainer_rank
 from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId, is_alive
+from megarl.config.schema import Config
+from megarl.models.read_config import load_info
 from megarl.telemetry.prometheus import read_endpoint
 
 _ACCEPTS = 0x10000  # __SO_ACCEPTCON of /proc/net/unix: the socket listens
@@ -40,12 +45,61 @@ def examine_run(run_dir: Path, *, as_json: bool, write: Callable[[str], object])
     roles = find_roles(run_dir.resolve(), state)
     if not roles:
         raise ConfigError([f"no process of {run_dir} runs on this host; its supervisor was started on {state['host']}"])
-    ray_host = str(state["address"]).rpartition(":")[0]
-    found = read_endpoint(run_dir)
-    endpoint = (found.pid, found.port) if found is not None else None
-    verdicts = judge(find_listeners(roles), ray_on_loopback=ray_host in {"", "127.0.0.1", "::1"}, endpoint=endpoint)
+    verdicts = judge_run(run_dir, state, find_listeners(roles), roles)
     write(listeners_to_json(verdicts) if as_json else render_listeners(verdicts))
     return 0 if all_locked(verdicts) else 1
+
+
+def judge_run(
+    run_dir: Path, state: dict[str, Any], listeners: Iterable[Listener], roles: Mapping[int, str]
+) -> list[Verdict]:
+    """Return a verdict for each socket of the run's processes, whose `roles` are known by pid."""
+    ray_host = str(state["address"]).rpartition(":")[0]
+    found = read_endpoint(run_dir)
+    return judge(
+        listeners,
+        ray_on_loopback=ray_host in {"", "127.0.0.1", "::1"},
+        unlocked=unlocked_of(run_dir, roles),
+        endpoint=(found.pid, found.port) if found is not None else None,
+    )
+
+
+def unlocked_of(run_dir: Path, roles: Mapping[int, str]) -> dict[int, int]:
+    """Return how many sockets without a lock each trainer rank and each engine may have, by pid.
+
+    With GPUs any number: that of NCCL's sockets is not known. Raises ValueError if the run has no supervisor's file.
+    """
+    spec = SupervisorSpec.load(run_dir / "logs" / SPEC_FILE)
+    ours = {pid: role for pid, role in roles.items() if role in {"trainer rank", "engine"}}
+    if spec.cuda:
+        return dict.fromkeys(ours, MANY)
+    config = Config.model_validate_json(spec.config_json)
+    has_saved = any(config.checkpoint_dir.glob("*iter_*"))
+    has_trainer = not spec.serves and "launcher" not in roles.values()
+    experts = bool(load_info(config.model.path).num_experts)
+    found = {}
+    for pid, role in ours.items():
+        if role == "trainer rank":
+            found[pid] = of_trainer_rank(config, _rank(pid), has_saved=has_saved)
+        else:
+            found[pid] = of_engine(has_experts=experts, syncs_weights=has_trainer and not _teaches(pid, roles))
+    return found
+
+
+def _rank(pid: int) -> int:
+    """Return the number that torchrun has given to a trainer rank; 0 if the process has ended."""
+    try:
+        return int(psutil.Process(pid).environ().get("RANK", "0"))
+    except psutil.Error:
+        return 0
+
+
+def _teaches(pid: int, roles: Mapping[int, str]) -> bool:
+    """Tell whether an engine's process is of a teacher, whose weights stay."""
+    try:
+        return any(roles.get(each.pid) == "teacher's engine" for each in psutil.Process(pid).parents())
+    except psutil.Error:
+        return False
 
 
 def find_roles(run_dir: Path, state: dict[str, Any]) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,11 +13,11 @@ from megarl.commands.doctor.listeners import (
     KNOWN,
     Listener,
     all_locked,
-    judge,
     listeners_to_json,
     render_listeners,
     role_of,
 )
+from megarl.commands.doctor.listeners import judge as judge_all
 
 MAPPED = "::ffff:127.0.0.1"
 # A whole run on one host: role, kind, host -> what protects it.
@@ -45,6 +46,10 @@ ONE_HOST = (
     ("trainer rank", "TCP", "127.0.0.1", "loopback only"),
     ("torchrun", "TCP", "127.0.0.1", "hmac"),
 )
+
+
+UNLOCKED = dict.fromkeys(range(200), 3)  # sockets without a lock that each process may have
+judge = partial(judge_all, unlocked=UNLOCKED)
 
 
 def listeners(*rows: tuple[str, ...]) -> list[Listener]:
@@ -103,16 +108,18 @@ def test_one_more_socket_on_all_interfaces_always_fails(rows: list[tuple[str, ..
     assert failed.listener.address.startswith("*:") and not all_locked(verdicts) and verdicts[0] is failed
 
 
-@pytest.mark.parametrize("role", sorted(role for role in KNOWN if role not in {"engine", "trainer rank"}))
+@pytest.mark.parametrize("role", sorted(KNOWN))
 def test_a_process_with_more_sockets_than_it_may_have_fails(role: str) -> None:
-    most = sum(known.most for known in KNOWN[role] if known.kind == "TCP")
+    """A trainer rank and an engine may have as many as was told of them; here 3."""
+    most = sum(3 if known.most is None else known.most for known in KNOWN[role] if known.kind == "TCP")
     rows = [Listener(7, role, "TCP", "127.0.0.1", 5000 + port) for port in range(most + 1)]
-    verdicts = judge(rows, ray_on_loopback=True)
+    told = partial(judge, ray_on_loopback=True)
+    verdicts = told(rows)
     assert [verdict.level for verdict in verdicts].count("fail") == 1 and verdicts[0].what == "unknown"
-    assert all_locked(judge(rows[:most], ray_on_loopback=True))
+    assert all_locked(told(rows[:most]))
     # The number is that of each process, not of the role.
     others = [Listener(8, role, "TCP", "127.0.0.1", 6000 + port) for port in range(most)]
-    assert all_locked(judge([*rows[:most], *others], ray_on_loopback=True))
+    assert all_locked(told([*rows[:most], *others]))
 
 
 def test_a_process_that_is_not_of_a_run_fails() -> None:
@@ -206,3 +213,9 @@ def test_the_table_and_its_json() -> None:
     content = json.loads(listeners_to_json(bad))
     assert content["locked"] is False and content["sockets"][0]["address"] == "*:81"
     assert content["sockets"][0]["listener"]["role"] == "nc"
+
+
+def test_a_process_of_which_nothing_is_told_may_have_no_socket_without_a_lock() -> None:
+    for role in ("trainer rank", "engine"):
+        [verdict] = judge_all([Listener(7, role, "TCP", "127.0.0.1", 5000)], ray_on_loopback=True, unlocked={8: 9})
+        assert (verdict.level, verdict.what) == ("fail", "unknown") and "unlocked_sockets.py" in verdict.fix
