@@ -44,7 +44,7 @@ def wait_for_ranks() -> None:
     os.environ[KEY_VARIABLE] = secrets.token_hex(32)
     chosen = chosen_seconds(sys.argv, os.environ)
     if chosen is None:
-        LocalElasticAgent._shutdown = _patiently  # type: ignore[method-assign]
+        LocalElasticAgent._shutdown = _patiently  # type: ignore[method-assign,assignment]
     else:
         os.environ[CHOSEN_VARIABLE] = str(chosen)
 

@@ -81,7 +81,7 @@ def unlocked_of(run_dir: Path, roles: Mapping[int, str]) -> dict[int, int]:
     for pid, role in ours.items():
         if role == "trainer rank":
             found[pid] = of_trainer_rank(config, _rank(pid), has_saved=has_saved)
-        else:
+        elif not any("multiprocessing.resource_tracker" in part for part in _command(pid)):  # it computes nothing
             found[pid] = of_engine(has_experts=experts, syncs_weights=has_trainer and not _teaches(pid, roles))
     return found
 
