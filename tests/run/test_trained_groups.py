@@ -138,7 +138,7 @@ def test_a_mistake_of_a_real_step_is_found_on_every_rank(
     """The last one leaves out the first micro-batch of each update: of each group, one sample or more."""
     model_dir, rows = problem
     got = world(2).run(
-        "tests.support.ranks.trained_groups:counted",
+        "tests.support.ranks.mistaken_step:counted",
         model_dir=model_dir, rows=rows, layout=layout, mistake=mistake, **changes,
     )  # fmt: skip
     if mistake == "none":
