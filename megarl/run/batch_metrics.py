@@ -32,7 +32,7 @@ def record_batch(metrics: StepMetrics, plan: StepPlan, trained: TrainedGroups) -
     _groups(metrics, plan, trained, first_parts(generated))
     _lengths(metrics, plan, generated)
     _datasets(metrics, first_parts(new))
-    trained = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group]
+    planned = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group]
     in_loss = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group if sample.trained]
     metrics.update(
         {
@@ -44,7 +44,7 @@ def record_batch(metrics: StepMetrics, plan: StepPlan, trained: TrainedGroups) -
             "prompt_tokens": sum(tag.prompt_tokens for tag in tags),
             "response_tokens": sum(tag.response_tokens for tag in tags),
             "reused_tokens": sum(tag.response_tokens for tag in tags) - sum(tag.response_tokens for tag in new),
-            "trained_tokens": sum(tag.total_tokens for tag in trained),
+            "trained_tokens": sum(tag.total_tokens for tag in planned),
             "loss_tokens": sum(tag.sampled_tokens for tag in in_loss),
         },
         prefix="batch/",

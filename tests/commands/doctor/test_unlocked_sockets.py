@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
+from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -63,35 +61,11 @@ def test_the_groups_of_the_parallel_state_are_those_that_megatron_forms(
         torch.distributed.destroy_process_group()
 
 
-def listening() -> int:
-    return sum(each.status == psutil.CONN_LISTEN for each in psutil.Process().net_connections("tcp"))
-
-
-def count_sockets(rank: int, port: int, answers: Any) -> None:
-    """One of two ranks: tell how many sockets listen after each group."""
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    before, counts = listening(), []
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    for members in ([0, 1], [0], [1], [0, 1]):
-        torch.distributed.new_group(members)
-        counts.append(listening() - before)
-    torch.distributed.barrier()
-    answers.put((rank, counts))
-
-
-def test_gloo_opens_one_socket_for_each_group_of_a_process() -> None:
+@pytest.mark.world
+def test_gloo_opens_one_socket_for_each_group_of_a_process(world: Callable[[int], Any]) -> None:
     """Also for a group of a single rank, and none for a group of others."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    ranks = [context.Process(target=count_sockets, args=(rank, port, answers)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    found = dict(answers.get(timeout=240) for _ in ranks)
-    for each in ranks:
-        each.join(60)
-    assert found == {0: [2, 3, 3, 4], 1: [2, 2, 3, 4]}
+    found = world(2).run("tests.support.ranks.gloo_sockets:counted", groups=[[0, 1], [0], [1], [0, 1]])
+    assert found == [[1, 2, 2, 3], [1, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
