@@ -64,7 +64,7 @@ def test_a_save_after_a_stop_signal_is_not_cut(tmp_path: Path, what: str, saves:
     while not (tmp_path / "ready").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=120)
+    told, _ = process.communicate(timeout=300)
     assert (tmp_path / "ready").exists() and (tmp_path / "saved").exists() == saves, told
 
 
