@@ -39,25 +39,26 @@ import os, pathlib, signal, sys, time
 from megarl.cluster.nodes.torchrun_end import tell_seconds_to_stop
 
 def save(number, frame):
-    time.sleep(5.0)
+    time.sleep(float(sys.argv[3]))
     pathlib.Path(sys.argv[1], "saved").touch()
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, save)
 if sys.argv[2] == "tells":
-    tell_seconds_to_stop(os.environ, 60, 30.0)
+    tell_seconds_to_stop(os.environ, 240, 60.0)
 pathlib.Path(sys.argv[1], "ready").touch()
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("what", "saves"), [("tells", True), ("is silent", False)])
-def test_a_save_after_a_stop_signal_is_not_cut(tmp_path: Path, what: str, saves: bool) -> None:
+@pytest.mark.parametrize(("what", "takes_s", "saves"), [("tells", 5, True), ("is silent", 90, False)])
+def test_a_save_after_a_stop_signal_is_not_cut(tmp_path: Path, what: str, takes_s: int, saves: bool) -> None:
+    """A save of 5 s is not, with a bound of 1 s, by ranks that have told more; one that nobody was told of is."""
     program, script = tmp_path / "torchrun.py", tmp_path / "rank.py"
     program.write_text(TORCHRUN)
     script.write_text(RANK)
     process = subprocess.Popen(
-        [sys.executable, str(program), "--rdzv-backend", "megarl", str(script), str(tmp_path), what],
+        [sys.executable, str(program), "--rdzv-backend", "megarl", str(script), str(tmp_path), what, str(takes_s)],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 240
