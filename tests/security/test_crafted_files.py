@@ -1,6 +1,7 @@
 """Files that would run code, or lead to other files, when they are read: refused by every reader, with a clear message.
 
-Those that would run code are first read by the library's own reader, which shows that they do what they are made for.
+Each is first read by the library's own reader, or by one that joins paths as they are written, which shows that it does
+what it is made for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
+from transformers import AutoConfig
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from megarl.checkpoint.convert.inspection import content_metadata_of
 from megarl.checkpoint.format.hf_files import HFDirectory, MappedFile
@@ -39,6 +42,7 @@ from megarl.models.export import copy_side_files
 from megarl.models.read_config import load_info
 from megarl.models.safetensors_io import SafetensorsDirectory
 from megarl.models.source import hf_files
+from megarl.rollout.engine_args import engine_args
 from tests.support.converter import convert, refused
 from tests.support.family_models import family_models
 from tests.support.run import tiny_config
@@ -150,6 +154,8 @@ def test_training_from_a_crafted_checkpoint(
     assert world(1).run(load, **arguments) == [["", ""]]
     assert not marker.exists()
     (step / ".metadata").write_bytes(plain(marker))
+    with runs(marker), contextlib.suppress(AttributeError):
+        dist_checkpointing.load_tensors_metadata(str(step))
     (messages,) = world(1).run(load, **arguments)
     assert len(messages) == 2 and all("is not a readable index" in each for each in messages) and not marker.exists()
 
@@ -246,8 +252,26 @@ def test_a_tokenizer_that_brings_code(hf: Path, tmp_path: Path, monkeypatch: pyt
     assert len(load_tokenizer(hf)) and not marker.exists()  # its plain files are used instead
 
 
-def test_the_config_cannot_allow_the_code_of_a_model(tmp_path: Path) -> None:
+def test_the_config_cannot_allow_the_code_of_a_model(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's reader runs it if it is allowed to."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.transformers_utils.config import get_config
+
+    marker = tmp_path / "ran"
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (hf / "custom.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass Custom: pass\n")
+    config = json.loads((hf / "config.json").read_text())
+    config |= {"model_type": "custom", "auto_map": {"AutoConfig": "custom.Custom"}}
+    (hf / "config.json").write_text(json.dumps(config))
+    with runs(marker), pytest.raises(Exception, match=""):
+        get_config(str(hf), trust_remote_code=True)
     raw = tiny_config(tmp_path)
+    checked = Config.model_validate(raw)
+    default = AsyncEngineArgs.trust_remote_code
+    assert engine_args(checked, cuda=False, max_model_len=64).get("trust_remote_code", default) is False
+    with pytest.raises(Exception, match="trust_remote_code"):
+        get_config(str(hf), trust_remote_code=False)
+    assert not marker.exists()
     raw["rollout"]["engine_kwargs"] = {"trust_remote_code": True}
     (problem,) = engine_problems(Config.model_validate(raw))
     assert "rollout.engine_kwargs.trust_remote_code: reserved; always false" in problem
@@ -263,7 +287,12 @@ def test_an_index_that_names_other_files(megatron: Path, tmp_path: Path) -> None
         changed = {**before.storage_data, place: _StorageInfo(name, info.offset, info.length)}
         (step / "link.distcp").unlink(missing_ok=True)
         (step / "link.distcp").symlink_to(shutil.copy(shard, tmp_path / "outside.distcp"))
+        shutil.copy(shard, megatron / "outside.distcp")
         (step / ".metadata").write_bytes(pickle.dumps(Metadata(before.state_dict_metadata, storage_data=changed)))
+        place_of = before.state_dict_metadata[place.fqn]
+        state = {place.fqn: torch.zeros(place_of.size, dtype=place_of.properties.dtype)}
+        dcp.load(state, storage_reader=FileSystemReader(step), no_dist=True)
+        assert state[place.fqn].any(), "torch's reader does not read the other file, so this test shows nothing"
         with pytest.raises(ValueError, match=r"\.metadata is refused: .*(not the name of a file|only files inside)"):
             read_index(step)
 
@@ -275,7 +304,9 @@ def test_a_list_of_weights_that_names_other_files(suffix: str, name: str, hf: Pa
     torch.save({}, tmp_path / "outside.bin")
     index = "model.safetensors.index.json" if suffix == "safetensors" else "pytorch_model.bin.index.json"
     target = name.format(*[tmp_path, suffix][-name.count("{}") :])
-    (hf / index).write_text(json.dumps({"weight_map": {"model.norm.weight": target}}))
+    (hf / index).write_text(json.dumps({"metadata": {}, "weight_map": {"model.norm.weight": target}}))
+    [found], _ = get_checkpoint_shard_files(str(hf), str(hf / index))
+    assert Path(found).resolve() == tmp_path / f"outside.{suffix}", "transformers reads the other file"
     with pytest.raises(ValueError, match="is not the name of a file inside this directory"):
         HFDirectory(hf, allow_pickle=suffix == "bin") if suffix == "bin" else SafetensorsDirectory(hf)
 
@@ -287,6 +318,8 @@ def test_links_out_of_a_model(name: str, hf: Path, tmp_path: Path) -> None:
     (hf / name).unlink(missing_ok=True)
     (hf / name).symlink_to(tmp_path / "secret")
     (tmp_path / "target").mkdir()
+    shutil.copytree(hf, tmp_path / "unguarded")
+    assert (tmp_path / "unguarded" / name).read_text() == "key", "a plain copy takes the secret along"
     for read in (
         lambda: load_info(hf),
         lambda: load_tokenizer(hf),
@@ -305,10 +338,12 @@ def test_links_out_of_a_checkpoint(megatron: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     shutil.move(step / "hf", tmp_path / "outside/hf")
     (step / "hf").symlink_to(tmp_path / "outside/hf")
+    assert AutoConfig.from_pretrained(str(step / "hf")).model_type == "qwen3", "transformers follows the link"
     with pytest.raises(ValueError, match=r"hf is a link to .*, outside"):
         load_info(megatron)
     shutil.move(step, tmp_path / "outside/release")
     step.symlink_to(tmp_path / "outside/release")
+    assert FileSystemReader(step).read_metadata().storage_data, "torch follows the link"
     with pytest.raises(ValueError, match=r"release is a link to .*, outside"):
         open_model(megatron)
 
@@ -317,6 +352,7 @@ def test_a_manifest_that_names_other_files(tmp_path: Path) -> None:
     (tmp_path / "step").mkdir()
     (tmp_path / "secret").write_text("key")
     entry = FileEntry.of(tmp_path / "secret")
+    assert FileEntry.of(tmp_path / "step" / "../secret") == entry, "without a look at the name it is in order"
     (problem,) = check_files(tmp_path / "step", {"../secret": entry}, ["../secret"])
     assert "is not the name of a file inside" in problem
 

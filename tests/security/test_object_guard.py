@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import traceback
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,8 @@ def test_a_storage_is_read_restricted_under_each_name(module: str, name: str, tm
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         load(crafted.getvalue())
     assert not (tmp_path / "ran").exists()
+    torch.storage._load_from_bytes(crafted.getvalue())
+    assert (tmp_path / "ran").exists(), "torch's own function runs it"
 
 
 class _Attack:
@@ -97,9 +101,13 @@ class _Attack:
 
 
 @pytest.mark.parametrize("name", ["os.system", "Size.__class__", "nn.Module", "load"])
-def test_no_dotted_and_no_further_names(name: str) -> None:
+def test_no_dotted_and_no_further_names(name: str, guarded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = b"".join(b"\x8c" + bytes([len(word)]) + word for word in (b"torch", name.encode()))
+    content = b"\x80\x04" + words + b"\x93."
     with pytest.raises(pickle.UnpicklingError, match="is no part of a checkpoint plan"):
-        GuardedUnpickler(io.BytesIO()).find_class("torch", name)
+        received(content)
+    monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)
+    assert received(content) is attrgetter(name)(torch), "torch hands it out"
 
 
 def test_plans_and_tensors_arrive(guarded: None) -> None:
@@ -145,12 +153,23 @@ def test_the_failure_of_a_rank_arrives_as_text(error: BaseException, text: str, 
     assert str(CheckpointException("plan", {3: (found, trace)})) == str(summary)
 
 
-def test_no_other_exceptions_and_no_frames_of_a_traceback(guarded: None) -> None:
-    with pytest.raises(pickle.UnpicklingError, match=r"holds builtins\.ValueError"):
-        received(pickle.dumps(ValueError("x")))
-    frame = traceback.FrameSummary("/etc/hostname", 1, "f")
-    with pytest.raises(pickle.UnpicklingError, match=r"holds traceback\.FrameSummary"):
-        received(pickle.dumps(traceback.StackSummary([frame])))
+def test_no_other_exceptions_and_no_frames_of_a_traceback(
+    tmp_path: Path, guarded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame reads a line of the file that it names when somebody prints it."""
+    (tmp_path / "secret").write_text("key of this host\n")
+    contents = {
+        "builtins.ValueError": pickle.dumps(ValueError("x")),
+        "traceback.FrameSummary": pickle.dumps(
+            traceback.StackSummary([traceback.FrameSummary(str(tmp_path / "secret"), 1, "f", lookup_line=False)])
+        ),
+    }
+    for name, content in contents.items():
+        with pytest.raises(pickle.UnpicklingError, match=f"holds {re.escape(name)}"):
+            received(content)
+    monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)
+    error, frames = (received(content) for content in contents.values())
+    assert type(error) is ValueError and "key of this host" in "".join(frames.format()), "torch makes them"
 
 
 @pytest.mark.world

@@ -124,9 +124,25 @@ def test_without_an_answer_about_a_client_it_is_refused(
         context.destroy(linger=0)
 
 
-def test_a_client_cannot_pass_for_the_server() -> None:
-    """A process that has the client's key only, because it left it somewhere, cannot answer in the server's name."""
-    assert key_pair("client") != key_pair("server") and key_pair("client").secret != key_pair("server").secret
+@pytest.mark.parametrize("one_pair", [True, False], ids=["one pair of keys for both sides", "a pair for each side"])
+def test_a_client_cannot_pass_for_the_server(library: Any, one_pair: bool) -> None:
+    """A process that has the client's keys only, because it left them somewhere, cannot answer in the server's name."""
+    context = zmq.Context()
+    impostor = context.socket(zmq.ROUTER)
+    impostor.curve_server, impostor.curve_secretkey = 1, key_pair("client").secret
+    port = impostor.bind_to_random_port("tcp://127.0.0.1")
+    socket = create_locked_socket(context, zmq.DEALER, "127.0.0.1", b"client")
+    if one_pair:
+        socket.curve_serverkey = key_pair("client").public
+    outcome = socket.get_monitor_socket()
+    socket.connect(f"tcp://127.0.0.1:{port}")
+    socket.send_multipart([b"request"])
+    try:
+        assert admitted(outcome) is one_pair
+        assert bool(impostor.poll(200)) is one_pair
+    finally:
+        socket.disable_monitor()
+        context.destroy(linger=0)
 
 
 def test_a_context_ends_although_a_thread_answers_for_it(library: Any) -> None:

@@ -43,7 +43,9 @@ def score(connection: socket.socket, response: str) -> float:
     return float(connection.recv(1 << 10))
 
 
-@pytest.mark.parametrize(("fork", "of_child"), [("fork", 1001.0), ("fork_exit", -1.0), ("fork_raise", -1.0)])
+@pytest.mark.parametrize(
+    ("fork", "of_child"), [("fork", 1001.0), ("fork_exit", -1.0), ("fork_raise", -1.0), ("fork_c", 1001.0)]
+)
 def test_the_attack_succeeds_on_an_unguarded_worker(unguarded: socket.socket, fork: str, of_child: float) -> None:
     """One sample gets two answers, so that each later sample gets the reward of the one before it."""
     first = score(unguarded, f"{fork} 1")

@@ -6,6 +6,7 @@ Each is bounded outside, where it passes the limit that holds inside.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import uuid
 from pathlib import Path
@@ -173,8 +174,13 @@ def test_a_daemon_that_stays() -> None:
     assert processes_with(name) == []
 
 
-def test_files_and_state_of_one_run_are_gone_in_the_next() -> None:
-    write = "import os; open(@path@, 'w').write('x'); os.environ['X'] = '1'; print('written')"
+def test_files_and_state_of_one_run_are_gone_in_the_next(tmp_path: Path) -> None:
+    """A plain interpreter in one directory imports, before the next program, what the last one has left there."""
+    write = "import os; open(@path@, 'w').write('x = 1'); os.environ['X'] = '1'; print('written')"
+    left = {"PYTHONPATH": str(tmp_path)}
+    assert outside(write.replace("@path@", f"'{tmp_path}/sitecustomize.py'"), **left) == "written\n"
+    shown = outside("import os, sys; print('sitecustomize' in sys.modules)", **left)
+    assert shown == "True\n" and (tmp_path / "sitecustomize.py").exists()
     assert run_sandboxed(write.replace("@path@", "'/scratch/sitecustomize.py'")).stdout == "written\n"
     look = "import os, sys; print(os.listdir('/scratch'), 'sitecustomize' in sys.modules, 'X' in os.environ)"
     assert run_sandboxed(look).stdout == "[] False False\n"

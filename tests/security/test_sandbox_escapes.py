@@ -148,7 +148,15 @@ for line in open("/proc/self/status"):
     if line.split(":")[0] in ("Uid", "Gid", "Groups", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp"):
         print(*line.replace(":", "").split())
 """
-    lines = {name: values for name, *values in map(str.split, run_sandboxed(program).stdout.splitlines())}
+
+    def parts(text: str) -> dict[str, list[str]]:
+        return {name: values for name, *values in map(str.split, text.splitlines())}
+
+    lines = parts(run_sandboxed(program).stdout)
+    if AS_ROOT:
+        unguarded = parts(outside(program))
+        assert int(unguarded["CapEff"][0], 16) and unguarded["Uid"][0] == "0", "a plain program has root's rights"
+        assert int(lines["Seccomp"][0]) > int(unguarded["Seccomp"][0]) or unguarded["Seccomp"] == ["2"]
     for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb"):
         assert int(lines[name][0], 16) == 0, name
     assert lines["NoNewPrivs"] == ["1"] and lines["Seccomp"] == ["2"]

@@ -65,6 +65,9 @@ def test_copies_of_the_config_hold_the_reference(tmp_path: Path, monkeypatch: py
     for copy in (to_yaml(config), config.model_dump_json(), repr(config)):
         assert SECRET not in copy and "JUDGE_KEY" in copy
     assert engine_args(config, cuda=False, max_model_len=64)["hf_token"] == SECRET
+    literal = config_with(tmp_path, reward={"kwargs": {"api_key": SECRET}})
+    for copy in (to_yaml(literal), literal.model_dump_json(), repr(literal)):
+        assert SECRET in copy, "a value that is written down would be in every copy"
 
 
 def test_a_literal_secret_is_told_wherever_values_are_passed_on(tmp_path: Path) -> None:
@@ -166,3 +169,8 @@ esac
     assert (tmp_path / "agents").read_text() == f"{SECRET}\n" * 2
     arguments = (tmp_path / "arguments").read_text()
     assert "megarl.cluster.nodes.agent" in arguments and SECRET not in arguments
+    # As one would write it first: the variable before the command.
+    command = f"RAY_AUTH_TOKEN='{SECRET}' exec {tmp_path}/python -m megarl.cluster.nodes.agent"
+    subprocess.run([str(tmp_path / "rsh"), "a", command], env=environment, cwd=tmp_path, timeout=60, check=True)
+    assert (tmp_path / "agents").read_text() == f"{SECRET}\n" * 3
+    assert SECRET in (tmp_path / "arguments").read_text(), "whoever lists the processes would see it"

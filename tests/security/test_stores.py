@@ -28,6 +28,19 @@ from tests.support.attack import addresses, attack, reachable
 WRITTEN = Written({"__0_0.distcp": FileEntry(3, "ab")}, [WrittenItem("a", (0, 4), None, 3, "f", 0, 3)], None, 0.5)
 
 
+class Unsigned(SyncStore):
+    """A store as it would be without signatures: it takes whatever is JSON."""
+
+    def _signed(self, key: str, value: object) -> str:
+        return json.dumps(value)
+
+    def _verified(self, key: str, value: bytes) -> Any:
+        return json.loads(value)
+
+    def connection(self) -> Unsigned:
+        return Unsigned(self.host, self.port, self.key)
+
+
 def stranger(store: SyncStore) -> TCPStore:
     """A connection to a store's port by someone who is not of the run."""
     return connect_store(store.host, store.port, 5.0)
@@ -81,6 +94,14 @@ def test_the_result_of_a_writer_has_one_form(form: str) -> None:
 
 def test_a_stranger_can_list_the_keys_but_neither_forge_nor_move_a_value() -> None:
     """Keys are no secret: `list_keys` returns them, so a secret prefix would protect nothing."""
+    unguarded = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    unguarded.set("secret-prefix/g0/s1/end", json.dumps({"status": "published"}))
+    guest = TCPStore("127.0.0.2", unguarded.port, wait_for_workers=False)
+    [listed] = [key for key in guest.list_keys() if "g0/s1/end" in key]
+    guest.set(listed.replace("s1", "s2"), guest.get(listed))
+    guest.set(listed, json.dumps({"status": "aborted"}))
+    assert json.loads(unguarded.get("secret-prefix/g0/s2/end")) == {"status": "published"}
+    assert json.loads(unguarded.get("secret-prefix/g0/s1/end")) == {"status": "aborted"}
     store = SyncStore("127.0.0.1", 0, server=True)
     store.put("g0/s1/end", {"status": "published"})
     outside = stranger(store)
@@ -103,6 +124,9 @@ def test_a_stranger_can_list_the_keys_but_neither_forge_nor_move_a_value() -> No
 
 
 def test_a_store_cannot_be_read_without_its_key() -> None:
+    unguarded = Unsigned("127.0.0.1", 0, server=True)
+    unguarded.put("key", 1)
+    assert Unsigned(unguarded.host, unguarded.port, b"a guess").get("key") == 1
     store = SyncStore("127.0.0.1", 0, server=True)
     store.put("key", 1)
     with pytest.raises(ValueError, match="without its key"):
@@ -112,7 +136,11 @@ def test_a_store_cannot_be_read_without_its_key() -> None:
 
 
 def test_a_stranger_does_not_abort_a_sync_in_the_name_of_a_member() -> None:
-    """The member ends its wait, and says that the value was not of this run."""
+    """The member ends its wait, and says that the value was not of this run. If it took any value, it would abort."""
+    unguarded = Unsigned("127.0.0.1", 0, server=True)
+    believes = StageWatch(unguarded.connection(), "g0/s0", MemberProgress("engine 0"), "engine 0", 20.0)
+    stranger(unguarded).set(end_key("g0/s0"), json.dumps({"abort": "a stranger says so"}))
+    assert believes.wait(20.0) == {"abort": "a stranger says so"}
     store = SyncStore("127.0.0.1", 0, server=True)
     watch = StageWatch(store.connection(), "g0/s0", MemberProgress("engine 0"), "engine 0", 20.0)
     stranger(store).set(end_key("g0/s0"), json.dumps({"abort": "a stranger says so"}))
@@ -141,7 +169,10 @@ def test_ranks_share_a_store_over_an_open_channel(tmp_path: Path) -> None:
 def test_a_rank_does_not_join_the_store_of_a_stranger(tmp_path: Path) -> None:
     secret = run_secret(tmp_path)
     theirs = SyncStore("127.0.0.1", 0, server=True)
-    for text in (json.dumps(["127.0.0.1", theirs.port, "0"]), "", "x" * 200):
+    host, port, _ = json.loads(text_of_stranger := json.dumps(["127.0.0.1", theirs.port, "0"]))
+    connect_store(host, port, 5.0).set("key", "of the rank")
+    assert stranger(theirs).get("key") == b"of the rank", "without a signature a rank would join it"
+    for text in (text_of_stranger, "", "x" * 200):
         with pytest.raises(NotAuthentic, match="weights/1"):
             shared(secret, [text], None)
     with pytest.raises(NotAuthentic):
@@ -155,8 +186,15 @@ def _said_of_another(secret: bytes) -> str:
 
 
 def test_values_of_an_earlier_store_of_the_run_are_refused(tmp_path: Path) -> None:
-    """A stranger has recorded what another start of the run held under the same key."""
+    """A stranger has recorded what another start of the run held under the same key.
+
+    Two stores that sign with the secret of the run itself would take it.
+    """
     secret = run_secret(tmp_path)
+    before, after = (SyncStore("127.0.0.1", 0, secret, server=True) for _ in range(2))
+    before.put("g0/members", {"error": "of the earlier start"})
+    stranger(after).set("g0/members", stranger(before).get("g0/members"))
+    assert after.get("g0/members") == {"error": "of the earlier start"}
     earlier, later = (shared(secret, [], "127.0.0.1") for _ in range(2))
     earlier.put("g0/members", {"error": "of the earlier start"})
     stranger(later).set("g0/members", stranger(earlier).get("g0/members"))
