@@ -118,7 +118,7 @@ test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, s
 test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 18 minutes.
 	$(PY) -m pytest tests/jobs -m "cluster and not nightly" -n 2 --dist loadfile --no-loadscope-reorder
 
-test-slow-cluster: setup-test  ## Two jobs on a real SLURM, one of which loses a node (needs root), about 5 minutes.
+test-slow-cluster: setup-test  ## Jobs on a real SLURM, one of which loses a node, and runs that learn on hosts of their own (needs root), about 25 minutes.
 	$(PY) -m pytest tests/jobs -m "cluster and nightly"
 
 test-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained; about 10 minutes.
