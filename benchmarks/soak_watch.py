@@ -22,6 +22,8 @@ from soak_place import OneMachine, RunPlace  # noqa: E402
 from soak_processes import Replica, restarts_among  # noqa: E402
 from soak_variant import checkpoints_of, orders_of  # noqa: E402
 
+from megarl.common.line_parts import read_lines  # noqa: E402
+
 WENT_ON = "in whose place a new one is started"  # told by the controller of each replica that a publication leaves out
 
 
@@ -169,7 +171,6 @@ def _count(log: Path, text: str) -> int:
 def read_so_far(run_dir: Path) -> list[dict[str, Any]]:
     """Return the steps that a living run has recorded; a line that is being written is left out."""
     try:
-        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    except OSError:  # not begun
+        return [record for record in map(json.loads, read_lines(run_dir / "metrics.jsonl")) if "time/step" in record]
+    except OSError:  # a part has just become an older one
         return []
-    return [record for record in map(json.loads, lines) if "time/step" in record]

@@ -28,8 +28,15 @@ class EventsConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Outputs of a run besides `metrics.jsonl` and `summary.json`."""
+    """Outputs of a run besides `summary.json`."""
 
+    metrics_gib: float = Field(
+        1.0,
+        ge=0,
+        description="Most space of the metrics in GiB, which is enough for some 200,000 steps. `metrics.jsonl` has the "
+        "newest lines; older ones are in parts named `metrics.OFFSET.jsonl`, each an eighth of this, and the oldest "
+        "part is deleted for a new one. 0 = keep all lines, in one file.",
+    )
     samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
     samples_gib: float = Field(
         1.0,

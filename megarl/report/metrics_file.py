@@ -1,4 +1,7 @@
-"""Reads metrics.jsonl once, in a stream, into what the report shows of it. Its memory does not grow with the run."""
+"""Reads metrics.jsonl and its older parts once, in a stream, into what the report shows of them.
+
+Its memory does not grow with the run.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from megarl.common import line_parts
 from megarl.report.distribution import LogHistogram
 from megarl.report.envelope import Buckets, Envelope, Floats
 from megarl.report.json_lines import decoded
@@ -280,9 +284,10 @@ def mean_interval(metrics: RunMetrics) -> tuple[Floats, Floats]:
 
 
 def read_metrics(path: Path, buckets: int = BUCKETS) -> RunMetrics:
-    """Read metrics.jsonl, which may be written meanwhile. A file that is not there has no steps."""
+    """Read metrics.jsonl and its older parts, which may be written meanwhile. What is not there has no steps."""
     decoder = msgspec.json.Decoder(MetricsLine)
-    return metrics_of((row for _, row in decoded(path, decoder)), buckets)
+    files = [*(part for _, part in line_parts.older_parts(path)), path]
+    return metrics_of((row for each in files for _, row in decoded(each, decoder)), buckets)
 
 
 def metrics_of(rows: Iterable[MetricsLine], buckets: int = BUCKETS) -> RunMetrics:

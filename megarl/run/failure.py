@@ -33,7 +33,9 @@ def set_aside(run_dir: Path) -> Path | None:
     One rank calls it at the start.
     """
     paths = [*(run_dir / name for name in RESULTS), *run_dir.glob("eval_*.jsonl")]
-    paths += [part for name in ("samples.jsonl", ROLLED_BACK) for _, part in older_parts(run_dir / name)]
+    paths += [
+        part for name in ("metrics.jsonl", "samples.jsonl", ROLLED_BACK) for _, part in older_parts(run_dir / name)
+    ]
     found = [path for path in paths if path.exists()]
     if not found:
         return None

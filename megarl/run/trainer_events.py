@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from megarl.common import line_parts
+from megarl.common.files import last_bytes
 from megarl.config.schema import Config
 from megarl.run.failure import PeerFailedError, describe
 from megarl.telemetry import events
@@ -67,11 +69,14 @@ class _WrittenAt(msgspec.Struct):
 
 
 def end_of_history(run_dir: Path) -> float:
-    """Return the Unix time of the last line of metrics.jsonl, from which a resume goes on; now if there is none."""
-    try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-        return msgspec.json.decode(lines[-1], type=_WrittenAt).wall_time
-    except (OSError, IndexError, msgspec.MsgspecError):
-        return time.time()
+    """Return the Unix time of the last line of metrics.jsonl, from which a resume goes on; now if there is none.
+
+    A part that has just begun has none yet, so the one before is looked at then.
+    """
+    for _, part in reversed(line_parts.parts(run_dir / "metrics.jsonl")):
+        if lines := last_bytes(part, TAIL_BYTES).splitlines():
+            try:
+                return msgspec.json.decode(lines[-1], type=_WrittenAt).wall_time
+            except msgspec.MsgspecError:
+                break
+    return time.time()

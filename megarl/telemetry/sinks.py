@@ -222,7 +222,7 @@ class MetricsWriter:
     def open(cls, config: Config, terminal: TextIO) -> MetricsWriter:
         """Open the sinks that the section `telemetry` selects; they append to the files of the run directory."""
         run_dir, telemetry = config.run_dir, config.telemetry
-        sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
+        sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", math.ceil(telemetry.metrics_gib * GIB))]
         if telemetry.tensorboard:
             from megarl.telemetry.tensorboard import TensorBoardSink
 

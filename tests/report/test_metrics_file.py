@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.common import line_parts
 from megarl.report import metrics_file
 from megarl.report.metrics_file import NO_SIGNAL, mean_interval, read_metrics
+from megarl.telemetry.sinks import JsonlSink
 from tests.support.reported_runs import evaluation_line, metrics_of, small_run, step_line
 
 
@@ -94,3 +96,13 @@ def test_a_file_that_is_being_written_is_read_to_its_last_line(tmp_path: Path) -
     metrics = read_metrics(file)
     assert metrics.steps == 30 and [point.step for point in metrics.evaluations["heldout"]] == [0, 30]
     assert read_metrics(tmp_path / "absent").steps == 0
+
+
+def test_older_parts_are_read_before_the_newest(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", 8 * 20_000)
+    for step in range(1, 60):
+        sink.write_object(step_line(step))
+    parts = line_parts.older_parts(sink.path)
+    assert len(parts) > 2 and parts[0][0] == 0, "nothing was deleted yet"
+    metrics = read_metrics(sink.path)
+    assert metrics.steps == 59 and metrics.smallest("step") == 1 and metrics.largest("step") == 59

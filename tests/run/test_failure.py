@@ -104,8 +104,9 @@ def test_the_error_of_an_earlier_run_silences_nobody_and_one_of_this_run_does(tm
     assert "now" in first.getvalue() and second.getvalue() == ""
 
 
-def test_all_parts_of_earlier_samples_are_set_aside(tmp_path: Path) -> None:
-    names = ["samples.000000000000000.jsonl", "samples.000000000000040.jsonl", "samples.jsonl"]
+def test_all_parts_of_earlier_metrics_and_samples_are_set_aside(tmp_path: Path) -> None:
+    names = ["metrics.000000000000030.jsonl", "metrics.jsonl"]
+    names += ["samples.000000000000000.jsonl", "samples.000000000000040.jsonl", "samples.jsonl"]
     for name in (*names, "samples.txt"):
         (tmp_path / name).write_text(name)
     assert set_aside(tmp_path) == tmp_path / "previous" / "1"

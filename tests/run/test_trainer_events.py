@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megarl.common import line_parts
 from megarl.run.failure import PeerFailedError
 from megarl.run.trainer_events import LEAST_S, StepEvents, begin_events, end_of_history, end_with_failure
 from megarl.telemetry import events
@@ -70,7 +71,10 @@ def test_the_end_of_the_history_is_the_last_line_that_is_kept(tmp_path: Path) ->
     assert end_of_history(tmp_path) == pytest.approx(time.time(), abs=5)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "wall_time": 17.5, "x": 1}\n{"step": 2, "wall_time": 18.25}\n')
     assert end_of_history(tmp_path) == 18.25
+    part = (tmp_path / "metrics.jsonl").rename(tmp_path / f"metrics.{0:0{line_parts.DIGITS}d}.jsonl")
     (tmp_path / "metrics.jsonl").write_text("")
+    assert end_of_history(tmp_path) == 18.25, "a new part has begun"
+    part.unlink()
     assert end_of_history(tmp_path) == pytest.approx(time.time(), abs=5)
 
 

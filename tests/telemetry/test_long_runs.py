@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from pathlib import Path
 from unittest import mock
@@ -13,6 +14,7 @@ import pytest
 from megarl.checkpoint.save import history
 from megarl.checkpoint.save.history import positions, roll_back
 from megarl.common import notices
+from megarl.common.line_parts import read_lines
 from megarl.common.notices import NoticeWatch, write_notice
 from megarl.telemetry.sinks import MetricsWriter
 from tests.support.configs import config
@@ -25,8 +27,8 @@ LINE_BYTES = 100  # more than a line of VALUES has
 
 
 @pytest.mark.parametrize("steps", [6_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_the_files_of_a_run_do_not_grow_but_for_its_metrics(tmp_path: Path, steps: int) -> None:
-    telemetry = {"samples_gib": BOUND / 2**30}
+def test_the_files_of_a_run_do_not_grow_but_for_those_of_tensorboard(tmp_path: Path, steps: int) -> None:
+    telemetry = {"metrics_gib": BOUND / 2**30, "samples_gib": BOUND / 2**30}
     chosen = config("model", run={"dir": str(tmp_path), "steps": steps}, telemetry=telemetry)
     (tmp_path / "logs").mkdir()
     writer, shown = MetricsWriter.open(chosen, io.StringIO()), list[str]()
@@ -41,17 +43,16 @@ def test_the_files_of_a_run_do_not_grow_but_for_its_metrics(tmp_path: Path, step
         if step % 400 == 399:  # the run is resumed, and makes the steps again
             writer.write(step, VALUES, terminal=False)
             writer.flush()
-            roll_back(
-                tmp_path, {**positions(tmp_path), "metrics.jsonl": (tmp_path / "metrics.jsonl").stat().st_size - 1000}
-            )
+            ends = positions(tmp_path)
+            roll_back(tmp_path, ends | {"metrics.jsonl": ends["metrics.jsonl"] - 1000})
             writer.roll_back(step)
 
     def sizes() -> dict[str, float]:
         writer.flush()
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
-        grows = {"metrics.jsonl", *(path.name for path in files if "tfevents" in path.name)}
+        grows = {path.name for path in files if "tfevents" in path.name}
         return {
-            "bytes of metrics": sum(path.stat().st_size for path in files if path.name in grows),
+            "bytes for TensorBoard": sum(path.stat().st_size for path in files if path.name in grows),
             "bytes of other files": sum(path.stat().st_size for path in files if path.name not in grows),
             "files": len(files),
             "bytes held": held_bytes(writer._sinks, writer._samples, vars(watch)) + held_bytes(notices._waiting),
@@ -67,9 +68,11 @@ def test_the_files_of_a_run_do_not_grow_but_for_its_metrics(tmp_path: Path, step
     watch.close()
     writer.close()
     assert len(shown) == steps / 20
+    kept = [json.loads(line)["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert kept == sorted(kept) and kept[-1] > steps - 50 and len(kept) > 30, "the newest lines are kept"
     assert {path.name.split(".")[0] for path in tmp_path.rglob("*.jsonl")} == {
         "metrics", "samples", "rolled_back", "notices",
     }  # fmt: skip
-    assert 0 < slopes["bytes of metrics"] < 2 * LINE_BYTES, slopes
+    assert 0 < slopes["bytes for TensorBoard"] < 2 * LINE_BYTES, slopes
     assert slopes["bytes of other files"] < 1 and slopes["bytes held"] < 1, slopes
     assert all(slopes[name] < 20 / steps for name in ("files", "threads", "descriptors")), slopes

@@ -1,4 +1,4 @@
-"""The newest lines of metrics.jsonl, followed while the run writes, rolls back and resumes."""
+"""The newest lines of metrics.jsonl, followed while the run writes, begins new parts, rolls back and resumes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
+
+from megarl.common import line_parts
 
 StepRow = dict[str, float | None]
 
@@ -19,11 +22,14 @@ IS_STEP = "time/step"  # which a line of a step has, and one of an evaluation ha
 
 
 class RecentRows:
-    """The newest rows of a file that another process appends to, cuts and replaces. `rows`: the oldest first."""
+    """The newest rows of a file that another process appends to, cuts and replaces, and of its older parts.
+
+    `rows`: the oldest first.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode = self._position = 0
+        self._inode = self._offset = self._position = 0  # which part is read, and how far
         self.rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
 
     def poll(self) -> None:
@@ -32,16 +38,42 @@ class RecentRows:
             with self._path.open("rb") as file:
                 facts = os.fstat(file.fileno())
                 if facts.st_ino != self._inode or facts.st_size < self._position:
-                    self.rows.clear()
-                    self._inode, self._position = facts.st_ino, max(0, facts.st_size - TAIL_BYTES)
-                file.seek(self._position)
-                read = file.read(_CHUNK_BYTES)
+                    self._begin(facts)
+                self._read(file)
         except OSError:
             return
-        complete = read[: read.rfind(b"\n") + 1]
-        self._position += len(complete)
-        for row in _decoded(complete.splitlines()):
-            add(self.rows, row)
+
+    def _begin(self, newest: os.stat_result) -> None:
+        """Read the older parts up to the newest one: what is new of them, or the end of a history that is another one.
+
+        `newest`: the facts of the newest part, which is read next.
+        """
+        older = line_parts.older_parts(self._path)
+        # The number of a deleted file is used again, but not for a part with the same offset.
+        known = {(offset, part.stat().st_ino): number for number, (offset, part) in enumerate(older)}
+        if (number := known.get((self._offset, self._inode))) is not None:  # what was the newest part is an older one
+            unread = older[number:]
+        else:
+            self.rows.clear()
+            unread = older[-1:] if newest.st_size < TAIL_BYTES else []
+            self._position = sum(max(0, each.stat().st_size - TAIL_BYTES + newest.st_size) for _, each in unread)
+        for _, part in unread:
+            with part.open("rb") as file:
+                self._read(file)
+            self._position = 0
+        self._inode, self._position = newest.st_ino, max(0, newest.st_size - TAIL_BYTES)
+        self._offset = older[-1][0] + older[-1][1].stat().st_size if older else 0
+
+    def _read(self, file: BinaryIO) -> None:
+        """Read the complete lines from the position on, and move it behind them."""
+        file.seek(self._position)
+        held = b""
+        while read := file.read(_CHUNK_BYTES):
+            complete = (held + read)[: (held + read).rfind(b"\n") + 1]
+            held = (held + read)[len(complete) :]
+            self._position += len(complete)
+            for row in _decoded(complete.splitlines()):
+                add(self.rows, row)
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[StepRow]:

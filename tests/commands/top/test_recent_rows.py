@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from megarl.commands.top import recent_rows
 from megarl.commands.top.recent_rows import RecentRows, StepRow, add
+from megarl.common import line_parts
+from megarl.telemetry.sinks import JsonlSink
 
 
 def step(number: int, start: int = 0) -> StepRow:
@@ -63,6 +65,30 @@ def test_of_a_large_file_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     rows = RecentRows(path)
     rows.poll()
     assert [row["step"] for row in rows.rows] == list(range(2990, 3000))
+
+
+def test_rows_are_followed_into_new_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parts have begun between two looks, and in the first look too."""
+    monkeypatch.setattr(recent_rows, "TAIL_BYTES", 5 * len(line(step(10))) + 1)
+    sink = JsonlSink(tmp_path / "metrics.jsonl", 8 * 3 * len(line(step(10))))
+    rows = RecentRows(sink.path)
+    for number in range(10, 100):
+        sink.write_object(step(number))
+        if number in (10, 12, 13, 18, 24, 25, 36):  # a part has 3 steps: 12, 18, 24 and 36 are the last of one
+            rows.poll()
+            assert [row["step"] for row in rows.rows] == list(range(10, number + 1)), number
+    for late in (rows, RecentRows(sink.path)):  # the part that was read last is deleted; the newest one is empty
+        late.poll()
+        assert [row["step"] for row in late.rows] == [97, 98, 99]
+    sink.write_object(step(100))
+    rows.poll()
+    oldest = line_parts.parts(sink.path)[0][0]
+    line_parts.cut(sink.path, oldest + 4 * len(line(step(10))))  # as a resume cuts it
+    rows.poll()
+    assert [row["step"] for row in rows.rows] == [82], "the newest part that is left has one line"
+    sink.write_object(step(83, 1))
+    rows.poll()
+    assert [row["step"] for row in rows.rows] == [82, 83]
 
 
 @given(
