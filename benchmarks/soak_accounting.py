@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Counts again, from a run's files alone, how every prompt group ended, and compares both sides of the run.
 
-    python benchmarks/soak_accounting.py RUN_DIR
+    python benchmarks/soak_accounting.py [--stopped] RUN_DIR
 
 It imports nothing of megarl: the rules are written down here a second time. The trainer's side is recounted from the
 rows of batches/*.parquet, the rollout side from the group ids in schedule.jsonl; both are compared with each other and
 with what the run says of itself (metrics.jsonl, attempts.json). A run that is checked needs `telemetry.dump_batches`,
-one data set, and a training file without equal prompts. Its trainer may have been killed and resumed.
+one data set, and a training file without equal prompts. Its trainer may have been killed and resumed. With `--stopped`
+the run may have ended before its last step: the steps in its metrics are counted, and groups under way need no end.
 
 The files have no list of the groups that were trained. The trainer's numbers of trained samples and tokens take its
 place: they must be those of the groups that are trained by the rules.
@@ -22,6 +23,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +50,20 @@ _GROWN = re.compile(r"(\d+) engines that were lost are up again")
 _ENGINE = re.compile(r"\(EngineCore pid=(\d+)\)")
 
 
-def check_run(run_dir: Path) -> AccountingReport:
-    """Check a finished run. Raises UnreadableRun if its files cannot be judged."""
+def check_run(run_dir: Path, *, stopped: bool = False) -> AccountingReport:
+    """Check a run that has ended; with `stopped` maybe before its last step.
+
+    Raises UnreadableRun if its files cannot be judged.
+    """
     report = AccountingReport()
     rollout = RolloutSide(report)
     rollout.follow(_json_lines(_present(run_dir / "schedule.jsonl")))
-    records = _step_records(_json_lines(_present(run_dir / "metrics.jsonl")), report)
+    records = _step_records(_lines_of_parts(_present(run_dir / "metrics.jsonl")), report)
     rules = read_rules(run_dir, rollout.pace, records)
-    batches = read_batches(run_dir / "batches")
+    if stopped:
+        rules = replace(rules, steps=len(records))
+        rollout.end_at(rules.steps)
+    batches = read_batches(run_dir / "batches", rules.steps if stopped else None)
     report.steps = len(records)
     report.expect("counts", "steps in metrics.jsonl", sorted(records), list(range(1, rules.steps + 1)))
     report.expect("counts", "steps in batches/", sorted(batches), list(range(rules.steps)))
@@ -75,11 +83,11 @@ def check_run(run_dir: Path) -> AccountingReport:
             steps[step] = skip(steps[step])
             _check_skipped(step, records.get(step + 1, {}), report)
         _check_step(step, steps[step], rollout, records.get(step + 1, {}), rules, report)
-    rollout.check_end()
+    rollout.check_end(stopped)
     report.admitted = len(rollout.admitted)
-    _check_totals(run_dir, rollout, records, report)
+    _check_totals(run_dir, rollout, records, report, stopped)
     _check_repetitions(steps, rules, report)
-    _check_engines(run_dir, records, rules, rollout.begins, report)
+    _check_engines(run_dir, records, rules, rollout.begins, report, stopped)
     return report
 
 
@@ -157,9 +165,17 @@ def _check_age(
 
 
 def _check_totals(
-    run_dir: Path, rollout: RolloutSide, records: Mapping[int, Mapping[str, Any]], report: AccountingReport
+    run_dir: Path,
+    rollout: RolloutSide,
+    records: Mapping[int, Mapping[str, Any]],
+    report: AccountingReport,
+    stopped: bool,
 ) -> None:
-    """Compare the sums over the run: the recount's, the metrics' and those of the rollout side."""
+    """Compare the sums over the run: the recount's, the metrics' and those of the rollout side.
+
+    A run that was stopped has admitted more groups than its steps have, and may have counted some on the disk that it
+    has not started.
+    """
     last = records[max(records)] if records else {}
     for end in ENDS:
         report.expect("counts", f"total/groups_{end}", last.get(f"total/groups_{end}"), report.ends[end])
@@ -167,9 +183,11 @@ def _check_totals(
         report.expect("counts", f"{end} groups that the controller committed", committed, report.ends[end])
     total = report.ends.total()
     report.expect("counts", "total/groups_admitted", last.get("total/groups_admitted"), total)
-    report.expect("counts", "groups that the controller has admitted", len(rollout.admitted), total)
     attempts = json.loads(_present(run_dir / "attempts.json").read_text(encoding="utf-8"))["attempts"]
-    report.expect("groups", "groups ever started, by attempts.json", attempts, rollout.starts)
+    if not stopped:
+        report.expect("counts", "groups that the controller has admitted", len(rollout.admitted), total)
+    if not stopped or attempts < rollout.starts:
+        report.expect("groups", "groups ever started, by attempts.json", attempts, rollout.starts)
 
 
 def _check_repetitions(steps: Mapping[int, Sequence[CountedGroup]], rules: Rules, report: AccountingReport) -> None:
@@ -195,7 +213,12 @@ def _check_repetitions(steps: Mapping[int, Sequence[CountedGroup]], rules: Rules
 
 
 def _check_engines(
-    run_dir: Path, records: Mapping[int, Mapping[str, Any]], rules: Rules, attempts: int, report: AccountingReport
+    run_dir: Path,
+    records: Mapping[int, Mapping[str, Any]],
+    rules: Rules,
+    attempts: int,
+    report: AccountingReport,
+    stopped: bool,
 ) -> None:
     """Count the engine processes that have written to the logs of the replicas.
 
@@ -215,8 +238,9 @@ def _check_engines(
     explained = rules.replicas * pools + report.engine_restarts + added
     most = explained + rules.replicas * (attempts - 1)
     if attempts == 1:
-        # One that is being added when the run ends has not said its name.
-        nearest = min(max(report.engine_starts, explained - added), explained)
+        # One that is being added when the run ends, or being replaced when it is stopped, has not said its name.
+        unnamed = added + (report.engine_restarts if stopped else 0)
+        nearest = min(max(report.engine_starts, explained - unnamed), explained)
         report.expect("engines", "engines started", report.engine_starts, nearest)
     elif report.engine_starts > most:
         text = f"engines started: {report.engine_starts}, but at most {most} by {pools} pools in {attempts} attempts"
@@ -257,6 +281,13 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise UnreadableRun(f"{path}, line {number} is not JSON: {line[:80]!r}") from None
 
 
+def _lines_of_parts(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines and of its older parts, which have a number in their names."""
+    for part in sorted(path.parent.glob(f"{path.stem}.*{path.suffix}")):
+        yield from _json_lines(part)
+    yield from _json_lines(path)
+
+
 def _present(path: Path) -> Path:
     if not path.is_file():
         raise UnreadableRun(f"{path} is missing: the run must have telemetry.dump_batches, and must have ended")
@@ -265,9 +296,11 @@ def _present(path: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", type=Path, help="the directory of a finished run")
+    parser.add_argument("run_dir", type=Path, help="the directory of a run that has ended")
+    parser.add_argument("--stopped", action="store_true", help="it may have ended before its last step")
+    options = parser.parse_args()
     try:
-        report = check_run(parser.parse_args().run_dir)
+        report = check_run(options.run_dir, stopped=options.stopped)
     except UnreadableRun as error:
         print(error, file=sys.stderr)
         return 2

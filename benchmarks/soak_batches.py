@@ -72,8 +72,11 @@ class CountedGroup:
     trained_tokens: int = 0
 
 
-def read_batches(directory: Path) -> dict[int, tuple[int, list[dict[str, Any]]]]:
-    """Return (version of the weights, rows) by step. Raises UnreadableRun if a part of a step is missing."""
+def read_batches(directory: Path, before: int | None = None) -> dict[int, tuple[int, list[dict[str, Any]]]]:
+    """Return (version of the weights, rows) by step. Raises UnreadableRun if a part of a step is missing.
+
+    `before`: the first step that is left out; None: all are read.
+    """
     import pyarrow.parquet as pq
 
     parts: dict[int, dict[int, Path]] = defaultdict(dict)
@@ -81,6 +84,8 @@ def read_batches(directory: Path) -> dict[int, tuple[int, list[dict[str, Any]]]]
     for path in sorted(directory.glob("step_*.parquet")):
         if match := _PART.fullmatch(path.name):
             step, part, total = map(int, match.groups())
+            if before is not None and step >= before:
+                continue
             parts[step][part] = path
             totals[step].add(total)
     batches = {}

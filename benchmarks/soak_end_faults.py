@@ -27,7 +27,6 @@ from soak_place import SeveralHosts  # noqa: E402
 from soak_survival import Survival  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
 
-END_S = 600.0  # for the job, which torchrun may first start again, or which may first have to find a link cut
 FINISH_S = 600.0  # for a run that has only its final evaluation left
 MESSAGE = "\n(rank "  # in the one message of a run that has failed, not where an agent repeats it
 
@@ -44,6 +43,8 @@ class EndFaults:
         watch = self._watch
         if not watch.found(fault, lambda: watch.find_processes("job")):
             return None
+        assert fault.kind.ending is not None, "a kind of these faults says how the run must end"
+        within_s = fault.kind.ending.within_s
         hit, survival, restarts_left = watch.find_processes("job"), Survival(watch), watch.restarts_left
         event = watch.begin(fault, 0, f"torchrun might start the ranks {restarts_left} times more")
         causes = {
@@ -61,9 +62,10 @@ class EndFaults:
                 lasts()
                 return code() is not None
 
-            if not watch.wait(over, END_S):
-                event.notes.append(f"the job did not end within {END_S:.0f} s")
+            if not watch.wait(over, within_s):
+                event.notes.append(f"the job did NOT end within {within_s:.0f} s")
                 return event
+            event.notes.append(f"the job had ended {watch.seconds - event.at_s:.0f} s after it began")
             record = self._exit_record()
             problems = self._problems(event, code(), record, restarts_left, watch.told(MESSAGE) - told_before)
             resumes = self._newest()

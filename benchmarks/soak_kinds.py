@@ -17,7 +17,8 @@ class Ending:
     """The end of a run that a fault ends: what exit.json says, and the exit code of the job.
 
     `reasons`: one of them is a part of that in exit.json. `hidden_by_restarts`: the code is 0 as long as torchrun might
-    start the ranks again. `saves_nothing`: exit.json and summary.json count what could not be saved.
+    start the ranks again. `saves_nothing`: exit.json and summary.json count what could not be saved. `within_s`: the
+    seconds in which the job must have ended; torchrun may first start it again.
     """
 
     status: Literal["preempted", "failed"]
@@ -25,6 +26,7 @@ class Ending:
     reasons: tuple[str, ...]
     hidden_by_restarts: bool = False
     saves_nothing: bool = False
+    within_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,12 @@ UNSAVED_END = Ending("preempted", 1, ("could not be saved",), hidden_by_restarts
 FULL_END = Ending("failed", 1, ("No space left on device",))
 SPOILED_END = Ending("failed", 1, ("the batch is kept in {run_dir}/failed_batch",))
 CUT_END = Ending("preempted", 0, ("the time limit is near",))
-# The second one: the bound of a call that was under way, if Ray has noticed nothing before.
-SEVERED_END = Ending("failed", 1, ("could not reach the rollout controller for", "trainer rank 0 waited"))
+# Ray notices within 300 s, and then the bound of a call counts (HOSTS_RPC_S of soak_place.py); then all must end. The
+# second reason is that of a call that was under way and has reached its own bound, if Ray has noticed nothing before.
+SEVERED_S = 300.0 + 60.0 + 60.0
+SEVERED_END = Ending(
+    "failed", 1, ("could not reach the rollout controller for", "trainer rank 0 waited"), within_s=SEVERED_S
+)
 KINDS = {
     kind.name: kind
     for kind in (

@@ -126,10 +126,20 @@ class RolloutSide:
     def _commit(self, event: Mapping[str, Any]) -> None:
         self.commits[event["step"]] = {end: event[end] for end in ENDS}
 
-    def check_end(self) -> None:
-        """Note the groups that were started and have no end."""
+    def end_at(self, steps: int) -> None:
+        """Forget the commits from step `steps` on, of which a run that was stopped has not told any more."""
+        self.commits = {step: each for step, each in self.commits.items() if step < steps}
+
+    @property
+    def under_way(self) -> set[int]:
+        """The ids of the groups that have a place, and no end."""
+        held = {group for step in self.taken.keys() - self.commits.keys() for group in self.groups_of(step)}
+        return self.in_flight | self.ready.keys() | self.replaced | held
+
+    def check_end(self, stopped: bool) -> None:
+        """Note the groups that were started and have no end; in a run that was `stopped`, those without a place."""
         again = [group for group, times in Counter(self.settled).items() if times > 1]
         if again:
             self._wrong(f"groups {again[:10]} are in two steps")
-        if lost := sorted(self.admitted - set(self.settled)):
+        if lost := sorted(self.admitted - set(self.settled) - (self.under_way if stopped else set())):
             self._wrong(f"{len(lost)} groups were admitted and have no end: {lost[:10]}")

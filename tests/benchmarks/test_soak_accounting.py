@@ -299,6 +299,67 @@ def test_a_group_that_is_trained_too_old_is_named(tmp_path: Path) -> None:
     assert any("trained_samples" in each for each in problems["staleness"])
 
 
+def stop_after(run_dir: Path, step: int) -> None:
+    """Make a run that was killed: its metrics have so many steps, its schedule ends in the middle of the next one."""
+    edit_lines(run_dir / "metrics.jsonl", lambda line: line if line["step"] <= step else None)
+    path = run_dir / "schedule.jsonl"
+    events = path.read_text().splitlines()
+    [taken] = [i for i, each in enumerate(map(json.loads, events)) if each.get("step") == step and "ok" in each]
+    path.write_text("".join(f"{each}\n" for each in events[: taken + 1]))
+    for part in sorted((run_dir / "batches").glob(f"step_{step:06d}.1-*")):
+        part.unlink()  # the other one was written
+
+
+def test_a_run_that_was_stopped_is_counted_up_to_the_last_step_that_it_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = write_run(tmp_path, seed=1)
+    stop_after(run_dir, 5)
+    with pytest.raises(UnreadableRun, match="step 5 has parts"):
+        check_run(run_dir)
+    report = check_run(run_dir, stopped=True)
+    assert report.ok and report.steps == 5, "\n".join(report.lines())
+    assert report.ends.total() < report.admitted, "no group was under way"
+    monkeypatch.setattr("sys.argv", ["soak_accounting.py", "--stopped", str(run_dir)])
+    assert main() == 0
+    attempts = run_dir / "attempts.json"
+    attempts.write_text('{"attempts": 999}')
+    assert check_run(run_dir, stopped=True).ok, "groups are counted on the disk before they are started"
+    attempts.write_text('{"attempts": 5}')
+    assert check_run(run_dir, stopped=True).problems["groups"]
+
+
+def test_an_engine_that_is_being_replaced_when_a_run_is_stopped_has_not_said_its_name(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, seed=1)
+    restart = {"sync/restarted_replicas": 1.0}
+    edit_lines(run_dir / "metrics.jsonl", lambda line: line | restart if line["step"] == 5 else line)
+    assert set(found(run_dir)) == {"engines"}
+    stop_after(run_dir, 5)
+    assert check_run(run_dir, stopped=True).ok
+    (run_dir / "logs" / "replica-1.log").write_text("")
+    assert check_run(run_dir, stopped=True).problems["engines"], "one that was there at the start is missing"
+
+
+@pytest.mark.parametrize(
+    ("tamper", "check"),
+    [
+        (group_twice, "groups"),
+        (metric("groups/trained", 1), "counts"),
+        (metric("total/groups_filtered", 1, step=5), "counts"),
+        (schedule_event("commit", lambda event: None, number=3), "counts"),
+        (schedule_event("finish", lambda event: None), "groups"),
+        (schedule_event("admit", lambda event: event | {"groups": [0, *event["groups"]]}, number=2), "groups"),
+    ],
+)
+def test_a_changed_file_of_a_run_that_was_stopped_is_found(
+    tmp_path: Path, tamper: Callable[[Path], None], check: str
+) -> None:
+    run_dir = write_run(tmp_path, seed=1)
+    stop_after(run_dir, 5)
+    tamper(run_dir)
+    assert check_run(run_dir, stopped=True).problems[check]
+
+
 def test_the_exit_status_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

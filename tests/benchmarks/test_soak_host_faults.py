@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.soak_happened import Happened
 from benchmarks.soak_host_faults import GROWN, SHRUNK
 from benchmarks.soak_hosts import Hosts, why_no_hosts
 from benchmarks.soak_kinds import KINDS
-from benchmarks.soak_place import ENGINES, TRAINER
+from benchmarks.soak_place import ENGINES, HOSTS_RPC_S, TRAINER
 from tests.support.faulted_run import Run, fault_of
 from tests.support.waiting import wait_until
 
@@ -160,6 +161,23 @@ def test_a_link_that_stays_cut_is_mended_before_the_job_is_started_again(run: Ru
 
     event, _ = let_happen(run, tmp_path, "sever-link", between, [2])
     assert event.over, str(event)
+
+
+def test_a_job_that_does_not_end_in_time_has_not_survived_a_link_that_stays_cut(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = KINDS["sever-link"]
+    assert kind.ending is not None and kind.ending.within_s == 300.0 + HOSTS_RPC_S + 60.0
+    monkeypatch.setitem(KINDS, "sever-link", replace(kind, ending=replace(kind.ending, within_s=0.5)))
+    checkpoint = run.directory / "checkpoints" / "iter_0000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+
+    def between(hosts: NotedHosts, injector: Injector) -> None:
+        wait_until(lambda: hosts.done == [f"cut {TRAINER}", f"mend {TRAINER}"], 10, "the bound")
+
+    event, _ = let_happen(run, tmp_path, "sever-link", between, [2])
+    assert not event.over and event.notes[-1] == "the job did NOT end within 0 s", str(event)
 
 
 def test_processes_are_found_on_the_hosts_by_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

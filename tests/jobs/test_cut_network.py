@@ -6,46 +6,73 @@ The run waits idly for most of the test, while that of another file can use the 
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.soak_hosts import Hosts
-from tests.support.jobs import TWO_HOSTS, check_steps, start_job, wait_for, write_job
+from tests.support.jobs import TWO_HOSTS, check_groups, check_steps, some_steps, start_job, wait_for, write_job
+from tests.support.random_moment import moments
 from tests.support.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
+RAY_NOTICES_S = 300
+MARGIN_S = 10  # for what is told to be seen, on a busy machine
+BOUND_S = 60  # timeouts.rpc_s
+SHUTDOWN_S = 20
+LAUNCHER_WAITS_S = 90  # launch/multinode.sh, for the agents of a job that has failed
+NAMED = re.compile(
+    r"trainer rank 0 could not reach the rollout controller for (\d+) s|trainer rank 0 waited (\d+) s for the rollout"
+)
+
+
 def test_a_network_that_is_cut_for_30_s_costs_time_and_for_ever_is_named(two_hosts: Hosts, tmp_path: Path) -> None:
     """The cable of the rollout host is pulled twice while the run trains; the trainer restarts for neither."""
-    bound_s = 60
     config = write_job(
-        tmp_path, steps=100_000, timeouts={"rpc_s": bound_s, "shutdown_s": 20},
+        tmp_path, steps=100_000, timeouts={"rpc_s": BOUND_S, "shutdown_s": SHUTDOWN_S},
         launch={"max_restarts": 0}, **TWO_HOSTS,
     )  # fmt: skip
-    run_dir = tmp_path / "run"
+    run_dir, rng = tmp_path / "run", moments()
     process, log = start_job(two_hosts, config)
     try:
-        wait_for(lambda: len(step_records(run_dir)) > 2 or process.poll() is not None, 400, "some steps", log)
+        some_steps(rng, run_dir, process, log, 400)
         two_hosts.cut(1)
         time.sleep(30)
         two_hosts.mend(1)
-        before = len(step_records(run_dir))
+        back, before = time.monotonic(), len(step_records(run_dir))
         wait_for(
-            lambda: len(step_records(run_dir)) > before + 2 or process.poll() is not None, bound_s, "further steps", log
+            lambda: len(step_records(run_dir)) > before + 2 or process.poll() is not None, BOUND_S, "further steps", log
         )
+        print(f"3 further steps {time.monotonic() - back:.0f} s after the network was back")
         assert process.poll() is None, log.read_text()[-4000:]
         assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
         check_steps(run_dir)
+        some_steps(rng, run_dir, process, log, 100)
         two_hosts.cut(1)
-        # Ray 2.60.0 notices a connection that is silently gone by gRPC's time-outs, of up to 300 s. From then on it may
-        # be cut for `rpc_s`, however long Ray needs to report each further attempt.
-        assert process.wait(timeout=300 + bound_s + 60) == 1, log.read_text()[-4000:]
+        ends_within_the_bound(process, log)
     finally:
         process.kill()
-    said = log.read_text()
-    if "trainer rank 0 waited" not in said:  # the bound of a call that was under way, if Ray has noticed nothing before
-        named = re.search(r"trainer rank 0 could not reach the rollout controller for (\d+) s", said)
-        assert named is not None and int(named[1]) <= bound_s + 10, said[-4000:]
+    check_groups(run_dir)
+
+
+def ends_within_the_bound(process: subprocess.Popen[bytes], log: Path) -> None:
+    """The job names who could not reach whom within what docs/reliability.md promises, and then ends.
+
+    Ray 2.60.0 notices a connection that is silently gone by gRPC's time-outs, of 300 s at most. From then on it may be
+    cut for `rpc_s`, however long Ray needs to report each further attempt.
+    """
+    cut = time.monotonic()
+    wait_for(lambda: NAMED.search(log.read_text()) is not None, RAY_NOTICES_S + BOUND_S + MARGIN_S, "the reason", log)
+    named_s = time.monotonic() - cut
+    assert process.wait(timeout=LAUNCHER_WAITS_S + SHUTDOWN_S + 3 * MARGIN_S) == 1, log.read_text()[-4000:]
+    found = NAMED.search(log.read_text())
+    assert found is not None
+    print(f"named {named_s:.0f} s after the cut, ended after {time.monotonic() - cut:.0f} s: {found[0]}")
+    if found[1] is not None:  # else it is the bound of a call that was under way
+        assert int(found[1]) <= BOUND_S + MARGIN_S
+    else:
+        assert int(found[2]) <= named_s + MARGIN_S

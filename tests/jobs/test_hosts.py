@@ -14,7 +14,17 @@ import pytest
 from benchmarks.soak_hosts import Hosts
 from benchmarks.soak_stale import preloading, spoil
 from tests.support.checkout import ROOT, environment
-from tests.support.jobs import FOUR_HOSTS, check_steps, exit_record, start_job, wait_for, write_job
+from tests.support.jobs import (
+    FOUR_HOSTS,
+    check_groups,
+    check_steps,
+    exit_record,
+    some_steps,
+    start_job,
+    wait_for,
+    write_job,
+)
+from tests.support.random_moment import moments
 from tests.support.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -85,19 +95,21 @@ def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
         process.kill()
     assert exit_record(run_dir)["status"] == "finished"
     check_steps(run_dir, 4)
+    check_groups(run_dir)
     assert not any(hosts.processes(index) for index in range(4))
 
 
 def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) -> None:
     """First a trainer rank is killed: the ranks of both hosts restart. Then a trainer host loses its power.
 
-    Before that each host's sockets are looked at, and file handles are stale for a time.
+    Before that each host's sockets are looked at, and file handles are stale for a time. A seed draws which rank is
+    killed, and the moments.
     """
     config = write_job(
         tmp_path, steps=100_000, timeouts={"node_s": 20, "shutdown_s": 20, "collective_s": 60, "save_s": 60},
         checkpoint={"every": 2}, launch={"interface": "eth0"}, **FOUR_HOSTS,
     )  # fmt: skip
-    run_dir = tmp_path / "run"
+    run_dir, rng = tmp_path / "run", moments()
     process, log = start_job(hosts, config, **preloading(run_dir, run_dir.with_suffix(".orders")))
     try:
         saved = run_dir / "checkpoints"
@@ -107,7 +119,8 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
         check_sockets(hosts, run_dir)
         check_stale_handles(run_dir, process)
         engines = engine_pids(hosts)
-        (rank,) = [p for p in hosts.processes(1) if is_rank(p)]
+        some_steps(rng, run_dir, process, log, 100)
+        (rank,) = [p for p in hosts.processes(rng.randrange(2)) if is_rank(p)]
         rank.kill()
         wait_for(
             lambda: log.read_text().count("engines are up") == 2 or process.poll() is not None, 300, "a restart", log
@@ -118,6 +131,7 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
         )
         assert process.poll() is None, log.read_text()[-4000:]
         assert engine_pids(hosts) == engines
+        some_steps(rng, run_dir, process, log, 100)
         hosts.lose(1)
         assert process.wait(timeout=240) == 1, log.read_text()[-4000:]
     finally:
@@ -128,6 +142,7 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
     # Whoever notices first writes it: an agent, which names the host, or rank 0, which names what it waited for.
     record = exit_record(run_dir)
     assert record["status"] == "failed" and (lost in record["reason"] or "rank" in record["reason"]), record
+    check_groups(run_dir)
     assert not any(hosts.processes(index) for index in range(4))
 
 
@@ -137,7 +152,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
     """The ranks are not restarted, and every group of every step is accounted for; then a SIGTERM stops the job."""
     timeouts = {"node_s": 15, "rpc_s": 20, "shutdown_s": 20, "save_s": 60}
     config = write_job(tmp_path, steps=100_000, timeouts=timeouts, **FOUR_HOSTS)
-    run_dir = tmp_path / "run"
+    run_dir, rng = tmp_path / "run", moments()
     process, log = start_job(hosts, config)
 
     def alive() -> float:
@@ -157,6 +172,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         wait_for(lambda: len(step_records(run_dir)) > 2 or process.poll() is not None, 400, "some steps", log)
         check_places(hosts)
         engines(2, 10, "both engines")
+        some_steps(rng, run_dir, process, log, 100)
         hosts.lose(3)
         lost = time.monotonic()
         wait_for(
@@ -169,6 +185,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         engines(1, 60, "steps with one engine")
         print(f"the pool shrank {shrunk:.0f} s after the loss; 3 further steps after {time.monotonic() - lost:.0f} s")
         assert f"node {hosts.addresses[3]} is lost, silent for 15 s" in log.read_text()
+        some_steps(rng, run_dir, process, log, 100)
         hosts.revive(3)
         back = time.monotonic()
         (launch,) = (run_dir / "launch").glob("*/launch.json")
@@ -187,6 +204,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
     assert f"node {hosts.addresses[3]} is back" in log.read_text()
     assert log.read_text().count("engines are up") == 1, "the ranks were restarted"
     check_steps(run_dir)
+    check_groups(run_dir)
     stopped = exit_record(run_dir)
     assert (stopped["status"], stopped["reason"]) == ("preempted", "SIGTERM")
     assert not any(hosts.processes(index) for index in range(4))

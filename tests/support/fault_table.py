@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.soak import run_once
 from benchmarks.soak_happened import Happened
 from benchmarks.soak_kinds import Fault, Kind, missing, schedule
+from benchmarks.soak_place import RunPlace
 from benchmarks.soak_rows import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows
 from benchmarks.soak_variant import Tempo
 
@@ -28,7 +29,7 @@ GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent o
 class FaultRuns:
     """Runs of the quickstart's task with the same seed, of which one is undisturbed.
 
-    `kinds`: of the faults of all of them, which have the same config.
+    `kinds`: of the faults of all of them, which have the same config. `place`: where they run; None: on this machine.
     """
 
     assets: Path
@@ -36,6 +37,7 @@ class FaultRuns:
     steps: int
     minutes: float
     kinds: Sequence[Kind]
+    place: RunPlace | None = None
 
     @property
     def options(self) -> argparse.Namespace:
@@ -47,7 +49,7 @@ class FaultRuns:
     def run(self, name: str, faults: Sequence[Fault] = ()) -> SoakOutcome:
         """Make one run. The faults happen one after another; each waits until the run has got over the one before."""
         until = time.monotonic() + 60 * self.minutes
-        return run_once(name, self.options, self.directory, until, faults, 0.0, self.kinds, TEMPO)
+        return run_once(name, self.options, self.directory, until, faults, 0.0, self.kinds, TEMPO, self.place)
 
     def draw(self, kinds: Sequence[str]) -> list[Fault]:
         """Return faults of these kinds, in an order and at moments of a seed that is printed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.soak_accounting import check_run
 from benchmarks.soak_hosts import Hosts
 from tests.support.checkout import ROOT, environment
 from tests.support.configs import with_sections
@@ -28,10 +30,14 @@ TWO_HOSTS: dict[str, dict[str, Any]] = {
 
 
 def write_job(directory: Path, steps: int, **sections: dict[str, Any]) -> Path:
-    """A config of `steps` steps in `directory`, its run directory beside it; `sections` update whole sections."""
+    """A config of `steps` steps in `directory`, its run directory beside it; `sections` update whole sections.
+
+    Its batches are kept, so that its groups can be counted again.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config = tiny_config(directory, steps=steps)
     config["evaluation"] = {}
+    config["telemetry"] = {"dump_batches": True}
     config["timeouts"] |= {"node_s": 90, "ray_start_s": 240, "engine_start_s": 400, "generate_s": 300, "save_s": 30}
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(with_sections(config, sections)))
@@ -61,6 +67,27 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str, log: Pa
         said = log.read_text()[-4000:] if log is not None and log.exists() else ""
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}\n{said}"
         time.sleep(0.3)
+
+
+def some_steps(
+    rng: random.Random, run_dir: Path, process: subprocess.Popen[bytes], log: Path, timeout_s: float
+) -> None:
+    """Wait for a moment that `rng` draws: some steps more than there are, and a part of the next one."""
+    least = len(step_records(run_dir)) + rng.randint(3, 8)
+    wait_for(lambda: len(step_records(run_dir)) >= least or process.poll() is not None, timeout_s, "some steps", log)
+    time.sleep(rng.uniform(0.0, 3.0))
+    assert process.poll() is None, log.read_text()[-4000:]
+
+
+def check_groups(run_dir: Path) -> None:
+    """The soak's independent script finds nothing wrong in the files of a job that has ended, maybe before its end.
+
+    Nothing was trained twice, no group is lost, and all counters agree.
+    """
+    report = check_run(run_dir, stopped=True)
+    print(*report.lines(), sep="\n")
+    assert report.ok, "\n".join(report.lines())
+    assert report.ends["trained"], "nothing was trained, so nothing could be trained twice"
 
 
 def check_steps(run_dir: Path, steps: int | None = None) -> None:
