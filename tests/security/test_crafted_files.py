@@ -289,7 +289,7 @@ def test_an_index_that_names_other_files(megatron: Path, tmp_path: Path) -> None
         (step / "link.distcp").symlink_to(shutil.copy(shard, tmp_path / "outside.distcp"))
         shutil.copy(shard, megatron / "outside.distcp")
         (step / ".metadata").write_bytes(pickle.dumps(Metadata(before.state_dict_metadata, storage_data=changed)))
-        place_of = before.state_dict_metadata[place.fqn]
+        place_of: Any = before.state_dict_metadata[place.fqn]
         state = {place.fqn: torch.zeros(place_of.size, dtype=place_of.properties.dtype)}
         dcp.load(state, storage_reader=FileSystemReader(step), no_dist=True)
         assert state[place.fqn].any(), "torch's reader does not read the other file, so this test shows nothing"
