@@ -27,6 +27,7 @@ from megarl.cluster.pool_commands import PoolCommands
 from megarl.cluster.pool_state import PoolState
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
+from megarl.common.garbage import begin_start, end_start
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.common.private_directory import (
@@ -88,6 +89,7 @@ class Supervisor:
             self._start_ray()
             self._start_actors()
             self._state.publish(state="ready")
+            end_start()
             logger.info("pool ready")
             self._keep_serving()
         except Exception as error:
@@ -329,6 +331,7 @@ class Supervisor:
 
 def main() -> int:
     """Run the supervisor of the spec file that the first argument names; its end is the end of the process."""
+    begin_start()
     spec = SupervisorSpec.load(Path(sys.argv[1]))
     os.chdir(spec.cwd)
     os.environ.update(

@@ -10,6 +10,21 @@ from contextlib import contextmanager
 # would be visited again and again, which took a third of the controller's time with 10,000 trajectories in flight.
 _YOUNG_OBJECTS = 50_000
 _FEW_OBJECTS, _NEVER = 500, 1_000_000_000
+_PYTHONS_OWN = gc.get_threshold()
+
+
+def begin_start() -> None:
+    """Make collections rare while a process starts. `end_start`, or what sets how it collects later, ends that.
+
+    Imports make a million objects that all stay; Python's own thresholds visit them again and again meanwhile.
+    """
+    gc.set_threshold(_YOUNG_OBJECTS)
+
+
+def end_start() -> None:
+    """Collect as Python does by itself, but not the objects that exist now (see `exempt_present_objects`)."""
+    exempt_present_objects()
+    gc.set_threshold(*_PYTHONS_OWN)
 
 
 def exempt_present_objects() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
 from megarl.common.errors import RolloutError
-from megarl.common.garbage import collect_rarely, exempt_present_objects
+from megarl.common.garbage import begin_start, collect_rarely, exempt_present_objects
 from megarl.common.output import redirect_output
 from megarl.config.job_sections import DoorConfig
 from megarl.config.schema import Config
@@ -62,6 +62,7 @@ class DoorActor:
     """The actor that `create_door` creates; see the module's docstring."""
 
     def __init__(self, spec: DoorSpec) -> None:
+        begin_start()
         self.spec = spec
         self.config = Config.model_validate_json(spec.pool.config_json)
         self.run_dir = Path(spec.pool.run_dir)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.common.errors import RolloutError
+from megarl.common.garbage import begin_start
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.config.schema import Config
@@ -34,6 +35,7 @@ class PoolController:
 
     def __init__(self, spec: ReplicaSpec, *, replaces: bool) -> None:
         """`replaces`: it is started in place of another one, for engines that live."""
+        begin_start()
         self.spec, self._replaces = spec, replaces
         self.config = Config.model_validate_json(spec.config_json)
         self.run_dir = Path(spec.run_dir)

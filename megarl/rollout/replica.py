@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.common.errors import NoPlace, ReplicaFailed, RequestFailed
-from megarl.common.garbage import collect_rarely, exempt_present_objects
+from megarl.common.garbage import begin_start, collect_rarely, exempt_present_objects
 from megarl.common.held_outputs import hold_within
 from megarl.common.output import redirect_output
 from megarl.common.private_directory import name_shared_memory
@@ -193,6 +193,7 @@ class EngineReplica:
     """
 
     def __init__(self, spec: ReplicaSpec, index: int) -> None:
+        begin_start()
         self.index = index
         self.config = Config.model_validate_json(spec.config_json)
         self.cuda = spec.cuda

@@ -27,6 +27,7 @@ from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common import run_files
 from megarl.common.claim import Holder, RunClaim
 from megarl.common.errors import ConfigError
+from megarl.common.garbage import begin_start
 from megarl.common.output import redirect_output
 from megarl.config.arguments import add_run_arguments, mistake_printer, run_overrides
 from megarl.config.load import load_config, to_yaml
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Ends the process unless it is a dry run, or the run has finished before.
     """
     options = _parser().parse_intermixed_args(arguments)
+    begin_start()
     rank = int(os.environ.get("RANK", "0"))
     end_before_start(speaks=rank == 0)
     try:

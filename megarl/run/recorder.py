@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
-from megarl.common.garbage import exempt_present_objects
+from megarl.common.garbage import end_start
 from megarl.common.notices import NoticeWatch
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
@@ -198,7 +198,7 @@ class Recorder:
 
         `steps_done`: those of the history that the run resumes.
         """
-        exempt_present_objects()
+        end_start()
         self._begun = (steps_done, time.monotonic())
         self._events.begin(steps_done + 1)
         self.timer.finish_step()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.common.garbage import collect_for_loops, collect_young_objects, collections_paused
+from megarl.common.garbage import begin_start, collect_for_loops, collect_young_objects, collections_paused, end_start
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,18 @@ def test_young_cycles_are_freed_and_old_objects_are_left_alone() -> None:
     assert gone() is None
     assert len(generations) > 200 and set(generations) == {0}, "each of them takes time for all that is young"
     assert len(kept) == 200_000
+
+
+def test_a_start_collects_rarely_and_its_end_sets_the_thresholds_back() -> None:
+    before = gc.get_threshold()
+    begin_start()
+    assert gc.get_threshold()[0] > 10 * before[0]
+    end_start()
+    try:
+        assert gc.get_threshold() == before
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("shipped", [True, False])

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.common.garbage import collect_for_loops, exempt_present_objects
+from megarl.common.garbage import begin_start, collect_for_loops, exempt_present_objects
 from megarl.common.notices import write_notice
 from megarl.common.output import redirect_output
 from megarl.config.agent_sections import SHIPPED_LOOPS
@@ -93,6 +93,7 @@ class AgentWorker:
     """The actor that `create_worker` creates; see the module's docstring."""
 
     def __init__(self, spec: WorkerSpec) -> None:
+        begin_start()
         self.spec = spec
         self.config = Config.model_validate_json(spec.pool.config_json)
         self.run_dir = Path(spec.pool.run_dir)
