@@ -6,7 +6,6 @@ Each is bounded outside, where it passes the limit that holds inside.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import uuid
 from pathlib import Path
