@@ -83,7 +83,7 @@ AS_ROOT = 'sudo env "PATH=$PATH" MEGARL_NEEDS_FAULTS=1 make ${{ matrix.target }}
 
 
 def test_every_target_of_tests_runs_for_each_change_or_every_night() -> None:
-    """As root, so that faults of disks, other users and hosts happen; one that cannot happen fails its test."""
+    """They run as root, so that faults of disks, users and hosts happen; one that cannot happen fails its test."""
     workflows = {
         name: yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text()) for name in ("ci", "nightly")
     }
