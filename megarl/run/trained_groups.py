@@ -1,4 +1,4 @@
-"""How many prompt groups a step has trained, counted by the samples that its backward passes have gone through.
+"""The prompt groups that a step has trained, counted by the samples that its backward passes have gone through.
 
 The rollout side settles groups by the plan of a step. The trainer counts what was really trained, so an update that
 leaves out a group, or trains one twice, is found.

@@ -1,4 +1,4 @@
-"""What a step counts that trains its plan, without a policy that trains it."""
+"""The counts of a step that trains its plan, without a policy that trains it."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def planned_keys(plan: StepPlan) -> list[str]:
 
 
 def trained_as_planned(plan: StepPlan) -> TrainedGroups:
-    """What `train_step` returns if it trains each sample of its plan once."""
+    """Return what `train_step` returns if it trains each sample of its plan once."""
     return count_groups(plan, planned_keys(plan))

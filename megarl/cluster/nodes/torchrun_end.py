@@ -1,4 +1,4 @@
-"""How long torchrun waits for its ranks after a stop signal: as long as they have said that a step and a save may take.
+"""The time that torchrun waits for its ranks after a stop signal: what they have said that a step and a save may take.
 
 torchrun (torch 2.13, elastic/agent/server/api.py) passes SIGTERM or SIGINT on to its ranks and kills them after its
 `--shutdown-timeout`, by default 30 s, which may cut a save. It has no config. So rank 0 puts the seconds that it needs

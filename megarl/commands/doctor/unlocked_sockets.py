@@ -1,4 +1,4 @@
-"""How many sockets a trainer rank or an engine may have: those of gloo, which has no lock, and rank 0's stores. Pure.
+"""The number of sockets of a trainer rank or an engine: those of gloo, which has no lock, and rank 0's stores. Pure.
 
 gloo (torch 2.13) opens one socket for each process group of a process, also for a group of a single rank. So the number
 follows from the groups that Megatron-Core, vLLM and megarl form, and one more socket is found.

@@ -1,4 +1,4 @@
-"""How many sockets gloo opens in each process of a run on CPUs follows from its layout: the libraries' own groups."""
+"""The sockets that gloo opens in each process of a run on CPUs follow from its layout: the libraries' own groups."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_groups_of_the_parallel_state_are_those_that_megatron_forms(
 
 @pytest.mark.world
 def test_gloo_opens_one_socket_for_each_group_of_a_process(world: Callable[[int], Any]) -> None:
-    """Also for a group of a single rank, and none for a group of others."""
+    """A group of a single rank has one too, and a group of others has none."""
     found = world(2).run("tests.support.ranks.gloo_sockets:counted", groups=[[0, 1], [0], [1], [0, 1]])
     assert found == [[1, 2, 2, 3], [1, 1, 2, 3]]
 

@@ -7,7 +7,7 @@ import torch
 
 
 def counted(groups: list[list[int]]) -> list[int]:
-    """How many more there are than before the first group."""
+    """Return how many more there are than before the first group."""
     before, counts, kept = _listening(), [], []
     for members in groups:
         kept.append(torch.distributed.new_group(members, backend="gloo"))
