@@ -68,7 +68,7 @@ def test_an_open_torchrun_that_other_hosts_reach_is_refused(changes: dict[str, s
 
 
 def test_the_command_for_several_hosts_has_all_that_the_safe_rendezvous_needs() -> None:
-    """As `open_rendezvous` asks for it."""
+    """Otherwise `open_rendezvous` would ask for it."""
     with pytest.raises(ValueError, match=r"SECURITY\.md") as caught:
         refuse_open_stores(
             {**STARTED, "MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2"}, ARGUMENTS, Path("/runs/a b")

@@ -67,10 +67,16 @@ def judge_run(
 def unlocked_of(run_dir: Path, roles: Mapping[int, str]) -> dict[int, int]:
     """Return how many sockets without a lock each trainer rank and each engine may have, by pid.
 
-    With GPUs any number: that of NCCL's sockets is not known. Raises ValueError if the run has no supervisor's file.
+    With GPUs any number: that of NCCL's sockets is not known. Raises ConfigError if the file is gone that has the config
+    with which the pool was started.
     """
-    spec = SupervisorSpec.load(run_dir / "logs" / SPEC_FILE)
     ours = {pid: role for pid, role in roles.items() if role in {"trainer rank", "engine"}}
+    if not ours:
+        return {}
+    try:
+        spec = SupervisorSpec.load(run_dir / "logs" / SPEC_FILE)
+    except FileNotFoundError as error:
+        raise ConfigError([f"{error.filename} is gone, which tells what the run may listen on"]) from None
     if spec.cuda:
         return dict.fromkeys(ours, MANY)
     config = Config.model_validate_json(spec.config_json)
