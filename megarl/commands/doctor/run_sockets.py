@@ -67,8 +67,8 @@ def judge_run(
 def unlocked_of(run_dir: Path, roles: Mapping[int, str]) -> dict[int, int]:
     """Return how many sockets without a lock each trainer rank and each engine may have, by pid.
 
-    With GPUs any number: that of NCCL's sockets is not known. Raises ConfigError if the file is gone that has the config
-    with which the pool was started.
+    With GPUs any number: that of NCCL's sockets is not known. Raises ConfigError if the file is gone that has the
+    config of the pool.
     """
     ours = {pid: role for pid, role in roles.items() if role in {"trainer rank", "engine"}}
     if not ours:
