@@ -111,7 +111,7 @@ def test_the_training_client_of_verifiers_acts_by_tokens(tmp_path: Path) -> None
 
 
 def test_a_taskset_and_a_program_of_verifiers_are_trained_unchanged(tmp_path: Path) -> None:
-    """Of verifiers' `echo_v1` the reward is whether the answer has the task's phrase, here a letter.
+    """verifiers' `echo_v1` rewards an answer that has the task's phrase, which is a letter here.
 
     A random model writes it now and then, so that rewards differ within groups.
     """
