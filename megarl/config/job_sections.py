@@ -213,6 +213,6 @@ class LaunchConfig(Section):
     )
     allow_open_torchrun: bool = Field(
         False,
-        description="Accept a torchrun without `--rdzv-backend megarl` whose store other hosts reach: whoever reaches "
-        "it can run code (SECURITY.md).",
+        description="Accept a torchrun over several hosts without `--rdzv-backend megarl`: whoever reaches its port "
+        "can run code (SECURITY.md).",
     )

@@ -1,11 +1,9 @@
-"""Refuses a torchrun whose stores other hosts reach; tells the user how to start the same run without open ports."""
+"""Refuses open stores of torchrun over several hosts, and tells how to start the same run without open ports."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import shlex
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,23 +30,22 @@ def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[st
 
 
 def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str], run_dir: Path) -> None:
-    """Raise ValueError, with the safe command, if torchrun's stores are open and are used at an address of a network.
+    """Raise ValueError, with the safe command, if torchrun's stores are open and ranks of several hosts use them.
 
-    That is so for ranks on several hosts, and for a store whose address is not a loopback one. The arguments are those
-    of `notice_of_open_stores`; `run_dir`: that of the run.
+    On one host `torchrun --standalone` and a plain `torchrun` are what users type first, so there
+    `notice_of_open_stores` is all. The arguments are its own; `run_dir`: that of the run.
     """
     if not _is_open(environment):
         return
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
-    host = environment.get("MASTER_ADDR", "127.0.0.1")
-    if nodes == 1 and _is_loopback(host):
+    if nodes == 1:
         return
-    several = ""
-    if nodes > 1:
-        several = f"--nnodes {nodes} --rdzv-endpoint {host}:29400 --local-addr THIS_NODE'S_ADDRESS "
-    command = f"{SAFE_TORCHRUN} {several}--nproc-per-node {_ranks(environment)} {shlex.join(arguments)}"
-    if nodes > 1:
-        command = f"{RUN_DIR_VARIABLE}={shlex.quote(str(run_dir.resolve()))} {command}"
+    host = environment["MASTER_ADDR"]
+    command = (
+        f"{RUN_DIR_VARIABLE}={shlex.quote(str(run_dir.resolve()))} {SAFE_TORCHRUN} --nnodes {nodes} "
+        f"--rdzv-endpoint {host}:29400 --local-addr THIS_NODE'S_ADDRESS --nproc-per-node {_ranks(environment)} "
+        f"{shlex.join(arguments)}"
+    )
     raise ValueError(
         f"this torchrun's store at {host} can be reached by other hosts, and whoever reaches it can run code as you "
         f"(SECURITY.md). Start the same run by: {command}   If a network that keeps strangers out protects its ports, "
@@ -81,12 +78,3 @@ def _is_open(environment: Mapping[str, str]) -> bool:
 
 def _ranks(environment: Mapping[str, str]) -> str:
     return environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))
-
-
-def _is_loopback(host: str) -> bool:
-    """Tell whether only this host reaches the addresses of `host`; False for a name that cannot be resolved."""
-    try:
-        found = {str(each[4][0]).partition("%")[0] for each in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(address).is_loopback for address in found)

@@ -142,11 +142,11 @@ def test_the_first_rank_says_once_if_torchruns_stores_are_open(
 
 
 @pytest.mark.parametrize(("allowed", "served", "code"), [(False, False, 2), (True, False, 0), (False, True, 0)])
-def test_an_open_torchrun_at_an_address_of_a_network_is_refused_unless_the_config_allows_it(
+def test_an_open_torchrun_over_several_hosts_is_refused_unless_the_config_allows_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], allowed: bool, served: bool, code: int
 ) -> None:
     ended, told = start_under_torchrun(
-        monkeypatch, capsys, served=served, variables={"MASTER_ADDR": "10.0.0.7"},
+        monkeypatch, capsys, served=served, variables={"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2"},
         launch={"allow_open_torchrun": allowed},
     )  # fmt: skip
     assert ended == code
@@ -166,7 +166,7 @@ def start_under_torchrun(
     monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}, **sections))
     monkeypatch.setattr(main, "make_plan", lambda config: None)
     monkeypatch.setattr(main, "already_finished", lambda config: None)
-    monkeypatch.setattr(main, "_check_first_start", lambda config, plan: None)
+    monkeypatch.setattr(main, "_check_first_start", lambda config, plan, tell: None)
     monkeypatch.setattr(main, "claim_for_ranks", lambda config, rank: None)
     monkeypatch.setattr(main, "end_before_start", lambda speaks: None)
     monkeypatch.setattr(main, "run", lambda config, plan, claim: 0)
