@@ -94,7 +94,7 @@ def test_bad_data_and_tokenizer_are_told_before_anything_starts(model, heldout, 
     broken.write_text(heldout.read_text() + "{not json\n")
     run_dir = tmp_path / "run"
     assert main(["eval", "--model", str(model), "--data", str(broken), "--run-dir", str(run_dir)]) == 2
-    assert f"{broken}:7: not JSON" in capsys.readouterr().err
+    assert f"{broken}:7:2: not JSON" in capsys.readouterr().err
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"problem": "x" * 600, "answer": "1"}) + "\n" + heldout.read_text())
     assert main(["eval", "--model", str(model), "--data", str(long), "--run-dir", str(run_dir)]) == 2

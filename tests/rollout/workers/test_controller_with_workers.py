@@ -201,7 +201,9 @@ def test_rows_that_are_being_written_when_a_trainer_begins_anew_are_not_there_af
         await local.controller.set_version(0)
         await writing.wait()
         await local.controller.begin(None)
-        await asyncio.sleep(0.5)
+        while any(worker.loops._runs for worker in crew.made):  # as long as `scene` waits
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # rows that were written late would come now
         assert not queue.rows and all(not worker.loops._runs for worker in crew.made)
 
     scene(crew, scenario)
