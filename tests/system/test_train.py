@@ -541,7 +541,7 @@ def test_malformed_data_is_named(tmp_path: Path) -> None:
         file.write('{"problem": "What is\n')
     run = train(config)
     assert run.code != 0
-    assert f"{tmp_path / 'train.jsonl'}:49: not JSON" in run.output
+    assert f"{tmp_path / 'train.jsonl'}:49:13: not JSON" in run.output
     assert_nothing_left(run.directory)
 
 
