@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megarl import platforms
+from megarl.cluster.nodes import torchrun_end
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.cluster.nodes.rendezvous_mark import SERVED_BY_VARIABLE
 from megarl.common import processes
@@ -64,6 +65,33 @@ def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
     with pytest.raises(Stopped):
         main._train(chosen, chosen, plan, io.StringIO(), lambda error: None)
     assert order == ["signals", index, "joins over nccl"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Otherwise torchrun kills the ranks 30 s after a stop signal, in the middle of a save."""
+    told: list[int] = []
+
+    def begin_events(*_: object) -> None:
+        raise Stopped
+
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
+    monkeypatch.setattr(processes, "die_with_parent", lambda: None)
+    monkeypatch.setattr(peers, "join_peers", lambda *_: ("here", 1))
+    monkeypatch.setattr(platforms, "activate", lambda index: Platform(torch.device("cpu"), False, "gloo"))
+    monkeypatch.setattr(torchrun_end, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
+    monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
+    monkeypatch.setattr(main, "_launch_pool", lambda config: None)
+    monkeypatch.setattr(main, "begin_events", begin_events)
+    chosen = config("model", launch={"stop_before_s": 77})
+    plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))))
+    with pytest.raises(Stopped):
+        main._train(chosen, chosen, plan, io.StringIO(), lambda error: None)
+    assert told == ([77] if rank == 0 else [])
 
 
 def test_what_ends_the_training_is_reported_before_the_session_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.common.garbage import begin_start
 from megarl.common.notices import write_notice
 from megarl.common.run_files import ExitRecord
 from megarl.config.schema import Config
@@ -263,6 +264,22 @@ def test_positions_are_those_of_complete_records(config: Config, open_recorder: 
 
 
 # --- steps, evaluations, samples, the end
+
+
+def test_the_first_step_ends_the_start_in_which_garbage_is_collected_rarely(
+    open_recorder: Callable[..., Recorder],
+) -> None:
+    """Tensors in cycles would stay for long, and what is there now would be visited at every later collection."""
+    before = gc.get_threshold()
+    recorder = open_recorder()
+    gc.unfreeze()
+    begin_start()
+    try:
+        recorder.start_clock()
+        assert gc.get_threshold()[0] < 10_000 and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 def test_the_time_to_the_end_leaves_out_start_up_and_the_time_of_earlier_starts(
