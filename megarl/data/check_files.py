@@ -23,12 +23,15 @@ def check_data_files(config: Config, tell: Tell | None = None) -> None:
         raise ConfigError(problems)
 
 
-def data_file_problems(config: Config, tell: Tell | None = None) -> Iterator[str]:
+def data_file_problems(config: Config, tell: Tell | None = None, *, only_present: bool = False) -> Iterator[str]:
     """Yield each kind of mistake in the rows of all training and evaluation sets, with the first rows that have it.
 
     With `tell` every mistake is told when it is found, and files are read to their end, not only their first rows.
+    `only_present`: a file that is not on this machine is no mistake.
     """
     for each in all_sets(config):
+        if only_present and not each.path.exists():
+            continue
         try:
             found = row_mistakes(each.path, each.data, None if tell else MOST_ROWS)
             kinds = _by_kind(found if tell is None else _told(found, tell))

@@ -13,7 +13,7 @@ from megarl.config.load import overridden_tree
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.plan_tables import print_dry_run
 from megarl.config.schema import Config
-from megarl.data.check_files import Tell
+from megarl.data.check_files import Tell, data_file_problems
 from megarl.run.check_start import check_start
 
 
@@ -42,13 +42,16 @@ def checked_plan(
     """Check all that can be checked here; return the plan and its notes. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer. A config with `model.shape` whose model is not here is
-    planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides` names it. Unless
-    `device` is given, such a plan is for GPUs if the config says what memory they have, else for this machine's own
-    device. `tell`: as in `check_start`.
+    planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides` names it; data
+    files that are here are checked all the same. Unless `device` is given, such a plan is for GPUs if the config says
+    what memory they have, else for this machine's own device. `tell`: as in `check_start`.
     """
     elsewhere = planned_elsewhere(config)
-    if files and elsewhere and (problems := list(_mistyped(absent_files(config), overrides))):
-        raise ConfigError(problems)
+    if files and elsewhere:
+        problems = list(_mistyped(absent_files(config), overrides))
+        problems += data_file_problems(config, tell, only_present=True)
+        if problems:
+            raise ConfigError(problems)
     if elsewhere and device is None and config.trainer.device_memory_gib is not None:
         device = "cuda"
     plan = make_plan(config, device=device, files=files and not elsewhere)

@@ -108,3 +108,12 @@ def test_a_shipped_recipe_is_planned_without_its_files(
     assert f"device path {device.upper()}" in text and f"name: {chosen.run.name}" in text
     assert f"model.path ({chosen.model.path})" in text and f"data.path ({chosen.data.path})" in text
     assert "not here, so not checked" in text
+
+
+def test_data_that_are_here_are_checked_although_the_model_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "x", \n')
+    recipe = ROOT / "examples/rl/configs/qwen3_8b_gsm8k_8.yaml"
+    assert cli.main(["train", "--config", str(recipe), "--dry-run", f"data.path={tmp_path / 'mine.jsonl'}"]) == 2
+    assert f"data: {tmp_path / 'mine.jsonl'}:2:" in capsys.readouterr().err
