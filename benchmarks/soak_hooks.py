@@ -1,12 +1,14 @@
 """The quickstart's loss and agent loop, until an order of the soak (soak_orders.py) comes.
 
-After it, the gradient of one micro-batch is NaN on one rank, or the last log-prob of one response is. While the order
-SLOWER is there, each micro-batch takes longer.
+After it, the gradient of one micro-batch is NaN on one rank, or the last log-prob of one response is; or the agent loop
+forks a child that goes on as if it were the worker, or it floods the worker's output. While the order SLOWER is there,
+each micro-batch takes longer.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from dataclasses import replace
@@ -26,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
+from soak_kinds import FLOODED, KINDS  # noqa: E402
 from soak_orders import SLOWER, take  # noqa: E402
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 
 SLOWER_S = 1.5  # beyond what a micro-batch takes
+FLOOD_LINES = ["x" * 2**16] * 512  # 32 MiB: the log's bound is that of another test, and the disk may be a small one
 
 
 class OrderedOptions(PPOOptions):
@@ -58,13 +62,21 @@ def _spoil(gradient_R: Tensor) -> Tensor:
 
 
 class OrderedTurn(SingleTurn):
-    """A single turn; after the order `logprob` the last log-prob of one sample that is trained is NaN."""
+    """A single turn; after the order `logprob` the last log-prob of one sample that is trained is NaN.
+
+    After those of an agent worker it forks, or writes FLOOD_LINES to the worker's log, before it asks for its response.
+    """
 
     def __init__(self, orders: str) -> None:
         self._orders = Path(orders)
 
     async def run(self, ctx: AgentContext) -> Trajectory:
         """Return the trajectory of one response."""
+        if take(self._orders, KINDS["fork-agent-worker"].order):
+            os.fork()
+        if take(self._orders, KINDS["flood-agent-worker"].order):
+            for line in [*FLOOD_LINES, FLOODED]:
+                print(line)
         result = await ctx.generate(ctx.prompt.ids)
         if ctx.trains and result.logprobs and take(self._orders, "logprob"):
             result = replace(result, logprobs=[*result.logprobs[:-1], math.nan])

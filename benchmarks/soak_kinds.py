@@ -36,11 +36,12 @@ class Kind:
     `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "exchanged": it leaves
     on request and another one is added; "survived": the part is there again and two more steps are done, after
     `restarts` restarts of the ranks and `starts` starts of the job at most, and `redone` steps were made again at most.
-    `metric`, `told`: a metric that has then counted the fault, a text that the run has then told once more. `room`: the
-    share of the run's steps that a fault needs, relative to the others. `cost_s`: how long it takes by experience.
-    `seconds`: how long it lasts at least and at most, 0 if it is over at once. `moment`: what a replica does when it is
-    hit: it works on requests, it has none, or it takes part in a publication of the weights. `ending`: how the run must
-    end, before the same command starts it again. `at_end`: the fault comes after the last step.
+    `metric`, `told`: a metric that has then counted the fault, a text that the run has then told once more, on the
+    terminal or in the log of an agent worker. `room`: the share of the run's steps that a fault needs, relative to the
+    others. `cost_s`: how long it takes by experience. `seconds`: how long it lasts at least and at most, 0 if it is
+    over at once. `moment`: what a replica does when it is hit: it works on requests, it has none, or it takes part in a
+    publication of the weights. `ending`: how the run must end, before the same command starts it again. `at_end`: the
+    fault comes after the last step.
     """
 
     action: str
@@ -96,7 +97,9 @@ class Kind:
             return ""
         if self.action == "spoil":
             return self.target
-        return self.action if self.action in ("fork", "flood") else ""
+        if self.action not in ("fork", "flood"):
+            return ""
+        return self.name if self.target == "agent-worker" else self.action
 
     @property
     def loses(self) -> bool:
@@ -114,6 +117,8 @@ class Kind:
 ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob"}
 LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
 LOST_WORKER = "rollout/workers_lost"
+CHILD_ENDED = "a child that an agent loop had forked came back from the loop"
+FLOODED = "the output of this worker was flooded"
 SKIPPED = "the step is skipped"
 UNSAVED = "could NOT be saved"
 CUT = "was ended by a stop request"
@@ -150,6 +155,8 @@ KINDS = {
         Kind("flood", "reward", "survived", room=1.0, cost_s=15.0, metric="reward/redone"),
         Kind("kill", "agent-worker", "survived", room=1.0, cost_s=40.0, metric=LOST_WORKER),
         Kind("hang", "agent-worker", "survived", room=2.0, cost_s=70.0, seconds=LONG_S, metric=LOST_WORKER),
+        Kind("fork", "agent-worker", "survived", room=1.0, cost_s=10.0, told=CHILD_ENDED),
+        Kind("flood", "agent-worker", "survived", room=1.0, cost_s=15.0, told=FLOODED),
         Kind("spoil", "gradient", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
         Kind("spoil", "logprob", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
         Kind("kill", "controller", "survived", room=1.0, cost_s=40.0),

@@ -139,7 +139,7 @@ def reward_row(outcome: SoakOutcome) -> Ratio:
     late, counted = outcome.late_rewards, outcome.total("reward/errors")
     kinds = [each.fault.kind for each in outcome.happened]
     hit = sum(kind.target == "reward" and not kind.order for kind in kinds)
-    discarded = bool(outcome.ends) or any(kind.target == "agent-worker" for kind in kinds)
+    discarded = bool(outcome.ends) or any(kind.target == "agent-worker" and not kind.order for kind in kinds)
     too_few = 0.0 if discarded else late - counted
     difference = max(counted - late, too_few, float(hit)) - hit if late else float("nan")
     details = {"late": late, "counted by the run (reward/errors)": counted, "reward workers killed or stopped": hit}

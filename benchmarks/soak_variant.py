@@ -66,7 +66,7 @@ def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Te
         changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
     if targets & {"gradient", "steps"} or tempo.slower:
         changes["algorithm"] = {"loss": "benchmarks.soak_hooks:ordered_ppo", "loss_options": {"orders": orders}}
-    if "logprob" in targets:
+    if "logprob" in targets or any(kind.target == "agent-worker" and kind.order for kind in kinds):
         changes["agent"] = {"loop": "benchmarks.soak_hooks:OrderedTurn", "kwargs": {"orders": orders}}
     if spoiled or "steps" in targets:
         changes["trainer"] = {"max_skipped_steps": max(LEAST_SKIPPED, spoiled)}

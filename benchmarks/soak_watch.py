@@ -126,8 +126,8 @@ class WatchedRun:
         return sum(record.get(metric) or 0.0 for record in self.records[since:])
 
     def told(self, text: str) -> int:
-        """Return how often the run has told a text on the terminal."""
-        return _count(self.log, text)
+        """Return how often the run has told a text on the terminal and in the logs of its agent workers."""
+        return sum(_count(log, text) for log in [self.log, *(self.run_dir / "logs").glob("worker-*.log")])
 
     def has_told(self, event: Happened) -> bool:
         """Tell whether the run has told of a fault as its kind says."""

@@ -46,6 +46,12 @@ class TelemetryConfig(Section):
         "samples, in one file.",
     )
     tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
+    tensorboard_gib: float = Field(
+        1.0,
+        ge=0,
+        description="Most space of TensorBoard's events in GiB, which is enough for some 200,000 steps. They are in "
+        "files of an eighth of this, of which the oldest are deleted for new ones. 0 = keep all.",
+    )
     wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
     mlflow_experiment: str | None = Field(
         None, min_length=1, description="MLflow experiment, which is created if there is none; null = off."

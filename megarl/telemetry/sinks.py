@@ -226,7 +226,7 @@ class MetricsWriter:
         if telemetry.tensorboard:
             from megarl.telemetry.tensorboard import TensorBoardSink
 
-            sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", math.ceil(telemetry.tensorboard_gib * GIB)))
         if telemetry.wandb_project is not None:
             sinks.append(WandbSink(telemetry.wandb_project, config))
         if telemetry.mlflow_experiment is not None:

@@ -12,18 +12,28 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from megarl.common.line_parts import part_bytes
+
+_FRAME_BYTES = 16  # of a record, beside its event: the length and two checksums
+
 
 class TensorBoardSink:
     """Writes `events.out.tfevents.*` into `directory`; one event per step with all its scalars."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._files = directory, 0
+    def __init__(self, directory: Path, limit: int = 0) -> None:
+        """`limit`: most bytes of all event files in `directory`, of earlier starts too; 0: no limit.
+
+        Beyond it the oldest files are deleted. A file is full with the event that brings it to an eighth of that.
+        """
+        self._directory, self._files, self._limit = directory, 0, limit
+        self._bytes = 0  # of the open file, without its first event
         self._writer: EventsWriter | None = self._open()
 
     def _open(self) -> EventsWriter:
         """Begin a file. The pid and a number are in its name because several may begin in the same second."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._files += 1
+        self._bytes = 0
         number = f".{self._files}" if self._files > 1 else ""
         writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}{number}.megarl")
         writer.flush()
@@ -52,4 +62,17 @@ class TensorBoardSink:
         writer, self._writer = self._writer or self._open(), None
         writer.write_event(event)
         writer.flush()
-        self._writer = writer
+        self._bytes += event.ByteSize() + _FRAME_BYTES
+        if self._limit and self._bytes >= part_bytes(self._limit):
+            writer.close()
+            self._delete_oldest()  # before the next file is begun
+        else:
+            self._writer = writer
+
+    def _delete_oldest(self) -> None:
+        found = sorted((path.stat().st_mtime_ns, path.name, path) for path in self._directory.glob("*.megarl"))
+        sizes = [path.stat().st_size for *_, path in found]
+        for number, (*_, path) in enumerate(found[:-1]):
+            if sum(sizes[number:]) <= self._limit - part_bytes(self._limit):
+                break
+            path.unlink()

@@ -140,6 +140,8 @@ def test_a_fault_has_in_both_runs_what_it_needs() -> None:
     assert config.algorithm.loss.endswith("ordered_ppo") and config.agent.loop.endswith("OrderedTurn")
     spoiled = [kind for kind in every if kind.action == "spoil" and kind.ending is None]
     assert config.trainer.max_skipped_steps >= len(spoiled) == 2
+    forks = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["fork-agent-worker"]]))
+    assert forks.rollout.agent_workers == 2 and forks.agent.loop.endswith("OrderedTurn")
     plain = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["kill-engine"]]))
     assert (plain.rollout.agent_workers, plain.rollout.max_replicas, plain.checkpoint.dir) == (0, None, None)
     assert (plain.algorithm.loss, plain.agent.loop) == ("ppo", "single_turn")

@@ -252,6 +252,25 @@ def test_tensorboard_has_every_step_at_once_and_a_rollback_drops_what_was_beyond
     sink.close()
 
 
+def test_the_oldest_files_of_tensorboard_are_deleted_also_those_of_an_earlier_start(tmp_path: Path) -> None:
+    earlier = tmp_path / "events.out.tfevents.1700000000.host.1.megarl"
+    earlier.write_bytes(b"x" * 3000)
+    os.utime(earlier, (1_700_000_000, 1_700_000_000))
+    sink = TensorBoardSink(tmp_path, limit=4000)
+    values = {"reward/mean": 0.5}
+    for step in range(1, 11):
+        sink.write(step, values)
+    assert earlier.exists(), "there is room for both"
+    for step in range(11, 401):
+        sink.write(step, values)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir() if path != earlier) <= 4000 + 8 * 60  # an event
+    sink.close()
+    assert not earlier.exists()
+    files = sorted(tmp_path.iterdir(), key=lambda path: int(path.name.split(".")[-2]))
+    steps = [event.step for path in files for event in events(path) if event.step]
+    assert steps == list(range(401 - len(steps), 401)) and len(steps) > 40, "the newest steps are kept"
+
+
 @pytest.mark.skipif(not tensorboard_package.is_here(), reason=tensorboard_package.MISSING)
 def test_tensorboard_itself_shows_the_scalars_and_a_rollback_purges_those_beyond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from megarl.checkpoint.convert import workers
 from megarl.checkpoint.convert.workers import ReportBytes, run_units
 from megarl.common.errors import ConversionError
+from tests.support.freed_copies import UNITS
 
 HANGS = 3
 OTHERS = 400
@@ -45,25 +47,9 @@ def test_a_long_unit_that_reports_is_no_hang(monkeypatch: pytest.MonkeyPatch) ->
 COPY_MIB = 24  # glibc's own limit for blocks on the heap rises to 32 MiB
 
 
-def private_mib() -> float:
-    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) / 2**10
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_what_a_worker_has_freed_is_returned(tmp_path: Path) -> None:
+def test_what_a_worker_has_freed_is_returned() -> None:
     """Small objects that outlive a copy of a tensor lie above it on a heap, which then cannot give its place back."""
-    kept: list[bytearray] = []
-    before: list[float] = []
-
-    def copies(number: int, report: ReportBytes) -> None:
-        before.append(private_mib())
-        for _ in range(2):  # the first one that is freed raises glibc's own limit
-            copy = bytearray(COPY_MIB * 2**20)
-            copy[::4096] = b"x" * len(copy[::4096])
-            kept.append(bytearray(2**16))
-            del copy
-        (tmp_path / str(number)).write_text(str(private_mib() - before[0]))
-
-    run_units(range(8), copies, 2, lambda _: None)
-    grown = [float((tmp_path / str(number)).read_text()) for number in range(8)]
-    assert max(grown) < COPY_MIB / 2, grown
+    command = [sys.executable, "-m", "tests.support.freed_copies", str(COPY_MIB)]
+    grown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+    assert len(grown) == UNITS and max(grown) < COPY_MIB / 2, grown
