@@ -30,6 +30,7 @@ from megarl.rollout.devices import HeldDevices, held_devices
 from megarl.rollout.engine_args import engine_args, engine_environment, reads_weights
 from megarl.rollout.engine_load import EngineMonitor, build_monitored
 from megarl.rollout.engine_requests import EngineRequests
+from megarl.rollout.engine_start import start_engines_fast
 from megarl.rollout.placement import engine_needs
 from megarl.rollout.replica_activity import ReplicaActivity
 from megarl.rollout.requests import GenerateRequest
@@ -253,6 +254,7 @@ class EngineReplica:
 
         arguments = engine_args(self.config, cuda=self.cuda, max_model_len=self.max_model_len)
         transfer = WeightTransferConfig(backend="megarl")
+        start_engines_fast()
         hold_s = hold_within(self.config.rollout.report_interval_s)
         return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor, hold_s)
 

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine.core import EngineCoreProc
 
 from megarl.common.errors import ReplicaFailed
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout import replica as replica_module
+from megarl.rollout.engine_start import EngineStart
 from megarl.rollout.replica import EngineReplica, ReplicaSpec, root_cause, start_replica
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.response_parts import EngineReport
@@ -125,10 +127,12 @@ def test_an_engine_holds_no_tokens_for_longer_than_reports_allow(
     monkeypatch.setattr(replica_module, "engine_environment", lambda *_, **__: {})
     monkeypatch.setattr(replica_module, "engine_args", lambda *_, **__: {})
     monkeypatch.setattr(replica_module, "build_monitored", lambda arguments, monitor, hold_s: built.append(hold_s))
+    monkeypatch.setattr(EngineCoreProc, "run_engine_core", staticmethod(EngineCoreProc.run_engine_core))
     config = pool_config(tmp_path, rollout={"report_interval_s": interval_s})
     spec = ReplicaSpec(config.model_dump_json(), str(tmp_path), "run", cuda=False, max_model_len=64, supervisor=None)
     EngineReplica(spec, 3)._build()
     assert built == [hold_s]
+    assert isinstance(EngineCoreProc.run_engine_core, EngineStart), "its process would start slowly"
 
 
 def test_a_replica_that_is_started_tells_when_it_has_its_place() -> None:

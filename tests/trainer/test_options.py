@@ -51,7 +51,7 @@ def test_the_gradient_is_that_of_the_padded_reference(
     changes, fields = CASES.get(case, ({}, {}))
     got = trained(1, "dense", **LENGTH, **changes)
     loss, gradients = padded_gradients(model_dir("dense"), samples_of("dense"), replace(BASE, **fields))
-    assert got["metrics"][0]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert got["metrics"][0]["loss"] == pytest.approx(loss, rel=1e-5, abs=2e-7)  # a sum of terms that nearly cancel
     assert worst(got["gradients"], gradients) <= 1e-5
     if changes:
         without = trained(1, "dense", **LENGTH)["gradients"]
