@@ -1,4 +1,8 @@
-"""Judges whether a run is over the loss of a part: it is there again, steps go on, and that has cost what it may."""
+"""Judges whether a run is over the loss of a part: it is there again, steps go on, and that has cost what it may.
+
+Steps count from when the part is there again: the trainer may have had batches for some before it needed that part, and
+what the loss costs, such as engines that are started anew, comes with the first step after them.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +36,19 @@ class Survival:
         watch, kind, least = self._watch, event.fault.kind, self._watch.step
 
         def back() -> bool:
+            nonlocal least
+            least = min(least, watch.step)  # a resume goes back to its checkpoint
             return ended(hit) and (not hit or len(watch.find_processes(target)) >= wanted)
 
         def two_more_steps() -> bool:
-            nonlocal least
-            least = min(least, watch.step)  # a resume goes back to its checkpoint
-            return watch.step >= least + 2
+            nonlocal least, since
+            least, since = min(least, watch.step), min(since, watch.step)
+            return watch.step >= since + 2
 
         if not watch.recovers(back):
             event.notes.append(f"the {target} was not there again within {watch.RECOVER_S:.0f} s, or the run ended")
             return False
+        since = watch.step
         if not watch.recovers(two_more_steps):
             event.notes.append(f"no two more steps were done within {watch.RECOVER_S:.0f} s, or the run ended")
             return False

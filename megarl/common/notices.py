@@ -80,15 +80,19 @@ class NoticeWatch:
     """Shows every notice that is written while it is open, by a daemon thread; `close` shows the last ones."""
 
     def __init__(self, run_dir: Path, show: Callable[[str], None], interval_s: float = 0.5) -> None:
-        """`show` is called in that thread."""
+        """`show` is called in that thread, or in one that calls `show_new`."""
         self._path, self._older = notices_file(run_dir), older_notices_file(run_dir)
         self._show, self._interval_s = show, interval_s
         self._inode, self._position = 0, 0
         with suppress(OSError):
             self._inode, self._position = _facts(self._path)
-        self._closed = threading.Event()
+        self._closed, self._looks = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="watch-notices", daemon=True)
         self._thread.start()
+
+    def show_new(self) -> None:
+        """Show what has been written until now, in the calling thread."""
+        self._look()
 
     def close(self) -> None:
         """Show what is left and end the thread. May be called again."""
@@ -102,8 +106,9 @@ class NoticeWatch:
 
     def _look(self) -> None:
         try:
-            for text in self._new():
-                self._show(printable(text))
+            with self._looks:
+                for text in self._new():
+                    self._show(printable(text))
         except Exception:
             logger.exception("a notice could not be shown")  # the log has its text, and the next one may be shown
 

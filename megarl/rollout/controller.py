@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from megarl.common.garbage import collect_for_loops, exempt_present_objects
 from megarl.common.notices import write_notice
@@ -46,7 +46,7 @@ from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.retention import History
 from megarl.rollout.reward_pool import reward_pool
 from megarl.rollout.run_queue import start_run_queue
-from megarl.rollout.step_batches import StepBatches
+from megarl.rollout.step_batches import StepBatches, StepEnds
 from megarl.rollout.teachers.teacher_client import attach_teachers
 from megarl.rollout.trainer_waits import TrainerWaits
 from megarl.rollout.workers.agent_worker import AgentWorker
@@ -243,13 +243,13 @@ class RolloutController(PoolController):
         """
         return self._steps.upcoming(step)
 
-    async def commit(self, step: int, **ends: Any) -> Counters:  # noqa: ANN401  # those of `StepBatches.commit`
+    async def commit(self, step: int, **ends: Unpack[StepEnds]) -> Counters:
         """Settle the groups of `step` and start the groups that then fit. Raises as `StepBatches.commit` does."""
         self._tasks.check()
         await self._steps.commit(step, **ends)
         return self._admission.counters
 
-    async def commit_and_tell(self, step: int, **ends: Any) -> Committed:  # noqa: ANN401  # those of `commit`
+    async def commit_and_tell(self, step: int, **ends: Unpack[StepEnds]) -> Committed:
         """Commit as `commit` does, and return also the history of which that is the end."""
         counters = await self.commit(step, **ends)
         return Committed(counters, self._committed_history())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict, Unpack
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.batch_events import record_batch_taken
@@ -14,6 +15,18 @@ from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.workers.worker_groups import WorkerGroups
+
+
+class StepEnds(TypedDict):
+    """How many of a step's groups ended in each way; see `Admission.commit`."""
+
+    trained: int
+    filtered: int
+    dropped_stale: int
+    failed: int
+    reused: NotRequired[int]
+    trained_groups: NotRequired[Sequence[int] | None]
+    ended: NotRequired[Mapping[str, Sequence[int]] | None]
 
 
 class StepBatches:
@@ -71,20 +84,14 @@ class StepBatches:
         """Return the groups in the queue that `step` would take now, with the keys of their rows."""
         return {group: self._groups.queued.keys(group) for group in self._groups.admission.upcoming(step)}
 
-    async def commit(
-        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, trained_groups: Sequence[int] | None = None, ended: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:  # fmt: skip
+    async def commit(self, step: int, **ends: Unpack[StepEnds]) -> None:
         """Settle the groups of `step`, free the rows that are not used again, and start the groups that then fit.
 
-        `reused`, `trained_groups` and `ended`: see `Admission.commit`. Raises ValueError if the numbers, or the ids, do
-        not account for every group once, and RolloutError if another trainer has begun meanwhile.
+        Raises ValueError if the numbers, or the ids, do not account for every group once, and RolloutError if another
+        trainer has begun meanwhile.
         """
         admission = self._groups.admission
-        admission.commit(
-            step, trained=trained, filtered=filtered, dropped_stale=dropped_stale, failed=failed,
-            reused=reused, trained_groups=trained_groups, ended=ended,
-        )  # fmt: skip
+        admission.commit(step, **ends)
         batch = self._batches.pop(step)
         self._groups.free_rows()
 

@@ -249,6 +249,7 @@ def _train(
         train(session)
         session.finish()
     except BaseException as error:
+        session.recorder.show_notices()  # they may tell the cause
         report_and_close(error, report, partial(session.close, keep_pool=_restarts_left()))
         raise
     session.close()

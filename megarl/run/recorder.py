@@ -170,6 +170,11 @@ class Recorder:
         """Print a line for the user."""
         self._writer.progress.message(text)
 
+    def show_notices(self) -> None:
+        """Print the notices of other processes that have come since the last look, which is at most 0.5 s ago."""
+        if self._notices is not None:
+            self._notices.show_new()
+
     def alarm(self, alarm: Alarm) -> None:
         """Record that an alarm of the monitor begins in this step. Only rank 0 writes it."""
         if self._peers.is_first:

@@ -32,6 +32,16 @@ def test_what_is_written_meanwhile_is_shown_once(run_dir: Path) -> None:
     assert shown == ["two\nlines", "last"]
 
 
+def test_what_is_written_can_be_shown_at_once_and_is_not_shown_again(run_dir: Path) -> None:
+    shown: list[str] = []
+    watch = NoticeWatch(run_dir, shown.append, interval_s=60.0)
+    write_notice(run_dir, "the cause")
+    watch.show_new()
+    assert shown == ["the cause"]
+    watch.close()
+    assert shown == ["the cause"]
+
+
 def test_what_is_no_notice_is_passed_over_and_a_line_is_shown_when_it_is_complete(run_dir: Path) -> None:
     shown: list[str] = []
     watch = NoticeWatch(run_dir, shown.append, interval_s=60.0)

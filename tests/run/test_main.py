@@ -110,14 +110,15 @@ def test_what_ends_the_training_is_reported_before_the_session_is_closed(monkeyp
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
     monkeypatch.setattr(main, "begin_events", lambda *_: None)
     monkeypatch.setattr(rank_watch, "watch_ranks", lambda *_: SimpleNamespace(follow=lambda step: None))
-    session = SimpleNamespace(close=lambda keep_pool: order.append("closes"))
+    recorder = SimpleNamespace(show_notices=lambda: order.append("notices"))
+    session = SimpleNamespace(close=lambda keep_pool: order.append("closes"), recorder=recorder)
     monkeypatch.setattr("megarl.run.session.Session", lambda *_: session)
     monkeypatch.setattr("megarl.run.loop.train", train)
     chosen = config("model")
     plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))))
     with pytest.raises(Stopped):
         main._train(chosen, chosen, plan, io.StringIO(), lambda error: order.append(str(error)))
-    assert order == ["the pool cannot be reached", "closes"]
+    assert order == ["notices", "the pool cannot be reached", "closes"], "a notice may tell the cause"
 
 
 def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_config(

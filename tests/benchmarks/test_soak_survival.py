@@ -1,0 +1,61 @@
+"""When the soak counts a run as over the loss of a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.soak_happened import Happened
+from benchmarks.soak_kinds import KINDS, Fault
+from benchmarks.soak_survival import Survival
+
+
+class ScriptedRun:
+    """A run of which each look finds the next moment: its steps so far, and the processes of the part."""
+
+    RECOVER_S = 1.0
+    restarts, seconds = 0, 9.0
+
+    def __init__(self, step: int, moments: list[tuple[int, int]]) -> None:
+        self.step, self.present = step, 0
+        self._moments: Iterator[tuple[int, int]] = iter(moments)
+
+    def find_agent(self) -> None:
+        """It is the same all the time."""
+
+    def find_processes(self, target: str) -> list[int]:
+        return [1] * self.present
+
+    def recovers(self, condition: Callable[[], bool]) -> bool:
+        while not condition():
+            try:
+                self.step, self.present = next(self._moments)
+            except StopIteration:
+                return False
+        return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "moments", "over", "redone"),
+    [
+        ("kill-queue", [(6, 0), (7, 0), (7, 1), (8, 1), (9, 1)], True, 0),
+        ("kill-queue", [(6, 0), (7, 0), (8, 0), (8, 1), (9, 1)], False, 0),
+        ("kill-queue", [(6, 0), (7, 0), (8, 0)], False, 0),
+        ("kill-rank", [(5, 0), (3, 0), (3, 1), (4, 1), (5, 1)], True, 2),
+        ("kill-rank", [(5, 1), (3, 1), (4, 1)], False, 2),
+        ("limit-job", [(4, 0), (4, 1), (5, 1), (6, 1)], False, 1),
+    ],
+    ids=["batches were left", "no step needed it", "it is gone", "resumed", "one step", "no step may be made again"],
+)
+def test_two_steps_count_from_when_the_part_is_there_again(
+    kind: str, moments: list[tuple[int, int]], over: bool, redone: int
+) -> None:
+    run: Any = ScriptedRun(5, moments)
+    event = Happened(Fault(KINDS[kind], 0, 5, 0.0, 0.0), 1, 5, 0.0)
+    hit: Any = [SimpleNamespace(is_running=lambda: False, status=lambda: "", pid=1)]
+    assert Survival(run).judge(event, hit, KINDS[kind].target) == over, event.notes
+    if over:
+        assert event.redone_steps == redone
