@@ -33,7 +33,8 @@ class Survival:
 
         `hit`: the processes that the fault has ended. `wanted`: how many processes of `target` there are to be.
         """
-        watch, kind, least = self._watch, event.fault.kind, self._watch.step
+        watch, kind = self._watch, event.fault.kind
+        least = since = watch.step
 
         def back() -> bool:
             nonlocal least

@@ -18,7 +18,7 @@ from megarl.rollout.workers.worker_groups import WorkerGroups
 
 
 class StepEnds(TypedDict):
-    """How many of a step's groups ended in each way; see `Admission.commit`."""
+    """Holds how many groups of a step ended in each way; see `Admission.commit`."""
 
     trained: int
     filtered: int

@@ -24,7 +24,7 @@ class ScriptedRun:
         self._moments: Iterator[tuple[int, int]] = iter(moments)
 
     def find_agent(self) -> None:
-        """It is the same all the time."""
+        """Return the same all the time."""
 
     def find_processes(self, target: str) -> list[int]:
         return [1] * self.present
