@@ -1,4 +1,4 @@
-"""When the soak counts a run as over the loss of a part."""
+"""The moment from which the soak counts a run as over the loss of a part."""
 
 from __future__ import annotations
 
