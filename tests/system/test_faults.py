@@ -19,7 +19,7 @@ from tests.support.needs import impossible
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
-STEPS = 120  # enough for the last fault to be over, even where steps are fast
+STEPS = 140  # enough for the last fault to be over, even where steps are fast
 MINUTES = 20.0  # of one run at most
 LOST_ENGINES = [
     "kill-engine", "kill-engine-idle", "kill-engine-in-sync", "hang-engine", "hang-engine-in-sync", "crawl-engine",
