@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
-from soak_kinds import FLOODED, KINDS  # noqa: E402
+from soak_kinds import FLOODED  # noqa: E402
 from soak_orders import SLOWER, take  # noqa: E402
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ class OrderedTurn(SingleTurn):
 
     async def run(self, ctx: AgentContext) -> Trajectory:
         """Return the trajectory of one response."""
-        if take(self._orders, KINDS["fork-agent-worker"].order):
+        if take(self._orders, "fork-agent-worker"):
             os.fork()
-        if take(self._orders, KINDS["flood-agent-worker"].order):
+        if take(self._orders, "flood-agent-worker"):
             for line in [*FLOOD_LINES, FLOODED]:
                 print(line)
         result = await ctx.generate(ctx.prompt.ids)

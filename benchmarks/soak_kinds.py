@@ -97,9 +97,7 @@ class Kind:
             return ""
         if self.action == "spoil":
             return self.target
-        if self.action not in ("fork", "flood"):
-            return ""
-        return self.name if self.target == "agent-worker" else self.action
+        return self.name if self.action in ("fork", "flood") else ""
 
     @property
     def loses(self) -> bool:

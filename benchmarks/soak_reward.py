@@ -37,9 +37,9 @@ def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, mark
 
     `marks`: the file to which each of them appends a line. `orders`: the directory of the orders to fork and to flood.
     """
-    if take(Path(orders), "fork") and os.fork() == 0:
+    if take(Path(orders), "fork-reward") and os.fork() == 0:
         return RewardResult(FORGED)
-    if take(Path(orders), "flood"):
+    if take(Path(orders), "flood-reward"):
         os.write(int(sys.argv[1]), b"x" * FLOOD_BYTES)  # the socket of the worker, which is its first argument
     if is_late(sample.prompt, sample.response, share, seed) and not was_late(Path(marks), sample):
         mark(Path(marks), sample)

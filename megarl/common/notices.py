@@ -80,7 +80,7 @@ class NoticeWatch:
     """Shows every notice that is written while it is open, by a daemon thread; `close` shows the last ones."""
 
     def __init__(self, run_dir: Path, show: Callable[[str], None], interval_s: float = 0.5) -> None:
-        """`show` is called in that thread, or in one that calls `show_new`."""
+        """`show` is called in that thread, or in another one by `show_new`."""
         self._path, self._older = notices_file(run_dir), older_notices_file(run_dir)
         self._show, self._interval_s = show, interval_s
         self._inode, self._position = 0, 0
@@ -90,9 +90,11 @@ class NoticeWatch:
         self._thread = threading.Thread(target=self._watch, name="watch-notices", daemon=True)
         self._thread.start()
 
-    def show_new(self) -> None:
-        """Show what has been written until now, in the calling thread."""
-        self._look()
+    def show_new(self, within_s: float = 5.0) -> None:
+        """Show what has been written until now. Returns after `within_s` at the latest: the disk may hang."""
+        look = threading.Thread(target=self._look, name="show-notices", daemon=True)
+        look.start()
+        look.join(within_s)
 
     def close(self) -> None:
         """Show what is left and end the thread. May be called again."""

@@ -171,7 +171,7 @@ class Recorder:
         self._writer.progress.message(text)
 
     def show_notices(self) -> None:
-        """Print the notices of other processes that have come since the last look, which is at most 0.5 s ago."""
+        """Print the notices of other processes that have come since the last look, in 5 s at most."""
         if self._notices is not None:
             self._notices.show_new()
 

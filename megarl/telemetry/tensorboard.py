@@ -32,6 +32,8 @@ class TensorBoardSink:
     def _open(self) -> EventsWriter:
         """Begin a file. The pid and a number are in its name because several may begin in the same second."""
         self._directory.mkdir(parents=True, exist_ok=True)
+        if self._limit:
+            self._delete_oldest()
         self._files += 1
         self._bytes = 0
         number = f".{self._files}" if self._files > 1 else ""
@@ -65,11 +67,11 @@ class TensorBoardSink:
         self._bytes += event.ByteSize() + _FRAME_BYTES
         if self._limit and self._bytes >= part_bytes(self._limit):
             writer.close()
-            self._delete_oldest()  # before the next file is begun
         else:
             self._writer = writer
 
     def _delete_oldest(self) -> None:
+        """Make room for one more full file. Each start begins one, however small that of the start before is."""
         found = sorted((path.stat().st_mtime_ns, path.name, path) for path in self._directory.glob("*.megarl"))
         sizes = [path.stat().st_size for *_, path in found]
         for number, (*_, path) in enumerate(found[:-1]):

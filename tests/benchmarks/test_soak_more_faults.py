@@ -91,7 +91,7 @@ def test_an_order_that_nobody_takes_has_not_happened_and_is_withdrawn(run: Run) 
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_flood_must_be_counted_by_its_metric(run: Run, counted: bool) -> None:
     def between() -> None:
-        obey(run, "flood")
+        obey(run, "flood-reward")
         run.step(**{"reward/redone": float(counted)})
 
     event = let_happen(run, "flood-reward", between)
@@ -323,6 +323,6 @@ def test_every_kind_has_one_way_to_happen() -> None:
     for kind in KINDS.values():
         assert kind.has_processes or kind.order or kind.ending or kind.needs_hosts or kind.action in ("fill", "stale")
     assert {kind.order for kind in KINDS.values()} == {
-        "", "fork", "flood", "fork-agent-worker", "flood-agent-worker", "gradient", "logprob",
+        "", "fork-reward", "flood-reward", "fork-agent-worker", "flood-agent-worker", "gradient", "logprob",
     }  # fmt: skip
     assert KINDS["limit-job"].redone == 0 and KINDS["kill-job"].redone > 0

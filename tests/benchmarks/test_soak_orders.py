@@ -75,7 +75,7 @@ def score(orders: Path, order: str) -> list[RewardOutcome]:
         pool.close()
 
 
-@pytest.mark.parametrize(("order", "redone"), [("fork", 0), ("flood", 1)])
+@pytest.mark.parametrize(("order", "redone"), [("fork-reward", 0), ("flood-reward", 1)])
 def test_a_fork_and_a_flood_happen_and_change_no_reward(tmp_path: Path, order: str, redone: int) -> None:
     outcomes = score(tmp_path, order)
     assert len(taken(tmp_path, order)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def test_what_is_written_can_be_shown_at_once_and_is_not_shown_again(run_dir: Pa
     assert shown == ["the cause"]
     watch.close()
     assert shown == ["the cause"]
+
+
+def test_a_disk_that_hangs_holds_nobody_who_wants_them_shown(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    watch, released = NoticeWatch(run_dir, shown.append, interval_s=60.0), threading.Event()
+    write_notice(run_dir, "the cause")
+    read = watch._new
+    monkeypatch.setattr(watch, "_new", lambda: read() if released.wait(30.0) else [])
+    watch.show_new(within_s=0.05)
+    assert shown == []
+    released.set()
+    watch.close()
+    assert shown == ["the cause"], "shown when the disk answers, and once"
 
 
 def test_what_is_no_notice_is_passed_over_and_a_line_is_shown_when_it_is_complete(run_dir: Path) -> None:

@@ -271,6 +271,18 @@ def test_the_oldest_files_of_tensorboard_are_deleted_also_those_of_an_earlier_st
     assert steps == list(range(401 - len(steps), 401)) and len(steps) > 40, "the newest steps are kept"
 
 
+def test_the_files_of_many_short_starts_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is ever full, and each start begins a new one."""
+    for start in range(60):
+        monkeypatch.setattr("megarl.telemetry.tensorboard.os.getpid", lambda start=start: 1001 + start)
+        sink = TensorBoardSink(tmp_path, limit=4000)
+        sink.write(start, {"reward/mean": 0.5})
+        sink.close()
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4000
+    newest = max(tmp_path.iterdir(), key=lambda path: int(path.name.split(".")[-2]))
+    assert [event.step for event in events(newest)] == [0, 59]
+
+
 @pytest.mark.skipif(not tensorboard_package.is_here(), reason=tensorboard_package.MISSING)
 def test_tensorboard_itself_shows_the_scalars_and_a_rollback_purges_those_beyond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
