@@ -309,6 +309,7 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"late_rewards": 2, "happened": [*hit(), event("hang-reward")]}, "reward time-outs"),
         ({"late_rewards": 5, "happened": [*hit(), event("flood-reward")]}, "reward time-outs"),
         ({"late_rewards": 3, "happened": [*hit(), event("kill-agent-worker")]}, "reward time-outs"),
+        ({"late_rewards": 5, "happened": [*hit(), event("fork-agent-worker")]}, "reward time-outs"),
         ({"report": AccountingReport(oldest=5)}, "disturbed: oldest token"),
         ({"report": AccountingReport(skipped=1)}, "steps skipped"),
         ({"report": AccountingReport(skipped=2), "happened": [*hit(), event("spoil-gradient")]}, "steps skipped"),

@@ -56,6 +56,27 @@ def test_a_disk_that_hangs_holds_nobody_who_wants_them_shown(run_dir: Path, monk
     assert shown == ["the cause"], "shown when the disk answers, and once"
 
 
+def test_notices_stay_in_their_order_if_two_threads_show_them(run_dir: Path) -> None:
+    shown: list[str] = []
+    begun, released = threading.Event(), threading.Event()
+
+    def show(text: str) -> None:
+        if text == "first":
+            begun.set()
+            released.wait(30.0)
+        shown.append(text)
+
+    watch = NoticeWatch(run_dir, show, interval_s=0.01)
+    write_notice(run_dir, "first")
+    assert begun.wait(30.0)
+    write_notice(run_dir, "second")
+    watch.show_new(within_s=0.2)
+    assert shown == []
+    released.set()
+    watch.close()
+    assert shown == ["first", "second"]
+
+
 def test_what_is_no_notice_is_passed_over_and_a_line_is_shown_when_it_is_complete(run_dir: Path) -> None:
     shown: list[str] = []
     watch = NoticeWatch(run_dir, shown.append, interval_s=60.0)

@@ -115,6 +115,13 @@ def test_data_that_are_here_are_checked_although_the_model_is_not(
 ) -> None:
     (tmp_path / "mine.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "x", \n')
     recipe = ROOT / "examples/rl/configs/qwen3_8b_gsm8k_8.yaml"
+    command = ["train", "--config", str(recipe), "--dry-run", f"data.path={tmp_path / 'mine.jsonl'}"]
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["train", "--config", str(recipe), "--dry-run", f"data.path={tmp_path / 'mine.jsonl'}"])
-    assert f"data: {tmp_path / 'mine.jsonl'}:2:" in capsys.readouterr().err
+        cli.main(command)
+    told = capsys.readouterr()
+    assert f"data: {tmp_path / 'mine.jsonl'}:2:" in told.err and not told.out
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(
+            ["train", "--config", str(recipe), "--dry-run", "--all-mistakes", f"data.path={tmp_path / 'mine.jsonl'}"]
+        )
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'mine.jsonl'}:2:")

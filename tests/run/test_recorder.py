@@ -109,7 +109,8 @@ def test_notices_of_the_pool_are_on_the_terminal_of_the_first_rank_alone(
     first, second = open_recorder(0), open_recorder(1)
     (config.run_dir / "logs").mkdir(parents=True)
     write_notice(config.run_dir, "reward function 'judge:f': exception no. 1: LookupError")
-    first._notices.close()  # type: ignore[union-attr]
+    for each in (first, second):
+        each.show_notices()
     assert second._notices is None
     assert first.terminal.getvalue().count("exception no. 1: LookupError\n") == 1  # type: ignore[attr-defined]
     assert second.terminal.getvalue() == ""  # type: ignore[attr-defined]
