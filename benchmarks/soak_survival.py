@@ -1,7 +1,9 @@
 """Judges whether a run is over the loss of a part: it is there again, steps go on, and that has cost what it may.
 
-Steps count from when the part is there again: the trainer may have had batches for some before it needed that part, and
-what the loss costs, such as engines that are started anew, comes with the first step after them.
+Steps count from when the part is there again. With the controller, or the queue, engines may be lost that the old
+controller had started. A publication of the new one replaces them, and the trainer may have batches for two steps
+before that: so the run is over such a loss when AHEAD more steps are done and all replicas serve. A fault that comes
+earlier could hit an engine which is being started, and what the loss has cost would count as that fault's.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ if str(HERE) not in sys.path:
 from soak_happened import Happened  # noqa: E402
 from soak_processes import ended  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
+
+REBUILT = {"controller", "queue"}  # each is started anew with the other one
+AHEAD = 4  # steps: two for which there were batches, and two of the new controller, with a publication in one of them
 
 
 class Survival:
@@ -53,9 +58,12 @@ class Survival:
         if not watch.recovers(two_more_steps):
             event.notes.append(f"no two more steps were done within {watch.RECOVER_S:.0f} s, or the run ended")
             return False
+        event.recovered_s = watch.seconds - event.at_s
+        if target in REBUILT and not watch.recovers(lambda: watch.step >= since + AHEAD and _all_serve(watch)):
+            event.notes.append(f"not all replicas served {AHEAD} steps later within {watch.RECOVER_S:.0f} s")
+            return False
         starts = int(watch.find_agent() != self._agent)
         again = watch.restarts - (0 if starts else self._restarts)
-        event.recovered_s = watch.seconds - event.at_s
         event.redone_steps = max(0, event.step - least)
         event.notes.append(
             f"two more steps {event.recovered_s:.0f} s after it began, from step {least} on; the ranks were restarted "
@@ -64,3 +72,7 @@ class Survival:
         if event.redone_steps > kind.redone:
             event.notes.append(f"{event.redone_steps} steps were made again, {kind.redone} are allowed")
         return again <= kind.restarts and starts <= kind.starts and event.redone_steps <= kind.redone
+
+
+def _all_serve(watch: WatchedRun) -> bool:
+    return watch.records[-1].get("rollout/replicas_alive") == watch.replicas

@@ -319,8 +319,8 @@ def survive(run: Run, name: str, recover: Callable[[], None], *, index: int = 1)
     recover()
     time.sleep(0.2)
     assert not injector.happened[0].over, "no step was done"
-    for _ in range(4):
-        run.step()
+    for _ in range(5):
+        run.step(**{"rollout/replicas_alive": 2})
         time.sleep(0.1)
     wait_until(lambda: "two more steps" in str(injector.happened[0]), 10, "the end of the fault")
     assert injector.stop() == ""
