@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     begin_start()
     rank = int(os.environ.get("RANK", "0"))
-    end_before_start(speaks=rank == 0)
+    end_before_start(speaks=_tells_of_signals(rank))
     try:
         overrides = run_overrides(options)
         config = load_config(options.config, overrides)
@@ -92,6 +92,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if rank == 0 and (notice := notice_of_short_end(os.environ, config.timeouts.shutdown_s)) is not None:
         sys.stderr.write(f"megarl: {notice}\n")
     sys.exit(run(config, plan, claim))
+
+
+def _tells_of_signals(rank: int) -> bool:
+    """Tell whether this rank says what a stop signal does: of all ranks rank 0, unless a launch script has started it.
+
+    The launch script and the node's agent say it then, and record it: a rank's own signals come from that agent.
+    """
+    return rank == 0 and LAUNCH_ID_VARIABLE not in os.environ
+
+
+def _stop_signals(config: Config, terminal: TextIO, rank: int) -> StopSignals:
+    return StopSignals(
+        config.run_dir, config.checkpoint_dir, terminal, speaks=_tells_of_signals(rank), mine=holder_for_ranks()
+    )
 
 
 def _check_first_start(config: Config, plan: RunPlan, tell: Tell | None) -> None:
@@ -223,7 +237,7 @@ def _train(
     die_with_parent()
     os.environ.update(one_node_environment(config))
     rank = int(os.environ["RANK"])
-    signals = StopSignals(config.run_dir, config.checkpoint_dir, terminal, speaks=rank == 0, mine=holder_for_ranks())
+    signals = _stop_signals(config, terminal, rank)
     signals.install()
     launch = _launch_pool(config) if rank == 0 else None
     from megarl import platforms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +19,12 @@ from megarl.cluster.nodes import torchrun_end
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.cluster.nodes.rendezvous_mark import SERVED_BY_VARIABLE
 from megarl.common import processes
+from megarl.common.run_files import read_exit
 from megarl.config.fit import with_trainer
 from megarl.config.load import load_config
 from megarl.config.plan import make_plan
 from megarl.platforms import Platform
-from megarl.run import main, peers, rank_watch
+from megarl.run import main, peers, rank_watch, stop_signals
 from tests.support.configs import config
 
 
@@ -182,6 +184,24 @@ def test_an_open_torchrun_over_several_hosts_is_refused_unless_the_config_allows
     assert told.count("torchrun's store at 10.0.0.7 can be reached by other hosts") == (code == 2)
 
 
+@pytest.mark.parametrize(("rank", "launch", "tells"), [(0, False, True), (1, False, False), (0, True, False)])
+def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    rank: int, launch: bool, tells: bool,
+) -> None:  # fmt: skip
+    """The agent of a launch sends a signal to end a rank at once, and says why; a rank's own words would be another."""
+    monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
+    variables = {LAUNCH_ID_VARIABLE: "a"} if launch else {}
+    _, told = start_under_torchrun(monkeypatch, capsys, rank=rank, served=True, variables=variables)
+    assert f"tells of signals: {tells}\n" in told
+    monkeypatch.setattr(stop_signals, "REPORT_S", 0.0)
+    monkeypatch.setattr(stop_signals.os, "_exit", lambda code: None)
+    terminal = io.StringIO()
+    main._stop_signals(config("model", run__dir=str(tmp_path)), terminal, rank).receive(signal.SIGTERM)
+    assert ("SIGTERM while the run was starting" in terminal.getvalue()) == tells
+    assert (read_exit(tmp_path) is not None) == tells
+
+
 def start_under_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, rank: int = 0, served: bool,
     variables: Mapping[str, str] | None = None, **sections: dict[str, Any],
@@ -197,7 +217,7 @@ def start_under_torchrun(
     monkeypatch.setattr(main, "already_finished", lambda config: None)
     monkeypatch.setattr(main, "_check_first_start", lambda config, plan, tell: None)
     monkeypatch.setattr(main, "claim_for_ranks", lambda config, rank: None)
-    monkeypatch.setattr(main, "end_before_start", lambda speaks: None)
+    monkeypatch.setattr(main, "end_before_start", lambda speaks: sys.stderr.write(f"tells of signals: {speaks}\n"))
     monkeypatch.setattr(main, "run", lambda config, plan, claim: 0)
     monkeypatch.setattr(sys, "argv", ["train_rl.py", "--config", "C"])
     with pytest.raises(SystemExit) as end:
