@@ -17,8 +17,8 @@ flight that is asked for, because it counts finished groups too, which wait for 
 - in flight: trajectories in flight, median over the steps / the number asked for, the smaller of the two ratios;
 - cost: CPU time of controller, workers, rewards, queue and Ray's own processes per trajectory, most / fewest in flight;
 - longest turn: of the event loops of controller and workers, with most in flight / 100 ms. A timer that is due every
-  10 ms was late by that time, so it counts too that other processes had the core. `cpu` is the part of it in which the
-  loop computed.
+  10 ms was late by that time, so it counts too that other processes had the cores; how long that was is told beside
+  it, and the most that a loop has computed in any turn.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def rows_of(results: Sequence[MeasuredAgents], machine: str) -> list[Ratio]:
 
     loads = [each.load for each in results]
     turns = results[-1].turns
-    details = {name: f"{1000 * each.wall_s:.0f} ms, cpu {1000 * each.cpu_s:.0f} ms" for name, each in turns.items()}
+    details = {name: _text(each) for name, each in turns.items()}
     return [
         Ratio(
             f"rate, {most.wanted} in flight / {RATE:.0f} per second",
@@ -186,6 +186,11 @@ def rows_of(results: Sequence[MeasuredAgents], machine: str) -> list[Ratio]:
             details=details,
         ),
     ]
+
+
+def _text(turn: LongestTurn) -> str:
+    wall_ms, ready_ms, cpu_ms = (1000 * value for value in (turn.wall_s, turn.ready_s, turn.cpu_s))
+    return f"{wall_ms:.0f} ms, {ready_ms:.0f} ms of it waiting for a core; any turn's cpu at most {cpu_ms:.0f} ms"
 
 
 def main() -> int:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,13 +69,26 @@ class Slow:
 class LongestTurn:
     """The longest turn of an event loop that ended before `at` (monotonic clock), since the one before it in the file.
 
-    `wall_s`: how late a timer was that was due in it; `cpu_s`: what the loop's thread has computed meanwhile, which
-    does not count the time in which other processes had the core.
+    `wall_s`: how late a timer was that was due in it; `ready_s`: the part of it in which the loop's thread could run,
+    but other threads and processes had the cores; `cpu_s`: the most that the thread has computed in any turn.
     """
 
     at: float
     wall_s: float
     cpu_s: float
+    ready_s: float = 0.0
+
+
+def seconds_ready() -> Callable[[], float]:
+    """Return a function that tells for how many seconds this thread has waited for a core, since it began.
+
+    Source: the second number of /proc/thread-self/schedstat, in ns. Always 0 where the kernel has no such file.
+    """
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except FileNotFoundError:
+        return lambda: 0.0
+    return lambda: int(os.pread(file, 100, 0).split()[1]) / 1e9
 
 
 class LoopWatch:
@@ -87,18 +101,21 @@ class LoopWatch:
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
-        wall_s = cpu_s = 0.0
+        wall_s = cpu_s = ready_s = 0.0
+        waited_s = seconds_ready()
         line_at = time.monotonic() + LINE_S
         while True:
-            wall, cpu = time.monotonic(), time.thread_time()
+            wall, cpu, ready = time.monotonic(), time.thread_time(), waited_s()
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            wall_s = max(wall_s, now - wall - TICK_S)
+            late_s = now - wall - TICK_S
+            if late_s > wall_s:
+                wall_s, ready_s = late_s, min(late_s, waited_s() - ready)
             cpu_s = max(cpu_s, time.thread_time() - cpu)
             if now >= line_at:
                 with self._path.open("a") as file:
-                    file.write(json.dumps(vars(LongestTurn(now, wall_s, cpu_s))) + "\n")
-                wall_s, cpu_s, line_at = 0.0, 0.0, now + LINE_S
+                    file.write(json.dumps(vars(LongestTurn(now, wall_s, cpu_s, ready_s))) + "\n")
+                wall_s, cpu_s, ready_s, line_at = 0.0, 0.0, 0.0, now + LINE_S
 
 
 def longest_turns(run_dir: Path, begin: float, end: float, names: Iterable[str]) -> dict[str, LongestTurn]:
@@ -118,7 +135,8 @@ def _longest(turns: Iterable[LongestTurn], begin: float, end: float) -> LongestT
     within = [each for each in turns if begin <= each.at <= end]
     if not within:
         return LongestTurn(end, end - begin, 0.0)
-    return LongestTurn(end, max(each.wall_s for each in within), max(each.cpu_s for each in within))
+    longest = max(within, key=lambda each: each.wall_s)
+    return LongestTurn(end, longest.wall_s, max(each.cpu_s for each in within), longest.ready_s)
 
 
 class WatchedWorker(AgentWorker):

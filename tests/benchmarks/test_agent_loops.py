@@ -17,13 +17,22 @@ import pytest
 
 import benchmarks.agent_loops as script
 from benchmarks.agent_loops import MAX_TOKENS, MeasuredAgents, config_of, rows_of
-from benchmarks.agent_loops_parts import LONGEST_TURN, SHORTEST_TURN, LongestTurn, LoopWatch, TurnReplica, longest_turns
+from benchmarks.agent_loops_parts import (
+    LONGEST_TURN,
+    SHORTEST_TURN,
+    LongestTurn,
+    LoopWatch,
+    TurnReplica,
+    longest_turns,
+    seconds_ready,
+)
 from benchmarks.control_plane import CONTROL_PLANE, Measured, part_of
 from benchmarks.control_plane_parts import Response
 from megarl.config.pace import pace_problems
 from megarl.config.schema import Config
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from tests.support.checkout import ROOT, environment
+from tests.support.waiting import wait_until
 
 OPTIONS = argparse.Namespace(groups=25, reward_workers=1, workers=2)
 
@@ -68,11 +77,33 @@ def test_the_watch_sees_a_turn_that_blocks_and_tells_waiting_from_computing(tmp_
 
     begin, end = asyncio.run(scenario())
     [(name, turn)] = longest_turns(tmp_path, begin, end, ["here"]).items()
-    assert name == "here" and turn.wall_s >= 0.38 and turn.cpu_s < 0.3
+    assert name == "here" and turn.wall_s >= 0.38 and turn.cpu_s < 0.3 and turn.ready_s < 0.3
     silent = longest_turns(tmp_path, end + 1, end + 3, ["here"])["here"]
     assert silent.wall_s == pytest.approx(2.0), "a loop that has written nothing was blocked all the time"
     with pytest.raises(FileNotFoundError, match="nobody-there"):
         longest_turns(tmp_path, begin, end, ["here", "nobody-there"])
+
+
+def test_waiting_for_a_core_is_told_from_waiting_for_anything_else() -> None:
+    """Two threads of different processes share one core; then one of them sleeps."""
+    cores = os.sched_getaffinity(0)
+    one = min(cores)
+    busy = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{one}}})\nwhile True: pass"])
+    try:
+        wait_until(lambda: os.sched_getaffinity(busy.pid) == {one}, 30, "the other process")
+        os.sched_setaffinity(0, {one})
+        waited_s = seconds_ready()
+        begin, before = time.monotonic(), waited_s()
+        while time.monotonic() < begin + 0.5:
+            pass
+        assert waited_s() - before > 0.1
+    finally:
+        os.sched_setaffinity(0, cores)
+        busy.kill()
+        busy.wait()
+    before = waited_s()
+    time.sleep(0.5)
+    assert waited_s() - before < 0.3
 
 
 def test_the_workers_are_a_part_whose_cost_counts() -> None:
