@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import shared_memory
 from pathlib import Path
 
+from megarl.common.kernel_cache import keep_kernels
 from megarl.common.processes import ProcessId, is_alive
 
 logger = logging.getLogger(__name__)
@@ -77,17 +78,11 @@ def make_private_directory() -> Path:
 
 
 def use_private_directory(directory: Path) -> None:
-    """Let this process and its later children put temporary files and sockets there.
-
-    Compiled kernels of torch, by default in the temporary directory too, are kept for later runs of the user instead.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl" / "torchinductor"
-    with contextlib.suppress(OSError):  # without a home that can be written to they are compiled in each run
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    """Let this process and its later children put temporary files and sockets there, and compiled kernels at worst."""
     tmp = str(directory / "tmp")
     os.environ.update({VARIABLE: str(directory), "TMPDIR": tmp, "VLLM_RPC_BASE_PATH": tmp})
     tempfile.tempdir = None  # it is looked up once
+    keep_kernels(lambda: directory / "tmp")
 
 
 def remove_private_directory(directory: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 
 from megarl.common import megatron_versions
+from megarl.common.kernel_cache import keep_kernels
+from megarl.common.private_directory import make_private_directory
 from megarl.platforms import cuda
 
 
@@ -33,9 +35,9 @@ def activate(device: int | None = None) -> Platform:
     """Make Megatron-Core usable on this platform, patch its known defects, and return the platform. Idempotent.
 
     `device`: the index of this process's GPU, ignored without CUDA; None leaves the choice to the caller. Without CUDA
-    this installs `cpu.EMULATIONS`; on all platforms those of `patches.PATCHES` that its version needs. It imports
-    Megatron-Core, which takes a few seconds. Raises InstallationError if its version is not supported, or if
-    Transformer Engine is installed in part.
+    this installs `cpu.EMULATIONS`; on all platforms those of `patches.PATCHES` that its version needs, and a directory
+    for compiled kernels (`keep_kernels`). It imports Megatron-Core, which takes a few seconds. Raises
+    InstallationError if its version is not supported, or if Transformer Engine is installed in part.
     """
     platform = current()
     if platform.is_cuda and device is not None:
@@ -46,6 +48,7 @@ def activate(device: int | None = None) -> Platform:
 
 @functools.cache
 def _make_megatron_usable() -> None:
+    keep_kernels(lambda: make_private_directory() / "tmp")  # a later start of the user removes it
     cuda.check_transformer_engine()
     if not current().is_cuda:
         from megarl.platforms import cpu, cpu_matmul
