@@ -1,4 +1,4 @@
-"""Where torch keeps compiled kernels, from which later processes load code: a directory that only this user writes to.
+"""The place of torch's compiled kernels, from which code is loaded: a directory that only its user writes to.
 
 torch's own default, /tmp/torchinductor_USER (torch 2.13, _inductor/runtime/cache_dir_utils.py), is a name that another
 user can take first, and torch does not look whose directory it is.

@@ -14,7 +14,7 @@ from pydantic import Field
 from megarl.config.agent_sections import ToolConfig
 from megarl.config.section import Passed, Section
 
-RowFormat = Literal["auto", "gsm8k", "problem_answer", "messages", "fields"]
+RowFormat = Literal["auto", "gsm8k", "problem_answer", "messages", "verl", "fields"]
 
 # The values with which a sampler draws from the whole distribution, as vLLM and transformers have them.
 NO_TOP_P, NO_TOP_K, NO_REPETITION_PENALTY = 1.0, -1, 1.0
@@ -80,7 +80,8 @@ class DataConfig(Section):
     sets: list[TrainSetConfig] = Field(default_factory=list, description="Several training sets, instead of `path`.")
     format: RowFormat = Field(
         "auto",
-        description="auto recognises GSM8K (question/answer with ####), problem/answer and messages/answer files.",
+        description="auto recognises GSM8K (question/answer with ####), problem/answer, messages/answer and verl's "
+        "files (prompt/reward_model.ground_truth, as DAPO-Math-17k is published).",
     )
     prompt_field: str = Field("prompt", description="With `fields`: a string, or a list of chat messages.")
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")

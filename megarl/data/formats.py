@@ -9,7 +9,8 @@ from typing import Any, Literal
 from megarl.config.data_sections import DataConfig
 
 Message = dict[str, Any]  # role, content, and what OpenAI's API has for calls of tools
-Format = Literal["gsm8k", "problem_answer", "messages", "fields"]
+Format = Literal["gsm8k", "problem_answer", "messages", "verl", "fields"]
+VERL_ANSWER = "reward_model.ground_truth"
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -64,7 +65,8 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
     if not renamed and "problem" in row and ("answer" in row or config.demonstration_field):
         return "problem_answer"
     if _lookup(row, config.prompt_field) is not None:
-        return "fields"
+        verl = not renamed and "answer" not in row and _lookup(row, VERL_ANSWER) is not None
+        return "verl" if verl else "fields"
     if not renamed and "messages" in row:
         return "messages"
     if renamed:  # by the keys that have another value than the default
@@ -87,9 +89,8 @@ def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig)
     """
     if config.demonstration_field:
         shown = _text(row, config.demonstration_field)
-        field = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages"}.get(
-            kind, config.prompt_field
-        )
+        fields = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
+        field = fields.get(kind, config.prompt_field)
         return Prompt(index, _messages(_required(row, field), field, config), "", row, shown)
     if kind == "gsm8k":
         question, answer = _text(row, "question"), _text(row, "answer")
@@ -99,9 +100,9 @@ def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig)
         return Prompt(index, _messages(question, "question", config), reference, row)
     if kind == "problem_answer":
         return Prompt(index, _messages(_text(row, "problem"), "problem", config), _answer(row, "answer"), row)
-    field = "messages" if kind == "messages" else config.prompt_field
+    field = {"messages": "messages", "verl": "prompt"}.get(kind, config.prompt_field)
     messages = _messages(_required(row, field), field, config)
-    return Prompt(index, messages, _answer(row, config.answer_field), row)
+    return Prompt(index, messages, _answer(row, VERL_ANSWER if kind == "verl" else config.answer_field), row)
 
 
 def _lookup(row: dict[str, Any], field: str) -> object:

@@ -214,8 +214,7 @@ class LoopContext(ABC):
                 "tool", started, ended, key=self.group_id, group=self.group_id, sample=self.sample_index,
                 args={"tool": tool[:MOST_NAME_CHARACTERS], "error": int(answer.error)},
             )  # fmt: skip
-        text = self.toolbox.shortened(answer.text)
-        return self._answered(number, CallRecord(digest, text, answer.error, seconds))
+        return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds))
 
     def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
         """See `AgentContext.note_end`."""
@@ -252,13 +251,14 @@ class LoopContext(ABC):
         return answer
 
     def _answered(self, number: int, call: CallRecord) -> ToolAnswer:
-        self._record(number, call)
         assert call.text is not None
+        text = self.toolbox.shortened(call.text)  # errors too: they repeat what the model wrote
+        self._record(number, changed(call, text=text))
         self.stats.tool_calls += 1
         self.stats.tool_errors += call.error
         if call.seconds:  # else it was not made
             self.stats.tool_seconds.append(call.seconds)
-        return ToolAnswer(call.text, call.error)
+        return ToolAnswer(text, call.error)
 
     def _record(self, number: int, call: CallRecord) -> None:
         self._progress.record(self.sample_index, self._loop.record(number, call))

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: never where another user can write."""
+"""Compiled kernels are never kept where another user can write."""
 
 from __future__ import annotations
 

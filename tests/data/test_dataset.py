@@ -45,6 +45,26 @@ def test_problem_answer_as_it_is() -> None:
     ]
 
 
+VERL_ROW = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "How many are 3 and 4?"}],
+    "reward_model": {"ground_truth": "7", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "1"},
+}
+
+
+def test_a_row_of_verl_as_it_is(tmp_path: Path) -> None:
+    """DAPO-Math-17k is published so. A row with an answer of its own is another format."""
+    path = tmp_path / "dapo.jsonl"
+    path.write_text(json.dumps(VERL_ROW) + "\n")
+    prompts = load(path, suffix=" Put it in \\boxed{}.")
+    assert prompts.format == "verl" and prompts[0].answer == "7" and prompts[0].row == VERL_ROW
+    assert prompts[0].messages == [{"role": "user", "content": "How many are 3 and 4? Put it in \\boxed{}."}]
+    path.write_text(json.dumps({**VERL_ROW, "answer": "8"}) + "\n")
+    other = load(path)
+    assert other.format == "fields" and other[0].answer == "8"
+
+
 def test_the_full_files_load_as_they_are() -> None:
     if "MEGARL_DATA" not in os.environ:
         pytest.skip("MEGARL_DATA is not set: the full data files are not here")

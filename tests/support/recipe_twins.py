@@ -87,7 +87,10 @@ def write_model_and_data(name: str, directory: Path) -> None:
         suffix = recipe(name)["data"].get("suffix", "")
         teach_calls(directory / "model", [problem + suffix for problem, _ in problems])
     for file, part in (("train", problems[8:]), ("heldout", problems[:8])):
-        rows = [_row(recipe(name)["data"].get("format", "auto"), *problem) for problem in part]
+        kind = recipe(name)["data"].get("format", "auto")
+        if file == "train" and "dapo" in str(recipe(name)["data"].get("path")):
+            kind = "verl"  # as DAPO-Math-17k is published
+        rows = [_row(kind, *problem) for problem in part]
         (directory / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -111,7 +114,10 @@ def _parallel_sizes(tree: dict[str, Any]) -> dict[str, int]:
     return {size: ways for size, ways in tree["trainer"]["parallel"].items() if size in PARALLEL_SIZES}
 
 
-def _row(kind: str, problem: str, answer: str) -> dict[str, str]:
+def _row(kind: str, problem: str, answer: str) -> dict[str, Any]:
+    if kind == "verl":
+        prompt = [{"role": "user", "content": problem}]
+        return {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": answer, "style": "rule"}}
     if kind == "gsm8k":
         return {"question": problem, "answer": f"It is a sum.\n#### {answer}"}
     return {"problem": problem, "answer": answer}

@@ -84,7 +84,7 @@ class ToolAgent:
 
 async def _answer(ctx: AgentContext, call: RequestedCall) -> CallAnswer:
     if call.error:
-        return CallAnswer(call.error, error=True)
+        return CallAnswer(ctx.toolbox.shortened(call.error), error=True)
     answer = await ctx.call(call.name, call.arguments)
     return CallAnswer(answer.text, answer.error)
 

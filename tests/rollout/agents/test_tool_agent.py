@@ -111,6 +111,15 @@ def test_the_output_of_a_tool_is_never_taken_for_the_answer(config: Config) -> N
         assert inserted.count(END) == 1  # of the tool's message: the template's own
 
 
+@pytest.mark.parametrize("call", [call_text("s" * 5000), f"<tool_call>\n{{{'x' * 5000}\n</tool_call>"])
+def test_an_error_that_repeats_what_the_model_wrote_is_cut_as_an_answer(config: Config, call: str) -> None:
+    rewards = KeepingRewards()
+    run(config, [call, "4"], Counter(), rewards=rewards, max_tokens=8192, max_tool_output_chars=64)
+    [answer] = [turn for turn in rewards.judged[0].turns if turn.role == "tool"]
+    note = "\n[... 1234 characters left out ...]\n"
+    assert answer.error and 64 < len(answer.text) <= 64 + len(note)
+
+
 def test_calls_that_cannot_be_made_are_answered_with_an_error(config: Config) -> None:
     turns = [f"{call_text('sub')}{call_text('add', a=1, b=1)}<tool_call>\n{{\n</tool_call>", "4"]
     rewards, tool = KeepingRewards(), Counter()
