@@ -11,6 +11,7 @@ from megarl.config.section import Passed, Section
 SINGLE_TURN, TOOL_AGENT, HARNESS = "single_turn", "tool_agent", "harness"
 SHIPPED_LOOPS = (SINGLE_TURN, TOOL_AGENT)  # those in which only megarl's own code runs, but for tools
 TOOL_AGENT_TURNS = 8  # if the config says nothing
+LOOP_TURNS = 1000  # of any other loop, and of a harness: far more than any makes that comes to an end
 SHIPPED_TOOLS = ("calculator", "python", "http")
 
 
@@ -67,7 +68,7 @@ class AgentConfig(Section):
         None,
         ge=1,
         description=f"Turns of the model; the last one of `{TOOL_AGENT}` may call no tool. In any other loop and in "
-        f"`{HARNESS}` the requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, no bound for others.",
+        f"`{HARNESS}` the requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, {LOOP_TURNS} for others.",
     )
     max_tool_calls: int = Field(32, ge=0, description="Calls of tools; further ones are answered with an error.")
     max_calls_per_turn: int | None = Field(

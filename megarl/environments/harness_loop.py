@@ -22,7 +22,7 @@ from typing import Any
 
 from megarl.common.errors import RolloutError, ToolFailed
 from megarl.common.secret_references import resolved
-from megarl.config.agent_sections import AgentConfig
+from megarl.config.agent_sections import LOOP_TURNS, AgentConfig
 from megarl.door.session_terms import GroupOpening, SessionOpening
 from megarl.environments.door_client import AttemptLost, DoorClient, DoorLost, wait_for_door
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
@@ -156,7 +156,7 @@ def opening_of(ctx: AgentContext) -> SessionOpening:
     That of a sample of training takes the place of those that an attempt before has left in the door when it died. A
     greedy and a sampled response of an evaluation may have the same numbers at once, so theirs replace nothing.
     """
-    most = ctx.toolbox.bounds.max_turns
+    most = ctx.toolbox.bounds.max_turns or LOOP_TURNS
     if not ctx.trains:
         return SessionOpening(ctx.prompt.sampling, ctx.seed, most_turns=most)
     group = GroupOpening(prefix=f"group {ctx.group_id}")

@@ -14,6 +14,7 @@ import msgspec
 
 from megarl.common.changed import changed
 from megarl.common.errors import RolloutError, ToolFailed, TrajectoryFull
+from megarl.config.agent_sections import LOOP_TURNS
 from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rollout.agents.agent_loop import LoopState
 from megarl.rollout.batch_stats import BatchStats
@@ -126,11 +127,11 @@ class LoopContext(ABC):
     def _check_room(self, token_ids: Sequence[int]) -> None:
         if self._toolbox is None:  # a single response, whose prompt was checked
             return
-        most, turns = self._toolbox.max_model_len, self._toolbox.bounds.max_turns
+        most, turns = self._toolbox.max_model_len, self._toolbox.bounds.max_turns or LOOP_TURNS
         if most is not None and len(token_ids) >= most:
             told = f"the prompt of request {self._requests} of sample {self.group_id}:{self.sample_index} has"
             raise TrajectoryFull(f"{told} {len(token_ids)} tokens; with one of a response it may have {most}")
-        if turns is not None and self._requests >= turns:
+        if self._requests >= turns:
             told = f"sample {self.group_id}:{self.sample_index} has made {turns} requests"
             raise TrajectoryFull(f"{told}, and may make no more (agent.max_turns)")
 

@@ -69,7 +69,7 @@ def test_without_a_home_they_are_kept_for_one_run(tmp_path: Path, monkeypatch: p
 
 
 def test_torch_compiles_into_it_in_a_process_that_has_activated_its_platform(tmp_path: Path) -> None:
-    """That is what each trainer rank does; torch's own default would be in the temporary directory."""
+    """Each trainer rank does the same. By torch's own default it would be in the temporary directory."""
     code = (
         "from megarl import platforms; platforms.activate(); from torch._inductor.runtime import cache_dir_utils; "
         "print(cache_dir_utils.cache_dir())"

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,15 +204,14 @@ def test_requests_go_on_when_the_controller_is_killed(pool: TestPool, client: Cl
 
 def test_a_replica_that_is_killed_costs_no_request(pool: TestPool, client: Client) -> None:
     replica = pool.client.engine_handles().replicas()[0]
-    process, started = process_of(replica), threading.Event()
+    process = process_of(replica)
     with ThreadPoolExecutor(8) as threads:
 
         def ask(index: int) -> dict[str, Any]:
-            started.set()
             return client.generate([50 + index, 6, 7], max_tokens=380, ignore_eos=True)
 
         asked = [threads.submit(ask, index) for index in range(8)]
-        started.wait(WAIT_S)
+        wait_until(lambda: replica.call("status", timeout_s=60).running > 0, WAIT_S, "the replica to have a request")
         os.kill(process.pid, signal.SIGKILL)
         for each in asked:
             choice = each.result(WAIT_S)

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from megarl.common.errors import ToolFailed
-from megarl.config.agent_sections import AgentConfig
+from megarl.config.agent_sections import LOOP_TURNS, AgentConfig
 from megarl.config.job_sections import TimeoutsConfig
 from megarl.data.tokenize import load_tokenizer
 from megarl.door.access import write_door_file, write_token
@@ -108,7 +108,7 @@ def test_only_samples_that_are_trained_belong_to_a_group(tmp_path: Path) -> None
     group = opening_of(trained).group  # type: ignore[arg-type]
     assert group is not None and (group.prefix, group.seconds, group.policy) == ("group 3", 200.0, "fail")
     assert group.left_s is not None and 90.0 < group.left_s <= 100.0
-    assert opening_of(evaluated) == SessionOpening(SAMPLING)  # type: ignore[arg-type]
+    assert opening_of(evaluated) == SessionOpening(SAMPLING, most_turns=LOOP_TURNS)  # type: ignore[arg-type]
     terms = SessionTerms.of(opening_of(trained), 1000.0)  # type: ignore[arg-type]
     sent = terms.group(1030.0)
     assert sent is not None and sent.left_s == pytest.approx(group.left_s - 30.0, abs=1.0)
@@ -357,6 +357,8 @@ def test_a_request_beyond_the_turns_of_a_sample_ends_it_by_the_same_policy(
     assert row.status == "failed" and "has made the 1 requests that it may make" in row.failure
     ctx.toolbox.bounds = AgentConfig(max_turns=3)
     assert {row.status for row in run(harness_of("two_turns"), ctx)} == {"ok"} and ctx.overflows == 2
+    ctx.toolbox.bounds = AgentConfig()
+    assert opening_of(ctx).most_turns == LOOP_TURNS  # type: ignore[arg-type]
 
 
 def test_a_first_prompt_that_does_not_fit_fails_the_sample_under_every_policy(doors: Any, tmp_path: Path) -> None:

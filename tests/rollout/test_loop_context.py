@@ -130,6 +130,13 @@ def test_a_request_beyond_the_turns_of_the_config_fails_its_sample_alone(config:
         assert fine.status == "ok" and (other.failure.startswith(told) if told else other.status == "ok")
 
 
+def test_a_loop_that_never_ends_is_ended_without_a_setting(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_context, "LOOP_TURNS", 2)
+    runner = agent_runner(config, Growing(), toolbox_of(Counter()), ScriptedBatcher(["4", "4", "4"]), KeepingRewards())
+    _, other = asyncio.run(runner.run(1))
+    assert other.failure.startswith("sample 1:1 has made 2 requests")
+
+
 def test_a_call_that_must_not_be_repeated_is_recorded_on_the_disk_before_it_is_made(config: Config) -> None:
     written: list[tuple[int, list[str | None]]] = []
 

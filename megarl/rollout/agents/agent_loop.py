@@ -55,9 +55,9 @@ class AgentContext(Protocol):
         A response goes on elsewhere if its replica is lost, and in a run that resumes from the tokens that it had. The
         turns of a sample stay on the replica that has their beginning in its cache.
 
-        Raises TrajectoryFull if `token_ids` leave no room for a response, and beyond `agent.max_turns` if that is set;
-        one that the loop does not catch fails its sample alone. Raises RequestFailed if an engine refuses the request,
-        and RolloutError if no replica is left, none has room within `timeouts.generate_s`, or its group is failed at
+        Raises TrajectoryFull if `token_ids` leave no room for a response, and beyond `agent.max_turns`; one that the
+        loop does not catch fails its sample alone. Raises RequestFailed if an engine refuses the request, and
+        RolloutError if no replica is left, none has room within `timeouts.generate_s`, or its group is failed at
         its deadline.
         """
         ...
