@@ -79,11 +79,13 @@ def test_a_workflow_calls_targets_that_exist(name: str) -> None:
     assert scripts and all((ROOT / script).is_file() for script in scripts)
 
 
-AS_ROOT = 'sudo env "PATH=$PATH" MEGARL_NEEDS_FAULTS=1 make ${{ matrix.target }}'
+NEEDS = "MEGARL_NEEDS_CHROMIUM=1 MEGARL_NEEDS_NODE=1 MEGARL_NEEDS_FAULTS=1"
+AS_ROOT = f'sudo env "PATH=$PATH" {NEEDS} make ${{{{ matrix.target }}}}'
 
 
 def test_every_target_of_tests_runs_for_each_change_or_every_night() -> None:
-    """They run as root, so that faults of disks, users and hosts happen; one that cannot happen fails its test."""
+    """They run as root, so that faults of disks, users and hosts happen; a test fails if its fault cannot happen, or if
+    the browser or Node.js that it needs is not there."""
     workflows = {
         name: yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text()) for name in ("ci", "nightly")
     }
@@ -99,6 +101,9 @@ def test_every_target_of_tests_runs_for_each_change_or_every_night() -> None:
     assert set(parts.split()) <= targets
     tools = [step for step in workflows["nightly"]["jobs"]["slow"]["steps"] if "cluster_tools" in step.get("run", "")]
     assert [step["if"] for step in tools] == ["contains(matrix.target, 'cluster')"]
+    tools = [step for step in workflows["ci"]["jobs"]["check"]["steps"] if "browser_tools" in step.get("run", "")]
+    assert [step["if"] for step in tools] == ["matrix.target == 'test' || matrix.target == 'test-system'"]
+    assert f"export {NEEDS}" in (ROOT / ".ci" / "run").read_text()
     assert workflows["nightly"][True]["schedule"], "YAML reads the key `on` as true"
 
 

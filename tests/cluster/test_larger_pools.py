@@ -37,10 +37,11 @@ def test_a_tensor_parallel_engine_agrees_with_transformers(tmp_path: Path) -> No
         check_rows(pool, reader.fetch(pool.client.wait_batch(0).keys), version=0)
         reader.close()
         actor = process_of(pool.client.engine_handles().replicas()[0])
-        engine = [each for each in descendants(actor.pid) if "resource_tracker" not in command_of(each)]
+        children = descendants(actor.pid)
+        engine = [each for each in children if "resource_tracker" not in command_of(each)]
         assert len(engine) >= 3, "EngineCore and two workers"
         os.kill(actor.pid, signal.SIGKILL)
-        wait_until(lambda: not any(map(is_alive, engine)), 10, "the engine and the workers of the killed actor")
+        wait_until(lambda: not any(map(is_alive, children)), 10, "the processes of the killed actor")
     finally:
         pool.close()
 

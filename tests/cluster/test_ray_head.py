@@ -64,24 +64,34 @@ class Started(Exception):
     """Ends a raylet's process where Ray would start."""
 
 
-@pytest.mark.parametrize(("index", "told"), [(0, None), (2, "0,1,2")])
+@pytest.mark.parametrize(
+    ("nodes", "index", "given", "told", "gpus"),
+    [
+        ("separate", 0, None, None, 0),
+        ("separate", 3, None, "0,1", 2),
+        ("separate", 3, "4,5,6,7", "4,5", 2),
+        ("shared", 1, None, "2,3", 2),
+        ("shared", 1, "4,5,6,7", "6,7", 2),
+    ],
+)
 def test_the_raylet_of_a_rollout_node_sees_its_gpus_only_and_sweeps_what_dead_runs_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int, told: str | None
-) -> None:
-    """On a trainer node nothing is scheduled, so nothing is given to it."""
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    nodes: str, index: int, given: str | None, told: str | None, gpus: int,
+) -> None:  # fmt: skip
+    """On a trainer node nothing is scheduled, so nothing is given to it; a shared node's trainer has the other GPUs."""
     run_dir = tmp_path / "run"
     chosen = config(
-        "model", run__dir=str(run_dir), trainer__gpus=4,
-        rollout={"replicas": 6, "gpus_per_node": 3, "nodes": "separate"},
+        "model", run__dir=str(run_dir), trainer__gpus=4, trainer__gpus_per_node=2,
+        rollout={"replicas": 4, "gpus_per_node": 2, "nodes": nodes},
     )  # fmt: skip
     directory = launch_directory(run_dir, "1")
     directory.mkdir(parents=True)
-    spec = LaunchSpec("1", chosen.model_dump_json(), str(directory), "/", True, ("a", "b", "c"), "train.py", 0)
+    spec = LaunchSpec("1", chosen.model_dump_json(), str(directory), "/", True, ("a", "b", "c", "d"), "train.py", 0)
     spec.save()
-    seen = list[str | None]()
+    seen = list[tuple[str | None, float]]()
 
-    def start(*arguments: object) -> None:
-        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    def start(address: str, share: RayShare, *arguments: object) -> None:
+        seen.append((os.environ.get("CUDA_VISIBLE_DEVICES"), share.num_gpus))
         raise Started
 
     monkeypatch.setattr(raylet, "attach_supervisor", lambda *arguments: SimpleNamespace(address="127.0.0.1:1"))
@@ -95,5 +105,7 @@ def test_the_raylet_of_a_rollout_node_sees_its_gpus_only_and_sweeps_what_dead_ru
     monkeypatch.setattr("sys.argv", ["raylet", str(spec.path), str(index), "1"])
     with mock.patch.dict(os.environ), pytest.raises(Started):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if given is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = given
         raylet.main()
-    assert seen == [told] and acts == ["sweep", "make"]
+    assert seen == [(told, gpus)] and acts == ["sweep", "make"]

@@ -68,6 +68,13 @@ def test_the_readmes_commands_of_ones_own_run_are_parsed() -> None:
             assert command[0] == "megarl"
 
 
+def test_the_quickstarts_commands_begin_with_the_activation() -> None:
+    block, *_ = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL | re.M)
+    first, *commands = block.splitlines()
+    assert first == ". .venv/bin/activate"
+    assert [shlex.split(command)[0] for command in commands] == ["python", "torchrun"]
+
+
 def test_committed_references_are_what_the_code_says() -> None:
     """If this fails, run `megarl docs`."""
     assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.assets import Assets, make_assets
 from tests.support.checkout import ROOT
 from tests.support.run import start
 
@@ -21,22 +19,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LONGEST_S = 600.0  # the README says 3 to 10 minutes
 
 
-@dataclass(frozen=True)
-class Assets:
-    """The problems and the warm-started checkpoint, and the seconds that it took to make them."""
-
-    directory: Path
-    seconds: float
-
-
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     """Made once; each test counts them, because `make agents` makes them first."""
-    out = tmp_path_factory.mktemp("agents") / "assets"
-    command = [sys.executable, "-m", "megarl.quickstart", "--task", "calculator", "--out", str(out)]
-    begun = time.monotonic()
-    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
-    return Assets(out, time.monotonic() - begun)
+    return make_assets(tmp_path_factory.mktemp("agents") / "assets", "--task", "calculator")
 
 
 def trained(assets: Assets, run_dir: Path, *overrides: str) -> dict[str, Any]:

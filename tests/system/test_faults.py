@@ -6,14 +6,13 @@ and the moments of a run, as far as another machine allows.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.soak_happened import lethal
 from benchmarks.soak_kinds import KINDS
 from benchmarks.soak_rows import SoakOutcome
 from benchmarks.soak_stale import why_no_handles
+from tests.support.assets import Assets
 from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, problems_of, table_of
 from tests.support.needs import impossible
 
@@ -32,9 +31,9 @@ LOST_RANKS = ["kill-rank", "damage-job"]
 
 
 @pytest.fixture(scope="module")
-def runs(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> FaultRuns:
+def runs(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> FaultRuns:
     kinds = [KINDS[name] for name in LOST_ENGINES + LOST_PARTS + LOST_RANKS]
-    return FaultRuns(assets, tmp_path_factory.mktemp("faults"), STEPS, MINUTES, kinds)
+    return FaultRuns(assets.directory, tmp_path_factory.mktemp("faults"), STEPS, MINUTES, kinds)
 
 
 @pytest.fixture(scope="module")

@@ -535,13 +535,14 @@ def test_mistakes_end_before_anything_starts(tmp_path: Path, override: str, mess
 
 
 def test_malformed_data_is_named(tmp_path: Path) -> None:
-    """A broken line is found by the controller while engines start: file and line, and nothing is left."""
+    """A broken line is found before anything starts, and named by file and line."""
     config = tiny_config(tmp_path)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('{"problem": "What is\n')
     run = train(config)
     assert run.code != 0
     assert f"{tmp_path / 'train.jsonl'}:49:13: not JSON" in run.output
+    assert not (run.directory / "supervisor.json").exists()
     assert_nothing_left(run.directory)
 
 

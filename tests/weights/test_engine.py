@@ -101,7 +101,7 @@ def test_after_a_sync_the_engine_is_the_new_model(engine: Setup) -> None:
 
 @on("dense", "moe TP2")
 def test_the_processes_of_an_engine_end_with_their_parents(engine: Setup) -> None:
-    """Nothing else ends the workers of an engine whose actor was killed: they wait for EngineCore without end."""
+    """Nothing else of megarl ends the workers of an engine whose actor was killed."""
     found = engine.replica.ask_workers("death_signal")
     assert len(found) == len(engine.workers) and {number for _, number in found} == {signal.SIGKILL}
     kind = "VllmWorker" if len(found) > 1 else "EngineCore"
