@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak_moments import version_being_published
 from megarl.cluster.handle import read_state
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
@@ -87,10 +88,15 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_only_engine_hangs_and_is_replaced_without_a_restart_of_the_ranks(tmp_path: Path, mode: str) -> None:
-    """SIGSTOP while it generates: nothing but its silence tells, and no other engine can go on."""
+@pytest.mark.parametrize(
+    ("mode", "death"), [("sync", "suspend"), ("async", "suspend"), ("sync", "kill"), ("async", "kill")]
+)
+def test_the_only_engine_is_lost_and_replaced_without_a_restart_of_the_ranks(
+    tmp_path: Path, mode: str, death: str
+) -> None:
+    """SIGSTOP while it generates, so that nothing but its silence tells, or SIGKILL in a publication of the weights."""
     config = config_of(tmp_path, steps=400, checkpoint={"every": 2}, timeouts={"rpc_s": RPC_S})
+    config["telemetry"] = {"dump_batches": True}  # the schedule tells when a version is published
     config["run"]["deterministic"], config["evaluation"], config["admission"] = False, {}, {"mode": mode}
     config["sampling"]["max_tokens"] = 48
     rng = moments()
@@ -99,8 +105,13 @@ def test_the_only_engine_hangs_and_is_replaced_without_a_restart_of_the_ranks(tm
         wait_for(lambda: metric_steps(run_dir) >= 2, process)
         time.sleep(rng.uniform(0.0, 2.0))
         engine, start_s = first_engine(run_dir)
+        if death == "kill":
+            deadline = time.monotonic() + 60.0
+            while version_being_published(run_dir) is None:  # it takes some hundredths of a second
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.002)
         lost_at, since = time.time(), metric_steps(run_dir)
-        engine.suspend()
+        getattr(engine, death)()
         wait_for(lambda: restarted(run_dir) > 0, process)
         done = metric_steps(run_dir)
         wait_for(lambda: metric_steps(run_dir) > done + 1, process)
