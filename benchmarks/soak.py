@@ -209,11 +209,12 @@ def read_rolled_back(run_dir: Path) -> list[dict[str, Any]]:
 def note_effects(outcome: SoakOutcome) -> None:
     """Note for each fault what there was until the next one: restarted replicas, responses continued elsewhere.
 
-    What was seen when it was over counts too, because a later fault may have made these steps be made again.
+    What was seen when it was over counts too, because a later fault may have made these steps be made again. To a fault
+    after which a resume has gone back belong the steps from there on.
     """
     steps = [each.step for each in outcome.happened] + [len(outcome.records)]
     for event, end in zip(outcome.happened, steps[1:], strict=True):
-        records = outcome.records[event.step : end]
+        records = outcome.records[event.step - event.redone_steps : end]
         continued = int(sum(record.get("rollout/continued") or 0.0 for record in records))
         restarted = int(sum(record.get("sync/restarted_replicas") or 0.0 for record in records))
         event.continued, event.restarted = max(event.continued, continued), max(event.restarted, restarted)

@@ -7,9 +7,10 @@ code, exit.json, summary.json, and what it has told. Then the cause is taken awa
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ from soak_disk import FILLER, fill_up  # noqa: E402
 from soak_happened import Happened  # noqa: E402
 from soak_job_ends import JobEnds  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
-from soak_orders import EVALUATED, WATCH_EVALUATION, give, taken, withdraw  # noqa: E402
+from soak_orders import EVALUATED, HOLD, WATCH_EVALUATION, give, taken, withdraw  # noqa: E402
+from soak_part_faults import AGAIN_S, SIGNALS  # noqa: E402
 from soak_place import SeveralHosts  # noqa: E402
+from soak_processes import ended  # noqa: E402
 from soak_survival import Survival  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
 
 FINISH_S = 600.0  # for a run that has only its final evaluation left
 MESSAGE = "\n(rank "  # in the one message of a run that has failed, not where an agent repeats it
+GO_ON = "; the same command "  # in the one message of a run that was aborted
+TRACEBACK = "Traceback (most recent call last)"
 
 
 class EndFaults:
@@ -51,23 +56,28 @@ class EndFaults:
             "exhaust-checkpoint-disk": self._full_checkpoints,
             "exhaust-disk": self._full_run_dir,
             "spoil-steps": self._spoiled_steps,
+            "abort-job": self._two_signals,
             "limit-evaluation": self._limited_evaluation,
             "sever-link": self._severed_link,
         }
         made = watch.records
-        told_before = watch.told(MESSAGE)
+        aborted = fault.kind.ending.aborted
+        message = GO_ON if aborted else MESSAGE
+        told_before, traces_before = watch.told(message), self._tracebacks
         with self._ends.awaited() as code, causes[fault.kind.name](event) as lasts:
 
             def over() -> bool:
                 lasts()
-                return code() is not None
+                return code() is not None and (not aborted or ended(hit))
 
             if not watch.wait(over, within_s):
                 event.notes.append(f"the job did NOT end within {within_s:.0f} s")
                 return event
             event.notes.append(f"the job had ended {watch.seconds - event.at_s:.0f} s after it began")
             record = self._exit_record()
-            problems = self._problems(event, code(), record, restarts_left, watch.told(MESSAGE) - told_before)
+            problems = self._problems(event, code(), record, restarts_left, watch.told(message) - told_before)
+            if aborted and self._tracebacks > traces_before:
+                problems.append("a traceback was told")
             resumes = self._newest()
             resumed_before = watch.told(_resumed(resumes))
         event.notes += problems
@@ -124,6 +134,28 @@ class EndFaults:
             event.notes.append(f"{event.spoiled} gradients were spoiled")
 
     @contextmanager
+    def _two_signals(self, event: Happened) -> Iterator[Callable[[], object]]:
+        """In the middle of a step torchrun gets a stop signal twice: SIGINT or SIGTERM, by the index of the fault.
+
+        The step is held up, or the run might save and end between the signals.
+        """
+        watch, number = self._watch, list(SIGNALS.values())[event.fault.index % len(SIGNALS)]
+        before, agent = len(taken(watch.orders, HOLD)), watch.find_agent()
+        give(watch.orders, HOLD)
+        try:
+            if agent is None or not watch.notices(lambda: len(taken(watch.orders, HOLD)) > before):
+                event.notes.append("NO step was held up")
+            else:
+                with suppress(ProcessLookupError):  # the first signal alone has ended it
+                    os.killpg(agent.pid, number)
+                    watch.end.wait(AGAIN_S)
+                    os.killpg(agent.pid, number)
+                event.notes.append(f"the second {number.name} came {watch.seconds - event.at_s:.1f} s after it began")
+            yield lambda: None
+        finally:
+            withdraw(watch.orders, HOLD)
+
+    @contextmanager
     def _severed_link(self, event: Happened) -> Iterator[Callable[[], object]]:
         """The link between the trainer and all others is cut until the run has ended."""
         assert self._place is not None, "such a kind is drawn for several hosts only"
@@ -168,8 +200,9 @@ class EndFaults:
         event.notes.append(f"the job has ended with code {code}, exit.json says {status}, {reason[:300]!r}")
         wanted_code = 0 if ending.hidden_by_restarts and restarts_left else ending.code
         wanted_reasons = [each.format(run_dir=self._watch.run_dir) for each in ending.reasons]
-        # Each start of the ranks that fails tells its own.
-        wanted_messages = restarts_left + 1 if ending.status == "failed" else 0
+        # Each start of the ranks that fails tells its own; a stop signal leaves torchrun none.
+        starts = 1 if ending.aborted else restarts_left + 1
+        wanted_messages = starts if ending.status == "failed" else 0
         checks = {
             f"the code is NOT {wanted_code}": code == wanted_code,
             f"exit.json does NOT say {ending.status}": status == ending.status,
@@ -211,6 +244,12 @@ class EndFaults:
             f"{'evaluated' if evaluated else 'NOT evaluated'}; {'steps were made AGAIN' if again else 'no step again'}"
         )
         return record.get("status") == "finished" and evaluated and not again
+
+    @property
+    def _tracebacks(self) -> int:
+        """The number of tracebacks on the terminal: a part that is ended may have one in its own log."""
+        log = self._watch.log
+        return log.read_text(encoding="utf-8", errors="replace").count(TRACEBACK) if log.is_file() else 0
 
     def _exit_record(self) -> dict[str, Any]:
         return _read(self._watch.run_dir / "exit.json")

@@ -101,8 +101,9 @@ class Injector:
         if event is None:
             return False
         event.over = event.over and self._noticed(event)
-        event.continued = int(watch.sum(CONTINUED, event.step))
-        event.restarted = int(watch.sum("sync/restarted_replicas", event.step))
+        since = event.step - event.redone_steps
+        event.continued = int(watch.sum(CONTINUED, since))
+        event.restarted = int(watch.sum("sync/restarted_replicas", since))
         self._say(f"step {watch.step}: {'; '.join(event.notes[1:])}")
         return event.over
 

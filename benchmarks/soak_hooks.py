@@ -2,7 +2,7 @@
 
 After it, the gradient of one micro-batch is NaN on one rank, or the last log-prob of one response is; or the agent loop
 forks a child that goes on as if it were the worker, or it floods the worker's output. While the order SLOWER is there,
-each micro-batch takes longer.
+each micro-batch takes longer; after the order HOLD one micro-batch takes longer than a run may need to be aborted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
 from soak_kinds import FLOODED  # noqa: E402
-from soak_orders import SLOWER, take  # noqa: E402
+from soak_orders import HOLD, SLOWER, take  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 SLOWER_S = 1.5  # beyond what a micro-batch takes
+HOLD_S = 45.0  # more than the bound of an abort, and less than the other rank waits for this one
 FLOOD_LINES = ["x" * 2**16] * 512  # 32 MiB: the log's bound is that of another test, and the disk may be a small one
 
 
@@ -48,8 +49,10 @@ class OrderedOptions(PPOOptions):
 def ordered_ppo(inputs: TokenInputs, options: OrderedOptions) -> TokenLoss:
     """Return the loss of `ppo`; after the order `gradient` the gradient of its log-probs is NaN, on this rank alone.
 
-    While the order SLOWER is there, it returns SLOWER_S later.
+    While the order SLOWER is there, it returns SLOWER_S later; after the order HOLD once HOLD_S later.
     """
+    if take(Path(options.orders), HOLD):
+        time.sleep(HOLD_S)
     if (Path(options.orders) / SLOWER).exists():
         time.sleep(SLOWER_S)
     if inputs.logprobs_R.requires_grad and inputs.logprobs_R.numel() and take(Path(options.orders), "gradient"):

@@ -17,8 +17,9 @@ class Ending:
     """The end of a run that a fault ends: what exit.json says, and the exit code of the job.
 
     `reasons`: one of them is a part of that in exit.json. `hidden_by_restarts`: the code is 0 as long as torchrun might
-    start the ranks again. `saves_nothing`: exit.json and summary.json count what could not be saved. `within_s`: the
-    seconds in which the job must have ended; torchrun may first start it again.
+    start the ranks again. `saves_nothing`: exit.json and summary.json count what could not be saved. `aborted`: a
+    second stop signal has ended the job, and all its processes with it. `within_s`: the seconds in which the job must
+    have ended; torchrun may first start it again.
     """
 
     status: Literal["preempted", "failed"]
@@ -26,6 +27,7 @@ class Ending:
     reasons: tuple[str, ...]
     hidden_by_restarts: bool = False
     saves_nothing: bool = False
+    aborted: bool = False
     within_s: float = 600.0
 
 
@@ -123,6 +125,8 @@ CUT = "was ended by a stop request"
 UNSAVED_END = Ending("preempted", 1, ("could not be saved",), hidden_by_restarts=True, saves_nothing=True)
 FULL_END = Ending("failed", 1, ("No space left on device",))
 SPOILED_END = Ending("failed", 1, ("the batch is kept in {run_dir}/failed_batch",))
+# torchrun passes the first signal on as it is, and any second one as SIGTERM.
+ABORTED_END = Ending("failed", 1, ("aborted by a second stop signal (SIGTERM)",), aborted=True, within_s=30.0)
 CUT_END = Ending("preempted", 0, ("the time limit is near",))
 # Ray notices within 300 s, and then the bound of a call counts (HOSTS_RPC_S of soak_place.py); then all must end. The
 # second reason is that of a call that was under way and has reached its own bound, if Ray has noticed nothing before.
@@ -177,6 +181,7 @@ KINDS = {
         ),
         Kind("exhaust", "disk", "survived", room=1.0, cost_s=120.0, starts=1, ending=FULL_END),
         Kind("spoil", "steps", "survived", room=3.0, cost_s=180.0, starts=1, told=SKIPPED, ending=SPOILED_END),
+        Kind("abort", "job", "survived", room=1.0, cost_s=120.0, starts=1, ending=ABORTED_END),
         Kind("limit", "evaluation", "survived", room=0.0, cost_s=90.0, starts=1, told=CUT, ending=CUT_END, at_end=True),
         Kind("cut", "link", "survived", room=3.0, cost_s=120.0, seconds=(30.0, 30.0)),
         Kind("sever", "link", "survived", room=3.0, cost_s=400.0, starts=1, ending=SEVERED_END),

@@ -2,7 +2,7 @@
 
 An order is a file with the order's name in a directory beside the run. The process that removes the file takes the
 order, so that one process obeys it, once, and notes that in the file TAKEN before it does so. SLOWER is for all
-processes, until it is withdrawn, and so is WATCH_EVALUATION, which EVALUATED answers.
+processes, until it is withdrawn, and so is WATCH_EVALUATION, which EVALUATED answers. HOLD holds up one step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 TAKEN = "taken.jsonl"
 SLOWER = "slower"
+HOLD = "hold"
 WATCH_EVALUATION = "watch-evaluation"
 EVALUATED = "evaluated"  # a response of an evaluation was scored while that order was there
 

@@ -108,25 +108,34 @@ def fault_rows(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[Ratio]:
 def loss_rows(outcome: SoakOutcome) -> list[Ratio]:
     """Return the rows that say what the loss of replicas has cost.
 
-    If it is in doubt which replica has made a weight sync fail, all are replaced, so one loss may cost all of them.
+    Those that were restarted beyond what the faults explain (`explained`) were restarted without a loss.
     """
     lost, restarted = lethal(outcome.happened), outcome.total("sync/restarted_replicas", rolled_back=True)
-    # Ranks that begin again may also replace a replica, which was in the middle of a weight sync.
-    costly = [each for each in outcome.happened if each.fault.kind.loses or each.fault.kind.may_cost_replicas]
-    explained = sum(min(REPLICAS, each.restarted) for each in costly)
+    unexplained = max(0.0, restarted - sum(map(explained, outcome.happened)))
     if not lost:
-        return [Ratio("replicas restarted without a loss", max(0.0, restarted - explained), 0.0)]
+        return [Ratio("replicas restarted without a loss", unexplained, 0.0)]
     counts = {"lost": len(lost), "restarted": restarted}
     continued = [each.continued for each in lost if each.busy]
     responses = {"by each loss of a busy replica": continued, "in all": outcome.total("rollout/continued")}
     return [
         Ratio("replicas restarted / lost", ratio(restarted, len(lost)), 1.0, at_least=True, details=counts),
-        Ratio("replicas restarted without a loss", max(0.0, restarted - explained), 0.0),
+        Ratio("replicas restarted without a loss", unexplained, 0.0),
         Ratio(
             "responses continued elsewhere, least of a busy replica that was lost",
             min(continued, default=float("nan")), 1.0, at_least=True, details=responses,
         ),
     ]  # fmt: skip
+
+
+def explained(event: Happened) -> int:
+    """Return how many of the replicas that were restarted after a fault it explains.
+
+    A fault of one replica explains that one. In a weight sync it may be in doubt which replica has made it fail, so all
+    are replaced; and ranks, a controller or a link that a fault takes away may leave any number of them unusable.
+    """
+    kind = event.fault.kind
+    any_number = kind.may_cost_replicas or (kind.loses and kind.moment == "in-sync")
+    return min(REPLICAS if any_number else int(kind.loses), event.restarted)
 
 
 def reward_row(outcome: SoakOutcome) -> Ratio:

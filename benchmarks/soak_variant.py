@@ -64,7 +64,7 @@ def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Te
         changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
     if "checkpoint-disk" in targets:
         changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
-    if targets & {"gradient", "steps"} or tempo.slower:
+    if targets & {"gradient", "steps"} or tempo.slower or any(kind.action == "abort" for kind in kinds):
         changes["algorithm"] = {"loss": "benchmarks.soak_hooks:ordered_ppo", "loss_options": {"orders": orders}}
     if "logprob" in targets or any(kind.target == "agent-worker" and kind.order for kind in kinds):
         changes["agent"] = {"loop": "benchmarks.soak_hooks:OrderedTurn", "kwargs": {"orders": orders}}

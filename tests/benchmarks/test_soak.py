@@ -83,7 +83,7 @@ def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(capsys: pytest.Capt
     plan(fault_seed=None)
     seed = capsys.readouterr().out.split("--fault-seed ")[1].split(":")[0]
     assert seed.isdigit()
-    with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are add-replica, crawl-engine"):
+    with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are abort-job, add-replica, crawl"):
         plan(faults="kill-cat")
 
 
@@ -158,6 +158,8 @@ def test_faults_that_must_end_the_run_have_what_they_need() -> None:
     assert watched.algorithm.loss == "ppo"
     apart = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["exhaust-checkpoint-disk"]]))
     assert apart.checkpoint.dir == Path("run.checkpoints")
+    held = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["abort-job"]]))
+    assert held.algorithm.loss.endswith("ordered_ppo")
 
 
 def test_an_evaluation_that_is_watched_says_so_and_has_the_same_rewards(tmp_path: Path) -> None:
@@ -319,10 +321,20 @@ def test_a_bad_soak_misses_its_bound(changes: dict[str, Any], row: str) -> None:
     assert any(name.startswith(row) for name in missed(outcome("undisturbed"), outcome("disturbed", **changes)))
 
 
-def test_a_loss_in_the_middle_of_a_sync_may_restart_every_replica() -> None:
-    records = [{"sync/restarted_replicas": 2.0, "reward/errors": 4.0}]
-    disturbed = outcome("disturbed", records=records, happened=hit(restarted=2))
-    assert missed(outcome("undisturbed"), disturbed) == []
+@pytest.mark.parametrize(("name", "restarted", "unexplained"), [
+    ("kill-engine-idle", 1, 0), ("kill-engine-idle", 2, 1), ("kill-engine", 2, 1), ("kill-replica", 2, 1),
+    ("hang-engine", 2, 1), ("crawl-engine", 2, 1), ("pause-engine", 1, 1), ("drain-replica", 1, 1),
+    ("kill-engine-in-sync", 2, 0), ("hang-engine-in-sync", 2, 0), ("kill-engine-in-sync", 3, 1),
+    ("kill-controller", 2, 0), ("kill-rank", 2, 0), ("abort-job", 2, 0), ("cut-link", 2, 0), ("lose-node", 1, 0),
+])  # fmt: skip
+def test_a_fault_of_one_replica_explains_one_and_in_the_middle_of_a_sync_all(
+    name: str, restarted: int, unexplained: int
+) -> None:
+    happened = [event(name, restarted=restarted, continued=3)]
+    records = [{"sync/restarted_replicas": float(restarted)}]
+    rows = fault_rows(outcome("disturbed", records=records, happened=happened), [happened[0].fault])
+    [row] = [each for each in rows if each.name == "replicas restarted without a loss"]
+    assert (row.ratio, row.ok) == (unexplained, not unexplained)
 
 
 @pytest.mark.parametrize("changes", [
@@ -376,6 +388,16 @@ def test_what_comes_before_the_next_fault_is_an_effect_of_the_fault_before() -> 
     assert [(each.continued, each.restarted, each.notes) for each in happened] == [
         (31, 1, ["31 responses continued elsewhere"]), (8, 2, ["8 responses continued elsewhere"]),
     ]  # fmt: skip
+
+
+def test_what_a_resumed_run_restarts_is_an_effect_of_the_fault_that_it_was_resumed_after() -> None:
+    """The publication at the start of a resumed run is in the record of its first step, which is made again."""
+    happened = [event("kill-engine-idle", restarted=1), event("kill-rank", redone_steps=2)]
+    records = [{"sync/restarted_replicas": number} for number in (0.0, 0.0, 2.0, 0.0, 0.0)]
+    disturbed = outcome("disturbed", records=records, happened=happened)
+    note_effects(disturbed)
+    assert [each.restarted for each in happened] == [1, 2]
+    assert "replicas restarted without a loss" not in missed(outcome("undisturbed"), disturbed)
 
 
 def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import psutil
@@ -16,8 +20,8 @@ import pytest
 from benchmarks.soak_disk import FILLER
 from benchmarks.soak_faults import Injector
 from benchmarks.soak_happened import Happened
-from benchmarks.soak_kinds import KINDS
-from benchmarks.soak_orders import EVALUATED, WATCH_EVALUATION, give, take
+from benchmarks.soak_kinds import ABORTED_END, KINDS
+from benchmarks.soak_orders import EVALUATED, HOLD, WATCH_EVALUATION, give, take
 from benchmarks.soak_variant import checkpoints_of, orders_of
 from tests.support.faulted_run import Run, fault_of
 from tests.support.waiting import wait_until
@@ -39,18 +43,19 @@ class Job(Run):
 
     @property
     def judged(self) -> bool:
-        return any(text.startswith("step") and "two more steps" in text for text in self.said)
+        ends = ("two more steps", "did NOT end")
+        return any(text.startswith("step") and any(each in text for each in ends) for text in self.said)
 
     def save(self, name: str) -> None:
         checkpoint = checkpoints_of(self.directory, [KINDS[name]]) / f"iter_{self.steps:07d}"
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "manifest.json").touch()
 
-    def let_happen(self, name: str, end: Callable[[], int], restart: Callable[[], object]) -> Happened:
+    def let_happen(self, name: str, end: Callable[[], int], restart: Callable[[], object], index: int = 0) -> Happened:
         """Let a fault happen, end the job with the code of `end`, `restart` it, and return what was made of that."""
         self.step()
         self.save(name)
-        injector = Injector(self.directory, [fault_of(name)], replicas=2, say=self.said.append)
+        injector = Injector(self.directory, [fault_of(name, index)], replicas=2, say=self.said.append)
 
         def job() -> None:
             code = end()
@@ -180,6 +185,86 @@ def test_more_steps_are_spoiled_than_may_be_skipped_until_the_run_has_ended(job:
     assert not (orders / "gradient").exists(), "the cause has not gone"
 
 
+# It tells each stop signal, and ends at none.
+TELLS = (
+    "import signal, time\nfor each in signal.SIGINT, signal.SIGTERM:\n"
+    "    signal.signal(each, lambda number, frame: print(number, flush=True))\nprint('ready', flush=True)\n"
+    "while True: time.sleep(600)"
+)
+
+
+@pytest.fixture
+def torchrun(job: Job, monkeypatch: pytest.MonkeyPatch) -> psutil.Popen:
+    """A process group of its own, as that of torchrun: part of the job, and gone when the job has ended."""
+    monkeypatch.setattr("soak_end_faults.AGAIN_S", 0.2)
+    ending = replace(ABORTED_END, within_s=3.0)
+    monkeypatch.setitem(KINDS, "abort-job", replace(KINDS["abort-job"], ending=ending))
+    group = psutil.Popen([sys.executable, "-c", TELLS], start_new_session=True, stdout=subprocess.PIPE, text=True)
+    job.started.append(group)
+    assert group.stdout.readline() == "ready\n"
+    job.workers, job.agent = [*job.workers, group], group
+    return group
+
+
+@pytest.mark.parametrize(
+    ("index", "messages", "code", "status", "reason", "traceback", "told"),
+    [
+        (0, 1, 1, "failed", "aborted by a second stop signal (SIGTERM)", False, ""),
+        (1, 1, 1, "failed", "aborted by a second stop signal (SIGTERM)", False, ""),
+        (1, 1, 1, "failed", "SIGTERM", False, "its reason does NOT have: aborted by a second stop signal (SIGTERM)"),
+        (0, 1, 0, "failed", "aborted by a second stop signal (SIGTERM)", False, "the code is NOT 1"),
+        (0, 1, 0, "preempted", "SIGINT", False, "exit.json does NOT say failed"),
+        (0, 0, 1, "failed", "aborted by a second stop signal (SIGTERM)", False, "0 messages were told, NOT 1"),
+        (0, 2, 1, "failed", "aborted by a second stop signal (SIGTERM)", False, "2 messages were told, NOT 1"),
+        (0, 1, 1, "failed", "aborted by a second stop signal (SIGTERM)", True, "a traceback was told"),
+    ],
+)
+def test_a_second_stop_signal_in_a_step_ends_the_job_which_names_it_and_is_resumed(
+    job: Job, torchrun: psutil.Popen, index: int, messages: int, code: int, status: str, reason: str, traceback: bool,
+    told: str,
+) -> None:  # fmt: skip
+    job.left = 3  # restarts, of which torchrun makes none
+    number = [Signals.SIGINT, Signals.SIGTERM][index]
+
+    def end() -> int:
+        wait_until(lambda: take(orders_of(job.directory), HOLD), 10, "the order that holds a step up")
+        assert [int(torchrun.stdout.readline()) for _ in range(2)] == [number] * 2
+        for _ in range(messages):
+            job.tell(f"megarl: {reason}; the same command resumes after step 1")
+        if traceback:
+            job.tell("Traceback (most recent call last):")
+        job.write("exit.json", status=status, step=1, reason=reason)
+        return code
+
+    event = job.let_happen("abort-job", end, lambda: resume(job), index)
+    assert event.over == (not told) and told in str(event), str(event)
+    assert f"the second {number.name} came" in str(event)
+    assert not (orders_of(job.directory) / HOLD).exists()
+
+
+def test_a_job_is_aborted_only_if_all_its_processes_have_ended(job: Job, torchrun: psutil.Popen) -> None:
+    def end() -> int:
+        wait_until(lambda: take(orders_of(job.directory), HOLD), 10, "the order that holds a step up")
+        assert [int(torchrun.stdout.readline()) for _ in range(2)] == [Signals.SIGINT] * 2
+        job.workers.remove(torchrun)  # which goes on
+        return 1
+
+    event = job.let_happen("abort-job", end, lambda: resume(job))
+    assert not event.over and "the job did NOT end within 3 s" in str(event)
+
+
+def test_a_job_in_which_no_step_is_held_up_gets_no_signal(job: Job, torchrun: psutil.Popen) -> None:
+    def end() -> int:
+        wait_until(lambda: not (orders_of(job.directory) / HOLD).exists(), 10, "the order to be withdrawn")
+        return 1
+
+    give(orders_of(job.directory), HOLD)
+    event = job.let_happen("abort-job", end, lambda: resume(job))
+    assert not event.over and "NO step was held up" in str(event) and "came" not in str(event)
+    torchrun.kill()
+    assert torchrun.stdout.read() == ""
+
+
 @pytest.mark.parametrize(("status", "again"), [("finished", False), ("finished", True), ("failed", False)])
 def test_a_time_limit_in_the_final_evaluation_makes_no_step_again(job: Job, status: str, again: bool) -> None:
     orders = orders_of(job.directory)
@@ -207,7 +292,14 @@ def test_a_time_limit_in_the_final_evaluation_makes_no_step_again(job: Job, stat
 
 def test_every_kind_that_ends_a_run_says_how_and_may_start_it_again() -> None:
     ending = {name for name, kind in KINDS.items() if kind.ending is not None}
-    assert ending == {"exhaust-checkpoint-disk", "exhaust-disk", "spoil-steps", "limit-evaluation", "sever-link"}
+    assert ending == {
+        "exhaust-checkpoint-disk",
+        "exhaust-disk",
+        "spoil-steps",
+        "limit-evaluation",
+        "sever-link",
+        "abort-job",
+    }
     assert all(KINDS[name].starts == 1 and not KINDS[name].has_processes for name in ending)
     assert [name for name, kind in KINDS.items() if kind.at_end] == ["limit-evaluation"]
 

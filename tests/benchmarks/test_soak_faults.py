@@ -89,7 +89,7 @@ def test_a_fault_of_the_end_comes_after_the_last_step_and_after_all_others(seed:
 
 
 def test_mistakes_in_a_schedule_are_told() -> None:
-    with pytest.raises(ValueError, match="unknown faults: freeze-engine; known are add-replica, crawl-engine, "):
+    with pytest.raises(ValueError, match="unknown faults: freeze-engine; known are abort-job, add-replica, "):
         schedule(0, ["freeze-engine"], replicas=2, first=3, last=60)
     with pytest.raises(ValueError, match="not 3 to 3"):
         schedule(0, WANTED, replicas=2, first=3, last=3)

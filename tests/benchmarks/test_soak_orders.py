@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from benchmarks import soak_hooks
+from benchmarks.soak import COLLECTIVE_S
 from benchmarks.soak_hooks import OrderedOptions, OrderedTurn, ordered_ppo
-from benchmarks.soak_kinds import FLOODED
-from benchmarks.soak_orders import SLOWER, give, take, taken, withdraw
+from benchmarks.soak_kinds import ABORTED_END, FLOODED
+from benchmarks.soak_orders import HOLD, SLOWER, give, take, taken, withdraw
 from benchmarks.soak_reward import FORGED
 from megarl.algorithms.contract import check_loss
 from megarl.algorithms.losses.ppo import PPOOptions, ppo
@@ -130,6 +131,17 @@ def test_the_loss_takes_longer_until_the_order_is_withdrawn(tmp_path: Path, monk
     assert withdraw(tmp_path, SLOWER), "a process has taken it"
     losses.append(ordered_ppo(inputs()[1], options).loss_R)
     assert waited == [soak_hooks.SLOWER_S] * 2 and all(torch.equal(each, losses[0]) for each in losses)
+
+
+def test_the_loss_is_held_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than the job may take to be aborted: a job that waits for it to end is not."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    options = OrderedOptions(orders=str(tmp_path))
+    give(tmp_path, HOLD)
+    losses = [ordered_ppo(inputs()[1], options).loss_R for _ in range(2)]
+    assert waited == [soak_hooks.HOLD_S] and torch.equal(*losses)
+    assert ABORTED_END.within_s < soak_hooks.HOLD_S < COLLECTIVE_S
 
 
 def vars_of(given: TokenInputs) -> tuple[torch.Tensor, ...]:

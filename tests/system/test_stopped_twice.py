@@ -24,11 +24,15 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 SLOW = pytest.mark.slow
+FEW_STEPS = 2  # of a run that comes to its end
 
 
-def endless_config(directory: Path) -> dict[str, Any]:
-    """It saves after every step, and evaluates slowly before the first one, which leaves the file `evaluating`."""
-    config = tiny_config(directory, steps=100_000)
+def slow_config(directory: Path, steps: int) -> dict[str, Any]:
+    """It saves after every step, and evaluates slowly before the first one and after the last one.
+
+    Each response that is scored then touches the file `evaluating`.
+    """
+    config = tiny_config(directory, steps=steps)
     config["checkpoint"] = {"every": 1}
     config["telemetry"] = {"dump_batches": True}  # the schedule tells when a version is published
     function = "tests.support.reward_functions:slow_and_marked"
@@ -59,16 +63,22 @@ def saves(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("iter_*")) and any((run_dir / "checkpoints").glob(".iter_*.partial"))
 
 
+def ends(run_dir: Path) -> bool:
+    """All steps are made, and the final evaluation scores its responses."""
+    steps = step_records(run_dir)
+    return len(steps) == FEW_STEPS and (run_dir.parent / "evaluating").stat().st_mtime > steps[-1]["wall_time"]
+
+
 @pytest.mark.parametrize(("phase", "number"), [
-    (starts, signal.SIGINT),
-    pytest.param(starts, signal.SIGTERM, marks=SLOW), pytest.param(evaluates, signal.SIGINT, marks=SLOW),
-    pytest.param(syncs, signal.SIGTERM, marks=SLOW), pytest.param(saves, signal.SIGINT, marks=SLOW),
+    (starts, signal.SIGINT), (starts, signal.SIGTERM),
+    pytest.param(evaluates, signal.SIGINT, marks=SLOW), pytest.param(syncs, signal.SIGTERM, marks=SLOW),
+    pytest.param(saves, signal.SIGINT, marks=SLOW), pytest.param(ends, signal.SIGTERM, marks=SLOW),
 ])  # fmt: skip
 def test_a_second_signal_ends_everything_in_each_phase(
     tmp_path: Path, phase: Callable[[Path], bool], number: signal.Signals
 ) -> None:
     path, log, run_dir = tmp_path / "config.yaml", tmp_path / "launch.log", tmp_path / "run"
-    path.write_text(yaml.safe_dump(endless_config(tmp_path)))
+    path.write_text(yaml.safe_dump(slow_config(tmp_path, FEW_STEPS if phase is ends else 100_000)))
     process, deadline = launch(path, log), time.monotonic() + 240.0
     try:
         while not phase(run_dir):
