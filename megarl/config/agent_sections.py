@@ -68,7 +68,7 @@ class AgentConfig(Section):
         None,
         ge=1,
         description=f"Turns of the model; the last one of `{TOOL_AGENT}` may call no tool. In any other loop and in "
-        f"`{HARNESS}` the requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, {LOOP_TURNS} for others.",
+        f"`{HARNESS}` the requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, else {LOOP_TURNS}.",
     )
     max_tool_calls: int = Field(32, ge=0, description="Calls of tools; further ones are answered with an error.")
     max_calls_per_turn: int | None = Field(

@@ -20,7 +20,7 @@ def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[st
     `environment`: that of a rank; `arguments`: its script and what follows it. None also for a rank that torchrun has
     restarted, because the notice was shown at its first start, and for one that torchrun has not started.
     """
-    if not _is_open(environment):
+    if not _is_open(environment) or _is_restart(environment):
         return None
     return (
         "this torchrun listens on all interfaces of the host, and with its own rendezvous whoever reaches the port can "
@@ -31,6 +31,8 @@ def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[st
 
 def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str], run_dir: Path) -> None:
     """Raise ValueError, with the safe command, if torchrun's stores are open and ranks of several hosts use them.
+
+    Also for ranks that torchrun (--max-restarts) has started again, or a refusal would only cost a restart.
 
     On one host `torchrun --standalone` and a plain `torchrun` are what users type first, so there
     `notice_of_open_stores` is all. The arguments are its own; `run_dir`: that of the run.
@@ -61,7 +63,7 @@ def notice_of_short_end(environment: Mapping[str, str], shutdown_s: float) -> st
     chosen = environment.get(CHOSEN_VARIABLE)
     if chosen is None or environment.get(SERVED_BY_VARIABLE) != str(os.getppid()) or int(chosen) >= shutdown_s:
         return None
-    if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if _is_restart(environment):
         return None
     return (
         f"this torchrun kills its ranks {chosen} s after a stop signal (--shutdown-timeout), sooner than "
@@ -70,10 +72,12 @@ def notice_of_short_end(environment: Mapping[str, str], shutdown_s: float) -> st
 
 
 def _is_open(environment: Mapping[str, str]) -> bool:
-    """Tell whether a torchrun with another rendezvous has started this rank, and for the first time."""
-    if "TORCHELASTIC_RUN_ID" not in environment or environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return False
-    return environment.get(SERVED_BY_VARIABLE) != str(os.getppid())
+    """Tell whether a torchrun with another rendezvous has started this rank."""
+    return "TORCHELASTIC_RUN_ID" in environment and environment.get(SERVED_BY_VARIABLE) != str(os.getppid())
+
+
+def _is_restart(environment: Mapping[str, str]) -> bool:
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _ranks(environment: Mapping[str, str]) -> str:

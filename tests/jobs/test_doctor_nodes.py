@@ -1,12 +1,16 @@
-"""`megarl doctor --nodes` under a real `srun`: one process per node."""
+"""`megarl doctor --nodes` under a real `srun`, and under torchrun on hosts of their own: one process per node."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks.soak_hosts import Hosts
 from tests.support.checkout import ROOT, environment
 from tests.support.slurm import Slurm
 
@@ -23,3 +27,30 @@ def test_doctor_under_srun(slurm: Slurm) -> None:
     assert report["paths"][0]["gb_per_second"].keys() == {
         "all-reduce", "broadcast from node 0", "broadcast from node 1",
     }  # fmt: skip
+
+
+def test_doctor_under_torchrun_on_two_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
+    """The documented command. The hosts' names are in no list of names, so it says which of them is the first."""
+    first, _ = two_hosts.addresses
+    processes = [
+        subprocess.Popen(
+            [two_hosts.rsh, address, shlex.join([
+                sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl", "--nnodes", "2",
+                "--nproc-per-node", "1", "--rdzv-endpoint", f"{first}:29400", "--rdzv-conf",
+                f"is_host={'true' if address == first else 'false'}", "--local-addr", address, "-m", "megarl", "doctor",
+                "--nodes", "--json", "--mib", "1", "--timeout", "60",
+            ])],
+            env=environment(MEGARL_RUN_DIR=str(tmp_path / "run")), cwd=ROOT, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for address in two_hosts.addresses
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    report = json.loads("".join(told for told, _ in outputs))
+    assert sorted(report["nodes"]) == ["host1", "host2"] and report["can_start"], report
+    assert report["paths"][0]["path"] == "gloo on eth0"

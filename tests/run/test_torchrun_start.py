@@ -51,7 +51,8 @@ def test_only_the_first_start_by_an_open_torchrun_is_told(changes: dict[str, str
         ({"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "1"}, False),  # torchrun --standalone names the host
         ({"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2"}, True),
         ({"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2", SERVED_BY_VARIABLE: str(os.getppid())}, False),
-        ({"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
+        # Refused at its first start, torchrun --max-restarts starts it again.
+        ({"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
     ],
 )
 def test_an_open_torchrun_over_several_hosts_is_refused(changes: dict[str, str], refused: bool) -> None:

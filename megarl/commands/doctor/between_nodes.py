@@ -1,7 +1,7 @@
 """`megarl doctor --nodes`: tries every path between the nodes, each in a process of its own with a deadline.
 
-All processes meet at a store of rank 0. Rank 0 plans the paths from what the members say of themselves; for each path
-every member starts a probe (`path_probe.py`) and reports what it saw. Whoever is missing is named.
+All processes meet at a store of rank 0 (`meeting.py`). Rank 0 plans the paths from what the members say of themselves;
+for each path every member starts a probe (`path_probe.py`) and reports what it saw. Whoever is missing is named.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
-
-from torch import distributed
 
 from megarl.cluster.nodes.network import interface_of, own_address
 from megarl.commands.doctor.machine import interfaces, rdma_ports
+from megarl.commands.doctor.meeting import Meeting, meet
 from megarl.commands.doctor.members import Member
 from megarl.commands.doctor.paths import (
     MemberFacts,
@@ -33,6 +31,7 @@ from megarl.commands.doctor.paths import (
     to_json,
 )
 from megarl.common.errors import ConfigError
+from megarl.common.json_values import JsonValue
 
 REPORT_S = 15.0  # for a member to notice its own deadline and to report
 REAP_S = 5.0  # for the output of a killed probe to end
@@ -53,29 +52,22 @@ def try_nodes(
     `mib`: size of a message. `timeout_s`: bound of one path.
 
     Raises:
-        ConfigError: the interface is not here, or members have not come within `timeout_s`.
+        ConfigError: the interface is not here, or members have not come or been reached within `timeout_s`.
     """
-    bound = timedelta(seconds=timeout_s)
-    try:
-        store = distributed.TCPStore(member.host, member.port, None, member.rank == 0, bound, wait_for_workers=False)
-    except RuntimeError as error:
-        raise ConfigError([
-            f"doctor --nodes: rank {member.rank} did not reach rank 0 at {member.host}:{member.port} within "
-            f"{timeout_s:.0f} s ({str(error).splitlines()[0]}); the first node has to be reachable by that name, with "
-            "its TCP ports open"
-        ]) from None  # fmt: skip
-    store.set(f"member-{member.rank}", json.dumps(asdict(_own_facts(member, interface))))
-    members = [MemberFacts(**json.loads(text)) for text in _collect(store, "member", member.size, timeout_s)]
+    own_facts = _own_facts(member, interface)
+    meeting = meet(member, interface, timeout_s)
+    meeting.put(f"member-{member.rank}", asdict(own_facts))
+    members = [MemberFacts(**facts) for facts in _collect(meeting, "member", member.size, timeout_s)]
     paths = plan_paths(members, configured=interface is not None)
     results = []
     for number, path in enumerate(paths):
-        own = _try(member, members, path, f"path-{number}", mib, timeout_s)
-        store.set(f"outcome-{number}-{member.rank}", own.to_text())
-        texts = _collect(store, f"outcome-{number}", member.size, timeout_s + REPORT_S)
-        results.append(PathResult(path, tuple(Outcome.from_text(text) for text in texts)))
+        own = _try(member, meeting, members, path, f"path-{number}", mib, timeout_s)
+        meeting.put(f"outcome-{number}-{member.rank}", asdict(own))
+        outcomes = _collect(meeting, f"outcome-{number}", member.size, timeout_s + REPORT_S)
+        results.append(PathResult(path, tuple(Outcome(**outcome) for outcome in outcomes)))
     if member.rank == 0:
         write(to_json(members, results) if as_json else render_paths(members, results))
-    _leave(store, member, timeout_s)
+    _leave(meeting, member, timeout_s)
     return 0 if all_required_work(results) else 1
 
 
@@ -93,29 +85,35 @@ def _own_facts(member: Member, interface: str | None) -> MemberFacts:
     return MemberFacts(host, interfaces(), route or "lo", cuda, "ACTIVE" in rdma_ports().values())
 
 
-def _collect(store: distributed.TCPStore, what: str, size: int, timeout_s: float) -> list[str]:
-    """Return the texts that all ranks have stored under `what`. Raises ConfigError naming the ranks that have not."""
+def _collect(meeting: Meeting, what: str, size: int, timeout_s: float) -> list[JsonValue]:
+    """Return the values that all ranks have stored under `what`. Raises ConfigError naming the ranks that have not."""
     deadline = time.monotonic() + timeout_s
     keys = [f"{what}-{rank}" for rank in range(size)]
-    while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+    while missing := [rank for rank, key in enumerate(keys) if not meeting.has(key)]:
         if time.monotonic() > deadline:
             raise ConfigError([
                 f"doctor --nodes: waited {timeout_s:.0f} s for {what} of ranks {missing}, {size - len(missing)} of "
                 f"{size} have answered; does every node run the command, with the same --timeout?"
             ])  # fmt: skip
         time.sleep(0.05)
-    return [store.get(key).decode() for key in keys]
+    return [meeting.get(key) for key in keys]
 
 
-def _leave(store: distributed.TCPStore, member: Member, timeout_s: float) -> None:
+def _leave(meeting: Meeting, member: Member, timeout_s: float) -> None:
     """Let rank 0, which holds the store, end last."""
-    store.set(f"left-{member.rank}", "1")
+    meeting.put(f"left-{member.rank}", True)
     if member.rank == 0:
-        _collect(store, "left", member.size, timeout_s)
+        _collect(meeting, "left", member.size, timeout_s)
 
 
 def _try(
-    member: Member, members: Sequence[MemberFacts], path: PathToTry, prefix: str, mib: float, timeout_s: float
+    member: Member,
+    meeting: Meeting,
+    members: Sequence[MemberFacts],
+    path: PathToTry,
+    prefix: str,
+    mib: float,
+    timeout_s: float,
 ) -> Outcome:
     """Run this rank's probe of one path, at most `timeout_s` seconds."""
     device = "cpu"
@@ -125,7 +123,7 @@ def _try(
         device = f"cuda:{member.local % torch.cuda.device_count()}"
     leaders = ",".join(map(str, node_leaders(members)))
     command = [
-        sys.executable, "-m", _PROBE, member.host, str(member.port), prefix, str(member.rank), str(member.size),
+        sys.executable, "-m", _PROBE, meeting.host, str(meeting.port), prefix, str(member.rank), str(member.size),
         path.backend, device, str(mib), str(timeout_s), leaders,
     ]  # fmt: skip
     environment = {**os.environ, **path.environment[member.rank]}

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Literal
@@ -26,6 +26,10 @@ SocketLock = Literal["token", "curve", "hmac", "loopback only", "file mode", "no
 
 NETWORK_RULE = "let only the nodes of the job reach this port: see the network rule in SECURITY.md"
 ADDRESS_FIX = "it must be bound to one address"
+LOOPBACK_FIX = (
+    "the run is on one host, so it must be bound to loopback; only door.host, telemetry.prometheus_host, "
+    "launch.interface and variables such as GLOO_SOCKET_IFNAME may name another address for it"
+)
 TORCHRUN_FIX = "torchrun unpickles what strangers write there: start it with --rdzv-backend megarl, see SECURITY.md"
 UNKNOWN_FIX = (
     "find out what opened it: the process should not have it, or has more of its kind than it should. If it is the "
@@ -53,6 +57,10 @@ class Listener:
     def address(self) -> str:
         """The address as a table shows it."""
         return self.host if self.kind == "unix" else f"{'*' if self.is_wildcard else self._ip}:{self.port}"
+
+    def is_at(self, hosts: Collection[str]) -> bool:
+        """Tell whether the socket listens at one of these addresses."""
+        return self.kind != "unix" and str(self._ip) in hosts
 
     @property
     def is_wildcard(self) -> bool:
@@ -184,14 +192,18 @@ def judge(
     ray_on_loopback: bool,
     unlocked: Mapping[int, int],
     endpoint: tuple[int, int] | None = None,
+    chosen: Mapping[int, Collection[str]] | None = None,
 ) -> list[Verdict]:
     """Return a verdict for each socket, the failures first.
 
-    `ray_on_loopback`: the run's Ray has a loopback address. With any other, Ray 2.60.0 listens on all interfaces.
+    `ray_on_loopback`: the run's Ray has a loopback address, so the run is on one host, where all other sockets must be
+    on loopback too. With any other address, Ray 2.60.0 listens on all interfaces.
     `unlocked`: by pid, how many sockets without a lock a trainer rank or an engine may have; 0 for another process.
     `endpoint`: pid and port of the endpoint for Prometheus, if the run has one.
+    `chosen`: by pid, the addresses beyond loopback that the user has named for sockets of that process.
     """
     verdicts = []
+    chosen = chosen or {}
     seen: Counter[tuple[int, Known]] = Counter()
     # Those on all interfaces last, so that none of them takes the place of one that is bound as it should be.
     for listener in sorted(
@@ -205,12 +217,14 @@ def judge(
                 known = each
                 seen[listener.pid, each] += 1
                 break
-        verdicts.append(_judge(listener, known, ray_on_loopback))
+        leaves_loopback = not ray_on_loopback or listener.is_at(chosen.get(listener.pid, ()))
+        verdicts.append(_judge(listener, known, ray_on_loopback, leaves_loopback))
     order = ("fail", "warn", "ok")
     return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
 
 
-def _judge(listener: Listener, known: Known | None, ray_on_loopback: bool) -> Verdict:
+def _judge(listener: Listener, known: Known | None, ray_on_loopback: bool, leaves_loopback: bool) -> Verdict:
+    """Judge one socket. `leaves_loopback`: it may be at another address of this host than a loopback one."""
     level: Level = "ok"
     what, lock, fix = (known.what, known.lock, "") if known is not None else ("unknown", "none", UNKNOWN_FIX)
     if known is None:
@@ -222,6 +236,8 @@ def _judge(listener: Listener, known: Known | None, ray_on_loopback: bool) -> Ve
         open_ray = listener.kind == "TCP6" and known.lock == "token" and not ray_on_loopback
         level, fix = ("warn", NETWORK_RULE) if open_ray else ("fail", ADDRESS_FIX)
         fix = TORCHRUN_FIX if known == TORCH_STORE else fix
+    elif listener.kind != "unix" and not listener.is_loopback and not leaves_loopback:
+        level, fix = "fail", LOOPBACK_FIX
     elif lock == "none" and listener.is_loopback:
         lock = "loopback only"
     elif lock == "none":

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import distributed
 
+from megarl.common.bound_store import connect_store
 from megarl.common.byte_units import MIB
 
 REPEATS = 3
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the parent
     timeout = timedelta(seconds=float(timeout_s))
     _say(stage="connect")
-    store = distributed.TCPStore(host, int(port), None, False, timeout)
+    store = connect_store(host, int(port), float(timeout_s))
     where = torch.device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import StringIO
 from typing import Literal
 
@@ -70,15 +70,6 @@ class Outcome:
     stage: str = "start"
     error: str | None = None
     log: str = ""
-
-    def to_text(self) -> str:
-        """Return the outcome as JSON text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Outcome:
-        """Return the outcome of `to_text`."""
-        return cls(**json.loads(text))
 
 
 def plan_paths(members: Sequence[MemberFacts], *, configured: bool) -> list[PathToTry]:

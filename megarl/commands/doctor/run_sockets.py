@@ -14,6 +14,7 @@ import psutil
 
 from megarl.cluster.handle import SPEC_FILE, SupervisorSpec, read_state
 from megarl.cluster.ray_head import TOKEN_FILE
+from megarl.commands.doctor.chosen_addresses import chosen_addresses
 from megarl.commands.doctor.listeners import (
     MANY,
     Listener,
@@ -27,6 +28,7 @@ from megarl.commands.doctor.listeners import (
 from megarl.commands.doctor.unlocked_sockets import of_engine, of_trainer_rank
 from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId, is_alive
+from megarl.config.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.models.read_config import load_info
 from megarl.telemetry.prometheus import read_endpoint
@@ -54,32 +56,51 @@ def judge_run(
     run_dir: Path, state: dict[str, Any], listeners: Iterable[Listener], roles: Mapping[int, str]
 ) -> list[Verdict]:
     """Return a verdict for each socket of the run's processes, whose `roles` are known by pid."""
-    ray_host = str(state["address"]).rpartition(":")[0]
     found = read_endpoint(run_dir)
+    spec = _spec(run_dir, roles)
+    config = None if spec is None else Config.model_validate_json(spec.config_json)
     return judge(
         listeners,
-        ray_on_loopback=ray_host in {"", "127.0.0.1", "::1"},
-        unlocked=unlocked_of(run_dir, roles),
+        ray_on_loopback=is_on_loopback(str(state["address"]), config),
+        unlocked={} if spec is None or config is None else unlocked_of(spec, config, roles),
         endpoint=(found.pid, found.port) if found is not None else None,
+        chosen=chosen_addresses(roles, config, None if found is None else found.pid),
     )
 
 
-def unlocked_of(run_dir: Path, roles: Mapping[int, str]) -> dict[int, int]:
+def is_on_loopback(address: str, config: Config | None) -> bool:
+    """Tell whether the run's Ray listens on loopback alone; `address` is Ray's, "" before it has one.
+
+    Of a Ray cluster of the user's that is not known, whatever its address is: its nodes have addresses of their own.
+    """
+    if config is not None and config.ray.address is not None:
+        return False
+    if not address and config is not None:
+        return resolve_pools(config).nodes == 1 and config.launch.interface is None
+    return address.rpartition(":")[0].strip("[]") in {"", "127.0.0.1", "::1"}
+
+
+def _spec(run_dir: Path, roles: Mapping[int, str]) -> SupervisorSpec | None:
+    """Return what the launcher has told the supervisor. None if the file is gone and nobody here needs its config.
+
+    Raises ConfigError if it is gone, and processes are here whose sockets follow from the config.
+    """
+    try:
+        return SupervisorSpec.load(run_dir / "logs" / SPEC_FILE)
+    except FileNotFoundError as error:
+        if not {"trainer rank", "engine", "door"} & set(roles.values()):
+            return None
+        raise ConfigError([f"{error.filename} is gone, which tells what the run may listen on"]) from None
+
+
+def unlocked_of(spec: SupervisorSpec, config: Config, roles: Mapping[int, str]) -> dict[int, int]:
     """Return how many sockets without a lock each trainer rank and each engine may have, by pid.
 
-    With GPUs any number: that of NCCL's sockets is not known. Raises ConfigError if the file is gone that has the
-    config of the pool.
+    `config`: that of `spec`. With GPUs any number: that of NCCL's sockets is not known.
     """
     ours = {pid: role for pid, role in roles.items() if role in {"trainer rank", "engine"}}
-    if not ours:
-        return {}
-    try:
-        spec = SupervisorSpec.load(run_dir / "logs" / SPEC_FILE)
-    except FileNotFoundError as error:
-        raise ConfigError([f"{error.filename} is gone, which tells what the run may listen on"]) from None
-    if spec.cuda:
+    if spec.cuda or not ours:
         return dict.fromkeys(ours, MANY)
-    config = Config.model_validate_json(spec.config_json)
     has_saved = any(config.checkpoint_dir.glob("*iter_*"))
     has_trainer = not spec.serves and "launcher" not in roles.values()
     experts = bool(load_info(config.model.path).num_experts)

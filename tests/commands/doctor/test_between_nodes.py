@@ -17,6 +17,7 @@ from megarl.commands import cli
 from megarl.commands.doctor.between_nodes import run_probe
 from megarl.commands.doctor.paths import PathResult, PathToTry, advice
 from megarl.common.reserved_ports import ReservedPorts
+from tests.support.attack import addresses
 from tests.support.checkout import ROOT, environment, torchrun
 
 DOCTOR = ("-m", "megarl", "doctor", "--nodes", "--mib", "1")
@@ -56,6 +57,48 @@ def place(rank: int, size: int, port: int) -> dict[str, str]:
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port - 1),
     }  # fmt: skip
+
+
+def test_while_it_waits_its_store_listens_at_one_address(port: int) -> None:
+    waiting = start(0, 2, port, "--interface", "lo", "--timeout", "60")
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not (found := addresses(port, waiting.pid)) and time.monotonic() < deadline and waiting.poll() is None:
+            time.sleep(0.1)
+        assert found == {"127.0.0.1"}
+    finally:
+        waiting.kill()
+        waiting.communicate(timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("backend", ["megarl", "c10d"])
+def test_two_nodes_of_a_torchrun_whose_store_is_closed_and_of_one_that_is_open(
+    backend: str, port: int, tmp_path: Path
+) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+             "--rdzv-backend", backend, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1",
+             "--rdzv-conf", f"is_host={first}", *DOCTOR, "--interface", "lo", "--timeout", "60"],
+            env=environment(MEGARL_RUN_DIR=str(tmp_path), SLURMD_NODENAME=f"node-{first}"), cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for first in ("true", "false")
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    told, report = ("".join(each) for each in zip(*outputs, strict=True))
+    if backend == "megarl":
+        assert codes == [0, 0], outputs
+        assert "2 processes on 2 nodes: node-" in told and (tmp_path / "secret").exists()
+    else:
+        assert 0 not in codes and not told, outputs
+        assert report.count("run code as you (SECURITY.md). Start the same on every node by: MEGARL_RUN_DIR=") == 1
+        assert "torchrun --rdzv-backend megarl --nnodes 2 --nproc-per-node 1 --rdzv-endpoint 127.0.0.1:29400" in report
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.commands.doctor.listeners import (
     KNOWN,
+    LOOPBACK_FIX,
     Listener,
     all_locked,
     listeners_to_json,
@@ -98,6 +99,25 @@ def test_on_several_hosts_the_network_protects_what_ray_and_collectives_leave_op
     )
     # With Ray on loopback, the same sockets are failures.
     assert not all_locked(judge(listeners(*rows), ray_on_loopback=True))
+
+
+@pytest.mark.parametrize("row", sorted({row for row in ONE_HOST if row[1] != "unix"}))
+def test_a_socket_of_a_run_on_one_host_that_is_not_on_loopback_fails_whatever_its_lock_is(row: tuple[str, ...]) -> None:
+    role, kind, host, lock = row
+    elsewhere = Listener(7, role, kind, host.replace("127.0.0.1", "10.0.0.7"), 5000)  # type: ignore[arg-type]
+    judged = partial(judge_all, [elsewhere], unlocked={7: 1})
+    (verdict,) = judged(ray_on_loopback=True)
+    assert (verdict.level, verdict.fix) == ("fail", LOOPBACK_FIX) and not all_locked([verdict])
+    assert verdict.lock == ("none" if lock == "loopback only" else lock)
+    (verdict,) = judged(ray_on_loopback=True, chosen={7: {"10.0.0.8"}, 8: {"10.0.0.7"}})
+    assert verdict.level == "fail", "the address of another process, or another address of this one, is not that"
+    # As on several hosts, where it is the address of the node.
+    level = "warn" if lock == "loopback only" else "ok"
+    for (verdict,) in (judged(ray_on_loopback=False), judged(ray_on_loopback=True, chosen={7: {"10.0.0.7"}})):
+        assert verdict.level == level
+    (verdict,) = judge_all([Listener(7, role, "TCP", "0.0.0.0", 5000)], ray_on_loopback=True, unlocked={7: 1},
+                           chosen={7: {"0.0.0.0"}})  # fmt: skip
+    assert verdict.level == "fail", "all interfaces are nobody's choice"
 
 
 @given(st.permutations(ONE_HOST), st.integers(0, len(ONE_HOST) - 1), st.booleans())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -105,5 +106,6 @@ def test_the_fix_of_each_failure(log: str, stage: str, backend: str, told: str) 
     assert told in advice(broken.path, broken.outcomes)
 
 
-def test_outcomes_travel_as_text() -> None:
-    assert Outcome.from_text(BROKEN.to_text()) == BROKEN and Outcome.from_text(WORKS.to_text().encode()) == WORKS
+def test_outcomes_travel_as_json() -> None:
+    for outcome in (BROKEN, WORKS):
+        assert Outcome(**json.loads(json.dumps(asdict(outcome)))) == outcome

@@ -14,10 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.handle import write_state
+from megarl.cluster.handle import SPEC_FILE, SupervisorSpec, read_state, write_state
 from megarl.commands.cli import main
-from megarl.commands.doctor.run_sockets import find_listeners, find_roles, is_open_to_others, listening_paths
+from megarl.commands.doctor.listeners import LOOPBACK_FIX, Listener
+from megarl.commands.doctor.run_sockets import (
+    find_listeners,
+    find_roles,
+    is_on_loopback,
+    is_open_to_others,
+    judge_run,
+    listening_paths,
+)
+from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId
+from megarl.config.schema import Config
+from tests.support.configs import config
 
 SERVE = (
     "import socket,sys; s=socket.create_server(('{host}', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
@@ -85,6 +96,47 @@ def test_a_directory_without_a_living_run_here_is_one_message(
     write_run(tmp_path, serving[0].pid, host="another-node")
     assert main(["doctor", "--run", str(tmp_path)]) == 2
     assert "no process of" in (err := capsys.readouterr().err) and "another-node" in err
+
+
+def write_spec(run_dir: Path, config: Config) -> None:
+    (run_dir / "logs").mkdir(exist_ok=True)
+    text = config.model_dump_json()
+    SupervisorSpec(text, str(run_dir), ProcessId.own(), "abc", 0, "/", cuda=True).save(run_dir / "logs" / SPEC_FILE)
+
+
+def test_a_socket_that_leaves_loopback_fails_unless_the_config_names_its_address(tmp_path: Path) -> None:
+    write_run(tmp_path, os.getpid())
+    state = read_state(tmp_path)
+    assert state is not None
+    roles = {1: "door", 2: "queue storage"}
+    sockets = [Listener(pid, role, "TCP", "10.0.0.7", 5000) for pid, role in roles.items()]
+    with pytest.raises(ConfigError, match="is gone, which tells what the run may listen on"):
+        judge_run(tmp_path, state, sockets, roles)
+    (other,) = judge_run(tmp_path, state, sockets[1:], {2: "queue storage"})
+    assert (other.level, other.lock, other.fix) == ("fail", "curve", LOOPBACK_FIX)
+    for host, failed in ((None, [1, 2]), ("10.0.0.7", [2]), ("10.0.0.8", [1, 2])):
+        write_spec(tmp_path, config("model", door__enabled=True, door__host=host))
+        verdicts = judge_run(tmp_path, state, sockets, roles)
+        assert sorted(each.listener.pid for each in verdicts if each.level == "fail") == failed, host
+    # The address of Ray, which tells of `launch.interface` and of further hosts.
+    verdicts = judge_run(tmp_path, {**state, "address": "10.0.0.7:6379"}, sockets, roles)
+    assert [each.level for each in verdicts] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("address", "changes", "expected"),
+    [
+        ("127.0.0.1:6379", {}, True),
+        ("[::1]:6379", {}, True),
+        ("10.0.0.7:6379", {}, False),
+        ("", {}, True),  # Ray has none yet
+        ("", {"launch__interface": "eth0"}, False),
+        ("127.0.0.1:6379", {"ray__address": "127.0.0.1:6379"}, False),
+        ("auto", {"ray__address": "auto"}, False),
+    ],
+)
+def test_whether_the_run_is_on_loopback(address: str, changes: dict[str, str], expected: bool) -> None:
+    assert is_on_loopback(address, config("model", **changes)) == expected
 
 
 def test_unix_sockets_that_listen(tmp_path: Path) -> None:
