@@ -197,7 +197,7 @@ TELLS = (
 def torchrun(job: Job, monkeypatch: pytest.MonkeyPatch) -> psutil.Popen:
     """A process group of its own, as that of torchrun: part of the job, and gone when the job has ended."""
     monkeypatch.setattr("soak_end_faults.AGAIN_S", 0.2)
-    ending = replace(ABORTED_END, within_s=3.0)
+    ending = replace(ABORTED_END, within_s=25.0)
     monkeypatch.setitem(KINDS, "abort-job", replace(KINDS["abort-job"], ending=ending))
     group = psutil.Popen([sys.executable, "-c", TELLS], start_new_session=True, stdout=subprocess.PIPE, text=True)
     job.started.append(group)
@@ -242,7 +242,11 @@ def test_a_second_stop_signal_in_a_step_ends_the_job_which_names_it_and_is_resum
     assert not (orders_of(job.directory) / HOLD).exists()
 
 
-def test_a_job_is_aborted_only_if_all_its_processes_have_ended(job: Job, torchrun: psutil.Popen) -> None:
+def test_a_job_is_aborted_only_if_all_its_processes_have_ended(
+    job: Job, torchrun: psutil.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "abort-job", replace(KINDS["abort-job"], ending=replace(ABORTED_END, within_s=3.0)))
+
     def end() -> int:
         wait_until(lambda: take(orders_of(job.directory), HOLD), 10, "the order that holds a step up")
         assert [int(torchrun.stdout.readline()) for _ in range(2)] == [Signals.SIGINT] * 2
