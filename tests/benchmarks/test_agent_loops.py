@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import benchmarks.agent_loops as script
+from benchmarks import agent_loops_parts
 from benchmarks.agent_loops import MAX_TOKENS, MeasuredAgents, config_of, rows_of
 from benchmarks.agent_loops_parts import (
     LONGEST_TURN,
@@ -82,6 +83,28 @@ def test_the_watch_sees_a_turn_that_blocks_and_tells_waiting_from_computing(tmp_
     assert silent.wall_s == pytest.approx(2.0), "a loop that has written nothing was blocked all the time"
     with pytest.raises(FileNotFoundError, match="nobody-there"):
         longest_turns(tmp_path, begin, end, ["here", "nobody-there"])
+
+
+def test_the_watch_tells_how_long_the_longest_turn_waited_for_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of waits of that turn, and never more than the turn was late."""
+    waits = iter([0.0, 0.2, *[0.2] * 10_000])
+    monkeypatch.setattr(agent_loops_parts, "seconds_ready", lambda: lambda: next(waits))
+    monkeypatch.setattr(agent_loops_parts, "LINE_S", 0.3)
+
+    async def scenario() -> None:
+        watch = LoopWatch(tmp_path, "here")
+        await asyncio.sleep(0)
+        time.sleep(0.4)
+        while not list((tmp_path / "turns").glob("here.jsonl")):
+            await asyncio.sleep(0.01)
+        watch._task.cancel()
+
+    begin = time.monotonic()
+    asyncio.run(scenario())
+    turn = longest_turns(tmp_path, begin, time.monotonic(), ["here"])["here"]
+    assert turn.wall_s >= 0.3 and turn.ready_s == pytest.approx(0.2)
 
 
 def test_waiting_for_a_core_is_told_from_waiting_for_anything_else() -> None:

@@ -156,6 +156,24 @@ def test_a_call_that_must_not_be_repeated_is_recorded_on_the_disk_before_it_is_m
     assert not written
 
 
+def test_the_journal_holds_an_answer_as_the_model_sees_it(config: Config) -> None:
+    """Another process answers the call from there, with the same tokens."""
+    seen: list[tuple[str, str | None]] = []
+
+    class Keeps:
+        async def run(self, ctx: AgentContext) -> Trajectory:
+            for name in ("add", "s" * 500):
+                answer = await ctx.call(name, {"a": 1, "b": 1})
+                *_, call = runner.progress[1].loops[ctx.sample_index].calls.values()
+                seen.append((answer.text, call.text))
+            return await SingleTurn().run(ctx)
+
+    box = toolbox_of(Counter(answer=lambda _: "a" * 500), max_tool_output_chars=64)
+    runner = agent_runner(config, Keeps(), box, ScriptedBatcher(["4"]), KeepingRewards())
+    asyncio.run(runner.run(1))
+    assert len(seen) >= 2 and all(told == kept and 64 < len(told) < 128 for told, kept in seen)
+
+
 def test_a_tool_that_does_not_keep_its_time_is_given_up(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_context, "GRACE_S", 0.0)
     answers = []
