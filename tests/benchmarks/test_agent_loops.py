@@ -88,7 +88,7 @@ def test_the_watch_sees_a_turn_that_blocks_and_tells_waiting_from_computing(tmp_
 def test_the_watch_tells_how_long_the_longest_turn_waited_for_a_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the clock of waits of that turn, and never more than the turn was late."""
+    """A stand-in tells the waits: 0.2 s in that turn, and nothing later."""
     waits = iter([0.0, 0.2, *[0.2] * 10_000])
     monkeypatch.setattr(agent_loops_parts, "seconds_ready", lambda: lambda: next(waits))
     monkeypatch.setattr(agent_loops_parts, "LINE_S", 0.3)
