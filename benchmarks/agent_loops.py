@@ -18,7 +18,8 @@ flight that is asked for, because it counts finished groups too, which wait for 
 - cost: CPU time of controller, workers, rewards, queue and Ray's own processes per trajectory, most / fewest in flight;
 - longest turn: of the event loops of controller and workers, with most in flight / 100 ms. A timer that is due every
   10 ms was late by that time, so it counts too that other processes had the cores; how long that was is told beside
-  it, and the most that a loop has computed in any turn.
+  it, and the most that a loop has computed in any turn;
+- longest turn while all begin: the same before, from the start of the pool until what has begun together is trained.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +54,11 @@ MAX_TOKENS = 768  # both turns, and the tool's answer
 
 @dataclass(frozen=True)
 class MeasuredAgents:
-    """One measurement, and the longest turns of the event loops in it by process."""
+    """One measurement, and the longest turns of the event loops in it, and before it, by process."""
 
     load: Measured
     turns: dict[str, LongestTurn]
+    first_turns: dict[str, LongestTurn]
 
 
 def config_of(options: argparse.Namespace, directory: Path, in_flight: int) -> dict[str, Any]:
@@ -121,6 +124,7 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
     # A sample takes the time of two turns, each nearly that of the longest: its group waits for the first ones.
     seconds_per_token = in_flight / options.rate / (2 * LONGEST_TURN)
     seconds_per_batch = options.groups * SAMPLES_PER_GROUP / options.trained
+    began = time.monotonic()
     pool = ActorPool.start(
         spec, name, REPLICAS, seconds_per_token, responses(directory), str(ROOT), None,
         replica_kind=TurnReplica, controller_kind=WatchedController,
@@ -144,7 +148,12 @@ def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajec
         pool.stop()
     print(f"{in_flight} in flight: {load.rate:.0f} finished per second, {load.cost:.2f} ms of CPU time each")
     loops = ["controller", *(f"worker-{index}" for index in range(options.workers))]
-    return MeasuredAgents(load, longest_turns(config.run_dir, times[0], times[-1], loops))
+    begun, ended = times[0], times[-1]
+    return MeasuredAgents(
+        load,
+        longest_turns(config.run_dir, begun, ended, loops),
+        longest_turns(config.run_dir, began, begun, loops),
+    )
 
 
 def rows_of(results: Sequence[MeasuredAgents], machine: str) -> list[Ratio]:
@@ -155,8 +164,7 @@ def rows_of(results: Sequence[MeasuredAgents], machine: str) -> list[Ratio]:
         return ", ".join(f"{part} {value:.3f}" for part, value in sorted(result.cost_ms.items()))
 
     loads = [each.load for each in results]
-    turns = results[-1].turns
-    details = {name: _text(each) for name, each in turns.items()}
+    turns, first_turns = results[-1].turns, results[-1].first_turns
     return [
         Ratio(
             f"rate, {most.wanted} in flight / {RATE:.0f} per second",
@@ -181,11 +189,20 @@ def rows_of(results: Sequence[MeasuredAgents], machine: str) -> list[Ratio]:
         ),
         Ratio(
             f"longest turn / {TURN_MS:.0f} ms",
-            max(1000 * each.wall_s for each in turns.values()) / TURN_MS,
+            _longest_ms(turns) / TURN_MS,
             1.0,
-            details=details,
+            details={name: _text(each) for name, each in turns.items()},
+        ),
+        Ratio(
+            f"longest turn while all begin / {TURN_MS:.0f} ms",
+            _longest_ms(first_turns) / TURN_MS,
+            details={name: _text(each) for name, each in first_turns.items()},
         ),
     ]
+
+
+def _longest_ms(turns: dict[str, LongestTurn]) -> float:
+    return max(1000 * each.wall_s for each in turns.values())
 
 
 def _text(turn: LongestTurn) -> str:

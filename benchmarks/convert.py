@@ -7,9 +7,11 @@ The bf16 weights are generated: `dense` in the real shape of a 4B model (36 laye
 tensors of a 30B-A3B (48 layers, 128 experts) at a width that gives 8.4 GB. Numbers are medians of rounds in which the
 copy and the conversion of both models alternate; before each run everything is synced and the caches are dropped. A
 conversion is timed from process start to exit, fsync included; `cp` is timed with `sync`. Memory is measured in
-separate runs: the anonymous and shared pages of all processes of the tree, and the largest of any one process, which is
-compared with that of a model of 2 GB. Of the whole tree it cannot be: how many workers copy the interleaved rows of a
-fused tensor at the same moment is a matter of chance, and a model of few layers has no tensor for each of them.
+separate runs: the anonymous and shared pages of all processes of the tree, and those that one process holds, which are
+compared with those of a model of 2 GB: all of the first process, and what a worker holds for itself alone. A worker's
+part of the pages that it shares with the first process would count in its favour as long as the other workers live. The
+whole tree cannot be compared: how many workers copy the interleaved rows of a fused tensor at the same moment is a
+matter of chance, and a model of few layers has no tensor for each of them.
 
 What a run has made is deleted before the next one begins, so that no more than one copy of a model lies on the disk
 beside the sources: 26 GB at most.
@@ -220,8 +222,8 @@ def measure_speed(kind: str, models: Sequence[BenchModel], rounds: int) -> list[
 def private_memory(command: list[str]) -> dict[str, int]:
     """Return the peak bytes of the process tree of a command.
 
-    "private": anonymous and shared pages; "first", "worker": those of the first process, and of any one of the others;
-    "file": pages of files.
+    "private": anonymous and shared pages of all; "first": anonymous pages of the first process; "worker": those that
+    any one of the others holds alone; "file": pages of files.
     """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
     peak = {"private": 0, "first": 0, "worker": 0, "file": 0}
@@ -267,15 +269,36 @@ def _tree_memory(pid: int) -> dict[str, int]:
     except psutil.NoSuchProcess:
         return found
     for process in processes:
+        directory = Path(f"/proc/{process.pid}")
         try:
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines()[1:]}
-        own, name = values["Pss_Anon"] + values["Pss_Shmem"], "first" if process.pid == pid else "worker"
-        found["private"] += own
+            (values,) = _mappings((directory / "smaps_rollup").read_text())
+            if process.pid == pid:
+                found["first"] = values["Anonymous"]
+            else:
+                found["worker"] = max(found["worker"], bytes_alone((directory / "smaps").read_text()))
+        except (OSError, ValueError):
+            continue  # it has ended
+        found["private"] += values["Pss_Anon"] + values["Pss_Shmem"]
         found["file"] += values["Pss_File"]
-        found[name] = max(found[name], own)
+    return found
+
+
+def bytes_alone(smaps: str) -> int:
+    """Return the bytes of anonymous pages that no other process has, from a process's /proc/PID/smaps."""
+    return sum(
+        min(values["Anonymous"], values["Private_Clean"] + values["Private_Dirty"]) for values in _mappings(smaps)
+    )
+
+
+def _mappings(smaps: str) -> list[dict[str, int]]:
+    """Return the values in bytes of each mapping in a text of smaps or smaps_rollup."""
+    found: list[dict[str, int]] = []
+    for line in smaps.splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            found.append({})
+        elif rest.endswith(" kB"):
+            found[-1][name[:-1]] = int(rest.split()[0]) * 1024
     return found
 
 

@@ -139,9 +139,12 @@ TURNS = {"controller": LongestTurn(1.0, 0.04, 0.03), "worker-0": LongestTurn(1.0
 
 
 def test_each_bound_can_be_missed() -> None:
+    first = {"controller": LongestTurn(0.5, 0.4, 0.1)}
+
     def missed(turns: dict[str, LongestTurn] = TURNS, **changed: object) -> list[str]:
         most = replace(LOAD, **({"wanted": 10_000, "in_flight": 10_000.0} | changed))
-        rows = rows_of([MeasuredAgents(LOAD, {}), MeasuredAgents(most, turns)], "2 cores")
+        rows = rows_of([MeasuredAgents(LOAD, {}, {}), MeasuredAgents(most, turns, first)], "2 cores")
+        assert rows[-1].ratio == pytest.approx(4.0), "while all begin there is no bound"
         return [row.name.split(",")[0].split(" /")[0] for row in rows if not row.ok]
 
     assert missed() == []
@@ -160,7 +163,7 @@ def test_a_missed_bound_is_the_exit_status_but_of_a_quick_run(
 
     def measure(options: argparse.Namespace, directory: Path, in_flight: int, trajectories: int) -> MeasuredAgents:
         asked.append((in_flight, trajectories))
-        return MeasuredAgents(replace(LOAD, wanted=in_flight, in_flight=float(in_flight), rate=499.0), TURNS)
+        return MeasuredAgents(replace(LOAD, wanted=in_flight, in_flight=float(in_flight), rate=499.0), TURNS, TURNS)
 
     output = tmp_path / "rows.json"
     monkeypatch.setattr("sys.argv", ["agent_loops.py", "--json", str(output), *quick])
@@ -172,7 +175,7 @@ def test_a_missed_bound_is_the_exit_status_but_of_a_quick_run(
     assert script.main() == status
     assert asked == ([(64, 160), (128, 320)] if quick else [(1000, 15_000), (10_000, 40_000)])
     rows = json.loads(output.read_text())
-    assert [row["ok"] for row in rows] == ([None] * 4 if quick else [False, True, True, True])
+    assert [row["ok"] for row in rows] == ([None] * 5 if quick else [False, True, True, True, True])
 
 
 @pytest.mark.slow  # it starts two pools
@@ -183,5 +186,6 @@ def test_a_quick_run_comes_to_its_end(tmp_path: Path) -> None:
     done = subprocess.run(line, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     rows = json.loads(output.read_text())
-    assert len(rows) == 4 and {row["ok"] for row in rows} == {None}
-    assert {"controller", "worker-0", "worker-1"} == rows[3]["details"].keys()
+    assert len(rows) == 5 and {row["ok"] for row in rows} == {None}
+    loops = {"controller", "worker-0", "worker-1"}
+    assert loops == rows[3]["details"].keys() == rows[4]["details"].keys()

@@ -213,6 +213,24 @@ def test_the_memory_of_each_process_of_a_command_is_measured() -> None:
     assert 64 < mib["first"] < 84 and 32 < mib["worker"] < 52 and 128 < mib["private"] < 190, mib
 
 
+def test_pages_that_a_worker_shares_with_the_first_process_are_not_its_own() -> None:
+    """Forked workers with 16 MiB of their own have 64 MiB in common with their parent, the last one too."""
+    text = """
+import os, sys, time
+shared = bytearray(64 * 2**20)
+shared[::4096] = b"x" * len(shared[::4096])
+for seconds in (0.5, 1.5):
+    if not os.fork():
+        own = bytearray(16 * 2**20)
+        own[::4096] = b"x" * len(own[::4096])
+        time.sleep(seconds)
+        os._exit(0)
+os.wait(), os.wait()
+"""
+    peak = convert.private_memory([sys.executable, "-c", text])
+    assert 64 < peak["first"] / 2**20 < 84 and 16 <= peak["worker"] / 2**20 < 24, peak
+
+
 def test_the_models_of_a_conversion_have_the_sizes_that_are_told() -> None:
     for name, config in (("dense", convert.dense_config), ("moe", convert.moe_config)):
         whole = {"dense": convert.DENSE_LAYERS, "moe": convert.MOE_LAYERS}[name]
