@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from soak_job_ends import JobEnds  # noqa: E402
 from soak_kinds import Fault  # noqa: E402
 from soak_orders import SLOWER, give, withdraw  # noqa: E402
 from soak_part_faults import PartFaults  # noqa: E402
-from soak_place import RunPlace, SeveralHosts  # noqa: E402
+from soak_place import RunPlace  # noqa: E402
 from soak_processes import age, is_ready  # noqa: E402
 from soak_replica_faults import ReplicaFaults  # noqa: E402
 from soak_watch import WatchedRun  # noqa: E402
@@ -56,7 +57,7 @@ class Injector:
         self._end = threading.Event()
         self._watch = WatchedRun(run_dir, faults, replicas=replicas, say=say, end=self._end, place=place)
         self._replicas, self._parts = ReplicaFaults(self._watch), PartFaults(self._watch)
-        hosts = place if isinstance(place, SeveralHosts) else None
+        hosts = None if place is None else place.several_hosts
         self._hosts = HostFaults(self._watch, hosts) if hosts is not None else None
         self._endings = EndFaults(self._watch, self.ends, hosts)
         self._error: BaseException | None = None
@@ -74,7 +75,7 @@ class Injector:
         self._thread.join(STOP_S)
         if self._thread.is_alive():
             return f"the faults: waited {STOP_S:.0f} s for their thread to end"
-        return "" if self._error is None else f"the faults: {self._error!r}"
+        return "" if self._error is None else f"the faults: {''.join(traceback.format_exception(self._error))}"
 
     def _run(self) -> None:
         try:
@@ -111,7 +112,9 @@ class Injector:
         """Return what lets a fault of this kind happen."""
         if fault.kind.ending is not None:
             return self._endings.hit
-        if self._hosts is not None and fault.kind.needs_hosts:
+        if fault.kind.needs_hosts:
+            if self._hosts is None:
+                raise ValueError(f"{fault} needs several hosts, and the run is on one")
             return self._hosts.hit
         return self._parts.hit if fault.kind.outcome == "survived" else self._replicas.hit
 

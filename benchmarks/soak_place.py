@@ -42,6 +42,11 @@ AGENT = "megarl.cluster.nodes.agent"
 class RunPlace(Protocol):
     """Says how a run is started, and how its processes are found."""
 
+    @property
+    def several_hosts(self) -> SeveralHosts | None:
+        """Itself if it has hosts that can be lost and links that can be cut; else None."""
+        ...
+
     def command(self, config: Path, ranks: int, restarts: int) -> list[str]:
         """Return what starts the job, as a user would."""
         ...
@@ -69,6 +74,8 @@ class RunPlace(Protocol):
 
 class OneMachine:
     """This machine, under torchrun."""
+
+    several_hosts = None
 
     def command(self, config: Path, ranks: int, restarts: int) -> list[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl"]
@@ -98,6 +105,10 @@ class SeveralHosts:
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
+
+    @property
+    def several_hosts(self) -> SeveralHosts:
+        return self
 
     def command(self, config: Path, ranks: int, restarts: int) -> list[str]:
         return [str(ROOT / "launch" / "multinode.sh"), ",".join(self.hosts.addresses), str(config)]

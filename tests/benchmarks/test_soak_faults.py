@@ -561,7 +561,15 @@ def test_what_goes_wrong_in_the_thread_of_the_faults_is_told(run: Run, monkeypat
     monkeypatch.setattr("soak_place.find_replicas", broken)
     injector = Injector(run.directory, [fault_of("kill-engine")], replicas=2, say=lambda text: None)
     wait_until(lambda: injector._error is not None, 30, "the error")
-    assert "the faults: psutil.AccessDenied(pid=7" in injector.stop()
+    told = injector.stop()
+    assert told.startswith("the faults: Traceback") and "in broken" in told and "psutil.AccessDenied: (pid=7" in told
+
+
+def test_a_fault_of_hosts_in_a_run_on_one_machine_is_an_error(run: Run) -> None:
+    run.step()
+    injector = Injector(run.directory, [fault_of("cut-link")], replicas=2, say=lambda text: None)
+    wait_until(lambda: injector._error is not None, 30, "the error")
+    assert "cut the link" in injector.stop() and not injector.happened
 
 
 def test_a_thread_of_the_faults_that_does_not_end_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

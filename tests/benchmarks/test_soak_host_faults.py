@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from benchmarks import soak_hosts
-from benchmarks.soak_faults import Injector, SeveralHosts
+from benchmarks.soak_faults import Injector
 from benchmarks.soak_happened import Happened
 from benchmarks.soak_host_faults import GROWN, SHRUNK
 from benchmarks.soak_hosts import Hosts, why_no_hosts
 from benchmarks.soak_kinds import KINDS
-from benchmarks.soak_place import ENGINES, HOSTS_RPC_S, TRAINER
+from benchmarks.soak_place import ENGINES, HOSTS_RPC_S, TRAINER, SeveralHosts
 from tests.support.faulted_run import Run, fault_of
 from tests.support.waiting import wait_until
 
