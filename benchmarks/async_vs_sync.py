@@ -10,7 +10,8 @@ percentile of at least 10 times the median.
 
 First the number of groups per step is chosen so that generation and training each take about half of a synchronous
 step. Then the modes run in turn, `--rounds` times; each mode's run of the median step time counts. Rates are response
-tokens trained per second, after `--skip` steps, in which engines warm up and queues fill. Rows:
+tokens trained per second in `--steps` steps, after `--skip` steps, in which engines warm up and queues fill. As many
+steps follow as rollout may be ahead, so that as many responses are generated in what is measured as are trained. Rows:
 
 - async / sync: the speed-up;
 - async, whole responses / sync and / async: the same without partial rollouts (`rollout.partial_rollout: false`). Each
@@ -37,7 +38,7 @@ for folder in (ROOT, ROOT / "benchmarks"):
 
 from length_model import LengthClass, quantile, write_model, write_prompts  # noqa: E402
 from report import Ratio, add_options, finish  # noqa: E402
-from whole_run import Cores, Window, fresh, median_window, response_lengths, train  # noqa: E402
+from whole_run import Cores, Window, fresh, measure, median_window, response_lengths  # noqa: E402
 
 SPEED_UP = 1.6
 SHARE_OF_POSSIBLE = 0.9
@@ -57,7 +58,7 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def run_config(options: argparse.Namespace, directory: Path, mode: str, groups: int, steps: int) -> dict[str, Any]:
-    """Return the config of a run."""
+    """Return the config of a run of `steps` steps; `measure` adds those that follow."""
     config: dict[str, dict[str, Any]] = {
         "run": {"name": "async_vs_sync", "steps": steps, "export": False},
         "model": {"path": str(directory / "model")},
@@ -84,9 +85,9 @@ def run_mode(
 ) -> tuple[Window, list[int]]:
     """Run one mode; return its window and the lengths of all its responses."""
     run_dir = fresh(directory, mode.replace(", ", "-").replace(" ", "-"))
-    config = run_config(options, directory, mode, groups, steps)
+    config = run_config(options, directory, mode, groups, skip + steps)
     config["run"]["dir"] = str(run_dir)
-    window = Window.of(train(config, cores=Cores.one_each(), timeout_s=options.timeout), skip)
+    window, _ = measure(config, skip, steps, cores=Cores.one_each(), timeout_s=options.timeout)
     print(f"{mode}, {groups} groups: {window.tokens_per_s:.0f} tokens/s, {window.details()['seconds per step']}")
     return window, response_lengths(run_dir)
 
@@ -95,7 +96,7 @@ def calibrate(options: argparse.Namespace, directory: Path) -> int:
     """Return the number of groups at which waiting for rollouts and training take the same time in sync mode."""
     groups = options.groups
     for _ in range(CALIBRATIONS):
-        window, _ = run_mode("sync", options, directory, groups, steps=options.skip + 6, skip=options.skip)
+        window, _ = run_mode("sync", options, directory, groups, steps=6, skip=options.skip)
         wanted = balanced_groups(groups, window.wait_s, window.train_s)
         if wanted == groups or imbalance(window) <= (1 + BALANCE) / 2:
             break
@@ -162,8 +163,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each mode, in turn")
-    parser.add_argument("--steps", type=int, default=24, help="steps of a run")
-    parser.add_argument("--skip", type=int, default=6, help="steps that are not measured, at the start of a run")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a run that are measured, a multiple of 4")
+    parser.add_argument("--skip", type=int, default=8, help="steps that are not measured, at the start of a run")
     parser.add_argument("--groups", type=int, default=20, help="groups per step at which the calibration starts")
     parser.add_argument("--no-calibration", action="store_true", help="use --groups as it is")
     parser.add_argument("--hidden", type=int, default=320, help="width of the model")
@@ -174,7 +175,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.steps, options.skip, options.groups, options.no_calibration = 1, 3, 1, 2, True
+        options.rounds, options.steps, options.skip, options.groups, options.no_calibration = 1, 4, 1, 2, True
         options.hidden, options.layers = 128, 2
     with tempfile.TemporaryDirectory(prefix="async-vs-sync-") as name:
         directory = (options.keep or Path(name)).resolve()

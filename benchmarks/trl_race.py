@@ -5,7 +5,8 @@
 
 Same model, data, batch, reward, optimizer and loss on all sides, everything in fp32. TRL generates by transformers and
 computes with two threads, in one process. It runs with three micro-batches, and the best counts; between its runs those
-of megarl take their turn. The first steps of each run, `skip`, are not measured. Tasks:
+of megarl take their turn. The first steps of each run, `skip`, are not measured, nor are the last ones of `async`, for
+which rollout is ahead: as many samples are generated in what is measured as are trained. Tasks:
 
 - additions: the quickstart's task, 0.4 M parameters, about 20 tokens. The reference of the second row is a bare vLLM
   engine that samples the same responses on one core, while a run has to do everything else on the other one;
@@ -43,7 +44,7 @@ for folder in (ROOT, ROOT / "benchmarks"):
 
 from length_model import LengthClass, write_model, write_prompts  # noqa: E402
 from report import Ratio, add_options, finish  # noqa: E402
-from whole_run import Cores, Window, environment, fresh, train  # noqa: E402
+from whole_run import Cores, environment, fresh, measure  # noqa: E402
 
 MINUTES = 12.0
 TRL_VERSION = "1.16"
@@ -54,7 +55,8 @@ RUN_LIMIT_S = 900.0
 class Task:
     """A task of the race.
 
-    `trl_steps`, `steps`: of a run of TRL and of megarl; `*_skip` of them are not measured. `ranks`: of the trainer.
+    `trl_steps`: of a run of TRL, of which the first `trl_skip` are not measured. Of megarl `steps` are measured, after
+    `skip` others; as many follow as rollout may be ahead (`steps_after`). `ranks`: of the trainer.
     No process is pinned: trainer and engines use both cores, in turn or as the operating system divides them.
     """
 
@@ -83,13 +85,13 @@ class Task:
 TASKS = {
     "additions": Task(
         "additions", groups=48, samples_per_group=8, max_tokens=24, reward="math", lr=7e-4, eps=3e-3,
-        micro_batches=(384, 128, 64), micro_batch_tokens=8192, trl_steps=24, trl_skip=2, steps=24, skip=8,
+        micro_batches=(384, 128, 64), micro_batch_tokens=8192, trl_steps=24, trl_skip=2, steps=16, skip=8,
         replicas=1,
         ranks=1,  # the passes are so short that a second rank costs more processor time than it saves
     ),
     "long": Task(
         "long", groups=4, samples_per_group=8, max_tokens=256, reward="benchmarks.length_model:letter_share",
-        lr=1e-4, eps=1e-8, micro_batches=(32, 8, 4), micro_batch_tokens=4096, trl_steps=3, trl_skip=1, steps=8, skip=4,
+        lr=1e-4, eps=1e-8, micro_batches=(32, 8, 4), micro_batch_tokens=4096, trl_steps=3, trl_skip=1, steps=4, skip=4,
         replicas=2, ranks=2,
     ),
 }  # fmt: skip
@@ -154,7 +156,7 @@ class Race:
         task = self.task
         optimizer = {"lr": task.lr, "eps": task.eps, "weight_decay": 0.0}
         return {
-            "run": {"name": f"{task.name}_{mode}", "steps": task.steps, "export": False},
+            "run": {"name": f"{task.name}_{mode}", "steps": task.skip + task.steps, "export": False},
             "model": {"path": str(self.model)},
             "trainer": {
                 "gpus": task.ranks,
@@ -177,8 +179,7 @@ class Race:
         """Run megarl in `mode`."""
         config = self.config(mode)
         config["run"]["dir"] = str(fresh(self.directory, mode))
-        records = train(config, ranks=self.task.ranks, timeout_s=RUN_LIMIT_S)
-        window = Window.of(records, self.task.skip)
+        window, records = measure(config, self.task.skip, self.task.steps, ranks=self.task.ranks, timeout_s=RUN_LIMIT_S)
         print(f"{self.task.name}: {mode}: {window.details()['seconds per step']}")
         rewards = [record["reward/mean"] for record in records]
         return self._said(f"megarl {mode}", RaceResult(window.samples_per_s, window.step_s, rewards))
@@ -188,7 +189,7 @@ class Race:
         place = fresh(self.directory, "engine")
         path = place.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(self.config("async")))
-        responses = self.task.samples * max(2, self.task.steps // 2)
+        responses = self.task.samples * max(2, (self.task.skip + self.task.steps) // 2)
         cores = Cores.one_each().engine
         found = child("trl_race_engine.py", [str(path), str(responses)], place, environment(), cores)
         print(f"{self.task.name}: bare engine: {found['responses_per_s']:.1f} samples/s")
@@ -291,7 +292,7 @@ def require_trl(directory: Path | None) -> None:
 
 def quick(task: Task) -> Task:
     """Return the task at a size that only shows that it runs, also where other load makes two threads wait a lot."""
-    return replace(task, groups=2, micro_batches=(16, 8, 4), trl_steps=2, trl_skip=1, steps=3, skip=1, trl_threads=1)
+    return replace(task, groups=2, micro_batches=(16, 8, 4), trl_steps=2, trl_skip=1, steps=4, skip=1, trl_threads=1)
 
 
 def main() -> int:

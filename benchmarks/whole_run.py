@@ -23,8 +23,15 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megarl.config.pace import pace_of  # noqa: E402
+from megarl.config.schema import Config  # noqa: E402
+
 SCRIPT = ROOT / "examples" / "rl" / "train_rl.py"
 PIN_EVERY_S = 1.0
+REPLICA = "ray::EngineReplica"
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,22 @@ class Cores:
         # Controller, queue and rewards get both: on a machine with more cores they would be somewhere else.
         return cls(frozenset(cores[:1]), frozenset(cores[1:2]), frozenset(cores[:2]))
 
-    def of(self, command: Sequence[str]) -> frozenset[int]:
-        """Return the cores of a process with this command line."""
-        if command and command[0].startswith("ray::EngineReplica"):
-            return self.engine
-        is_rank = str(SCRIPT) in command and "torch.distributed.run" not in command
-        return self.trainer if is_rank else self.others
+    def of(self, part: str) -> frozenset[int]:
+        """Return the cores of a process that is this part of a run (see `part_of`)."""
+        return {"rank": self.trainer, "replica": self.engine, "engine": self.engine}.get(part, self.others)
+
+
+def part_of(command: Sequence[str], parent: Sequence[str]) -> str:
+    """Return which part of a run a process is: "rank", "replica", "engine", or "" for all others.
+
+    By its command line and that of the process that has started it. A replica's actor only passes on what its child,
+    the engine, computes; the title that vLLM gives that child needs room in its environment, which it may not have.
+    """
+    if str(SCRIPT) in command and "torch.distributed.run" not in command:
+        return "rank"
+    if "".join(command[:1]).startswith(REPLICA):
+        return "replica"
+    return "engine" if "".join(parent[:1]).startswith(REPLICA) else ""
 
 
 def environment() -> dict[str, str]:
@@ -99,7 +116,7 @@ class Pinner:
 
     def __init__(self, root: int, cores: Cores) -> None:
         self._root, self._cores = root, cores
-        self._pinned: set[frozenset[int]] = set()
+        self._pinned: set[str] = set()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pin", daemon=True)
         self._thread.start()
@@ -110,20 +127,18 @@ class Pinner:
 
     def check(self) -> None:
         """Raise SystemExit unless both a trainer's rank and an engine were found."""
-        if missing := {self._cores.trainer, self._cores.engine} - self._pinned:
-            raise SystemExit(
-                f"no process was found to pin to {[sorted(cores) for cores in missing]}: names have changed"
-            )
+        if missing := {"rank", "engine"} - self._pinned:
+            raise SystemExit(f"nothing was pinned that is a run's {' or '.join(sorted(missing))}: names have changed")
 
     def _run(self) -> None:
         while not self._end.wait(PIN_EVERY_S):
             for process in _below(self._root):
                 try:
-                    cores = self._cores.of(process.cmdline())
-                    _pin(process.pid, cores)
+                    part = part_of(process.cmdline(), psutil.Process(process.ppid()).cmdline())
+                    _pin(process.pid, self._cores.of(part))
                 except (psutil.Error, OSError):
                     continue  # it has ended
-                self._pinned.add(cores)
+                self._pinned.add(part)
 
 
 def _below(root: int) -> list[psutil.Process]:
@@ -159,9 +174,38 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def measure(
+    config: dict[str, Any], skip: int, steps: int, *, ranks: int = 1, cores: Cores | None = None, timeout_s: float
+) -> tuple[Window, list[dict[str, Any]]]:
+    """Run `config` for as many steps as it takes to measure `steps` after `skip`; return the window and all steps.
+
+    Raises ValueError for a window that `steps_after` refuses, and SystemExit as `train` does.
+    """
+    after = steps_after(config, steps)
+    config["run"]["steps"] = skip + steps + after
+    records = train(config, ranks=ranks, cores=cores, timeout_s=timeout_s)
+    return Window.of(records, skip, steps), records
+
+
+def steps_after(config: dict[str, Any], steps: int) -> int:
+    """Return how many steps must follow a window of `steps`, so that as much is generated in it as is trained.
+
+    What runs ahead has groups for later steps when the window begins. As many must be there at its end: the run must
+    not end before the last step that the bound allows then, and both must have the same place between two publications.
+    Raises ValueError if they have not.
+    """
+    pace = pace_of(Config.model_validate(config))
+    if not pace.runs_ahead:
+        return 0
+    interval = pace.sync_interval // pace.updates_per_step
+    if steps % interval:
+        raise ValueError(f"the weights are published every {interval} steps: a window cannot have {steps}")
+    return pace.steps_within_bound(0)
+
+
 @dataclass(frozen=True)
 class Window:
-    """The steps of a run after its first `skipped` ones, from the end of the last skipped step to the end of the run.
+    """Steps of a run, from the end of the last one before them to the end of the last of them.
 
     `samples_per_s` and `tokens_per_s` (response tokens of the loss) count what was trained on. The other values are
     seconds per step: its wall time, the trainer's wait for rollouts (for a batch, or for responses that end before a
@@ -181,17 +225,16 @@ class Window:
         return self.step_s - self.wait_s - self.train_s - self.sync_s
 
     @classmethod
-    def of(cls, records: Sequence[dict[str, Any]], skipped: int) -> Window:
-        """Raises ValueError unless a step is skipped and one is left."""
-        if not 1 <= skipped < len(records):
-            raise ValueError(f"{len(records)} steps were made: at least 1 must be skipped and 1 left, not {skipped}")
-        chosen = records[skipped:]
+    def of(cls, records: Sequence[dict[str, Any]], skipped: int, steps: int) -> Window:
+        """The `steps` steps after the first `skipped`. Raises ValueError unless both are there."""
+        if skipped < 1 or steps < 1 or skipped + steps > len(records):
+            raise ValueError(f"{len(records)} steps were made: {steps} after at least 1, {skipped}, cannot be measured")
+        chosen = records[skipped : skipped + steps]
         seconds = chosen[-1]["wall_time"] - records[skipped - 1]["wall_time"]
 
         def total(*names: str) -> float:
             return sum(record.get(name) or 0.0 for record in chosen for name in names)
 
-        steps = len(chosen)
         return cls(
             steps=steps,
             samples_per_s=total("batch/trained_samples") / seconds,
