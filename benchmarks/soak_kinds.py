@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -189,6 +189,13 @@ KINDS = {
     )
 }
 
+# Of each of these a draw has at least one: an engine that dies, one that stops and one that is slow are what a run of
+# weeks is sure to meet, and by chance nearly half of all draws would kill none.
+ALWAYS = [
+    {name for name, kind in KINDS.items() if kind.target in ("engine", "replica") and kind.action in actions}
+    for actions in (("kill",), ("hang", "pause"), ("slow", "crawl"))
+]
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -213,18 +220,30 @@ class Fault:
 
 
 def draw(seed: int, seconds: float, without: Sequence[str] = ()) -> list[str]:
-    """Return names of kinds in a random order, each once, that take `seconds` together at most by experience.
+    """Return names of kinds, each once, that take `seconds` together at most by experience.
 
-    `without`: kinds that cannot happen here.
+    `without`: kinds that cannot happen here. The first ones are one of each of ALWAYS; left out are those of which no
+    kind can happen, and as many of the dearest as there is no time for.
     """
     order = [name for name in KINDS if name not in without]
     random.Random(f"soak-draw-{seed}").shuffle(order)
-    chosen = []
+    wanted = [found for names in ALWAYS if (found := [name for name in order if name in names])]
+    wanted.sort(key=_least_cost_s, reverse=True)
+    chosen: list[str] = []
+    for number, names in enumerate(wanted, start=1):
+        room = seconds - sum(map(_least_cost_s, wanted[number:]))
+        if affordable := [name for name in names if KINDS[name].cost_s <= room]:
+            chosen.append(affordable[0])
+            seconds -= KINDS[affordable[0]].cost_s
     for name in order:
-        if KINDS[name].cost_s <= seconds:
+        if name not in chosen and KINDS[name].cost_s <= seconds:
             chosen.append(name)
             seconds -= KINDS[name].cost_s
     return chosen
+
+
+def _least_cost_s(names: Iterable[str]) -> float:
+    return min(KINDS[name].cost_s for name in names)
 
 
 def schedule(

@@ -18,8 +18,9 @@ import pytest
 from benchmarks import soak_faults, soak_processes
 from benchmarks.soak_faults import Injector
 from benchmarks.soak_happened import Happened, lethal, longest_gap
-from benchmarks.soak_kinds import KINDS, draw, missing, schedule
+from benchmarks.soak_kinds import ALWAYS, KINDS, draw, missing, schedule
 from benchmarks.soak_orders import SLOWER
+from benchmarks.soak_plan import FAULTS_SHARE
 from benchmarks.soak_processes import (
     TITLES,
     Replica,
@@ -66,6 +67,9 @@ def test_a_hang_gets_more_steps_than_a_pause() -> None:
     assert room["hang"] > room["kill"] > room["slow"] > room["pause"] >= 9
 
 
+LEAST_S = {names: min(KINDS[name].cost_s for name in names) for names in map(frozenset, ALWAYS)}
+
+
 @pytest.mark.parametrize("seconds", [0.0, 100.0, 400.0, 10_000.0])
 def test_faults_are_drawn_from_the_whole_table_as_far_as_the_time_goes(seconds: float) -> None:
     drawn = [draw(seed, seconds, without=["fill-disk"]) for seed in range(400)]
@@ -73,9 +77,51 @@ def test_faults_are_drawn_from_the_whole_table_as_far_as_the_time_goes(seconds: 
         assert len(set(names)) == len(names) and sum(KINDS[name].cost_s for name in names) <= seconds
         left = seconds - sum(KINDS[name].cost_s for name in names)
         assert all(kind.cost_s > left for name, kind in KINDS.items() if name not in (*names, "fill-disk"))
-    possible = {name for name, kind in KINDS.items() if kind.cost_s <= seconds} - {"fill-disk"}
+
+    def room(name: str) -> float:
+        return seconds - sum(cost for names, cost in LEAST_S.items() if name not in names)
+
+    possible = {name for name, kind in KINDS.items() if kind.cost_s <= room(name)} - {"fill-disk"}
     assert {name for names in drawn for name in names} == possible
     assert drawn == [draw(seed, seconds, without=["fill-disk"]) for seed in range(400)]
+
+
+ALONE = [name for name, kind in KINDS.items() if kind.needs_hosts]
+TOGETHER = [name for name, kind in KINDS.items() if not kind.happens_on_hosts]
+ENGINES = [
+    {"kill-engine", "kill-engine-idle", "kill-engine-in-sync", "kill-replica"},
+    {"hang-engine", "hang-engine-in-sync", "hang-replica", "pause-engine", "pause-replica"},
+    {"slow-engine", "crawl-engine"},
+]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "without", "always"),
+    [
+        (20.0, ALONE, ENGINES),
+        (5.0, ALONE, ENGINES),
+        (20.0, TOGETHER, [{"kill-engine"}, {"pause-engine"}]),  # no engine of a host is slowed down
+        (20.0, [*ENGINES[0], *ENGINES[1]], ENGINES[2:]),
+        (3.5, ALONE, [{"pause-engine", "pause-replica"}, {"slow-engine"}]),  # a kill takes longer than what is left
+        (1.5, ALONE, [{"pause-engine", "pause-replica"}]),
+    ],
+)
+def test_a_draw_always_has_one_kill_one_stop_and_one_slow_engine(
+    minutes: float, without: list[str], always: list[set[str]]
+) -> None:
+    """It has each of them for which there is time, and of which a kind can happen there."""
+    seconds = FAULTS_SHARE * 60.0 * minutes
+    for seed in range(1000):
+        names = draw(seed, seconds, without)
+        assert not set(names) & set(without) and sum(KINDS[name].cost_s for name in names) <= seconds
+        assert all(wanted.intersection(names) for wanted in always), f"seed {seed}: {names}"
+
+
+def test_which_kill_which_stop_and_which_slow_engine_a_draw_has_the_seed_says() -> None:
+    firsts = [draw(seed, FAULTS_SHARE * 60.0 * 20.0, ALONE)[: len(ENGINES)] for seed in range(1000)]
+    found = Counter(name for names in firsts for name in names)
+    assert all(min(found[name] for name in names) > 500 / len(names) for names in ENGINES)
+    assert found.total() == 3000 and found.keys() == set.union(*ENGINES)
 
 
 @pytest.mark.parametrize("seed", range(20))
