@@ -23,7 +23,7 @@ SERVE_S = 300.0  # for an engine that joins with the next publication
 class PoolChange:
     """Changes the pool of the run in `run_dir`, and tells `note` what each command has answered.
 
-    `goes_on()` waits until the run has made two more steps, False if it does not. `wait` is `Injector._wait`.
+    `goes_on()` waits until the run has made two more steps, False if it does not. `wait` is `WatchedRun.wait`.
     """
 
     run_dir: Path

@@ -32,7 +32,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     directory.mkdir()
     living = Run(directory, monkeypatch)
     monkeypatch.setattr("soak_watch.WatchedRun.NOTICE_S", 2.0)
-    monkeypatch.setattr(soak_processes, "WORKER_STARTED_S", 0.0)
     yield living
     living.close()
 

@@ -130,7 +130,8 @@ def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_p
     config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
     run_dir, process = tmp_path / "run", start_run(config)
     try:
-        wait_for(lambda: metric_steps(run_dir) >= rng.randrange(1, steps - 2), process)
+        step = rng.randrange(1, steps - 2)
+        wait_for(lambda: metric_steps(run_dir) >= step, process)
         time.sleep(rng.uniform(0, 0.5))
         workers = actors(run_dir, "AgentWorker")
         assert len(workers) == 2 and {path.name for path in (run_dir / "logs").glob("worker-*.log")} == {
