@@ -163,17 +163,20 @@ def counts_as(span: Mapping[str, int]) -> int:
 
 
 def judge(number: int, rows: Sequence[Mapping[str, Any]], version: int, rules: Rules) -> CountedGroup:
-    """Return how a group ends by the rules, from its rows alone; `version`: that of the weights before the step."""
+    """Return how a group ends by the rules, from its rows alone; `version`: that of the weights before the step.
+
+    Each row is a sample (`recount` notes any others). A group with fewer than two to train on has failed, however old.
+    """
     alive = [row for row in rows if row["status"] == "ok"]
     tokens = [counts_as(span) for row in alive for span in row["versions"]]
     last_update = version + rules.updates - 1
     lag = last_update - min(tokens) if tokens else None
     prompt = tuple(rows[0]["prompt_ids"])
     versions = frozenset(counts_as(span) for row in rows for span in row["versions"])
-    if lag is not None and lag > rules.bound:
-        return CountedGroup(number, "dropped_stale", lag, prompt, versions)
     if len(alive) < 2:
         return CountedGroup(number, "failed", lag, prompt, versions)
+    if lag is not None and lag > rules.bound:
+        return CountedGroup(number, "dropped_stale", lag, prompt, versions)
     cut = [row["finish_reason"] == "length" for row in alive]
     zero = rules.truncated == "zero_reward"
     rewards = [0.0 if zero and was_cut else row["reward"] for row, was_cut in zip(alive, cut, strict=True)]

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
+from megarl.algorithms.filters import alive_samples
 from megarl.config.pace import Pace
 from megarl.queue.dump import DumpedBatch
+from megarl.queue.trajectory import SampleTag
 from megarl.rollout.admission import Admission
 from megarl.rollout.counters import Taken
 from megarl.rollout.reusable_groups import Use
@@ -46,16 +48,20 @@ class ScheduledBatch:
         if (groups := sorted(found)) != (taken := sorted(self.ok + self.failed + self.reused)):
             raise ScheduleMismatch(f"step {self.step}: the schedule has groups {taken}, the recorded batch {groups}")
         oldest = batch.version + self.pace.updates_per_step - 1 - self.pace.max_staleness
-        stale = [
-            group
-            for group in groups
-            if any(not t.failed and not t.demonstrated and t.oldest_version < oldest for t in found[group])
-        ]
+        stale = [group for group in groups if _is_stale(found[group], oldest)]
         if self.dropped_stale is not None and len(stale) != self.dropped_stale:
             raise ScheduleMismatch(
                 f"step {self.step}: {self.dropped_stale} groups were dropped as stale, but {len(stale)} of the "
                 f"recorded batch are too old: {stale}"
             )
+
+
+def _is_stale(group: Sequence[SampleTag], oldest: int) -> bool:
+    """Tell whether the trainer drops a group as stale. With too few usable samples it has failed, however old."""
+    usable = alive_samples(group)
+    return len(usable) >= 2 and any(
+        not row.demonstrated and row.oldest_version < oldest for rows in usable for row in rows
+    )
 
 
 def read_schedule(path: Path) -> list[Event]:

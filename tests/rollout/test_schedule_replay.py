@@ -9,16 +9,19 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from megarl.config.pace import Pace
+from megarl.config.pace import Pace, pace_of
 from megarl.queue.dump import DumpedBatch
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission import Admission
 from megarl.rollout.schedule import Event, RecordedAdmission
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch, replay_schedule
+from megarl.run.step_plan import plan_step
 from tests.support.admission_machine import AdmissionMachine
+from tests.support.configs import config as config_of
 
 Batches = dict[int, tuple[list[int], list[int], list[int], int | None, list[int]]]
 PACE = Pace(1, 2, 3)
@@ -169,19 +172,63 @@ def test_events_before_the_first_attempt_are_refused() -> None:
         replay_schedule([{"event": "announce", "version": 0}])
 
 
-def row(group: int, version: int, status: Any = "ok") -> Trajectory:
-    return Trajectory(group, 0, [1], [2], [-0.5], (VersionSpan(version, 0, 1),), "stop", 1.0, status=status)
+def row(group: int, version: int, status: Any = "ok", *, sample: int = 0, part: int = 0) -> Trajectory:
+    versions = (VersionSpan(version, 0, 1),)
+    return Trajectory(group, sample, [1], [2], [-0.5], versions, "stop", 1.0, status=status, part=part)
+
+
+def pair(group: int, version: int) -> list[Trajectory]:
+    """A group of two samples, of which one is as old as `version`."""
+    return [row(group, 5), row(group, version, sample=1)]
 
 
 def test_a_recorded_batch_is_compared_with_the_schedule() -> None:
     scheduled = ScheduledBatch(5, [1, 4], [2], [], Pace(1, 1, 1), dropped_stale=1)
-    batch = DumpedBatch(5, 5, [row(1, 5), row(2, 2, "failed"), row(4, 3)])
+    batch = DumpedBatch(5, 5, [*pair(1, 5), row(2, 2, "failed"), *pair(4, 3)])
     scheduled.check(batch)
     with pytest.raises(ScheduleMismatch, match=r"step 5: the schedule has groups \[1, 2, 4\], .* \[1, 2\]"):
-        scheduled.check(replace(batch, trajectories=batch.trajectories[:2]))
+        scheduled.check(replace(batch, trajectories=batch.trajectories[:3]))
     with pytest.raises(ScheduleMismatch, match=r"step 5: 1 groups were dropped as stale, but 2 .*: \[1, 4\]"):
         scheduled.check(replace(batch, version=7))
     replace(scheduled, dropped_stale=None).check(replace(batch, version=7))  # the step was not committed
     replace(scheduled, ok=[4], reused=[1]).check(batch)
     with pytest.raises(ScheduleMismatch, match=r"step 5: the schedule has groups \[1, 2, 3, 4\], .* \[1, 2, 4\]"):
         replace(scheduled, reused=[3]).check(batch)
+
+
+@pytest.mark.parametrize(
+    ("group", "stale"),
+    [
+        ([row(1, 3), row(1, 5, sample=1)], True),
+        ([row(1, 3), row(1, 5, "failed", sample=1)], False),
+        ([row(1, 3), row(1, 3, part=1)], False),  # one sample
+        ([row(1, 3), row(1, 5, "failed", part=1), row(1, 5, sample=1), row(1, 5, sample=2)], False),
+        ([row(1, 5), row(1, 3, part=1), row(1, 5, sample=1)], True),
+    ],
+)
+def test_a_group_with_too_few_usable_samples_has_failed_however_old_its_tokens_are(
+    group: list[Trajectory], stale: bool
+) -> None:
+    batch, pace = DumpedBatch(5, 5, group), Pace(1, 1, 1)
+    ScheduledBatch(5, [1], [], [], pace, dropped_stale=int(stale)).check(batch)
+    with pytest.raises(ScheduleMismatch, match=r"step 5: . groups were dropped as stale, but ."):
+        ScheduledBatch(5, [1], [], [], pace, dropped_stale=int(not stale)).check(batch)
+
+
+SAMPLE = st.lists(
+    st.tuples(st.integers(2, 5), st.sampled_from(["ok", "ok", "failed"])), min_size=1, max_size=2
+)  # version and status by part
+
+
+@given(samples=st.lists(SAMPLE, min_size=2, max_size=4))
+def test_a_batch_is_dropped_by_the_check_as_by_the_trainer(samples: list[list[tuple[int, str]]]) -> None:
+    rows = [
+        row(1, version, status, sample=sample, part=part)
+        for sample, parts in enumerate(samples)
+        for part, (version, status) in enumerate(parts)
+    ]
+    batch = DumpedBatch(5, 5, rows)
+    config = config_of("model", admission={"mode": "async", "sync_interval": 1, "max_staleness": 1})
+    plan = plan_step(batch.tags, config, dp_size=1, version=batch.version)
+    event("stale" if plan.outcome.dropped_stale else "failed" if plan.outcome.failed else "in time")
+    ScheduledBatch(5, [1], [], [], pace_of(config), dropped_stale=plan.outcome.dropped_stale).check(batch)
