@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shutil
@@ -15,12 +16,24 @@ from megarl.commands.cli import main
 from megarl.commands.replay import check_schedule, choose_steps, replay_config, replay_steps
 from megarl.common.errors import ConfigError
 from megarl.config.load import load_config, to_yaml
-from megarl.config.pace import Pace
+from megarl.config.pace import Pace, pace_of
 from megarl.queue.dump import DumpError, read_batch, write_batch
+from megarl.rollout.group_end import usable_samples
 from megarl.rollout.schedule import SCHEDULE_FILE, Event, RecordedAdmission
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch
+from megarl.run.step_plan import plan_step
 from megarl.trainer import parallel
-from tests.support.recorded_steps import GROUPS, SAMPLES, STEPS, UPDATES, make_batch, version_of
+from tests.support.recorded_steps import (
+    GROUPS,
+    SAMPLES,
+    STALE,
+    STALE_AND_FAILED,
+    STEPS,
+    UPDATES,
+    make_batch,
+    make_batch_with_drops,
+    version_of,
+)
 from tests.support.rl_problem import make_config
 from tests.support.tensors import Tensors, read_hf
 from tests.support.tiny import make_tiny_model
@@ -105,6 +118,59 @@ def test_replay_repeats_the_steps_on_one_rank_and_two(recorded, world):
     # A replay of fewer steps is another policy: the comparison can fail.
     shorter = world(1).run("tests.support.ranks.replay:replay", run_dir=recorded, steps=STEPS - 1)[0]
     assert distance(shorter["weights"], replayed["weights"]) / moved > 0.05
+
+
+@pytest.fixture(scope="module")
+def dropping(recorded, tmp_path_factory) -> Path:
+    """The run with a stale group in its second step, beside one that is as old and has failed; it has a schedule.
+
+    Admission leaves nothing for the trainer to drop, so here it has not heard of the old tokens.
+    """
+    run = tmp_path_factory.mktemp("dropping") / "run"
+    run.mkdir()
+    shutil.copy(recorded / "config.yaml", run)
+    config = load_config(run / "config.yaml")
+    events: list[Event] = []
+    admission = RecordedAdmission(GROUPS, pace_of(config), record=events.append)
+    admission.load_state_dict(admission.state_dict())
+    for step in range(STEPS):
+        admission.set_version(version_of(step))
+        batch = make_batch_with_drops(step)
+        for group in admission.admit():
+            usable = usable_samples(row.status for row in batch if row.group_id == group)
+            admission.finish(group, usable, {version_of(step)})
+        assert admission.batch(step) is not None
+        plan = plan_step([row.tag for row in batch], config, dp_size=1, version=version_of(step))
+        admission.commit(step, **vars(plan.outcome), trained_groups=plan.trained_groups, ended=plan.ended)
+        write_batch(run / "batches", step, version_of(step), batch)
+    write_schedule(run, events)
+    return run
+
+
+def test_replay_drops_the_groups_that_the_trainer_has_dropped(dropping, world):
+    config = load_config(dropping / "config.yaml")
+    for step in range(STEPS):
+        tags = [row.tag for row in make_batch_with_drops(step)]
+        plan = plan_step(tags, config, dp_size=1, version=version_of(step))
+        assert replay._plan(read_batch(dropping / "batches", step), config, [], [], dp_size=1) == plan
+        assert plan.ended["dropped_stale"] == [STALE] * (step == 1)
+        assert plan.ended["failed"] == [STALE_AND_FAILED] * (step == 1)
+    ran = world(1).run("tests.support.ranks.replay:train_in_memory", run_dir=dropping, steps=STEPS, drops=True)[0]
+    replayed = world(1).run("tests.support.ranks.replay:replay", run_dir=dropping, steps=STEPS)[0]
+    assert replayed["metrics"] == ran["metrics"]
+    assert [values["groups/dropped_stale"] for values in ran["metrics"]] == [0, 1, 0]
+    assert [values["groups/trained"] for values in ran["metrics"]] == [GROUPS - 1, GROUPS - 2, GROUPS]
+    assert distance(ran["weights"], replayed["weights"]) == 0.0
+    whole = world(1).run("tests.support.ranks.replay:train_in_memory", run_dir=dropping, steps=STEPS)[0]
+    assert distance(whole["weights"], replayed["weights"]) > 0, "the groups that were dropped make no difference"
+
+
+def test_a_batch_of_which_the_run_has_dropped_other_groups_is_not_trained_on(dropping, tmp_path):
+    config = replay_config(dropping, tmp_path / "out", [])
+    schedule = check_schedule(dropping / SCHEDULE_FILE, [0, 1])
+    kept = {1: dataclasses.replace(schedule[1], dropped_stale=0)}
+    with pytest.raises(ScheduleMismatch, match=rf"step 1: 0 groups were dropped as stale, but 1 of .*: \[{STALE}\]"):
+        replay_steps(None, config, dropping / "batches", [1], schedule=kept)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow  # test_interrupts.py has a replay by the command line into a directory that is not empty

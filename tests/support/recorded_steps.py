@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 
@@ -42,3 +43,21 @@ def make_batch(step: int) -> list[Trajectory]:
                 )
             )
     return rows
+
+
+STALE, STALE_AND_FAILED = 4, 5  # groups of step 1 of `make_batch_with_drops`
+
+
+def make_batch_with_drops(step: int) -> list[Trajectory]:
+    """The trajectories of `make_batch`, but two groups have a token of the weights before the last publication.
+
+    The trainer drops one of them as stale, and the other one has failed, because it has one usable sample left.
+    """
+    return [_changed(row, step) for row in make_batch(step)]
+
+
+def _changed(row: Trajectory, step: int) -> Trajectory:
+    if row.group_id in (STALE, STALE_AND_FAILED) and row.sample_index == 0:
+        spans = (VersionSpan(version_of(step - 1), 0, 1), VersionSpan(version_of(step), 1, len(row.response_ids)))
+        return replace(row, versions=spans)
+    return replace(row, status="failed", failure="NaN") if row.group_id == STALE_AND_FAILED else row

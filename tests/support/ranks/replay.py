@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.replay import replay_steps
+from megarl.commands.replay import check_schedule, replay_steps
 from megarl.config.load import load_config
+from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.run.batch_metrics import record_batch
 from megarl.run.step import train_step
 from megarl.run.step_plan import plan_step
@@ -16,7 +17,7 @@ from megarl.telemetry.timer import PhaseTimer
 from megarl.trainer.policy import Policy
 from tests.support.ranks.layouts import make_layout
 from tests.support.ranks.policy import built_policy, exported
-from tests.support.recorded_steps import make_batch, version_of
+from tests.support.recorded_steps import make_batch, make_batch_with_drops, version_of
 
 
 def _timeless(values: dict[str, float]) -> dict[str, float]:
@@ -28,7 +29,7 @@ def _policy(run_dir: Path, layout: dict[str, Any]) -> AbstractContextManager[Pol
 
 
 def replay(run_dir: Path, steps: int, layout: dict[str, Any] | None = None) -> dict[str, Any]:
-    """This rank's final weights and each step's metrics, from the recorded batches."""
+    """This rank's final weights and each step's metrics, from the recorded batches and any schedule."""
     with _policy(run_dir, layout or {}) as policy:
         metrics: list[dict[str, float]] = []
         replay_steps(
@@ -37,16 +38,17 @@ def replay(run_dir: Path, steps: int, layout: dict[str, Any] | None = None) -> d
             run_dir / "batches",
             range(steps),
             lambda _, values: metrics.append(_timeless(values)),
+            check_schedule(run_dir / SCHEDULE_FILE, range(steps)),
         )
         return {"weights": exported(policy), "metrics": metrics}
 
 
-def train_in_memory(run_dir: Path, steps: int) -> dict[str, Any]:
-    """The same steps without the dump, on one rank."""
+def train_in_memory(run_dir: Path, steps: int, *, drops: bool = False) -> dict[str, Any]:
+    """The same steps without the dump, on one rank. `drops`: those of `make_batch_with_drops`."""
     with _policy(run_dir, {}) as policy:
         timer, metrics, collected = PhaseTimer(), step_metrics(), []
         for step in range(steps):
-            rows = {row.key: row for row in make_batch(step)}
+            rows = {row.key: row for row in (make_batch_with_drops if drops else make_batch)(step)}
             plan = plan_step([row.tag for row in rows.values()], policy.config, dp_size=1, version=version_of(step))
             trained = train_step(policy, plan, rows, policy.config, timer, metrics, step=step)
             record_batch(metrics, plan, trained)
