@@ -120,6 +120,14 @@ class IgnoresTaken(Admission):
         return 0
 
 
+class ForgetsTheStepAhead(Admission):
+    """Fills the queue as if only the oldest step that is taken were in it."""
+
+    @property
+    def _taken_count(self) -> int:
+        return sum(len(each.ok) + len(each.failed) + len(each.reused) for each in [*self._taken.values()][:1])
+
+
 class TrainsFailed(Admission):
     """Hands groups out that cannot be trained."""
 
@@ -299,7 +307,7 @@ class Small:
 
 
 # A step off, many versions in flight, updates per step, several steps per publication; then groups that are replaced,
-# and a queue that holds less than the bound allows.
+# a queue that holds less than the bound allows, with and without a batch that is taken beside the step that trains.
 SMALL = [
     Small(2, Pace(), 3),
     Small(2, Pace(max_staleness=1), 3),
@@ -311,12 +319,15 @@ SMALL = [
     Small(2, Pace(max_staleness=1), 3, refill=2),
     Small(1, Pace(max_staleness=2), 4, refill=1),
     Small(1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4, refill=2),
+    Small(2, Pace(max_staleness=2), 3, capacity=5, ahead=1),
+    Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2, ahead=1),
     Small(2, Pace(max_staleness=2), 3, capacity=3),
     Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2),
     Small(2, Pace(max_staleness=1), 3, ahead=1, ends=True),
 ]
 # The same with groups that are used again: with a batch taken ahead, up to the end of the run, three times, with
-# several updates per step and steps per publication, in a queue that holds less, beside groups that are replaced.
+# several updates per step and steps per publication, in a queue that holds less, beside groups that are replaced, and
+# in such a queue with a batch taken ahead.
 REUSING = [
     Small(2, Pace(max_staleness=1), 4, max_uses=2, ahead=1),
     Small(2, Pace(max_staleness=2), 4, max_uses=2, ends=True),
@@ -325,6 +336,8 @@ REUSING = [
     Small(2, Pace(sync_interval=2, max_staleness=3), 4, max_uses=2, ahead=1, ends=True),
     Small(2, Pace(max_staleness=3), 4, max_uses=3, capacity=5, plain=True),
     Small(2, Pace(max_staleness=1), 3, max_uses=2, refill=1),
+    Small(2, Pace(max_staleness=2), 4, max_uses=2, capacity=5, ahead=1, ends=True),
+    Small(2, Pace(sync_interval=2, max_staleness=3), 4, max_uses=2, refill=1, capacity=5, ahead=1, plain=True),
 ]
 
 
@@ -352,6 +365,7 @@ def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
         (ForgetsReplaced, "a replaced group is not settled"),
         (SettlesReplacedTwice, "the counters do not add up"),
         (IgnoresTaken, "the queue holds more than it may"),
+        (ForgetsTheStepAhead, "the queue holds more than it may"),
         (TrainsFailed, "a failed group counts as trainable"),
         (holding(in_flight=AgeOfTheStart), "an older group is left"),
     ],
@@ -359,7 +373,7 @@ def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
 def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
     with pytest.raises(AssertionError, match=broken):
         for small in reversed(SMALL):  # a rule is likelier to be broken in the last ones
-            explore(lambda small=small: small.make(mutant), small.steps)
+            explore(lambda small=small: small.make(mutant), small.steps, small.ahead)
 
 
 @pytest.mark.parametrize(
@@ -400,17 +414,17 @@ class AnyPace(Pace):
 def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_for_ever(updates: int, steps_per_sync: int) -> None:
     interval = updates * steps_per_sync
     refused = 0
-    sizes = itertools.product(range(interval + 1), (1, 2, 3, None), (0, 1), (1, 2))
-    for staleness, capacity, refill, max_uses in sizes:
+    sizes = itertools.product(range(interval + 1), (1, 2, 3, 4, None), (0, 1), (1, 2), (0, 1))
+    for staleness, capacity, refill, max_uses, ahead in sizes:
         pace = AnyPace(updates, interval, staleness)
         small = Small(2, pace, steps_per_sync + 1, refill, capacity, max_uses)
         if not steps_without_room(pace) and fits_queue(small.groups, capacity):
-            explore(small.make, small.steps, plain=True)
+            explore(small.make, small.steps, ahead, plain=True)
         else:
             refused += 1
             with pytest.raises(AssertionError, match="deadlock"):
-                explore(small.make, small.steps, plain=True)
-    assert refused > 4
+                explore(small.make, small.steps, ahead, plain=True)
+    assert refused > 8
 
 
 def labels_of_the_first_group(pace: Pace, shift: int, steps: int) -> None:
