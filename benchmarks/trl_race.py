@@ -11,7 +11,8 @@ which rollout is ahead: as many samples are generated in what is measured as are
 - additions: the quickstart's task, 0.4 M parameters, about 20 tokens. The reference of the second row is a bare vLLM
   engine that samples the same responses on one core, while a run has to do everything else on the other one;
 - long: 27 M parameters, groups of 8, up to 256 tokens, about 100 on average, so that computing dominates. The answers'
-  lengths come from benchmarks/length_model.py, and the reward is the share of one letter.
+  lengths come from benchmarks/length_model.py, and the reward is the share of one letter. The learning rate is so low
+  that the lengths stay what they are: at 1e-4 the policy wrote 256 tokens each time after twelve steps.
 
 TRL 1.16 is not part of megarl's environment. Install it, and what it needs besides that environment, into a directory
 of its own:
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -91,21 +93,26 @@ TASKS = {
     ),
     "long": Task(
         "long", groups=4, samples_per_group=8, max_tokens=256, reward="benchmarks.length_model:letter_share",
-        lr=1e-4, eps=1e-8, micro_batches=(32, 8, 4), micro_batch_tokens=4096, trl_steps=3, trl_skip=1, steps=4, skip=4,
+        lr=1e-6, eps=1e-8, micro_batches=(32, 8, 4), micro_batch_tokens=4096, trl_steps=3, trl_skip=1, steps=4, skip=4,
         replicas=2, ranks=2,
     ),
 }  # fmt: skip
+SAME_LENGTH = 1.25  # two runs differ by chance too: 64 samples of TRL are measured
 LONG_CLASSES = (LengthClass(1.0, 110),)  # 99 tokens on average, because the longest are cut
 LONG_SIZE = {"hidden": 448, "layers": 11}
 
 
 @dataclass(frozen=True)
 class RaceResult:
-    """A run: samples trained per second, seconds per step, and the mean reward of every step."""
+    """A run: samples trained per second, seconds per step, the mean reward of every step, and what a response has.
+
+    `length`: response tokens per sample, of the steps that are measured.
+    """
 
     samples_per_s: float
     step_s: float
     rewards: list[float]
+    length: float
 
     def curve(self) -> str:
         """Return the rewards as text, at most 9 of them."""
@@ -147,8 +154,9 @@ class Race:
         found = child("trl_race_grpo.py", [str(place.with_suffix(".json"))], place, trl_environment(self.options.trl))
         ends = found["ends"][task.trl_skip :]
         seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
+        length = statistics.fmean(found["lengths"][task.trl_skip :])
         return self._said(
-            f"TRL, micro-batch {micro_batch}", RaceResult(task.samples / seconds, seconds, found["rewards"])
+            f"TRL, micro-batch {micro_batch}", RaceResult(task.samples / seconds, seconds, found["rewards"], length)
         )
 
     def config(self, mode: str) -> dict[str, Any]:
@@ -182,7 +190,8 @@ class Race:
         window, records = measure(config, self.task.skip, self.task.steps, ranks=self.task.ranks, timeout_s=RUN_LIMIT_S)
         print(f"{self.task.name}: {mode}: {window.details()['seconds per step']}")
         rewards = [record["reward/mean"] for record in records]
-        return self._said(f"megarl {mode}", RaceResult(window.samples_per_s, window.step_s, rewards))
+        length = window.tokens_per_s / window.samples_per_s
+        return self._said(f"megarl {mode}", RaceResult(window.samples_per_s, window.step_s, rewards, length))
 
     def bare_engine(self) -> float:
         """Return the responses per second of an engine that has one of the cores for itself."""
@@ -207,7 +216,10 @@ class Race:
         return rows_of(self.task.name, trl, sync, ahead, bare)
 
     def _said(self, name: str, result: RaceResult) -> RaceResult:
-        print(f"{self.task.name}: {name}: {result.samples_per_s:.1f} samples/s; rewards {result.curve()}")
+        print(
+            f"{self.task.name}: {name}: {result.samples_per_s:.1f} samples/s; {result.length:.0f} tokens each; "
+            f"rewards {result.curve()}"
+        )
         return result
 
 
@@ -222,7 +234,9 @@ def rows_of(
     rates = {
         "samples/s": f"TRL {best.samples_per_s:.1f}, sync {sync.samples_per_s:.1f}, async {ahead.samples_per_s:.1f}"
     }
-    details = rates | {"TRL by micro-batch": tried, "TRL's step": f"{best.step_s:.1f} s"} | curves
+    lengths = {"TRL": best.length, "sync": sync.length, "async": ahead.length}
+    tokens = {"tokens per response": ", ".join(f"{name} {length:.0f}" for name, length in lengths.items())}
+    details = rates | {"TRL by micro-batch": tried, "TRL's step": f"{best.step_s:.1f} s"} | tokens | curves
     per_trl = ahead.samples_per_s / best.samples_per_s
     if bare is not None:
         return [
@@ -237,6 +251,8 @@ def rows_of(
         Ratio(f"{task}: async / sync", ahead.samples_per_s / sync.samples_per_s, 1.15, True),
         Ratio(f"{task}: async / TRL", per_trl),
         Ratio(f"{task}: TRL's step / 60 s", best.step_s / 60.0, 1.0),
+        # A policy that learns longer answers has more to do for a sample.
+        Ratio(f"{task}: longest / shortest responses", max(lengths.values()) / min(lengths.values()), SAME_LENGTH),
     ]
 
 

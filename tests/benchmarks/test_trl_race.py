@@ -18,8 +18,8 @@ from megarl.config.schema import Config
 from tests.support.checkout import ROOT
 
 
-def result(samples_per_s: float) -> RaceResult:
-    return RaceResult(samples_per_s, 30.0, [0.1, 0.2])
+def result(samples_per_s: float, length: float = 100.0) -> RaceResult:
+    return RaceResult(samples_per_s, 30.0, [0.1, 0.2], length)
 
 
 TRL = {4: result(5.0), 8: result(10.0), 32: result(7.0)}
@@ -43,10 +43,12 @@ def test_bounds_of_the_long_task() -> None:
     assert missed("long", 20.0, 23.0) == []
     assert missed("long", 19.9, 23.0) == ["long: sync / TRL"]
     assert missed("long", 20.0, 22.9) == ["long: async / sync"]
-    slow = {8: RaceResult(10.0, 61.0, [0.0])}
+    slow = {8: RaceResult(10.0, 61.0, [0.0], 100.0)}
     assert [row.name for row in rows_of("long", slow, result(20.0), result(23.0), None) if not row.ok] == [
         "long: TRL's step / 60 s"
     ]
+    rows = rows_of("long", TRL, result(20.0), result(23.0, 126.0), None)
+    assert [row.name for row in rows if not row.ok] == ["long: longest / shortest responses"]
 
 
 @pytest.mark.parametrize(
@@ -100,4 +102,4 @@ def test_the_help_installs_what_the_tests_lock() -> None:
 
 
 def test_a_curve_is_short() -> None:
-    assert RaceResult(1.0, 1.0, [0.1] * 24).curve().split() == ["0.10"] * 8
+    assert RaceResult(1.0, 1.0, [0.1] * 24, 20.0).curve().split() == ["0.10"] * 8
