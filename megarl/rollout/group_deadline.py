@@ -1,4 +1,4 @@
-"""The deadline of a prompt group: when its responses have to end, and what becomes of those that have not. Pure."""
+"""The deadline of a prompt group: when its responses and loops have to end, and what becomes of the others. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Literal
 from megarl.config.deadlines import group_deadline_s
 from megarl.config.schema import Config
 from megarl.rollout.responses_so_far import ResponsesSoFar
+
+# After a group's deadline, when its responses have ended, until its loops must have ended too: at most so many seconds,
+# and at most this share of the group's time, so that a trainer that waits for the group does not give up before. It is
+# twice what a harness leaves its function, because the harness has to read the session after that.
+GRACE_S, GRACE_SHARE = 60.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,40 @@ class GroupDeadline:
             return None
         return cls(now + seconds, seconds, policy)
 
+    @property
+    def grace_s(self) -> float:
+        """The seconds after it that a loop may take by itself (`OwnTime`)."""
+        return min(GRACE_S, GRACE_SHARE * self.seconds)
+
     def settle(self, responses: ResponsesSoFar) -> None:
         """Cut the unfinished responses. Raises RolloutError naming them if the policy is to fail."""
         if self.policy == "cut":
             responses.cut()
             return
         raise responses.unfinished_at(f"at the group's deadline of {self.seconds:g} s (rollout.group_deadline_s)")
+
+
+class OwnTime:
+    """Measures how long a loop has been left to itself since the time `at`.
+
+    What engines, tools and rewards take is not counted: each has a bound of its own, which may be the longer one.
+    """
+
+    def __init__(self, at: float) -> None:
+        self._at = self._since = at
+        self._before_s = 0.0
+        self._services = 0  # that the loop waits for
+
+    def begin_service(self, now: float) -> None:
+        """Note that the loop begins to wait for an engine, a tool or a reward; it may wait for several at once."""
+        self._before_s = self.seconds(now)
+        self._services += 1
+
+    def end_service(self, now: float) -> None:
+        """Note the end of one such wait."""
+        self._services -= 1
+        self._since = max(now, self._at)
+
+    def seconds(self, now: float) -> float:
+        """Return the loop's own time until `now`."""
+        return self._before_s if self._services else self._before_s + max(0.0, now - self._since)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.common.changed import changed
-from megarl.common.errors import TrajectoryFull, first_exception
+from megarl.common.errors import RolloutError, TrajectoryFull, first_exception
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardInput, RewardOutcome, Turn
@@ -17,8 +19,9 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.demonstrate import Demonstrate
 from megarl.rollout.batch_decoder import BatchDecoder
 from megarl.rollout.batch_stats import BatchStats
-from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.group_deadline import GroupDeadline, OwnTime
 from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
+from megarl.rollout.late_loops import LoopResult, ended_in_time
 from megarl.rollout.loop_context import LoopContext
 from megarl.rollout.prompts import Drawn
 from megarl.rollout.requests import GenerateRequest, GenerateResult
@@ -29,6 +32,7 @@ from megarl.rollout.to_trajectory import defect, failed_trajectory
 from megarl.rollout.toolbox import Toolbox
 from megarl.rollout.unforked import unforked
 from megarl.telemetry import events
+from megarl.tools.tool import ToolAnswer
 
 
 class Problems(Protocol):
@@ -125,18 +129,20 @@ class GroupRunner:
         deadline = GroupDeadline.of(self.config, now)
         if deadline is not None and left_s is not None:
             deadline = replace(deadline, at=now + left_s)
-        samples = range(self.config.batch.samples_per_group)
+        indices = range(self.config.batch.samples_per_group)
+        samples = [SampleContext(self, prompt, group_id, index, deadline) for index in indices]
         loop = Demonstrate() if prompt.demonstrations else self.loop
+        results = await ended_in_time(self._run_samples(loop, samples), loop, samples, deadline)
+        rows = [row for index, result in enumerate(results) for row in sample_rows(result, group_id, index)]
+        return await self._taught(_of_set(rows, prompt.dataset), prompt.dataset)
+
+    async def _run_samples(self, loop: AgentLoop, samples: Sequence[SampleContext]) -> list[LoopResult]:
         try:
             async with asyncio.TaskGroup() as tasks:  # the first failure cancels the others
-                running = [
-                    tasks.create_task(self._run_sample(loop, SampleContext(self, prompt, group_id, index, deadline)))
-                    for index in samples
-                ]
+                running = [tasks.create_task(self._run_sample(loop, sample)) for sample in samples]
         except BaseExceptionGroup as group:
             raise first_exception(group) from None
-        rows = [row for index, task in enumerate(running) for row in sample_rows(task.result(), group_id, index)]
-        return await self._taught(_of_set(rows, prompt.dataset), prompt.dataset)
+        return [task.result() for task in running]
 
     async def _taught(self, rows: list[Trajectory], dataset: str) -> list[Trajectory]:
         """Return a group's rows with the log-probs of the teacher, if its data set has one that has engines."""
@@ -147,12 +153,14 @@ class GroupRunner:
         self.stats.teacher_seconds.append(time.monotonic() - started)
         return rows
 
-    async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> Trajectory | Sequence[Trajectory]:
+    async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> LoopResult:
         try:
             result = await unforked(loop.run(context))
         except TrajectoryFull as full:  # of this sample alone; those beside it may have had shorter ones
             context.note_end(context.turns, overflow=True)
             result = failed_trajectory(context.group_id, context.sample_index, str(full))
+        finally:
+            context.ended = True
         context.note_times()
         return result
 
@@ -172,7 +180,10 @@ def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
 
 
 class SampleContext(LoopContext):
-    """Implements `AgentContext` for one sample of a group that `runner` runs."""
+    """Implements `AgentContext` for one sample of a group that `runner` runs.
+
+    `ended`: its loop has. `given_up`: nobody waits for its loop any more.
+    """
 
     def __init__(
         self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, deadline: GroupDeadline | None
@@ -180,6 +191,24 @@ class SampleContext(LoopContext):
         toolbox = runner.toolboxes.get(prompt.dataset)
         super().__init__(prompt, group_id, sample_index, runner.progress[group_id], toolbox)
         self._runner, self._group_deadline = runner, deadline
+        self._own_time = OwnTime(math.inf if deadline is None else deadline.at)
+        self.ended = self.given_up = False
+
+    def is_late(self, now: float) -> bool:
+        """Tell whether the loop has been left to itself longer than the group's deadline allows."""
+        deadline = self._group_deadline
+        return not self.ended and deadline is not None and self._own_time.seconds(now) >= deadline.grace_s
+
+    @contextlib.contextmanager
+    def _served(self) -> Iterator[None]:
+        """Note that the loop waits for an engine, a tool or a reward. Raises RolloutError if it was given up."""
+        if self.given_up:
+            raise RolloutError(f"group {self.group_id} has ended without its sample {self.sample_index}")
+        self._own_time.begin_service(time.monotonic())
+        try:
+            yield
+        finally:
+            self._own_time.end_service(time.monotonic())
 
     @property
     def run_seed(self) -> int:
@@ -219,24 +248,32 @@ class SampleContext(LoopContext):
 
     async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
         home = self.group_id if self._runner.config.run.deterministic else None
-        tokens = self._progress.tokens
-        if turn == 0:
-            result = await self._runner.batcher.generate(request, self.group_id, home, self._group_deadline, tokens)
-        else:  # its beginning is in the cache of one replica only
-            prefix = (self.group_id, self.sample_index)
-            result = await self._runner.batcher.generate(
-                request, prefix, home, self._group_deadline, tokens, near=self._replica
-            )
+        batcher, deadline, tokens = self._runner.batcher, self._group_deadline, self._progress.tokens
+        with self._served():
+            if turn == 0:
+                result = await batcher.generate(request, self.group_id, home, deadline, tokens)
+            else:  # its beginning is in the cache of one replica only
+                prefix = (self.group_id, self.sample_index)
+                result = await batcher.generate(request, prefix, home, deadline, tokens, near=self._replica)
         stats = self.stats
         stats.generate_seconds.append(result.seconds)
         stats.continued += result.lost_replicas > 0
         stats.cut += result.cut
         return result
 
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """See `AgentContext.call`."""
+        with self._served():
+            return await super().call(tool, arguments)
+
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """See `AgentContext.judge`."""
         if defect(result):
             return None
+        with self._served():
+            return await self._judged(result, turns)
+
+    async def _judged(self, result: GenerateResult, turns: Sequence[Turn]) -> RewardOutcome:
         text = await self._runner.decoder.text(result.response_ids)
         started = time.monotonic()
         reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
