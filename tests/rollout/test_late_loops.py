@@ -75,6 +75,7 @@ class Waits:
             try:
                 await asyncio.Event().wait()
             finally:
+                await asyncio.sleep(0.02)  # it closes what it has opened
                 self.cancelled += 1
         return row
 
@@ -245,9 +246,13 @@ def test_a_loop_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.Mo
 
     async def scenario() -> None:
         loop = Ignores()
-        with pytest.raises(RolloutError, match=LATE.format(2, "0, 1")):
-            await runner_of(config_with("fail"), loop, batcher).run(0)
+        running = asyncio.ensure_future(runner_of(config_with("fail"), loop, batcher).run(0))
+        await asyncio.wait({running}, timeout=HELD_S / 2)
+        given_up = running.done()
         loop.released.set()
+        with pytest.raises(RolloutError, match=LATE.format(2, "0, 1")):
+            await running
+        assert given_up
         await loop.refused.wait()
 
     results_of(scenario())
