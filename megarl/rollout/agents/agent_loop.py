@@ -36,7 +36,7 @@ class AgentContext(Protocol):
 
     @property
     def deadline(self) -> GroupDeadline | None:
-        """The time at which the responses of the group have to end; None if they may take as long as they need."""
+        """The time at which the responses of the group, and then its loops, have to end; None if there is none."""
         ...
 
     @property
