@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from tests.support.compare_trees import DifferenceError, compare_runs
+from tests.support.compare_trees import DifferenceError, compare_runs, records_of
 
 
 def write_run(directory: Path) -> Path:
@@ -120,3 +121,19 @@ def test_fields_of_spans_that_one_tree_has_are_no_difference_and_the_others_are(
     assert difference(before, after) is None
     write_batches(after, "the prompt", versions=[{"version": 2, "start": 0, "epoch": 0}])
     assert "row 0, versions.version: [1] before, [2] after" in str(difference(before, after))
+
+
+def test_checksums_of_an_archive_are_no_difference() -> None:
+    """Saves leave them out since some commit."""
+
+    def stored(checksums: bool, value: float) -> bytes:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(checksums)
+        try:
+            torch.save(torch.full((4,), value), content := io.BytesIO())
+        finally:
+            torch.serialization.set_crc32_options(before)
+        return content.getvalue()
+
+    assert stored(True, 1.0) != stored(False, 1.0)
+    assert records_of(stored(True, 1.0)) == records_of(stored(False, 1.0)) != records_of(stored(False, 2.0))
