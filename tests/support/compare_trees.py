@@ -9,8 +9,8 @@ TP2 and a mixture of experts under EP2, six steps with evaluations, an export an
 second run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the prompts
 drawn, all recorded trajectories, answers and metrics; timings, the number of buckets and fields that the old tree has
 not are left out, and these fields are named. With `--quickstart` it compares a few steps of the quickstart's own job
-instead, with the model and the data of that directory. Exit status 1 names the first difference. The variable makes both
-trees use torch's own float32 products, RMSNorm, SwiGLU and RoPE (`megarl/platforms/cpu_matmul.py`,
+instead, with the model and the data of that directory. Exit status 1 names the first difference. The variable makes
+both trees use torch's own float32 products, RMSNorm, SwiGLU and RoPE (`megarl/platforms/cpu_matmul.py`,
 `cpu_elementwise.py`), as trees did that know nothing of it. With `--ascending` both trees lay the sequences of a
 micro-batch in ascending order of their samples, as trees before 596367d did.
 """
