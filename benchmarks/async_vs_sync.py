@@ -38,7 +38,7 @@ for folder in (ROOT, ROOT / "benchmarks"):
 
 from length_model import LengthClass, quantile, write_model, write_prompts  # noqa: E402
 from report import Ratio, add_options, finish  # noqa: E402
-from whole_run import Cores, Window, fresh, measure, median_window, response_lengths  # noqa: E402
+from whole_run import Cores, Window, fresh, measure, median_window, response_lengths, steps_after  # noqa: E402
 
 SPEED_UP = 1.6
 SHARE_OF_POSSIBLE = 0.9
@@ -183,6 +183,8 @@ def main() -> int:
         parameters = write_model(directory / "model", CLASSES, hidden=options.hidden, layers=options.layers)
         print(f"model: {parameters} parameters")
         write_prompts(directory / "prompts.jsonl", CLASSES, 2000)
+        # Refuses a number of steps that cannot be measured before anything runs.
+        steps_after(run_config(options, directory, "async", options.groups, options.steps), options.steps)
         groups = options.groups if options.no_calibration else calibrate(options, directory)
         windows: dict[str, list[Window]] = {mode: [] for mode in MODES}
         lengths: list[int] = []

@@ -66,7 +66,8 @@ def part_of(command: Sequence[str], parent: Sequence[str]) -> str:
         return "rank"
     if "".join(command[:1]).startswith(REPLICA):
         return "replica"
-    return "engine" if "".join(parent[:1]).startswith(REPLICA) else ""
+    helper = any("resource_tracker" in part for part in command)  # Python's own, beside what it has spawned
+    return "engine" if "".join(parent[:1]).startswith(REPLICA) and not helper else ""
 
 
 def environment() -> dict[str, str]:

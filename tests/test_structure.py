@@ -73,7 +73,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": "the controller, a part of timeouts.shutdown_s",
     "rollout/workers/worker_groups.py:WorkerGroups.put": "the worker's put, timeouts.queue_s, or its loss",
-    "rollout/workers/worker_groups.py:WorkerGroups.respond": "the response's requests, reward and tools, or its loss",
+    "rollout/workers/worker_groups.py:WorkerGroups.respond": "the evaluation's wait, timeouts.generate_s, or its loss",
     "rollout/workers/worker_groups.py:WorkerGroups.run": "the group's deadline, without one the trainer; or its loss",
     "rollout/workers/worker_link.py:WorkerLink._give": "whoever holds the lock, timeouts.rpc_s",
     "rollout/workers/worker_link.py:WorkerLink.drop": "whoever holds the lock, timeouts.rpc_s",

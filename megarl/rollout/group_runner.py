@@ -159,9 +159,13 @@ class GroupRunner:
         except TrajectoryFull as full:  # of this sample alone; those beside it may have had shorter ones
             context.note_end(context.turns, overflow=True)
             result = failed_trajectory(context.group_id, context.sample_index, str(full))
+        except Exception as error:
+            context.failure = error
+            raise
         finally:
             context.ended = True
-        context.note_times()
+        if not context.given_up:  # else its group was counted long ago
+            context.note_times()
         return result
 
     def failed(self, group_id: int, reason: str) -> list[Trajectory]:
@@ -182,7 +186,7 @@ def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
 class SampleContext(LoopContext):
     """Implements `AgentContext` for one sample of a group that `runner` runs.
 
-    `ended`: its loop has. `given_up`: nobody waits for its loop any more.
+    `ended`: its loop has. `failure`: what it has raised. `given_up`: nobody waits for its loop any more.
     """
 
     def __init__(
@@ -193,6 +197,7 @@ class SampleContext(LoopContext):
         self._runner, self._group_deadline = runner, deadline
         self._own_time = OwnTime(math.inf if deadline is None else deadline.at)
         self.ended = self.given_up = False
+        self.failure: Exception | None = None
 
     def is_late(self, now: float) -> bool:
         """Tell whether the loop has been left to itself longer than the group's deadline allows."""

@@ -20,10 +20,11 @@ LoopResult = Trajectory | Sequence[Trajectory]
 
 
 class BoundedSample(Protocol):
-    """A sample of a group, whose loop runs. `given_up`: nobody waits for it any more."""
+    """A sample of a group, whose loop runs. `failure`: what it has raised. `given_up`: nobody waits for it any more."""
 
     group_id: int
     sample_index: int
+    failure: Exception | None
     given_up: bool
 
     def is_late(self, now: float) -> bool:
@@ -38,7 +39,7 @@ async def ended_in_time(
     """Return what the loops of a group return, which are `running`; without a deadline it waits until they end.
 
     Raises RolloutError, under either policy, if one of them has been left to itself longer than the deadline's grace
-    allows: it waits for something that nobody else bounds.
+    allows: it waits for something that nobody else bounds. If another one has failed before, its error is raised.
     """
     if deadline is None:
         return await running
@@ -47,7 +48,8 @@ async def ended_in_time(
         while not working.done():
             now = time.monotonic()
             if late := [each for each in samples if each.is_late(now)]:
-                raise _late_error(loop, samples, late, deadline)
+                failures = [each.failure for each in samples if each.failure is not None]
+                raise failures[0] if failures else _late_error(loop, samples, late, deadline)
             first_s = deadline.at + deadline.grace_s - now
             await asyncio.wait({working}, timeout=first_s if first_s > 0 else background.LOOK_S)
         return working.result()

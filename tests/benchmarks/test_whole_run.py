@@ -46,6 +46,7 @@ REPLICA = ["ray::EngineReplica.generate"]
         (REPLICA, ["raylet"], "replica", CORES.engine),
         (["VLLM::EngineCore", ""], REPLICA, "engine", CORES.engine),
         (["python", "-c", "from multiprocessing.spawn import spawn_main"], REPLICA, "engine", CORES.engine),
+        (["python", "-c", "from multiprocessing.resource_tracker import main"], REPLICA, "", CORES.others),
         (["ray::RolloutController"], ["raylet"], "", CORES.others),
         (["python", "-m", "megarl.rewards.worker"], ["ray::RolloutController"], "", CORES.others),
         ([], [], "", CORES.others),

@@ -143,7 +143,7 @@ def test_a_loop_that_waits_for_ever_in_a_worker_fails_its_group_at_the_deadline(
         await crew.groups.start()
         with pytest.raises(RolloutError, match=LATE.format(1, 1)):
             await crew.groups.run(0)
-        assert loop.cancelled == 1 and runner.stats.failed_lengths and not runner.progress
+        assert loop.cancelled == 1 and max(runner.stats.failed_lengths) > 0 and not runner.progress
         assert not crew.groups._loops[0] and not crew.made[0].loops.under_way(), "it has no place any more"
         assert (await crew.groups.run(1)).usable
         await crew.groups.close()
@@ -257,6 +257,26 @@ def test_a_loop_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.Mo
 
     results_of(scenario())
     assert not batcher.asked, "nothing is sampled for a group that has ended"
+
+
+class FailsBesideOneThatStays:
+    """Fails in sample 0, while sample 1 goes on for a while although it is cancelled."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        if ctx.sample_index == 0:
+            raise ValueError("the real reason")
+        until = time.monotonic() + 3 * DEADLINE_S
+        while time.monotonic() < until:
+            try:
+                await asyncio.sleep(until - time.monotonic())
+            except asyncio.CancelledError:
+                continue
+        return await SingleTurn().run(ctx)
+
+
+def test_the_failure_of_a_loop_is_the_reason_also_if_another_one_does_not_end_in_time() -> None:
+    with pytest.raises(ValueError, match="the real reason"):
+        results_of(runner_of(config_with("cut"), FailsBesideOneThatStays()).run(0))
 
 
 def test_loops_have_ended_when_their_group_is_cancelled() -> None:
