@@ -137,3 +137,10 @@ def test_checksums_of_an_archive_are_no_difference() -> None:
 
     assert stored(True, 1.0) != stored(False, 1.0)
     assert records_of(stored(True, 1.0)) == records_of(stored(False, 1.0)) != records_of(stored(False, 2.0))
+
+
+def test_the_number_of_buckets_is_no_outcome(tmp_path: Path) -> None:
+    before, after = write_run(tmp_path / "before"), write_run(tmp_path / "after")
+    for run, buckets in ((before, 5.0), (after, 4.0)):
+        write_metrics(run, 0.5, **{"sync/buckets": buckets})
+    compare_runs("same", before, after)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import async_vs_sync
 from benchmarks.async_vs_sync import (
     CLASSES,
     MODES,
@@ -33,6 +35,22 @@ def lengths(cut: int = 512) -> list[int]:
     rng = random.Random(0)
     means = rng.choices([each.mean for each in CLASSES], [each.share for each in CLASSES], k=4000)
     return [min(cut, 1 + int(rng.expovariate(1 / mean))) for mean in means]
+
+
+def test_a_number_of_steps_that_cannot_be_measured_is_refused_before_any_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["async_vs_sync.py", "--quick", "--keep", str(tmp_path)])
+    monkeypatch.setattr(async_vs_sync, "write_model", lambda *given, **named: 1)
+    monkeypatch.setattr(async_vs_sync, "write_prompts", lambda *given: None)
+    monkeypatch.setattr(async_vs_sync, "steps_after", refuse)
+    monkeypatch.setattr(async_vs_sync, "run_mode", lambda *given: pytest.fail("a run was made"))
+    with pytest.raises(ValueError, match="4 steps of async"):
+        async_vs_sync.main()
+
+
+def refuse(config: dict[str, Any], steps: int) -> int:
+    raise ValueError(f"{steps} steps of {config['admission']['mode']}")
 
 
 def test_the_classes_have_a_long_tail() -> None:

@@ -82,8 +82,13 @@ def test_threads_and_children_are_pinned(monkeypatch: pytest.MonkeyPatch, tmp_pa
         tasks = [int(task) for task in os.listdir(f"/proc/{child}/task")]
         assert len(tasks) == 2
         wait_until(lambda: all(os.sched_getaffinity(task) == wanted for task in tasks), 10.0, "both threads")
-        with pytest.raises(SystemExit, match="names have changed"):
+        with pytest.raises(SystemExit, match="a run's engine or rank: names have changed"):
             pinner.check()
+        pinner._pinned |= {"rank", "replica"}
+        with pytest.raises(SystemExit, match="a run's engine: names"):
+            pinner.check()
+        pinner._pinned.add("engine")
+        pinner.check()
     finally:
         pinner.stop()
         root.communicate(b"", timeout=10)
@@ -154,6 +159,18 @@ def test_as_much_is_generated_in_a_window_as_is_trained(tmp_path: Path) -> None:
             assert early[-1] - early[skip - 1] < window * groups, "the end of the run would have helped"
             with pytest.raises(ValueError, match="published every 4 steps"):
                 steps_after(config, window + 1)
+
+
+@pytest.mark.parametrize(("mode", "after"), [("sync", 0), ("async", 6)])
+def test_a_run_goes_on_after_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, after: int) -> None:
+    """A stand-in for the run makes as many steps as its config asks for."""
+    monkeypatch.setattr(
+        whole_run, "train", lambda config, **named: [record(float(end)) for end in range(config["run"]["steps"])]
+    )
+    options = argparse.Namespace(max_tokens=64, max_num_seqs=256)
+    config = run_config(options, tmp_path, mode, groups=16, steps=1)
+    window, records = whole_run.measure(config, 8, 16, timeout_s=1.0)
+    assert window.steps == 16 and len(records) == 8 + 16 + after
 
 
 def test_the_run_of_the_median_counts() -> None:

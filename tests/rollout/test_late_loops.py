@@ -20,8 +20,9 @@ from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.group_deadline import GroupDeadline, OwnTime
-from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.group_runner import GroupRunner, SampleContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.to_trajectory import failed_trajectory
 from tests.support.configs import config as config_of
 from tests.support.fake_replicas import FakeReplica, fleet_of
 from tests.support.fake_rollout import FakeBatcher, FakeRewards, FakeSource, local_controller
@@ -237,26 +238,30 @@ class Ignores:
             return await SingleTurn().run(ctx)
         except RolloutError:
             self.refused.set()
-            raise
+            return failed_trajectory(ctx.group_id, ctx.sample_index, "refused")
 
 
 def test_a_loop_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "CANCEL_S", 0.05)
     batcher = FakeBatcher()
+    noted: list[SampleContext] = []
 
     async def scenario() -> None:
         loop = Ignores()
         running = asyncio.ensure_future(runner_of(config_with("fail"), loop, batcher).run(0))
         await asyncio.wait({running}, timeout=HELD_S / 2)
         given_up = running.done()
+        monkeypatch.setattr(SampleContext, "note_times", lambda context: noted.append(context))
         loop.released.set()
         with pytest.raises(RolloutError, match=LATE.format(2, "0, 1")):
             await running
         assert given_up
         await loop.refused.wait()
+        await asyncio.sleep(0.05)
 
     results_of(scenario())
     assert not batcher.asked, "nothing is sampled for a group that has ended"
+    assert not noted, "its times would count for the batch that is made now"
 
 
 class FailsBesideOneThatStays:
