@@ -246,12 +246,15 @@ def test_a_loop_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.Mo
     batcher = FakeBatcher()
     noted: list[SampleContext] = []
 
+    def note(context: SampleContext) -> None:
+        noted.append(context)
+
     async def scenario() -> None:
         loop = Ignores()
         running = asyncio.ensure_future(runner_of(config_with("fail"), loop, batcher).run(0))
         await asyncio.wait({running}, timeout=HELD_S / 2)
         given_up = running.done()
-        monkeypatch.setattr(SampleContext, "note_times", lambda context: noted.append(context))
+        monkeypatch.setattr(SampleContext, "note_times", note)
         loop.released.set()
         with pytest.raises(RolloutError, match=LATE.format(2, "0, 1")):
             await running
