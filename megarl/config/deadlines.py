@@ -5,8 +5,8 @@ from __future__ import annotations
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 
-# Of `timeouts.generate_s`. The rest is for the rewards and the queue: a trainer that waits for the group from its start
-# on gives up after `timeouts.generate_s`.
+# Of `timeouts.generate_s`. The rest is for what loops do by themselves, the rewards and the queue: a trainer that has
+# waited for the group from its start gives up after `timeouts.generate_s`.
 DEFAULT_SHARE = 0.9
 
 

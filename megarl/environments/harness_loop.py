@@ -54,9 +54,8 @@ class ActEnd:
     overflow: bool = False
 
 
-# After the group's deadline, when its responses have ended, until `act` must have ended too: at most so many seconds,
-# and at most this share of the group's time, so that a trainer that waits for the group does not give up before.
-GRACE_S, GRACE_SHARE = 30.0, 0.05
+# Of the loop's time after the group's deadline, until `act` must have ended: the session is read after that.
+GRACE_SHARE = 0.5
 
 
 class Harness:
@@ -126,8 +125,7 @@ class Harness:
         """Run `act`, and return how it has ended."""
         limit_s = self._timeout_s
         if ctx.deadline is not None:
-            grace_s = min(GRACE_S, GRACE_SHARE * ctx.deadline.seconds)
-            limit_s = min(limit_s, max(0.0, ctx.deadline.at - time.monotonic()) + grace_s)
+            limit_s = min(limit_s, max(0.0, ctx.deadline.at - time.monotonic()) + GRACE_SHARE * ctx.deadline.grace_s)
         row = ctx.prompt.reward_input("", [], "stop").row
         sample = f"sample {ctx.group_id}:{ctx.sample_index}"
         try:

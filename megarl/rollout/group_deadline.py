@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,18 +11,25 @@ from megarl.config.schema import Config
 from megarl.rollout.responses_so_far import ResponsesSoFar
 
 # After a group's deadline, when its responses have ended, until its loops must have ended too: at most so many seconds,
-# and at most this share of the group's time, so that a trainer that waits for the group does not give up before. It is
-# twice what a harness leaves its function, because the harness has to read the session after that.
+# and at most this share of the group's time.
 GRACE_S, GRACE_SHARE = 60.0, 0.1
+# Of the time from the deadline until a trainer that has waited for the group from its start gives up, what the grace
+# may take. Cancelled loops have a part of the rest to end in.
+SPARE_SHARE = 0.9
+CANCEL_S = 8.0  # less than those wait who cancel a group
 
 
 @dataclass(frozen=True)
 class GroupDeadline:
-    """The time `at` which a group has run for `seconds`, on the caller's monotonic clock."""
+    """The time `at` which a group has run for `seconds`, on the caller's monotonic clock.
+
+    `spare_s`: the seconds from then until a trainer that has waited for the group from its start gives up.
+    """
 
     at: float
     seconds: float
     policy: Literal["cut", "fail"]
+    spare_s: float = math.inf
 
     @classmethod
     def of(cls, config: Config, now: float) -> GroupDeadline | None:
@@ -29,12 +37,17 @@ class GroupDeadline:
         seconds, policy = group_deadline_s(config), config.rollout.on_group_deadline
         if seconds is None or policy == "finish":
             return None
-        return cls(now + seconds, seconds, policy)
+        return cls(now + seconds, seconds, policy, config.timeouts.generate_s - seconds)
 
     @property
     def grace_s(self) -> float:
         """The seconds after it that a loop may take by itself (`OwnTime`)."""
-        return min(GRACE_S, GRACE_SHARE * self.seconds)
+        return min(GRACE_S, GRACE_SHARE * self.seconds, SPARE_SHARE * self.spare_s)
+
+    @property
+    def cancel_s(self) -> float:
+        """The seconds that loops may take to end after they were cancelled, which follow the grace."""
+        return min(CANCEL_S, (self.spare_s - self.grace_s) / 2)
 
     def settle(self, responses: ResponsesSoFar) -> None:
         """Cut the unfinished responses. Raises RolloutError naming them if the policy is to fail."""

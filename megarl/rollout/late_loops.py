@@ -55,7 +55,7 @@ async def ended_in_time(
         return working.result()
     finally:
         if not working.done():
-            await _give_up(working, samples)
+            await _give_up(working, samples, deadline.cancel_s)
 
 
 def _late_error(
@@ -71,19 +71,19 @@ def _late_error(
     )
 
 
-async def _give_up(working: asyncio.Task[list[LoopResult]], samples: Sequence[BoundedSample]) -> None:
+async def _give_up(working: asyncio.Task[list[LoopResult]], samples: Sequence[BoundedSample], cancel_s: float) -> None:
     """End the loops of a group. One that ignores its cancellation goes on by itself, and gets nothing any more."""
     working.add_done_callback(_heard)
     working.cancel()
     try:
-        await asyncio.wait({working}, timeout=background.CANCEL_S)
+        await asyncio.wait({working}, timeout=cancel_s)
     finally:
         for sample in samples:
             sample.given_up = True
     if not working.done():
         logger.warning(
-            "loops of group %d had not ended %.0f s after they were cancelled: they are given up",
-            samples[0].group_id, background.CANCEL_S,
+            "loops of group %d had not ended %.1f s after they were cancelled: they are given up",
+            samples[0].group_id, cancel_s,
         )  # fmt: skip
 
 

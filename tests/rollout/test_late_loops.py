@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
@@ -85,6 +87,19 @@ def test_the_grace_is_a_tenth_of_the_group_s_time_and_a_minute_at_most() -> None
     assert [GroupDeadline(0.0, seconds, "cut").grace_s for seconds in (0.2, 300.0, 1620.0)] == [
         pytest.approx(0.02), 30.0, 60.0
     ]  # fmt: skip
+
+
+@given(bound=st.floats(0.1, 1e5), share=st.floats(0.001, 0.999))
+def test_a_group_ends_before_a_trainer_that_waits_for_it_gives_up(bound: float, share: float) -> None:
+    """So it is too if its deadline is close to `timeouts.generate_s`, and a loop ignores its cancellation."""
+    config = config_of("model", rollout__group_deadline_s=share * bound, timeouts__generate_s=bound)
+    deadline = GroupDeadline.of(config, 0.0)
+    assert deadline is not None and deadline.grace_s > 0 and deadline.cancel_s > 0
+    assert deadline.at + deadline.grace_s + deadline.cancel_s < bound
+
+
+def test_a_dropped_group_has_ended_before_its_end_is_an_error() -> None:
+    assert GroupDeadline(0.0, 1e6, "cut").cancel_s < background.CANCEL_S
 
 
 def test_own_time_is_what_follows_the_deadline_outside_of_all_services() -> None:
@@ -204,10 +219,20 @@ async def call(ctx: AgentContext) -> None:
     await ctx.call("add", {"a": 1, "b": 1})
 
 
+async def call_beside_a_turn(ctx: AgentContext) -> None:
+    """The turn ends long before the call does."""
+    await asyncio.gather(call(ctx), ctx.generate([1, 2]))
+
+
 @pytest.mark.parametrize(
     ("batcher", "rewards", "ends"),
-    [(SlowEngines, FakeRewards, no_more), (FakeBatcher, SlowRewards, no_more), (FakeBatcher, FakeRewards, call)],
-    ids=["engine", "reward", "tool"],
+    [
+        (SlowEngines, FakeRewards, no_more),
+        (FakeBatcher, SlowRewards, no_more),
+        (FakeBatcher, FakeRewards, call),
+        (FakeBatcher, FakeRewards, call_beside_a_turn),
+    ],
+    ids=["engine", "reward", "tool", "two at once"],
 )
 def test_the_time_of_engines_rewards_and_tools_is_bounded_by_themselves(batcher: Any, rewards: Any, ends: Any) -> None:
     """A reward may take longer than the grace, and its group is trained all the same."""
@@ -242,7 +267,7 @@ class Ignores:
 
 
 def test_a_loop_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "CANCEL_S", 0.05)
+    monkeypatch.setattr(group_deadline, "CANCEL_S", 0.05)
     batcher = FakeBatcher()
     noted: list[SampleContext] = []
 
@@ -265,6 +290,32 @@ def test_a_loop_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.Mo
     results_of(scenario())
     assert not batcher.asked, "nothing is sampled for a group that has ended"
     assert not noted, "its times would count for the batch that is made now"
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+def test_a_dropped_group_whose_loop_ignores_its_cancellation_gets_nothing_any_more(cancellations: int) -> None:
+    """The second one comes while the runner waits for the loop: the attempt ends, or the run does."""
+    batcher = FakeBatcher()
+
+    async def scenario() -> None:
+        loop = Ignores()
+        runner = runner_of(config_with("cut", group_deadline_s=HELD_S), loop, batcher)
+        running = asyncio.ensure_future(runner.run(0))
+        while not runner.progress:
+            await asyncio.sleep(0)
+        for left in range(cancellations, 0, -1):
+            await asyncio.sleep(0.05)
+            if left > 1:
+                running.cancel()
+        await background.cancel_all([running], "groups")
+        assert running.cancelled()
+        loop.released.set()
+        await loop.refused.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_deadline, "CANCEL_S", 0.2)
+        results_of(scenario())
+    assert not batcher.asked
 
 
 class FailsBesideOneThatStays:
