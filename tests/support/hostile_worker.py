@@ -6,9 +6,11 @@ It runs two groups, in which the second sample misbehaves, and prints what came 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,7 @@ from tests.support.run import tiny_config
 GROUPS = (3, 4)
 LOG_BYTES = 1 << 20  # after which the worker's log is begun anew
 LINE, LINES = "x" * 100_000, 100  # of a flood: ten times as much
+ENDS_S = 5.0  # what has been killed takes a moment to end; a child that waits would stay
 HOWS = ("fork-returns", "fork-raises", "fork-waits", "flood")
 
 
@@ -102,6 +105,16 @@ async def run(config: Config, directory: Path, queue: Any) -> dict[str, Any]:
     return {"rows": rows, "asked": sorted(engines.asked), "lost": lost}
 
 
+def living() -> list[list[str]]:
+    """Return the commands of the processes below this one."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # also that of a zombie
+            if each.status() != "zombie":
+                found.append(each.cmdline())
+    return found
+
+
 def main() -> None:
     """Run the worker, and print what came of it."""
     directory, how, told = Path(sys.argv[1]), sys.argv[2], os.dup(1)
@@ -115,7 +128,11 @@ def main() -> None:
         mock.patch.object(agent_worker, "QueueWriter", attached),
     ):
         result = asyncio.run(asyncio.wait_for(run(config_from_tree(tree), directory, queue), 480))
-    left = [each.cmdline() for each in psutil.Process().children(recursive=True) if each.status() != "zombie"]
+    left = living()
+    deadline = time.monotonic() + ENDS_S
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = living()
     os.write(told, (json.dumps(result | {"left": left, "pid": os.getpid()}) + "\n").encode())
 
 
