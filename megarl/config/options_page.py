@@ -46,12 +46,13 @@ reward:
 ```
 
 This works inside `reward.kwargs` (also those of single sets), `agent.kwargs`, `tools[].kwargs`,
-`data.curriculum.kwargs` and `rollout.engine_kwargs`, at any depth. The process that calls the function reads the
-variable; every copy of the config holds the reference. A variable that is not set is an error before anything starts,
-and so is a string whose name says that it is a secret (`api_key`, `password`, `hf_token`, ...). Weights & Biases reads
-its key from `WANDB_API_KEY`; no key of the config
-holds it. Launch scripts pass these variables to all nodes through SLURM's environment or the standard input of ssh,
-never on a command line. `launch.runtime_env` may set them too; make such a file readable by its owner only.
+`data.curriculum.kwargs`, `rollout.engine_kwargs` and `teachers[].engine_kwargs`, at any depth. The process that calls
+the function reads the variable; every copy of the config holds the reference. A variable that is not set is an error
+before anything starts, and so is a string whose name says that it is a secret (`api_key`, `password`, `hf_token`,
+...). Weights & Biases reads its key from `WANDB_API_KEY`, MLflow its credentials from `MLFLOW_TRACKING_USERNAME` and
+the like; no key of the config holds them. Launch scripts pass these variables to all nodes through SLURM's
+environment or the standard input of ssh, never on a command line. `launch.runtime_env` may set them too; make such a
+file readable by its owner only.
 
 ## Python code that comes with a model
 

@@ -57,6 +57,8 @@ def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"{section}.sets.{index}.reward.kwargs", each.reward.kwargs or {}
     yield "data.curriculum.kwargs", config.data.curriculum.kwargs
     yield "rollout.engine_kwargs", config.rollout.engine_kwargs
+    for index, teacher in enumerate(config.teachers):
+        yield f"teachers.{index}.engine_kwargs", teacher.engine_kwargs
 
 
 def _runtime_variables(path: Path | None) -> set[str]:

@@ -77,7 +77,21 @@ def evaluate(config: Path, run_dir: Path) -> int:
     return cli.main(["eval", "--model", model, "--data", data, "--max-tokens", "8", "--run-dir", str(run_dir)])
 
 
-@pytest.mark.parametrize("start", [train, launch, prepare, evaluate])
+def serve(config: Path, run_dir: Path) -> int:
+    model = json.loads(config.read_text())["model"]["path"]
+    return cli.main(["serve", "--model", model, "--run-dir", str(run_dir)])
+
+
+def replay(config: Path, run_dir: Path) -> int:
+    """Replay a run into the directory of another one that lives."""
+    recorded = run_dir.with_name("recorded")
+    recorded.joinpath("batches").mkdir(parents=True)
+    recorded.joinpath("config.yaml").write_text(config.read_text())
+    recorded.joinpath("batches", "step_000001.0-of-1.parquet").touch()
+    return cli.main(["replay", "--run-dir", str(recorded), "--out", str(run_dir)])
+
+
+@pytest.mark.parametrize("start", [train, launch, prepare, evaluate, serve, replay])
 def test_a_second_start_in_a_living_runs_directory_changes_nothing(
     config: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], start: Callable[[Path, Path], int]
 ) -> None:

@@ -23,7 +23,7 @@ ENTRY = "examples/rl/train_rl.py"
 
 # What is passed to hosts that are reached by ssh, beside the variables to which the config refers.
 _PASSED_NAMES = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "WANDB_API_KEY"}
-_PASSED_PREFIXES = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_")
+_PASSED_PREFIXES = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_", "MLFLOW_")
 
 
 def torchrun_command(
