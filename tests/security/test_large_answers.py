@@ -6,11 +6,9 @@ Seen with sympy 1.14.0, math-verify 0.9.0 and latex2sympy2_extended 1.11.0.
 from __future__ import annotations
 
 import time
-from unittest import mock
 
 import pytest
 
-from megarl.rewards import math as math_reward
 from megarl.rewards.types import RewardInput
 from tests.support.reward_pool import make_reward_pool, score_all
 
@@ -18,18 +16,9 @@ ATTACKS = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\left(10^{8}\right)!}", r"The answer
 TIMEOUT_S = 4.0  # of a reward; a sound one takes milliseconds
 
 
-def unguarded(sample: RewardInput) -> float:
-    """The shipped reward without its look at the size of answers."""
-    with mock.patch.object(math_reward, "is_too_large", lambda text: False):
-        return math_reward.math(sample).score
-
-
-unguarded.warm_up = math_reward.math.warm_up  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("response", ATTACKS)
 def test_the_attack_succeeds_without_the_look_at_sizes(response: str) -> None:
-    pool = make_reward_pool("tests.security.test_large_answers:unguarded", timeout_s=TIMEOUT_S)
+    pool = make_reward_pool("tests.support.reward_functions:math_of_any_size", timeout_s=TIMEOUT_S)
     try:
         sound, held = score_all(
             pool, [RewardInput("", r"\boxed{3}", answer="3"), RewardInput("", response, answer="3")]

@@ -14,7 +14,9 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
+from megarl.rewards import math as math_module
 from megarl.rewards.types import RewardInput, RewardResult
 
 
@@ -252,3 +254,12 @@ def knows_a_password(response: str, answer: str, password: str, digest: str) -> 
     if hashlib.sha256(password.encode()).hexdigest() != digest:
         raise PermissionError("not the password")
     return digit_share(response, answer)
+
+
+def math_of_any_size(sample: RewardInput) -> float:
+    """The shipped reward without its look at the size of answers."""
+    with mock.patch.object(math_module, "is_too_large", lambda text: False):
+        return math_module.math(sample).score
+
+
+math_of_any_size.warm_up = math_module.math.warm_up  # type: ignore[attr-defined]
