@@ -3,12 +3,12 @@
 
     python benchmarks/soak.py [--minutes 20] [--seed N] [--fault-seed N] [--faults NAMES] [--json FILE] [--quick]
 
-Both runs are asynchronous, have two engines and the same seed. In the second one faults happen, drawn from a table
-(benchmarks/soak_kinds.py) by a seed that is printed: parts of the run are killed, stopped for longer than the run takes
-them for alive, stopped for a few seconds or slowed down; replicas are drained, removed and added; torchrun, or all of
-the job, is killed or asked to stop, and the same command starts it again; the disk of the run directory or of the
-checkpoints is full for a while, or file handles are stale; a gradient or a log-prob is NaN. Some faults must end the
-run, which says why, and is started again when their cause has gone: a disk stays full, gradients stay NaN, the time
+Both runs are asynchronous, and have the same seed and two engines, or one. In the second run faults happen, drawn from
+a table (benchmarks/soak_kinds.py) by a seed that is printed: parts of the run are killed, stopped for longer than the
+run takes them for alive, stopped for a few seconds or slowed down; replicas are drained, removed and added; torchrun,
+or all of the job, is killed or asked to stop, and the same command starts it again; the disk of the run directory or of
+the checkpoints is full for a while, or file handles are stale; a gradient or a log-prob is NaN. Some faults must end
+the run, which says why, and is started again when their cause has gone: a disk stays full, gradients stay NaN, the time
 limit comes in the final evaluation. Reward functions do not answer in time (benchmarks/soak_reward.py), fork or flood.
 What a kind of fault needs in the config, as agent workers, both runs have (benchmarks/soak_variant.py). A fault is told
 when it happens, and what the run did about it.
@@ -56,7 +56,7 @@ from soak_plan import plan_faults  # noqa: E402
 from soak_problems import UnreadableRun  # noqa: E402
 from soak_processes import processes_left  # noqa: E402
 from soak_reward import marked  # noqa: E402
-from soak_rows import REPLICAS, STALENESS, SoakOutcome, rows_of  # noqa: E402
+from soak_rows import STALENESS, SoakOutcome, rows_of  # noqa: E402
 from soak_stale import preloading  # noqa: E402
 from soak_starts import start_seconds  # noqa: E402
 from soak_variant import Tempo, changes_for, checkpoints_of, evaluation_reward, orders_of  # noqa: E402
@@ -109,7 +109,7 @@ def run_config(
         },
         "evaluation": {"sets": [heldout | ({"limit": 100} if options.quick else {})]},
         "admission": {"mode": "async", "sync_interval": 2, "max_staleness": STALENESS},
-        "rollout": {"replicas": REPLICAS, "report_interval_s": REPORT_S},
+        "rollout": {"replicas": options.replicas, "report_interval_s": REPORT_S},
         "weight_sync": {"restarts": 3},
         "checkpoint": {"every": SAVE_EVERY},
         "telemetry": {"dump_batches": True, "tensorboard": False},
@@ -121,7 +121,7 @@ def run_config(
             "collective_s": COLLECTIVE_S,
         },
     }
-    layers = [config, changes, changes_for(kinds, run_dir, REPLICAS, tempo), place or {}]
+    layers = [config, changes, changes_for(kinds, run_dir, options.replicas, tempo), place or {}]
     merged: ConfigTree = {}
     for layer in layers:
         for name, section in layer.items():
@@ -164,7 +164,7 @@ def run_once(
         say(f"NOT STARTED: {outcome.failure}")
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
-    injector = Injector(run_dir, faults, replicas=REPLICAS, say=say, slower=tempo.slower, place=place)
+    injector = Injector(run_dir, faults, replicas=options.replicas, say=say, slower=tempo.slower, place=place)
     restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
     starts = sum(fault.kind.starts for fault in faults)
     try:
@@ -273,6 +273,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the runs")
     parser.add_argument("--fault-seed", type=int, help="seed that draws the faults and their schedule; default: random")
     parser.add_argument("--faults", help=f"faults instead of drawn ones, with commas: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        choices=(1, 2),
+        help="replicas, of one engine each; default: 2, or drawn with the faults",
+    )
     parser.add_argument("--steps", type=int, default=280, help="steps of each run")
     parser.add_argument("--groups", type=int, default=24, help="prompt groups of a step")
     parser.add_argument(

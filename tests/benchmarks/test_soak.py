@@ -19,7 +19,7 @@ from benchmarks.soak_job_ends import JobEnds
 from benchmarks.soak_kinds import KINDS, Fault, schedule
 from benchmarks.soak_orders import EVALUATED, WATCH_EVALUATION, give
 from benchmarks.soak_place import NODE_S, SeveralHosts
-from benchmarks.soak_plan import ALONE, QUICK_FAULTS, TOGETHER, plan_faults, wants_hosts
+from benchmarks.soak_plan import ALONE, NEED_ANOTHER_ENGINE, QUICK_FAULTS, TOGETHER, plan_faults, wants_hosts
 from benchmarks.soak_problems import AccountingReport
 from benchmarks.soak_reward import is_late, late_math, marked, watched_math
 from benchmarks.soak_rows import STALENESS, SoakOutcome, fault_rows, rows_of
@@ -33,7 +33,7 @@ from megarl.rewards.worker_pool import RewardPool, RewardSpec
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    values = {"seed": 3, "steps": 120, "groups": 24, "assets": Path("assets"), "quick": False}
+    values = {"seed": 3, "steps": 120, "groups": 24, "assets": Path("assets"), "quick": False, "replicas": 2}
     return argparse.Namespace(**(values | changes))
 
 
@@ -60,7 +60,7 @@ def test_the_config_is_complete_and_keeps_what_the_accounting_needs() -> None:
 
 
 def plan(**changes: Any) -> list[str]:
-    values = {"fault_seed": 5, "faults": None, "minutes": 20.0} | changes
+    values = {"fault_seed": 5, "faults": None, "minutes": 20.0, "replicas": None} | changes
     return [fault.kind.name for fault in plan_faults(options(**values))]
 
 
@@ -81,8 +81,8 @@ def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(capsys: pytest.Capt
     assert plan(faults="limit-evaluation,kill-job,exhaust-disk")[-1] == "limit-evaluation"
     capsys.readouterr()
     plan(fault_seed=None)
-    seed = capsys.readouterr().out.split("--fault-seed ")[1].split(":")[0]
-    assert seed.isdigit()
+    seed, replicas = capsys.readouterr().out.split("--fault-seed ")[1].split(":")[0].split(" --replicas ")
+    assert seed.isdigit() and replicas in "12"
     with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are abort-job, add-replica, crawl"):
         plan(faults="kill-cat")
 
@@ -100,6 +100,27 @@ def test_the_whole_table_is_drawn_from_and_a_part_of_the_soaks_is_on_several_hos
     assert 0.6 < alone / len(plans) < 0.9
     told = capsys.readouterr().out
     assert f"not drawn: cut-link, sever-link, lose-node: {ALONE}" in told and f": {TOGETHER}" in told
+
+
+@pytest.mark.usefixtures("able")
+def test_a_part_of_the_soaks_has_one_engine_which_dies_and_hangs_but_is_not_taken_away(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drawn: dict[int, list[list[str]]] = {1: [], 2: []}
+    for seed in range(200):
+        asked = options(fault_seed=seed, faults=None, minutes=20.0, replicas=None)
+        faults = plan_faults(asked)
+        assert {fault.index for fault in faults} <= set(range(asked.replicas))
+        names = [fault.kind.name for fault in faults]
+        drawn[asked.replicas].append(names)
+        assert plan(fault_seed=seed, replicas=asked.replicas) == names, "what is printed repeats it"
+    assert 0.1 < len(drawn[1]) / 200 < 0.35
+    only = {name for names in drawn[1] for name in names}
+    assert only == set(KINDS) - set(NEED_ANOTHER_ENGINE) - {"cut-link", "sever-link", "lose-node"}
+    assert f"not drawn: {', '.join(name for name in KINDS if name in NEED_ANOTHER_ENGINE)}: " in capsys.readouterr().out
+    assert plan(faults="drain-replica", replicas=1) == []
+    config = run_config(options(replicas=1), Path("run"), 0.0)
+    assert config["rollout"]["replicas"] == 1
 
 
 def test_faults_that_need_hosts_put_the_soak_there_and_what_cannot_happen_there_is_told(

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,8 +85,8 @@ def test_an_engine_that_computes_is_told_from_one_that_sleeps(engine: psutil.Pro
     """Processes of their own, so that the clock is read too."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as computing:
         try:
-            time.sleep(0.5)
-            assert any(soak_moments._computes(psutil.Process(computing.pid)) for _ in range(50))
+            computes = psutil.Process(computing.pid)
+            wait_until(lambda: soak_moments._computes(computes), 60, "the process to get a core")
             assert not any(soak_moments._computes(engine) for _ in range(5))
         finally:
             computing.kill()

@@ -38,13 +38,15 @@ class FaultRuns:
     minutes: float
     kinds: Sequence[Kind]
     place: RunPlace | None = None
+    replicas: int = REPLICAS
 
     @property
     def options(self) -> argparse.Namespace:
         """Those of the soak."""
         return argparse.Namespace(
-            assets=self.assets, steps=self.steps, groups=GROUPS, seed=0, quick=False, minutes=self.minutes
-        )
+            assets=self.assets, steps=self.steps, groups=GROUPS, seed=0, quick=False, minutes=self.minutes,
+            replicas=self.replicas,
+        )  # fmt: skip
 
     def run(self, name: str, faults: Sequence[Fault] = ()) -> SoakOutcome:
         """Make one run. The faults happen one after another; each waits until the run has got over the one before."""
@@ -55,7 +57,7 @@ class FaultRuns:
         """Return faults of these kinds, in an order and at moments of a seed that is printed."""
         seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(10**6))
         print(f"{SEED_VARIABLE}={seed}")
-        return schedule(seed, kinds, replicas=REPLICAS, first=FIRST_STEP, last=LAST_STEP)
+        return schedule(seed, kinds, replicas=self.replicas, first=FIRST_STEP, last=LAST_STEP)
 
     def noticed_s(self, event: Happened) -> float:
         """Return the seconds in which the run must notice a fault of a replica."""
