@@ -68,11 +68,42 @@ def test_the_readmes_commands_of_ones_own_run_are_parsed() -> None:
             assert command[0] == "megarl"
 
 
-def test_the_quickstarts_commands_begin_with_the_activation() -> None:
-    block, *_ = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL | re.M)
-    first, *commands = block.splitlines()
-    assert first == ". .venv/bin/activate"
-    assert [shlex.split(command)[0] for command in commands] == ["python", "torchrun"]
+ACTIVATION, ASSETS = ". .venv/bin/activate", "python -m megarl.quickstart --out runs/quickstart/assets"
+
+
+def pages_of_newcomers() -> list[str]:
+    """The pages before there is a run of one's own: those of steps 1 to 4 of the home page, and those beside docs/."""
+    steps = re.findall(r"^\| [1-4] \|.*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    pages = [f"docs/{name}" for step in steps for name in re.findall(r"\]\((\w+\.md)\)", step)]
+    assert len(steps) == 4 and len(pages) >= 10
+    return ["README.md", "CONTRIBUTING.md", "examples/tutorials/README.md", *pages]
+
+
+def unprepared(text: str) -> list[str]:
+    """Commands that fail for whoever pastes the shell blocks of a page in their order: nothing above them there has
+    activated the environment, or made what the quickstart's config reads."""
+    blocks = [block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.M) if not kind]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        needed = [ACTIVATION] if re.match(r"(?:torchrun|megarl|python) ", line) else []
+        needed += [ASSETS] if needed and "quickstart_cpu.yaml" in line else []
+        if not all(any(each.startswith(one) for each in lines[:number]) for one in needed):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("page", pages_of_newcomers())
+def test_a_newcomers_commands_work_as_pasted(page: str) -> None:
+    assert unprepared((ROOT / page).read_text()) == []
+
+
+def test_a_command_that_does_not_work_as_pasted_is_found() -> None:
+    run = "torchrun train_rl.py --config quickstart_cpu.yaml"
+    page = "```yaml\na: 1\n```\n\n```\n{}\n```\n\nMore.\n\n```\n{} \\\n  a=1\nmegarl top runs/a\n```\n"
+    assert unprepared(page.format(f"{ACTIVATION}\n{ASSETS}", run)) == []
+    assert unprepared(page.format(ACTIVATION, run)) == [f"{run}    a=1"]
+    assert unprepared(page.format(ASSETS, run)) == [ASSETS, f"{run}    a=1", "megarl top runs/a"]
 
 
 def test_committed_references_are_what_the_code_says() -> None:
