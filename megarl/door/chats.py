@@ -92,7 +92,8 @@ class Chats:
             yield {**head, "choices": first}
             for index, generation in enumerate(opened):
                 async for delta in self._deltas(chat, index, generation, recording, parts):
-                    yield {**head, "choices": [delta]}
+                    last = index == len(opened) - 1 and delta["finish_reason"] is not None
+                    yield {**head, "choices": [delta]} | (recording.fields() if last else {})
         if request.stream_usage:
             yield {**head, "choices": [], "usage": usage_of(len(chat.prompt_ids), parts)} | recording.fields()
 

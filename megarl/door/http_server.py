@@ -26,8 +26,8 @@ from megarl.door.controller_link import ControllerLink
 from megarl.door.generations import Generations, ends_of
 from megarl.door.recording import Recording, recording_in, session_content
 from megarl.door.sampling_fields import ModelLimits, parse_object
-from megarl.door.session_terms import SessionTerms, read_opening
-from megarl.door.sessions import NoRoom, SessionExists, Sessions
+from megarl.door.session_terms import RUN_SESSIONS, SessionTerms, read_opening
+from megarl.door.sessions import NoRoom, NotOpened, SessionExists, Sessions
 from megarl.door.token_route import read_token_request, token_answer
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,9 @@ class DoorRoutes:
         except ApiError as error:
             self._note_refusal(request, error)
             return _json(error.content(), error.status)
+        except NotOpened:
+            missing = _no_session()
+            return _json(missing.content(), missing.status)
         except NoRoom as error:
             full = ApiError(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded")
             return _json(full.content(), full.status)
@@ -198,7 +201,10 @@ class DoorRoutes:
 
 
 def _no_session() -> ApiError:
-    told = "there is no such session: it never began, was ended, or nobody used it for too long (door.session_idle_s)"
+    told = (
+        "there is no such session: it never began, was ended, nobody used it for too long (door.session_idle_s), or "
+        f"its door has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
+    )
     return ApiError(404, told, code="session_not_found")
 
 

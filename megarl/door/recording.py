@@ -80,7 +80,7 @@ class Recording:
 
 @contextmanager
 def recording_in(sessions: Sessions, name: str | None, request_id: str) -> Iterator[Recording]:
-    """Give the recording of a request in the session `name`; None records nothing. Raises NoRoom."""
+    """Give the recording of a request in the session `name`; None records nothing. Raises as `using`."""
     if name is None:
         yield Recording(sessions, None, request_id)
         return

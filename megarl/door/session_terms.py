@@ -18,6 +18,8 @@ from megarl.rollout.foreign_requests import GroupTerms
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import SamplingSpec, request_seed
 
+RUN_SESSIONS = "megarl-"  # begins the names of the sessions of a run's own samples, which nothing but PUT opens
+
 
 class GroupOpening(msgspec.Struct, forbid_unknown_fields=True):
     """The group of the run that a session is opened for, as `PUT /v1/sessions/ID` sends it.

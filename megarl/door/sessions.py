@@ -15,13 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.door.session_terms import SessionTerms
+from megarl.door.session_terms import RUN_SESSIONS, SessionTerms
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.response_parts import ResponsePart
 
 
 class SessionExists(RuntimeError):  # noqa: N818
     """A session of that name has begun already."""
+
+
+class NotOpened(RuntimeError):  # noqa: N818
+    """A run's own session is not there: another door had it, it was ended, or nobody used it for too long."""
 
 
 class NoRoom(RuntimeError):  # noqa: N818
@@ -191,8 +195,12 @@ class Sessions:
     def using(self, name: str, now: float) -> Iterator[DoorSession]:
         """Give the session during the block, in which it is not forgotten; make it if there is none.
 
-        Raises NoRoom if there is no room for it, or for another turn.
+        Raises NotOpened for one of a run's own that is not there: made here it would lack its terms, and the turns
+        before. Raises NoRoom if there is no room for it, or for another turn.
         """
+        self.expire(now)
+        if name.startswith(RUN_SESSIONS) and name not in self._sessions:
+            raise NotOpened(name)
         self._check_room(name, now)
         session = self._sessions.pop(name, None) or DoorSession(name, now)
         self._sessions[name] = session

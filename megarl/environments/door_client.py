@@ -93,7 +93,10 @@ class DoorClient:
             told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise DoorLost(f"the door at {self.base_url} does not answer within {limit_s:.0f} s ({told})") from error
         if status == 404:
-            raise DoorLost(f"the door at {self.base_url} has no session {session}: another door has taken its place")
+            raise DoorLost(
+                f"the door at {self.base_url} has no session {session}: another door has taken its place, or nobody "
+                "used the session for too long (door.session_idle_s)"
+            )
         if status != 200:
             raise RolloutError(f"the door refused {method} of session {session} ({status}): {content.decode()[:500]}")
         return msgspec.json.decode(content)

@@ -23,7 +23,7 @@ from typing import Any
 from megarl.common.errors import RolloutError, ToolFailed
 from megarl.common.secret_references import resolved
 from megarl.config.agent_sections import LOOP_TURNS, AgentConfig
-from megarl.door.session_terms import GroupOpening, SessionOpening
+from megarl.door.session_terms import RUN_SESSIONS, GroupOpening, SessionOpening
 from megarl.environments.door_client import AttemptLost, DoorClient, DoorLost, wait_for_door
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
 from megarl.queue.trajectory import Trajectory
@@ -166,7 +166,7 @@ def opening_of(ctx: AgentContext) -> SessionOpening:
 
 def _stem(ctx: AgentContext) -> str:
     """Return the beginning of the names of a sample's sessions, which no other sample of training shares."""
-    return f"megarl-{ctx.group_id}-{ctx.sample_index}-"  # the last dash: of sample 1, and not of sample 10
+    return f"{RUN_SESSIONS}{ctx.group_id}-{ctx.sample_index}-"  # the last dash: of sample 1, and not of sample 10
 
 
 def outcome_of(returned: object) -> RewardOutcome | None:

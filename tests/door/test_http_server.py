@@ -148,6 +148,15 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(doors: Doors, chat_model: Pa
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 26
 
 
+def test_the_last_choice_of_a_stream_tells_the_turns_of_all(doors: Doors, chat_model: Path) -> None:
+    create = client(doors(saying(chat_model, "one", "two")), session="s").chat.completions.create
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "n": 2, "stream": True}
+    chunks: list[Any] = list(create(stream_options={"include_usage": True}, **asked))
+    told = [(len(each.choices), each.session) for each in chunks if "session" in each.model_extra]
+    turns = {"id": "s", "turns": [0, 1], "parent": None}
+    assert told == [(1, turns), (0, turns)] and [len(each.choices) for each in chunks[-2:]] == [1, 0]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_response_and_the_work_on_it(doors: Doors, chat_model: Path, stream: bool) -> None:
     door = doors(saying(chat_model, "abc END of it" + "x" * 3000), pace_s=0.02)
@@ -177,15 +186,20 @@ def test_a_tool_call_and_its_answer_continue_the_exact_tokens(doors: Doors, chat
     create = client(door, session="tools").chat.completions.create
     messages: list[Any] = [{"role": "user", "content": "1+1?"}]
     if stream:
-        deltas = [each.choices[0].delta for each in create(model=MODEL, messages=messages, tools=[TOOL], stream=True)]  # type: ignore[list-item]
+        chunks: list[Any] = list(create(model=MODEL, messages=messages, tools=[TOOL], stream=True))  # type: ignore[list-item]
+        deltas = [each.choices[0].delta for each in chunks]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        assert not any("session" in each.model_extra for each in chunks[:-1])
+        told = chunks[-1].session
         content = "".join(delta.content or "" for delta in deltas)
         [call] = [call for delta in deltas for call in delta.tool_calls or []]
         reply: Any = {"role": "assistant", "content": content, "tool_calls": [call.model_dump(exclude={"index"})]}
     else:
-        [choice] = create(model=MODEL, messages=messages, tools=[TOOL]).choices  # type: ignore[list-item]
+        whole: Any = create(model=MODEL, messages=messages, tools=[TOOL])  # type: ignore[list-item]
+        [choice], told = whole.choices, whole.session
         assert choice.finish_reason == "tool_calls"
         reply = choice.message.model_dump(exclude_none=True)
-    assert reply["content"] == "Let me see."
+    assert told == {"id": "tools", "turns": [0], "parent": None} and reply["content"] == "Let me see."
     [call] = reply["tool_calls"]
     assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1}
     answer = {"role": "tool", "content": "2", "tool_call_id": call["id"]}
@@ -335,6 +349,23 @@ def test_wrong_bodies_and_paths(doors: Doors) -> None:
     assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
     named = post(door, "/inference/v1/generate", {"token_ids": [5]}, **{"X-Session-ID": "has a space"})
     assert named.status_code == 400
+
+
+def test_a_request_in_a_session_of_the_run_that_this_door_has_not_opened_is_refused(doors: Doors) -> None:
+    """A door that died may have had it: its turns are lost, and so is how it samples."""
+    door, name, chat = doors(echo), "megarl-3-1-0a", {"messages": [{"role": "user", "content": "x"}]}
+    tokens = {"token_ids": [5, 6, 7]}
+    for path, body in [
+        ("/v1/chat/completions", chat), ("/v1/chat/completions", chat | {"stream": True}),
+        ("/inference/v1/generate", tokens), (f"/in/{name}/v1/chat/completions", chat),
+        (f"/in/{name}/inference/v1/generate", tokens),
+    ]:  # fmt: skip
+        answer = post(door, path, body, **({} if name in path else {"X-Session-ID": name}))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found"), path
+    assert door.call(lambda parts: (len(parts.sessions), parts.replicas[0].asked)) == (0, [])
+    opening = {"sampling": {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [STOP]}}
+    httpx.put(f"{door.url}/v1/sessions/{name}", json=opening, headers=HEADERS, timeout=60).raise_for_status()
+    assert generate(door, [5, 6, 7], name)["session"] == {"id": name, "turns": [0], "parent": None}
 
 
 def test_no_room_for_a_session(doors: Doors) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.door.message_keys import extended, keys_of, root_key
 from megarl.door.session_terms import SessionTerms
-from megarl.door.sessions import DoorSession, NoRoom, SessionExists, Sessions
+from megarl.door.sessions import DoorSession, NoRoom, NotOpened, SessionExists, Sessions
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.requests import SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
@@ -159,3 +159,19 @@ def test_a_session_that_was_opened_is_there_before_its_first_turn_and_is_forgott
         sessions.open("b", terms, 2.0)
     sessions.open("b", terms, 12.0)
     assert sessions.get("a") is None and len(sessions) == 1
+
+
+def test_a_session_of_the_run_is_never_made_by_its_use() -> None:
+    """Not in a door that has taken another's place, and not by the request that finds it unused for too long."""
+    sessions, terms = Sessions(2, 100, 10.0), SessionTerms(SamplingSpec(4, 1.0, (2,)))
+    with pytest.raises(NotOpened), sessions.using("megarl-3-1-a", 0.0):
+        pass
+    sessions.open("megarl-3-1-a", terms, 0.0)
+    add(sessions, "megarl-3-1-a", 1, now=10.0)
+    with pytest.raises(NotOpened), sessions.using("megarl-3-1-a", 21.0):
+        pass
+    assert len(sessions) == 0 and sessions.tokens == 0
+    add(sessions, "megarl", 1, now=22.0)
+    add(sessions, "a", 1, now=22.0)
+    with pytest.raises(NotOpened), sessions.using("megarl-3-1-a", 23.0):
+        pass  # not NoRoom, after which a client would try again

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from aiohttp import web
 
@@ -289,6 +290,50 @@ def test_a_sample_whose_door_dies_is_begun_again_at_the_next_one(
 
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize("handled", [False, True])
+@pytest.mark.parametrize("loss", ["replaced", "idle"])
+def test_a_sample_whose_session_is_lost_between_two_turns_is_acted_for_again_and_counts_once(
+    doors: Any, tmp_path: Path, loss: str, handled: bool
+) -> None:
+    """Another door has the same address and token. `handled`: the function goes on after the door's error."""
+    opened: list[StandInDoor] = [doors(speak)]
+    attempts: list[str] = []
+    announce(opened[0], tmp_path)
+
+    def lose() -> None:
+        if loss == "idle":
+            assert opened[0].call(lambda parts: parts.sessions.expire(time.monotonic() + 10_000.0))
+            return
+        opened[0].close()
+        opened.append(doors(speak, at=opened[0].port))
+
+    async def act(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
+        attempts.append(session)
+        async with openai.AsyncOpenAI(
+            base_url=base_url, api_key=token, default_headers={"X-Session-ID": session}
+        ) as client:
+            messages: list[Any] = [{"role": "user", "content": "one"}]
+            first = await client.chat.completions.create(model="stand-in", messages=messages, max_tokens=50)
+            if len(attempts) == 1:
+                await asyncio.to_thread(lose)
+            messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "two"}]
+            try:
+                await client.chat.completions.create(model="stand-in", messages=messages, max_tokens=50)
+            except openai.NotFoundError as error:
+                assert error.code == "session_not_found"
+                if not handled:
+                    raise
+
+    ctx = Context(tmp_path)
+    [row] = run(Harness(act, 60.0, 3), ctx)
+    assert row.status == "ok" and row.response_mask.count(1) == 8
+    assert len(set(attempts)) == 2 and ctx.ended == [2] and len(ctx.judged) == 1
+    asked = [request for door in opened for request in door.parts.replicas[0].asked]
+    assert [request.sampling for request in asked] == [SAMPLING] * 3
+    assert [request.seed for request in asked] == [asked[0].seed, asked[0].seed, asked[2].seed] and asked[2].seed
+    assert opened[-1].call(lambda parts: len(parts.sessions)) == 0
 
 
 def test_a_reward_function_is_told_roles_and_calls_of_the_chats(doors: Any, chat_model: Path, tmp_path: Path) -> None:

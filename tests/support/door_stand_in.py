@@ -179,7 +179,7 @@ class Parts:
 
 @dataclass
 class StandInDoor:
-    """A door over `count` replicas that answer with `answer`."""
+    """A door over `count` replicas that answer with `answer`. `at`: the port of a door before it; 0: a free one."""
 
     model: Path
     answer: Answer
@@ -189,6 +189,7 @@ class StandInDoor:
     timeout_s: float = 60.0
     most_sessions: int = 4000
     serves: bool = True
+    at: int = 0
     parts: Parts = field(init=False)
     port: int = field(init=False)
 
@@ -248,7 +249,7 @@ class StandInDoor:
         self.parts = Parts(replicas, fleet, controller, link, sessions)
         chats = Chats(text, limits, generations, MODEL)
         server = DoorServer(DoorRoutes(link, generations, sessions, limits, chats, (MODEL,), TOKEN))
-        listener = listen("127.0.0.1", 0)
+        listener = listen("127.0.0.1", self.at)
         self.port = listener.getsockname()[1]
         await server.start(listener)
         pump = asyncio.create_task(link.run())
