@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -151,7 +152,7 @@ def test_a_real_engine_end_to_end(model, heldout, tmp_path):
         command, check=False, capture_output=True, text=True, timeout=550, env=dict(os.environ, OMP_NUM_THREADS="1")
     )
     assert ended.returncode == 0, ended.stderr
-    assert "heldout greedy" in ended.stdout and "pass@2" in ended.stdout
+    assert "heldout greedy" in ended.stdout and re.search(r"pass@k.* heldout sampled +2 +\d", ended.stdout, re.DOTALL)
     report = json.loads((tmp_path / "report.json").read_text())
     (only,) = report["sets"]
     assert only["name"] == "heldout" and only["greedy"]["problems"] == 4 and "maj@2" in only["sampled"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from megarl.common.run_files import read_exit
 from megarl.rollout.attempts_file import ATTEMPTS_FILE
 from tests.support.leftovers import assert_nothing_left
 from tests.support.needs import impossible
+from tests.support.random_moment import moments
 from tests.support.run import start, step_records, tiny_config
 from tests.support.whole_runs import kill_everything, start_run, wait_for
 
 pytestmark = pytest.mark.engine
 
 FULL_S = 20.0
-STEPS, GROUPS, SAMPLES, EVERY = 16, 4, 4, 6
+STEPS, GROUPS, SAMPLES, EVERY = 24, 4, 4, 6
 MODULE = "tests.support.reward_functions"
 
 
@@ -42,17 +45,17 @@ def test_a_run_whose_directory_is_full_for_a_time_goes_on_and_its_files_are_comp
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(soak_disk, "SIZE", "64m")
-    # 16 samples of 0.1 s in one process: all steps together take longer than the disk is full.
+    # 16 samples of 0.1 s in one process: the steps after the fifth take longer than the disk is full.
     reward = {"function": f"{MODULE}:slow_digit_share", "workers": 1}
     config = config_in(tmp_path, STEPS, reward=reward, telemetry={"samples_per_step": 2})
     config["evaluation"] |= {"every": EVERY}
     config["run"]["export"] = False
-    run_dir = Path(config["run"]["dir"])
+    run_dir, rng = Path(config["run"]["dir"]), moments()
     with small_disk(run_dir):
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
         process = start(tmp_path / "config.yaml")
         try:
-            wait_for(lambda: bool(step_records(run_dir)), process)
+            wait_for_a_moment(rng, run_dir, process, 2.0)
             began = time.time()
             fill(run_dir, FULL_S, lambda: process.poll() is not None)
             ended = time.time()
@@ -63,6 +66,13 @@ def test_a_run_whose_directory_is_full_for_a_time_goes_on_and_its_files_are_comp
     assert process.returncode == 0, output[-4000:]
     check_files(run_dir, output, began, ended)
     assert_nothing_left(run_dir)
+
+
+def wait_for_a_moment(rng: random.Random, run_dir: Path, process: subprocess.Popen[str], most_s: float) -> None:
+    """Wait for one of the first five steps, and up to `most_s` seconds of what follows it."""
+    step = rng.randint(1, 5)
+    wait_for(lambda: len(step_records(run_dir)) >= step, process)
+    time.sleep(rng.uniform(0.0, most_s))
 
 
 def check_files(run_dir: Path, output: str, began: float, ended: float) -> None:

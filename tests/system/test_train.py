@@ -272,9 +272,10 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
 
     No further step may be skipped, whichever number is bad there.
     """
-    mark = tmp_path / "mark"
+    mark, rng = tmp_path / "mark", moments()
     config = tiny_config(tmp_path, steps=400)
-    steps = [0, 2, 3] if last == "logprobs" else [0]
+    chosen = rng.randint(2, 8)
+    steps = [0, chosen, chosen + 1] if last == "logprobs" else [0]
     config["agent"] = {"loop": "tests.support.damaged_engine:NanLogprobs", "kwargs": {"steps": steps, "groups": 4}}
     config["reward"] = {
         "function": "tests.support.reward_functions:overflowing_at", "kwargs": {"mark": str(mark)},
@@ -287,6 +288,7 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
     try:
         wait_for(lambda: metric_steps(run_dir) >= 1, process)
         if last == "gradient":
+            time.sleep(rng.uniform(0.0, 3.0))
             mark.touch()
             wait_for(lambda: len(skipped_steps(step_records(run_dir))) == most, process)
             wait_for(lambda: metric_steps(run_dir) > skipped_steps(step_records(run_dir))[-1] + 2, process)
