@@ -103,6 +103,7 @@ class AgentConfig(Section):
     )
     tool_format: Literal["template", "hermes"] = Field(
         "template",
-        description="The way in which the model writes a call: as its chat template does, in JSON or in tags with an "
-        "element for each argument; or `<tool_call>` with JSON, as Hermes and Qwen do.",
+        description="The way in which the model writes a call, for the door too: as its chat template does, in JSON, "
+        "as its name and JSON, or in tags with an element for each argument; or `<tool_call>` with JSON, as Hermes and "
+        "Qwen do.",
     )

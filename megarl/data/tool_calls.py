@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -142,12 +143,15 @@ def read_calls(body: str, name_key: str = "name", arguments_key: str = "argument
     try:
         value = json.loads(body.strip(), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
-        return [malformed(body, f"it is no JSON ({_short(error)})")]
+        return [malformed(body, f"it is no JSON ({short(error)})")]
     values = value if isinstance(value, list) and value else [value]
-    return [_call(each, body, name_key, arguments_key) for each in values]
+    return [call_of(each, body, name_key, arguments_key) for each in values]
 
 
-def _call(value: object, body: str, name_key: str, arguments_key: str) -> ToolCall | MalformedCall:
+def call_of(
+    value: object, body: str, name_key: str = "name", arguments_key: str = "arguments"
+) -> ToolCall | MalformedCall:
+    """Return the call that a JSON value is, or a malformed one; `body`: its text, for the error."""
     if not isinstance(value, dict):
         return malformed(body, "it is no JSON object")
     name, arguments = value.get(name_key), value.get(arguments_key, {})
@@ -207,12 +211,18 @@ def unclosed(body: str, closing: str) -> MalformedCall:
     return malformed(body, f"{closing} is missing")
 
 
+def loose(text: str) -> str:
+    """Return the pattern of a text of a template in which white space may be any or none."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+|(?<=>)(?=<)", text) if part)
+
+
 def no_constant(name: str) -> object:
     """Refuse what Python's JSON has besides the standard's: NaN and infinities."""
     raise ValueError(f"{name} is no JSON")
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """Return why a text is no JSON, in a few words for the model."""
     return str(error)[:_QUOTED] if isinstance(error, ValueError) else "nested too deeply"
 
 

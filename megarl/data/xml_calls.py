@@ -27,6 +27,7 @@ from megarl.data.tool_calls import (
     ToolCall,
     ToolSchemas,
     content_before,
+    loose,
     malformed,
     split_thought,
     unclosed,
@@ -105,21 +106,21 @@ class XmlFormat:
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        end = _loose(self.after_name) or rf"(?={_loose(self.before_key)}|{_loose(self.closing)}|\s)"
-        return re.compile(rf"\s*{_loose(self.before_name)}\s*([^\s<>]+?)\s*{end}")
+        end = loose(self.after_name) or rf"(?={loose(self.before_key)}|{loose(self.closing)}|\s)"
+        return re.compile(rf"\s*{loose(self.before_name)}\s*([^\s<>]+?)\s*{end}")
 
     @cached_property
     def _key(self) -> re.Pattern[str]:
-        return re.compile(rf"\s*{_loose(self.before_key)}\s*({_KEY})\s*{_loose(self.before_value)}")
+        return re.compile(rf"\s*{loose(self.before_key)}\s*({_KEY})\s*{loose(self.before_value)}")
 
     @cached_property
     def _value_end(self) -> re.Pattern[str]:
-        more = rf"\s*(?:{_loose(self.before_key)}|{_loose(self.closing)})"
-        return re.compile(rf"{_loose(self.after_value)}(?={more})")
+        more = rf"\s*(?:{loose(self.before_key)}|{loose(self.closing)})"
+        return re.compile(rf"{loose(self.after_value)}(?={more})")
 
     @cached_property
     def _end(self) -> re.Pattern[str]:
-        return re.compile(rf"\s*{_loose(self.closing)}")
+        return re.compile(rf"\s*{loose(self.closing)}")
 
 
 def _typed(
@@ -132,11 +133,6 @@ def _typed(
     if reason := unusable({name: arguments}):
         return malformed(body, reason)
     return ToolCall(name, arguments)
-
-
-def _loose(text: str) -> str:
-    """Return the pattern of a text in which white space may be any or none."""
-    return r"\s*".join(re.escape(part) for part in re.split(r"\s+|(?<=>)(?=<)", text) if part)
 
 
 def _one_line(text: str) -> str:

@@ -109,8 +109,8 @@ class Chats:
             response = parent.response_ids.tolist()
             prompt = await self._text.next_prompt(before, response, messages, request.template_kwargs)
             added = tuple((each["role"], each["content"]) for each in messages)
-        sampling = recording.sampling(request.sampling(self._limits, len(prompt)))
         format_ = await self._text.tool_format() if request.tools else None
+        sampling = recording.sampling(request.sampling(self._limits, len(prompt)))
         return _Chat(request, request_id, prompt, parent, added, keys[-1], sampling, format_)
 
     def _open(self, chat: _Chat, recording: Recording, interval_s: float | None) -> Any:  # noqa: ANN401  # a context

@@ -83,7 +83,7 @@ class DoorActor:
         settings, rpc_s = self.config.door, self.config.timeouts.rpc_s
         # A name that no other door has: a controller forgets the requests of the door before.
         self._link = ControllerLink(f"door-{uuid.uuid4().hex[:12]}", self._find_controller, rpc_s)
-        self._text = await asyncio.to_thread(ModelText, model, stops)
+        self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format)
         sessions = Sessions(settings.max_sessions, settings.max_session_tokens, settings.session_idle_s)
         generations = Generations(self._link, settings.request_timeout_s)
         names = model_names(model)

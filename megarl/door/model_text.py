@@ -17,7 +17,7 @@ from megarl.data.dialogue import Dialogue, DialogueError
 from megarl.data.token_decoder import TokenDecoder
 from megarl.data.tokenize import PromptEncoder, load_tokenizer
 from megarl.data.tool_calls import HERMES, ToolFormat
-from megarl.data.tool_format import tool_format
+from megarl.data.tool_format import FormatName, NoCallsWritten, tool_format
 from megarl.door.api_errors import ApiError, refused
 
 T = TypeVar("T")
@@ -28,13 +28,17 @@ _MOST_DIALOGUES = 16  # sets of template variables whose renderings are kept
 class ModelText:
     """Renders chats and decodes tokens of one model. Every method may be called in the event loop only."""
 
-    def __init__(self, model: Path, stop_token_ids: Sequence[int]) -> None:
-        """Raises ValueError if the model has no tokenizer. One without a chat template refuses chats, not tokens."""
+    def __init__(self, model: Path, stop_token_ids: Sequence[int], form: FormatName = "template") -> None:
+        """`form`: of tool calls (`agent.tool_format`).
+
+        Raises ValueError if the model has no tokenizer. One without a chat template refuses chats, not tokens.
+        """
         self._tokenizer = load_tokenizer(model)
         self._stops = tuple(stop_token_ids)
         self._decoder = TokenDecoder(self._tokenizer)
         self._dialogues: dict[str, Dialogue] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._form: FormatName = form
         self._format: ToolFormat | None = None
 
     def close(self) -> None:
@@ -89,15 +93,15 @@ class ModelText:
         )
 
     async def tool_format(self) -> ToolFormat:
-        """Return the format in which the model writes tool calls."""
+        """Return the format in which the model writes tool calls. Raises ApiError if it cannot be told."""
         if self._format is None:
-            self._format = await self._run(self._find_format)
+            self._format = await self._run(self._find_format, field="tools")
         return self._format
 
     def _find_format(self) -> ToolFormat:
         try:
-            return tool_format("template", self._tokenizer)
-        except ValueError:  # the template writes no calls; most models that can call tools know this format
+            return tool_format(self._form, self._tokenizer)
+        except NoCallsWritten:  # most models that can call tools know this format
             return HERMES
 
     def _dialogue(self, kwargs: Mapping[str, Any]) -> Dialogue:
@@ -110,10 +114,10 @@ class ModelText:
         made = self._dialogues[key] = Dialogue(self._tokenizer, self._stops, kwargs)
         return made
 
-    async def _run(self, function: Callable[[], T]) -> T:
+    async def _run(self, function: Callable[[], T], field: str = "messages") -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
         except DialogueError as error:
-            raise refused("messages", str(error)) from error
+            raise refused(field, str(error)) from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error

@@ -184,6 +184,21 @@ _INVOKE = """
             {%- endfor %}
             {{- '</invoke>\\n</minimax:tool_call>' }}"""
 
+# A section of calls, each with the tool's name and the JSON of its arguments: DeepSeek-V3 and V3.1. The second joins
+# the arguments to other texts, so they must be a text.
+_FENCED = """
+            {{- '<｜tool▁calls▁begin｜>' if loop.first else '' }}
+            {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments | tojson }}
+            {{- '\\n```<｜tool▁call▁end｜>' + ('<｜tool▁calls▁end｜>' if loop.last else '') }}"""
+_JOINED = """
+            {{- '<｜tool▁calls▁begin｜>' if loop.first else '' }}
+            {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}
+            {{- '<｜tool▁call▁end｜>' + ('<｜tool▁calls▁end｜>' if loop.last else '') }}"""
+_SECTION_MARKS = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+)  # fmt: skip
+
 
 def _tags(call: str, value: str) -> str:
     return _TAGS.replace("{{- CALL }}", call.replace("VALUE", value).strip())
@@ -193,6 +208,7 @@ TAGGED = {
     "qwen3_coder": _tags(_FUNCTION, _AS_TEXT), "qwen3_8": _tags(_FUNCTION, _AS_JSON),
     "glm4_5": _tags(_ARG_KEY, _AS_JSON), "glm4_7": _tags(_COMPACT, _AS_JSON), "minimax_m2": _tags(_INVOKE, _AS_JSON),
 }  # fmt: skip
+NAMED = {"deepseek_v3": _tags(_FENCED, ""), "deepseek_v3_1": _tags(_JOINED, "")}
 
 # Plain ChatML that shows tools and knows no calls.
 CHATML_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHATML
@@ -203,8 +219,9 @@ SPECIALS = {
         "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"
     ),
     "mistral": ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    **dict.fromkeys(NAMED, _SECTION_MARKS),
 }  # fmt: skip
-TEMPLATES = {"qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "chatml": CHATML_TOOLS, **TAGGED}
+TEMPLATES = {"qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "chatml": CHATML_TOOLS, **TAGGED, **NAMED}
 END_OF_TURN = dict.fromkeys(TEMPLATES, "<|im_end|>") | {"llama3": "<|eot_id|>", "mistral": "</s>"}
 
 
