@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.agent_sections import HARNESS, SHIPPED_TOOLS, SINGLE_TURN, TOOL_AGENT, ToolConfig
+from megarl.config.agent_sections import (
+    ACT_TIMEOUT_S,
+    HARNESS,
+    SHIPPED_TOOLS,
+    SINGLE_TURN,
+    TOOL_AGENT,
+    VERIFIERS,
+    ToolConfig,
+)
 from megarl.config.datasets import all_sets
 from megarl.config.pace import most_in_flight, pace_problems
 from megarl.config.schema import Config
@@ -17,7 +25,7 @@ def agent_problems(config: Config) -> Iterator[str]:
     """Yield the problems of `agent` and of all lists of tools."""
     agent = config.agent
     if agent.loop == HARNESS:
-        yield from _harness_problems(config)
+        yield from _act_problems(agent.act)
     elif agent.loop not in (SINGLE_TURN, TOOL_AGENT):
         yield from import_path_problems("agent.loop", agent.loop, f"neither {SINGLE_TURN}, {TOOL_AGENT}, {HARNESS} nor")
     elif agent.kwargs:
@@ -25,8 +33,11 @@ def agent_problems(config: Config) -> Iterator[str]:
     if agent.act is not None and agent.loop != HARNESS:
         yield f"agent.act: {agent.loop} does not call it; set agent.loop: {HARNESS}, or remove it"
     own_lists = [f"{each.key}.tools" for each in all_sets(config) if each.tools]
-    if agent.loop == HARNESS and own_lists:
-        yield f"{'tools' if config.tools else own_lists[0]}: agent.act brings the tools of its own; remove these"
+    if agent.loop in (HARNESS, VERIFIERS):
+        yield from _door_problems(config)
+        brings = "agent.act" if agent.loop == HARNESS else "the environment"
+        if own_lists:
+            yield f"{'tools' if config.tools else own_lists[0]}: {brings} brings the tools of its own; remove these"
     if agent.loop == SINGLE_TURN and own_lists:
         key = "tools" if config.tools else own_lists[0]
         yield f"{key}: {SINGLE_TURN} calls none; set agent.loop: {TOOL_AGENT}, or remove them"
@@ -36,24 +47,33 @@ def agent_problems(config: Config) -> Iterator[str]:
         yield from _tool_problems(key, tools)
 
 
-def _harness_problems(config: Config) -> Iterator[str]:
-    if config.agent.act is None:
+def _act_problems(act: str | None) -> Iterator[str]:
+    if act is None:
         yield (
             f"agent.act: agent.loop: {HARNESS} needs the function that acts; name an "
             "`async def act(base_url, token, session, row)` as package.module:function"
         )
     else:
-        yield from import_path_problems("agent.act", config.agent.act, "not")
+        yield from import_path_problems("agent.act", act, "not")
+
+
+def _door_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong for a loop whose samples are acted for through the door."""
     if not config.door.enabled:
-        yield f"door.enabled: agent.loop: {HARNESS} acts through the door of the run; set door.enabled: true"
+        yield f"door.enabled: agent.loop: {config.agent.loop} acts through the door of the run; set door.enabled: true"
     if config.ray.address is not None and config.door.host is None:
         yield (
             "door.host: in a cluster that is running already (ray.address) the door listens at 127.0.0.1, where agents "
             "on other nodes do not reach it; set it to the address of the door's node; 127.0.0.1 if there is one node"
         )
-    if (act_s := config.agent.act_timeout_s) >= (bound := config.timeouts.generate_s):
+    key, act_s = "agent.act_timeout_s", config.agent.act_timeout_s
+    if config.agent.loop == VERIFIERS:
+        key, act_s = "agent.kwargs.timeout_s", config.agent.kwargs.get("timeout_s", ACT_TIMEOUT_S)
+    if not isinstance(act_s, int | float):  # the arguments of a loop have no types in the config: YAML's 1e3 is text
+        yield f"{key}: {act_s!r} is not a number of seconds; write it in digits"
+    elif act_s >= (bound := config.timeouts.generate_s):
         yield (
-            f"agent.act_timeout_s: {act_s:g} s would never fail a sample, because a trainer that has waited "
+            f"{key}: {act_s:g} s would never fail a sample, because a trainer that has waited "
             f"timeouts.generate_s={bound:g} s for it ends the run; lower the first or raise the second"
         )
     yield from _session_problems(config)

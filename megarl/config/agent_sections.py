@@ -9,9 +9,11 @@ from pydantic import Field
 from megarl.config.section import Passed, Section
 
 SINGLE_TURN, TOOL_AGENT, HARNESS = "single_turn", "tool_agent", "harness"
+VERIFIERS = "megarl.environments.verifiers_loop:Verifiers"  # shipped too, but named by its import path
 SHIPPED_LOOPS = (SINGLE_TURN, TOOL_AGENT)  # those in which only megarl's own code runs, but for tools
 TOOL_AGENT_TURNS = 8  # if the config says nothing
 LOOP_TURNS = 1000  # of any other loop, and of a harness: far more than any makes that comes to an end
+ACT_TIMEOUT_S = 1500.0  # of `act`, and of a run of a verifiers environment
 SHIPPED_TOOLS = ("calculator", "python", "http")
 
 
@@ -56,7 +58,7 @@ class AgentConfig(Section):
         f"`loop: {HARNESS}`: it acts for one sample through the door, which needs `door.enabled`.",
     )
     act_timeout_s: float = Field(
-        1500.0,
+        ACT_TIMEOUT_S,
         gt=0,
         description="Seconds of one call of `act`; a sample that takes longer has failed. Below `timeouts.generate_s`, "
         "after which a trainer that waits for the sample ends the run.",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.config import agent_sections
 from megarl.config.agent_checks import agent_problems
 from megarl.config.datasets import all_sets
 from megarl.config.secret_checks import referenced_variables, secret_problems
 from tests.support.configs import config as config_of
 
+VERIFIERS = "megarl.environments.verifiers_loop:Verifiers"
 HARNESS = {"loop": "harness", "act": "tests.support.acts:two_turns"}
 DOOR = {"enabled": True}
 PACE = {"mode": "async", "sync_interval": 4, "max_staleness": 1}  # of which no numbers can be made
@@ -83,6 +87,58 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
 def test_each_mistake_has_one_message(changes: dict[str, Any], problem: str) -> None:
     problems = list(agent_problems(config_of("model", **changes)))
     assert len(problems) == bool(problem) and all(each.startswith(problem) for each in problems)
+
+
+def verifiers(**kwargs: Any) -> dict[str, Any]:
+    """A section `agent` whose environment is one of verifiers."""
+    return {"loop": VERIFIERS, "kwargs": {"taskset": "digits_tasks", **kwargs}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"agent": verifiers(), "door": DOOR}, ""),
+        ({"agent": verifiers()}, f"door.enabled: agent.loop: {VERIFIERS} acts through the door of the run; set door."),
+        (
+            {"agent": verifiers(), "door": DOOR, "ray": {"address": "10.0.0.9:6379"}},
+            "door.host: in a cluster that is running already (ray.address) the door listens at 127.0.0.1",
+        ),
+        ({"agent": verifiers(), "door": DOOR | {"host": "10.0.0.9"}, "ray": {"address": "10.0.0.9:6379"}}, ""),
+        (
+            {"agent": verifiers(), "door": DOOR, "timeouts": {"generate_s": 1500}},
+            "agent.kwargs.timeout_s: 1500 s would never fail a sample, because a trainer that has waited "
+            "timeouts.generate_s=1500 s for it ends the run; lower the first or raise the second",
+        ),
+        ({"agent": verifiers(timeout_s=600), "door": DOOR, "timeouts": {"generate_s": 600}}, "agent.kwargs.timeout_s:"),
+        ({"agent": verifiers(timeout_s=599), "door": DOOR, "timeouts": {"generate_s": 600}}, ""),
+        # That bound is of `act` alone.
+        ({"agent": verifiers() | {"act_timeout_s": 1800}, "door": DOOR}, ""),
+        (
+            {"agent": verifiers(timeout_s="1e3"), "door": DOOR},
+            "agent.kwargs.timeout_s: '1e3' is not a number of seconds; write it in digits",
+        ),
+        (
+            {"agent": verifiers(), "door": DOOR | {"max_sessions": 31}, "admission": {"mode": "one_step_off"}},
+            "door.max_sessions: 31, but 8 groups of 4 samples may be generated at a time",
+        ),
+        (
+            {"agent": verifiers(), "door": DOOR, "tools": [CALCULATOR]},
+            "tools: the environment brings the tools of its own; remove these",
+        ),
+        ({"agent": {"loop": "x.y:Verifiers", "kwargs": {"timeout_s": 1e9}}}, "agent.loop: no module 'x'"),
+    ],
+)
+def test_the_loop_of_verifiers_needs_of_the_door_what_a_harness_does(changes: dict[str, Any], problem: str) -> None:
+    problems = list(agent_problems(config_of("model", **changes)))
+    assert len(problems) == bool(problem) and all(each.startswith(problem) for each in problems), problems
+
+
+def test_the_loop_of_verifiers_is_the_one_that_is_checked() -> None:
+    """The checks know its import path and its default time-out without importing it."""
+    module, _, name = VERIFIERS.partition(":")
+    loop = getattr(importlib.import_module(module), name)
+    default = inspect.signature(loop).parameters["timeout_s"].default
+    assert agent_sections.VERIFIERS == VERIFIERS and default == agent_sections.ACT_TIMEOUT_S
 
 
 def test_a_set_has_the_tools_of_the_section_or_its_own() -> None:
