@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.data.named_calls import NamedFormat, learned_by_name
 from megarl.data.tool_calls import MalformedCall, ParsedTurn, ToolCall
 from megarl.data.tool_format import tool_format
-from tests.support.chat_templates import NAMED, chat_tokenizer
+from tests.support.chat_templates import ARGUMENTS_AS_TEXT, NAMED, chat_tokenizer
 
 FORM = NamedFormat("<calls><call>", "<sep>", "</call><call>", "</call></calls>")
 BARE = NamedFormat("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]")
@@ -39,7 +39,7 @@ def of(family: str) -> tuple[Any, NamedFormat]:
 @settings(max_examples=60)
 def test_the_calls_of_a_turn_are_read_back(family: str, made: list[tuple[str, Any]]) -> None:
     tokenizer, form = of(family)
-    as_text = family == "deepseek_v3_1"
+    as_text = family in ARGUMENTS_AS_TEXT
     calls = [{"function": {"name": name, "arguments": json.dumps(v) if as_text else v}} for name, v in made]
     user = {"role": "user", "content": "x"}
     prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)

@@ -13,7 +13,7 @@ from megarl.data.named_calls import NamedFormat
 from megarl.data.tool_calls import HERMES, BareFormat, TaggedFormat, ToolCall, ToolFormat
 from megarl.data.tool_format import NoCallsWritten, tool_format
 from megarl.data.xml_calls import XmlFormat, learned
-from tests.support.chat_templates import chat_tokenizer
+from tests.support.chat_templates import ARGUMENTS_AS_TEXT, chat_tokenizer
 
 GLM = XmlFormat(before_name="", after_name="", before_key="<arg_key>", before_value="</arg_key>\n<arg_value>",
                 after_value="</arg_value>", closing="</tool_call>")  # fmt: skip
@@ -41,7 +41,7 @@ def test_the_format_of_a_template_is_found(family: str, expected: ToolFormat) ->
     found: Any = tool_format("template", tokenizer)
     assert found == expected
     arguments: Any = {"x": "a{}[]b"}
-    if family == "deepseek_v3_1":  # whose template joins it to other texts
+    if family in ARGUMENTS_AS_TEXT:
         arguments = json.dumps(arguments)
     call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": arguments}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -162,7 +162,7 @@ def test_a_session_that_was_opened_is_there_before_its_first_turn_and_is_forgott
 
 
 def test_a_session_of_the_run_is_never_made_by_its_use() -> None:
-    """Not in a door that has taken another's place, and not by the request that finds it unused for too long."""
+    """A door that has taken another's place makes none, nor does the request that finds it unused for too long."""
     sessions, terms = Sessions(2, 100, 10.0), SessionTerms(SamplingSpec(4, 1.0, (2,)))
     with pytest.raises(NotOpened), sessions.using("megarl-3-1-a", 0.0):
         pass

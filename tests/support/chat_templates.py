@@ -184,8 +184,7 @@ _INVOKE = """
             {%- endfor %}
             {{- '</invoke>\\n</minimax:tool_call>' }}"""
 
-# A section of calls, each with the tool's name and the JSON of its arguments: DeepSeek-V3 and V3.1. The second joins
-# the arguments to other texts, so they must be a text.
+# A section of calls, each with the tool's name and the JSON of its arguments: DeepSeek-V3 and V3.1.
 _FENCED = """
             {{- '<｜tool▁calls▁begin｜>' if loop.first else '' }}
             {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
@@ -208,6 +207,7 @@ TAGGED = {
     "qwen3_coder": _tags(_FUNCTION, _AS_TEXT), "qwen3_8": _tags(_FUNCTION, _AS_JSON),
     "glm4_5": _tags(_ARG_KEY, _AS_JSON), "glm4_7": _tags(_COMPACT, _AS_JSON), "minimax_m2": _tags(_INVOKE, _AS_JSON),
 }  # fmt: skip
+ARGUMENTS_AS_TEXT = ("deepseek_v3_1",)  # it joins them to other texts
 NAMED = {"deepseek_v3": _tags(_FENCED, ""), "deepseek_v3_1": _tags(_JOINED, "")}
 
 # Plain ChatML that shows tools and knows no calls.
