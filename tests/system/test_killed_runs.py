@@ -117,6 +117,7 @@ def test_a_changed_learning_rate_is_taken_and_a_damaged_checkpoint_is_not(unbrok
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
 
     shutil.copytree(unbroken.directory, tmp_path / "run")
+    (tmp_path / "run" / "exit.json").unlink()  # as if it had been killed after its last save; else it has finished
     shard = next((tmp_path / "run" / "checkpoints" / f"iter_{STEPS:07d}").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
