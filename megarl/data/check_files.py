@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from megarl.common.errors import ConfigError
-from megarl.config.datasets import all_sets
+from megarl.common.findings import Findings
+from megarl.config.datasets import HeldOutSet, TrainSet, all_sets
 from megarl.config.schema import Config
-from megarl.data.dataset import RowMistake, load_prompts, row_mistakes
+from megarl.data.dataset import RowMistake, has_more_rows, load_prompts, row_mistakes
 from megarl.data.formats import Prompt
 
 MOST_ROWS = 50_000  # of each file, about a second; the run itself checks all of them
@@ -18,27 +18,40 @@ Tell = Callable[[RowMistake], object]  # takes one mistake, and keeps nothing
 
 
 def check_data_files(config: Config, tell: Tell | None = None) -> None:
-    """Raise ConfigError with the bad rows of all training and evaluation sets, as `data_file_problems`."""
-    if problems := list(data_file_problems(config, tell)):
-        raise ConfigError(problems)
+    """Raise ConfigError with the bad rows of all training and evaluation sets, as `data_file_findings`."""
+    data_file_findings(config, tell).refuse()
 
 
-def data_file_problems(config: Config, tell: Tell | None = None, *, only_present: bool = False) -> Iterator[str]:
-    """Yield each kind of mistake in the rows of all training and evaluation sets, with the first rows that have it.
+def data_file_findings(config: Config, tell: Tell | None = None, *, only_present: bool = False) -> Findings:
+    """Find each kind of mistake in the rows of all training and evaluation sets, with the first rows that have it.
 
-    With `tell` every mistake is told when it is found, and files are read to their end, not only their first rows.
-    `only_present`: a file that is not on this machine is no mistake.
+    With `tell` every mistake is told when it is found, and files are read to their end, not only their first rows;
+    without, a note names each file that has more. `only_present`: a file that is not on this machine is no mistake.
     """
+    found = Findings()
     for each in all_sets(config):
         if only_present and not each.path.exists():
             continue
         try:
-            found = row_mistakes(each.path, each.data, None if tell else MOST_ROWS)
-            kinds = _by_kind(found if tell is None else _told(found, tell))
+            mistakes = row_mistakes(each.path, each.data, None if tell else MOST_ROWS)
+            kinds = _by_kind(mistakes if tell is None else _told(mistakes, tell))
+            cut = tell is None and most_rows(each) == MOST_ROWS and has_more_rows(each.path, MOST_ROWS)
         except (ValueError, OSError) as error:
-            yield f"{each.key}: {error}"
+            found.add(Findings([f"{each.key}: {error}"]))
             continue
-        yield from (f"{each.key}: {_text(kind, every_row_told=tell is not None)}" for kind in kinds)
+        found.add(Findings([f"{each.key}: {_text(kind, every_row_told=tell is not None)}" for kind in kinds]))
+        if cut:
+            note = f"{each.path}: the first {MOST_ROWS:,} rows were checked; megarl plan --all-mistakes reads all"
+            found.add(Findings(notes=[note]))
+    return found
+
+
+def most_rows(chosen: TrainSet | HeldOutSet, *, whole: bool = False) -> int | None:
+    """Return how many of the rows that the run uses of a set are checked at most; None if all, as with `whole`."""
+    used = chosen.limit if isinstance(chosen, HeldOutSet) else None
+    if whole:
+        return used
+    return MOST_ROWS if used is None else min(used, MOST_ROWS)
 
 
 @dataclass
@@ -83,6 +96,6 @@ def first_prompts(config: Config) -> dict[str, Prompt]:
     for each in all_sets(config):
         try:
             found[each.key] = load_prompts(each.path, each.data, 1)[0]
-        except (ValueError, OSError):  # told by `data_file_problems`
+        except (ValueError, OSError):  # told by `data_file_findings`
             continue
     return found

@@ -19,7 +19,7 @@ from megarl.config.checks import PARQUET_SUFFIXES
 from megarl.config.data_sections import DataConfig
 from megarl.data.formats import Format, Prompt, RowError, detect_format, to_prompt
 
-__all__ = ["Prompt", "PromptDataset", "RowMistake", "load_prompts", "row_mistakes"]
+__all__ = ["Prompt", "PromptDataset", "RowMistake", "has_more_rows", "load_prompts", "row_mistakes"]
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -101,6 +101,15 @@ def row_mistakes(path: Path | str, config: DataConfig, limit: int | None = None)
         count += 1
     if count == 0:
         raise ValueError(f"{path} holds no rows")
+
+
+def has_more_rows(path: Path, limit: int) -> bool:
+    """Tell whether a prompt file has more than `limit` rows; no row is parsed."""
+    if path.suffix in PARQUET_SUFFIXES:
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(path).num_rows) > limit
+    return next(islice(_JsonLines(path).scan(), limit, None), None) is not None
 
 
 def _open(path: Path) -> _JsonLines | _Parquet:

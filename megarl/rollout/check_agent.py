@@ -37,7 +37,7 @@ def try_agent(config: Config) -> AgentTrial:
     """Make the loop, the tools and the toolboxes that the run will make, and end the tools; nothing is called.
 
     A tool that cannot be made is told once, and its sets are tried with their other tools. What is wrong with the
-    tokenizer itself is left to `tokenizer_problems`.
+    tokenizer itself is left to `tokenizer_findings`.
     """
     trial = AgentTrial()
     if config.agent.loop == SINGLE_TURN:

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.common.errors import ConfigError
+from megarl.common.findings import Findings
 from megarl.config.checks import DeviceType, absent_files, planned_elsewhere
 from megarl.config.load import overridden_tree
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.plan_tables import print_dry_run
 from megarl.config.schema import Config
-from megarl.data.check_files import Tell, data_file_problems
-from megarl.run.check_start import check_start
+from megarl.data.check_files import Tell
+from megarl.run.check_elsewhere import elsewhere_findings
+from megarl.run.check_start import start_findings
 
 
 def dry_run(
@@ -41,24 +42,29 @@ def checked_plan(
 ) -> tuple[RunPlan, list[str]]:
     """Check all that can be checked here; return the plan and its notes. Raises ConfigError that lists every problem.
 
-    `files=False` looks for no data, weights and tokenizer. A config with `model.shape` whose model is not here is
-    planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides` names it; data
-    files that are here are checked all the same. Unless `device` is given, such a plan is for GPUs if the config says
-    what memory they have, else for this machine's own device. `tell`: as in `check_start`.
+    `files=False` looks for no data, weights and tokenizer, and tries no reward. A config with `model.shape` whose model
+    is not here is planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides`
+    names it; data files that are here, and the rewards, are checked all the same. Unless `device` is given, such a plan
+    is for GPUs if the config says what memory they have, else for this machine's own device. `tell`: as in
+    `check_start`.
     """
     elsewhere = planned_elsewhere(config)
-    if files and elsewhere:
-        problems = list(_mistyped(absent_files(config), overrides))
-        problems += data_file_problems(config, tell, only_present=True)
-        if problems:
-            raise ConfigError(problems)
     if elsewhere and device is None and config.trainer.device_memory_gib is not None:
         device = "cuda"
     plan = make_plan(config, device=device, files=files and not elsewhere)
-    if files and elsewhere:
-        absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config))
-        return plan, [f"planned by model.shape; not here, so not checked, and needed where the run starts: {absent}"]
-    return plan, check_start(config, plan.info, tell) if files else []
+    if not files:
+        return plan, []
+    if not elsewhere:
+        found = start_findings(config, plan.info, tell)
+        found.refuse()
+        return plan, [*found.warnings, *found.notes]
+    absent = absent_files(config)
+    found = Findings(list(_mistyped(absent, overrides)))
+    found.add(elsewhere_findings(config, tell))
+    found.refuse()
+    listed = ", ".join(f"{key} ({path})" for key, path in absent)
+    note = f"planned by model.shape; not here, so not checked, and needed where the run starts: {listed}"
+    return plan, [note, *found.warnings, *found.notes]
 
 
 def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> Iterator[str]:

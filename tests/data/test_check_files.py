@@ -9,12 +9,14 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megarl.commands import cli
 from megarl.common.errors import ConfigError
 from megarl.data import check_files
-from megarl.data.check_files import check_data_files
+from megarl.data.check_files import check_data_files, data_file_findings
 from tests.support.checkout import environment
 from tests.support.configs import config, tree, write_problems
 from tests.support.tiny import make_tiny_model
@@ -94,6 +96,32 @@ def test_every_mistake_of_the_whole_file_is_told_on_request(tmp_path: Path, monk
     assert [problem.split("\n      ")[-1] for problem in raised.value.problems] == ["and 20 more"] * 2
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_with_more_rows_than_are_checked_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    path = write_problems(tmp_path / "many.jsonl", 9)
+    if suffix == "parquet":
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path = tmp_path / "many.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    held = [{"name": name, "path": str(path), "limit": limit} for name, limit in (("few", 8), ("many", 9))]
+    monkeypatch.setattr(check_files, "MOST_ROWS", 8)
+    note = f"{path}: the first 8 rows were checked; megarl plan --all-mistakes reads all"
+    assert data_file_findings(config("model", path, evaluation__sets=held)).notes == [note]
+    assert data_file_findings(config("model", path), lambda _: None).notes == []
+    monkeypatch.setattr(check_files, "MOST_ROWS", 9)
+    assert data_file_findings(config("model", path)).notes == []
+
+
+def test_rows_that_no_evaluation_uses_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = write_problems(tmp_path / "few.jsonl", 8), write_problems(tmp_path / "many.jsonl", 9)
+    monkeypatch.setattr(check_files, "MOST_ROWS", 8)
+    for limit, notes in ((7, 0), (9, 1), (None, 1)):
+        held = [{"name": "held", "path": str(many), "limit": limit}]
+        assert len(data_file_findings(config("model", few, evaluation__sets=held)).notes) == notes
+
+
 def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
     bad, peaks, told = tmp_path / "bad.jsonl", [], []
     for count in (2_000, 20_000):
@@ -146,6 +174,20 @@ def test_a_command_tells_them_before_anything_starts(
     printed = capsys.readouterr()
     assert printed.err == told
     assert [line.partition(": ")[0] for line in printed.out.splitlines()] == [f"{data}:{n}" for n in (9, "11:27", 13)]
+
+
+def test_a_dry_run_says_that_there_are_more_rows_than_it_has_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data, path = make_tiny_model(tmp_path / "model"), tmp_path / "long.jsonl", tmp_path / "run.yaml"
+    data.write_text(write_problems(tmp_path / "good.jsonl", 8).read_text() + BAD)
+    path.write_text(json.dumps(tree(model, data, run__dir=str(tmp_path / "run"))))
+    monkeypatch.setattr(check_files, "MOST_ROWS", 8)
+    for command in (["plan"], ["train", "--dry-run"]):
+        capsys.readouterr()
+        assert cli.main([*command, "--config", str(path)]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert told.endswith(f"note: {data}: the first 8 rows were checked; megarl plan --all-mistakes reads all")
 
 
 def test_the_list_may_end_before_its_reader_has_read_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.support.check_start import problems_of
 from tests.support.configs import config, tree
 
 SHARE = "tests.support.reward_functions:digit_share"
+ROOMY: dict[str, Any] = {"data__max_prompt_tokens": 2048}  # for the schemas of tools, letter by letter
 NO_TOOLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 DROPS_TURNS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -34,9 +35,9 @@ def test_a_tool_agent_needs_a_template_that_shows_tools_and_only_appends(model: 
     tools = [{"kind": "calculator"}]
     [problem] = agent_problems_of(model, data, NO_TOOLS, tools=tools)
     assert problem.startswith("data: the chat template does not show tools to the model; use the template of")
-    [problem] = agent_problems_of(model, data, DROPS_TURNS, tools=tools)
+    [problem] = agent_problems_of(model, data, DROPS_TURNS, tools=tools, **ROOMY)
     assert problem.startswith("data: the chat template changes what stands before a message") and "appends" in problem
-    [problem] = agent_problems_of(model, data, CHATML_TOOLS, tools=tools, agent__tool_format="template")
+    [problem] = agent_problems_of(model, data, CHATML_TOOLS, tools=tools, agent__tool_format="template", **ROOMY)
     assert problem.startswith("data: ") and "set agent.tool_format: hermes" in problem
 
 
@@ -76,7 +77,7 @@ def test_the_tools_that_were_tried_are_closed(model: Path, data: Path, tmp_path:
     (model / "chat_template.jinja").write_text(CHATML_TOOLS)
     own = {"kind": "tests.support.tool_classes:Misbehaving", "kwargs": {"path": str(noted)}}
     tools = [own, {"kind": "tests.support.tool_functions:add"}]
-    agent = {"agent__loop": "tool_agent", "agent__tool_format": "hermes"}
+    agent = {"agent__loop": "tool_agent", "agent__tool_format": "hermes", **ROOMY}
     chosen = config(model, data, reward__function=SHARE, reward__trial_call=False, tools=tools, **agent)
     assert check_start(chosen, load_info(model)) == []
     assert noted.read_text() == "closed\n"

@@ -1,0 +1,123 @@
+"""The checks before a start measure the prompts, and refuse a set where and as the run would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.commands import cli
+from megarl.config.schema import Config
+from megarl.data import check_files, check_lengths
+from megarl.models.read_config import load_info
+from megarl.rollout.prompts import PromptSource
+from megarl.run.check_start import check_start, start_findings
+from tests.support.check_start import problems_of
+from tests.support.configs import config, tree
+
+REWARD: dict[str, Any] = {"function": "tests.support.reward_functions:digit_share", "trial_call": False}
+SKIP = {"data__overlong_prompts": "skip"}
+SHORT, LONG = "1+1=?", "1+1=" * 40
+
+
+def written(path: Path, *problems: str) -> Path:
+    rows = [{"problem": text, "answer": "2", "reply": text} for text in problems]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chosen(model: Path, data: Path, **changes: Any) -> Config:
+    return config(model, data, reward=REWARD, **{"data__max_prompt_tokens": 64, **changes})
+
+
+def refusal(planned: Config) -> str:
+    """The message of the rollout controller, after the start."""
+    with pytest.raises(ValueError) as raised:
+        PromptSource(planned)
+    return str(raised.value)
+
+
+def test_a_dry_run_refuses_prompts_that_are_too_long(
+    sound: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(tree(sound, data, reward=REWARD, run__dir=str(tmp_path / "run"))))
+    command = ["train", "--config", str(path), "--dry-run"]
+    assert cli.main(command) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "data.max_prompt_tokens=3"])
+    told = capsys.readouterr()
+    assert "megarl: data: prompt 0 has " in told.err and "more than data.max_prompt_tokens = 3; raise it" in told.err
+    assert told.out == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        ([SHORT, LONG], {}),
+        ([LONG, LONG], SKIP),
+        ([SHORT, LONG], {"data__max_prompt_tokens": None, "trainer__micro_batch_tokens": 96}),
+        ([SHORT, SHORT], {"data__demonstration_field": "reply", "sampling__max_tokens": 4}),
+        ([SHORT, SHORT], {"data__demonstration_field": "reply", "sampling__max_tokens": 4, **SKIP}),
+    ],
+)
+def test_a_training_set_is_refused_as_the_run_refuses_it(
+    sound: Path, tmp_path: Path, rows: list[str], changes: dict[str, Any]
+) -> None:
+    planned = chosen(sound, written(tmp_path / "rows.jsonl", *rows), **changes)
+    assert problems_of(planned) == [f"data: {refusal(planned)}"]
+
+
+def test_an_evaluation_set_has_a_limit_of_its_own_and_skips_nothing(sound: Path, data: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "held.jsonl", SHORT, LONG)
+    planned = chosen(sound, data, evaluation__sets=[{"name": "held", "path": str(path)}], **SKIP)
+    told = refusal(planned)
+    assert told.startswith("evaluation.sets.0 (held): prompt 1 has ")
+    assert problems_of(planned) == [told.replace(" (held)", "")]
+    fewer = chosen(sound, data, evaluation__sets=[{"name": "held", "path": str(path), "limit": 1}])
+    PromptSource(fewer)
+    assert check_start(fewer, load_info(sound)) == []
+
+
+def test_prompts_that_are_left_out_are_a_note_and_no_line_of_a_log(
+    sound: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = chosen(sound, written(tmp_path / "rows.jsonl", SHORT, LONG, SHORT, LONG, LONG), **SKIP)
+    found = start_findings(planned, load_info(sound))
+    assert found.problems == [] and caplog.text == ""
+    assert found.notes == ["data: 3 of 5 prompts are too long, and left out (data.overlong_prompts: skip)"]
+    assert PromptSource(planned).skipped == 3 and "3 of 5 prompts skipped as too long" in caplog.text
+
+
+def test_of_a_large_file_the_first_prompts_are_measured_and_a_note_says_so(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "rows.jsonl", SHORT, SHORT, LONG)
+    monkeypatch.setattr(check_lengths, "MOST_CHARACTERS", 2 * len(SHORT))
+    planned = chosen(sound, path)
+    found = start_findings(planned, load_info(sound))
+    note = "data: the lengths of the first 2 prompts were checked; megarl plan --all-mistakes measures all"
+    assert found.problems == [] and found.notes == [note]
+    whole = start_findings(planned, load_info(sound), lambda _: None)
+    assert whole.problems == [f"data: {refusal(planned)}"] and whole.notes == []
+
+
+@pytest.mark.parametrize("bound", ["MOST_CHARACTERS", "MOST_ROWS"])
+def test_if_the_first_prompts_are_all_left_out_others_may_not_be(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    path = written(tmp_path / "rows.jsonl", LONG, LONG, SHORT)
+    monkeypatch.setattr(*((check_files, bound, 2) if bound == "MOST_ROWS" else (check_lengths, bound, 2 * len(LONG))))
+    found = start_findings(chosen(sound, path, **SKIP), load_info(sound))
+    assert found.problems == []
+    assert "2 of the first 2 prompts are too long, and left out" in found.notes[-1]
+
+
+def test_a_template_that_fails_with_a_later_prompt_is_told(model: Path, tmp_path: Path) -> None:
+    failing = "{% if messages[0]['content'] | length > 99 %}{{ messages[0]['content'] + 1 }}{% endif %}x"
+    (model / "chat_template.jinja").write_text(failing)
+    [problem] = problems_of(chosen(model, written(tmp_path / "rows.jsonl", SHORT, LONG)))
+    assert problem.startswith("data: the chat template fails with one of the prompts: TypeError: ")
