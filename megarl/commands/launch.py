@@ -38,7 +38,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--no-files",
         action="store_true",
-        help="with slurm or --dry-run: model and data are where the run will be only; do not look for them",
+        help="with slurm or --dry-run: model and data are where the run will be only; do not look for them, and try no "
+        "reward",
     )
     parser.add_argument("--dry-run", action="store_true", help="print script and plan; start nothing")
     parser.add_argument(
@@ -68,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.dry_run and (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
         return 0
-    if slurm and not (options.dry_run or options.no_files):
-        _refuse_absent_files(config)
+    if slurm and not options.no_files:
+        notes += _checked_here(config, dry_run=options.dry_run)
     if plan.pools.nodes > 1 and not slurm:
         raise ConfigError([
             f"the config needs {plan.pools.nodes} nodes: use --scheduler slurm, or launch/multinode.sh with a host list"
@@ -103,8 +104,7 @@ def run(options: argparse.Namespace) -> int:
 def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[RunPlan, list[str]]:
     """Check the config for where it will run, and return its plan with notes on it. Raises ConfigError.
 
-    With SLURM the job checks the files, on the nodes where the run will be, before anything starts. A dry run for this
-    machine checks all that `megarl train --dry-run` does.
+    For SLURM `_checked_here` follows. A dry run for this machine checks all that `megarl train --dry-run` does.
     """
     from megarl.config.checks import absent_files, detect_device
     from megarl.config.plan import make_plan
@@ -117,13 +117,24 @@ def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[
     return plan, [f"not here, so not checked, and needed where the run starts: {absent}"] if absent else []
 
 
-def _refuse_absent_files(config: Config) -> None:
-    """Raise ConfigError before the job waits in a queue for nothing. The job itself checks what the files hold."""
-    from megarl.config.checks import absent_files
+def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
+    """Check data files and rewards before the job waits in a queue for nothing; the rest is checked by the job itself.
 
-    if absent := absent_files(config):
+    Return the notes of a dry run, in which an absent file is one of them. Raises ConfigError that lists every problem.
+    """
+    from megarl.common.findings import Findings
+    from megarl.config.checks import absent_files
+    from megarl.run.check_elsewhere import elsewhere_findings
+
+    found = Findings()
+    if not dry_run:
         here = "(--no-files if only the nodes have it; relative paths start at the current directory)"
-        raise ConfigError([f"{key}: no such file or directory: {path} {here}" for key, path in absent])
+        found.problems += [f"{key}: no such file or directory: {path} {here}" for key, path in absent_files(config)]
+    found.add(elsewhere_findings(config))
+    found.refuse()
+    if not dry_run:
+        sys.stderr.writelines(f"megarl: warning: {warning}\n" for warning in found.warnings)
+    return [*found.warnings, *found.notes]
 
 
 def run_script(command: list[str]) -> int:

@@ -163,5 +163,70 @@ def test_a_dry_run_for_this_machine_checks_the_data_and_can_be_told_not_to(
     assert "prompts.jsonl:1:1: not JSON" in capsys.readouterr().err
     assert cli.main([*local, "--no-files"]) == 0
     assert capsys.readouterr().out == told.out
-    assert cli.main([*arguments, "--scheduler", "slurm", "--dry-run"]) == 0
-    assert "not here" not in capsys.readouterr().err
+
+
+SUBMITTED = "Submitted batch job 7\n"
+
+
+@pytest.fixture
+def slurm(arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """`megarl launch --scheduler slurm` where sbatch says that it has the job."""
+    add_sbatch(tmp_path, f"echo '{SUBMITTED.strip()}'")
+    capfd.readouterr()  # what making the model has shown
+    return [*arguments, "--scheduler", "slurm"]
+
+
+@pytest.mark.parametrize(
+    ("row", "function", "told"),
+    [
+        ("no", "math", "prompts.jsonl:1:1: not JSON"),
+        ('{"problem": "1+1=?", "answer": "2"}', "absent", "'tests.support.reward_functions' has no 'absent'"),
+        (
+            '{"problem": "1+1=?", "answer": "none"}',
+            "by_response",
+            "a reward must be a number or a RewardResult, not None",
+        ),
+    ],
+)
+def test_no_job_is_submitted_with_data_or_a_reward_that_cannot_be_used(
+    slurm: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], row: str, function: str, told: str
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(f"{row}\n")
+    own = [] if function == "math" else [f"reward.function=tests.support.reward_functions:{function}"]
+    for more in ([], ["--dry-run"]):
+        assert cli.main([*slurm, *own, *more]) == 2
+        refused = capfd.readouterr()
+        assert told in refused.err and refused.out == ""
+        assert ("--no-files of `megarl plan` and `megarl launch`, if only" in refused.err) == bool(own)
+    assert not (tmp_path / "run").exists()
+    assert cli.main([*slurm, *own, "--no-files"]) == 0
+    assert capfd.readouterr() == (SUBMITTED, "")
+
+
+def test_a_job_is_submitted_with_data_that_are_here_and_the_dry_run_says_what_it_left_out(
+    slurm: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(slurm) == 0
+    assert capfd.readouterr() == (SUBMITTED, "")
+    assert cli.main([*slurm, "--dry-run"]) == 0
+    told = " ".join(capfd.readouterr().err.split())
+    assert "not here" not in told
+    left = "tokenizer and chat template, lengths of the prompts, weights, the checkpoint to resume from"
+    assert told.endswith(f"note: left to the start where the run will be: {left}")
+    (tmp_path / "prompts.jsonl").rename(tmp_path / "elsewhere")
+    assert cli.main([*slurm, "--dry-run"]) == 0
+    told = " ".join(capfd.readouterr().err.split())
+    assert f"needed where the run starts: data.path ({tmp_path / 'prompts.jsonl'})" in told
+    assert "reward.function: imported and not called, because data.path is not here" in told
+
+
+def test_a_reward_that_may_fail_is_a_warning_and_the_job_is_submitted(
+    slurm: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = ["reward.function=tests.support.reward_functions:broken", "reward.on_error=0.0"]
+    assert cli.main([*slurm, *broken]) == 0
+    submitted = capfd.readouterr()
+    assert submitted.out == SUBMITTED
+    assert submitted.err.startswith("megarl: warning: reward.function: a trial call of ")
+    assert cli.main([*slurm, *broken, "--dry-run"]) == 0
+    assert "note: reward.function: a trial call of " in capfd.readouterr().err
