@@ -7,6 +7,7 @@ the environment's trace; tokens, log-probs and versions are those of the session
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import aiohttp
 
 from megarl.common.errors import RolloutError
+from megarl.config.agent_sections import ACT_TIMEOUT_S
 from megarl.environments.door_client import CALL_S, DoorClient
 from megarl.environments.env_client import EnvironmentFailed, TraceSoFar
 from megarl.environments.env_server import TOKEN_VARIABLE, EnvironmentServer, EnvironmentSpec
@@ -21,6 +23,8 @@ from megarl.environments.harness_loop import Harness, SampleFailed
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardResult
 from megarl.rollout.agents.agent_loop import AgentContext
+
+logger = logging.getLogger(__name__)
 
 TASK_FIELD = "task_data"
 
@@ -37,31 +41,39 @@ class Verifiers:
         environment: Mapping[str, Any] | None = None,
         client: Literal["eval", "train"] = "eval",
         renderer: str | None = None,
-        timeout_s: float = 1500.0,
+        renderer_config: Mapping[str, Any] | None = None,
+        timeout_s: float = ACT_TIMEOUT_S,
         attempts: int = 3,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """`taskset`: the module of the taskset, in one of `paths` or installed beside `python`.
 
         `taskset_config` and `environment`: further fields of verifiers' `[env.taskset]` and `[env]`. `client`: `eval`
-        talks in messages with the door, `train` in tokens that verifiers makes by the tokenizer in `renderer`.
-        `timeout_s` and `attempts`: see `Harness`; keep the first below `timeouts.generate_s`. `variables`: further
-        environment variables of the server, which gets none of the run's that are not named here.
+        talks in messages with the door, `train` in tokens that verifiers makes itself, by the tokenizer in the
+        directory `renderer` and the renderer of `renderer_config`, which is verifiers' own config of one, such as
+        `{name: qwen3, thinking_retention: all}`. `timeout_s` and `attempts`: see `Harness`; keep the first below
+        `timeouts.generate_s`. `variables`: further environment variables of the server, which gets none of the run's
+        that are not named here.
 
-        Raises ValueError for a Python or a directory that is not there.
+        Raises ValueError for a Python or a directory that is not there, and for a client whose renderer is not told.
         """
         if not Path(python).is_file():
             raise ValueError(f"agent.kwargs.python: there is no {python}; run make setup-environments")
         if missing := [path for path in paths if not Path(path).is_dir()]:
             raise ValueError(f"agent.kwargs.paths: there is no directory {missing[0]}")
+        if problem := client_problem(client, renderer, renderer_config):
+            raise ValueError(problem)
         content = {**(environment or {}), "taskset": {**(taskset_config or {}), "id": taskset}}
         # Not resolved: the Python of a virtual environment is a link, and finds its packages by its own place.
         absolute = [Path(path).absolute() for path in paths]
         self._spec = EnvironmentSpec(Path(python).absolute(), content, absolute, dict(variables or {}))
-        self._client, self._renderer = client, renderer
+        self._client: dict[str, Any] = {"type": client}
+        if client == "train":
+            self._client |= {"renderer_model_name": renderer, "renderer": dict(renderer_config or {})}
         self._timeout_s, self._attempts = timeout_s, attempts
         self._server: EnvironmentServer | None = None
         self._model = ""
+        self._told_parts = False
 
     async def run(self, ctx: AgentContext) -> list[Trajectory]:
         """See `AgentLoop.run` and `Harness.run`."""
@@ -72,7 +84,15 @@ class Verifiers:
             token = DoorClient(run_dir).token
             self._server = EnvironmentServer(self._spec, run_dir / "logs" / "environment.log", token)
         act = functools.partial(self._act, self._server)
-        return await Harness(act, self._timeout_s, self._attempts, name="the environment").run(ctx)
+        rows = await Harness(act, self._timeout_s, self._attempts, name="the environment").run(ctx)
+        if len(rows) > 1 and self._client["type"] == "train" and not self._told_parts:
+            self._told_parts = True
+            logger.warning(
+                "sample %d:%d became %d rows: the environment has begun a dialogue anew, or verifiers has tokenized an "
+                "earlier turn again; see docs/environments.md on renderer_config. This is told once",
+                ctx.group_id, ctx.sample_index, len(rows),
+            )  # fmt: skip
+        return rows
 
     async def close(self) -> None:
         """End the environment's process. It ends by itself with the process of the loop."""
@@ -88,16 +108,38 @@ class Verifiers:
         if not self._model:
             self._model = await _model_name(base_url, token)
         client = {
-            "type": self._client,
+            **self._client,
             "base_url": f"{base_url.removesuffix('/v1')}/in/{session}/v1",
             "api_key_var": TOKEN_VARIABLE,
-            **({"renderer_model_name": self._renderer} if self._client == "train" else {}),
         }
         try:
             traces = await server.run({"task_data": task, "client": client, "model": self._model, "sampling": {}})
         except EnvironmentFailed as error:
             raise SampleFailed(f"the environment failed: {error}") from error
         return reward_of(traces)
+
+
+def client_problem(client: str, renderer: str | None, renderer_config: Mapping[str, Any] | None) -> str | None:
+    """Return what is wrong with the arguments of verifiers' client.
+
+    verifiers finds a renderer by the model's exact name on the hub. For a directory it takes one that tokenizes the
+    earlier turns of a dialogue anew and knows no tools, and says nothing.
+    """
+    if client not in ("eval", "train"):
+        return f"agent.kwargs.client: {client!r} is neither eval nor train"
+    if client == "eval":
+        if renderer is None and renderer_config is None:
+            return None
+        return "agent.kwargs.renderer: client: eval makes no tokens; set client: train, or remove it"
+    if renderer is None:
+        return "agent.kwargs.renderer: client: train makes the tokens itself; name the model's directory"
+    if (renderer_config or {}).get("name", "auto") == "auto":
+        return (
+            "agent.kwargs.renderer_config: for a model's directory client: train would tokenize the earlier turns of "
+            "each dialogue anew, and refuse tools; name the renderer of the model's family, such as "
+            "{name: qwen3, thinking_retention: all}, or {name: default} if each dialogue is one turn without tools"
+        )
+    return None
 
 
 def reward_of(traces: Sequence[TraceSoFar]) -> RewardResult:

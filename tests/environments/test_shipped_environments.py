@@ -25,7 +25,7 @@ def test_a_single_turn(doors: Any, chat_model: Path, tmp_path: Path, client: Any
     rows = exported(tmp_path, "echo_v1", 2, {"phrases": ["one thing", "another"]})
     options: dict[str, Any] = {"client": client, "environment": {"agent": NULL}}
     if client == "train":
-        options["renderer"] = str(chat_model)
+        options |= {"renderer": str(chat_model), "renderer_config": {"name": "default"}}
 
     def say(prompt: str) -> str:
         return "One thing!" if "one thing" in prompt else "no idea"

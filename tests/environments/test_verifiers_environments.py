@@ -53,7 +53,7 @@ def test_reasoning_gym_judges_by_itself(doors: Any, chat_model: Path, tmp_path: 
         return answers[number] if number == 0 else "no idea"
 
     if client == "train":
-        options["renderer"] = str(chat_model)
+        options |= {"renderer": str(chat_model), "renderer_config": {"name": "default"}}
     samples, _ = play(doors, chat_model, tmp_path, "gym_tasks", rows, say, **options)
     [right], [wrong] = samples
     assert (right.status, right.reward) == ("ok", 1.0), right.failure

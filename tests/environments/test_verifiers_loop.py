@@ -14,7 +14,7 @@ import yaml
 from megarl.config.agent_sections import AgentConfig
 from megarl.environments.env_client import TraceSoFar
 from megarl.environments.harness_loop import SampleFailed
-from megarl.environments.verifiers_loop import Verifiers, reward_of
+from megarl.environments.verifiers_loop import Verifiers, client_problem, reward_of
 from megarl.rollout.agents.find_loop import find_loop
 from tests.support.checkout import ROOT
 
@@ -67,18 +67,46 @@ def test_the_configs_of_the_page_have_arguments_that_there_are() -> None:
     loops = [block["agent"] for block in blocks if block.get("agent", {}).get("loop") == LOOP]
     tasksets = {loop["kwargs"]["taskset"] for loop in loops}
     assert tasksets == {"gym_tasks", "gsm8k_tasks", "echo_v1", "counter_tool_v1", "textarena"}
+    clients = set()
     for loop in loops:
-        inspect.signature(Verifiers).bind(**loop["kwargs"])
+        bound = inspect.signature(Verifiers).bind(**loop["kwargs"])
+        bound.apply_defaults()
+        given = {name: bound.arguments[name] for name in ("client", "renderer", "renderer_config")}
+        assert client_problem(**given) is None
+        clients.add(given["client"])
+    assert clients == {"eval", "train"}
+
+
+def test_what_the_client_of_verifiers_is_told(tmp_path: Path) -> None:
+    """Its renderer is the mapping of the config, as it is there; the other client has none."""
+    kwargs: dict[str, Any] = {"taskset": "mine", "python": sys.executable}
+    made: Any = find_loop(AgentConfig(loop=LOOP, kwargs=kwargs))
+    assert made._client == {"type": "eval"}
+    for renderer in ({"name": "qwen3", "thinking_retention": "all"}, {"name": "default"}):
+        train = {"client": "train", "renderer": "models/mine", "renderer_config": renderer}
+        made = find_loop(AgentConfig(loop=LOOP, kwargs=kwargs | train))
+        assert made._client == {"type": "train", "renderer_model_name": "models/mine", "renderer": renderer}
 
 
 @pytest.mark.parametrize(
     ("kwargs", "told"),
     [
         ({"python": "no/python"}, r"agent.kwargs.python: there is no no/python; run make setup-environments"),
-        ({"python": sys.executable, "paths": ["no/folder"]}, r"agent.kwargs.paths: there is no directory no/folder"),
-        ({"python": sys.executable, "task": 1}, r"cannot be made with agent.kwargs: .* 'task'"),
+        ({"paths": ["no/folder"]}, r"agent.kwargs.paths: there is no directory no/folder"),
+        ({"task": 1}, r"cannot be made with agent.kwargs: .* 'task'"),
+        ({"client": "trian"}, r"agent.kwargs.client: 'trian' is neither eval nor train"),
+        (
+            {"client": "train", "renderer": "models/mine"},
+            r"agent.kwargs.renderer_config: for a model's directory client: train would tokenize the earlier turns .* "
+            r"anew, and refuse tools; name the renderer .* or \{name: default\} if each dialogue is one turn",
+        ),
+        ({"client": "train", "renderer": "models/mine", "renderer_config": {"name": "auto"}}, "renderer_config: for a"),
+        ({"client": "train", "renderer": "models/mine", "renderer_config": {}}, "renderer_config: for a model's"),
+        ({"client": "train", "renderer_config": {"name": "qwen3"}}, r"agent.kwargs.renderer: .* name the model's dir"),
+        ({"renderer": "models/mine"}, r"agent.kwargs.renderer: client: eval makes no tokens; set client: train"),
+        ({"renderer_config": {"name": "qwen3"}}, r"agent.kwargs.renderer: client: eval makes no tokens"),
     ],
 )
 def test_arguments_that_cannot_be_right_are_refused_at_the_start(kwargs: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        find_loop(AgentConfig(loop=LOOP, kwargs={"taskset": "mine", **kwargs}))
+        find_loop(AgentConfig(loop=LOOP, kwargs={"taskset": "mine", "python": sys.executable, **kwargs}))

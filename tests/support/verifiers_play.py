@@ -25,6 +25,7 @@ from tests.support.harness_context import SAMPLING, Context, announce
 
 VARIABLE = "MEGARL_VERIFIERS_PYTHON"
 EXAMPLES = ROOT / "examples/rl/environments"
+TASKSETS = ROOT / "tests/support/verifiers_tasksets"
 needs_verifiers = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")
 MAX_TOKENS = 400
 PLAY_S = 480.0
@@ -50,22 +51,27 @@ def exported(
 
 def play(
     doors: Callable[..., StandInDoor], chat_model: Path, run_dir: Path, taskset: str, rows: Sequence[dict[str, Any]],
-    say: Callable[[str], str], **options: Any,
+    say: Callable[[str], str | list[int]], **options: Any,
 ) -> tuple[list[list[Trajectory]], StandInDoor]:  # fmt: skip
-    """Run one sample for each row; `say(prompt text)`: the text of the model's answer; `options`: of `Verifiers`."""
+    """Run one sample for each row; `options`: of `Verifiers`.
+
+    `say(prompt text)`: the model's answer without its end, as text or as the tokens that are sampled.
+    """
     tokenizer = load_tokenizer(chat_model)
 
     def answer(request: GenerateRequest) -> list[int]:
-        text = say(tokenizer.decode(request.prompt_ids))
-        return [*tokenizer(text, add_special_tokens=False)["input_ids"], 2]
+        said = say(tokenizer.decode(request.prompt_ids))
+        ids = tokenizer(said, add_special_tokens=False)["input_ids"] if isinstance(said, str) else said
+        return [*ids, 2]
 
     door = doors(answer)
     announce(door, run_dir)
-    loop = Verifiers(taskset, os.environ[VARIABLE], [str(EXAMPLES), str(shipped())], **options)
+    loop = Verifiers(taskset, os.environ[VARIABLE], [str(EXAMPLES), str(TASKSETS), str(shipped())], **options)
 
     async def all_rows() -> list[list[Trajectory]]:
         contexts = [Context(run_dir, row=row) for row in rows]
-        for ctx in contexts:
+        for index, ctx in enumerate(contexts, 1):
+            ctx.sample_index = index  # by which the door ends the earlier attempts at a sample
             ctx.prompt.sampling = SamplingSpec(MAX_TOKENS, 1.0, SAMPLING.stop_token_ids)
         try:
             async with asyncio.timeout(PLAY_S):

@@ -102,7 +102,8 @@ def test_the_reward_rises_and_other_runs_sample_the_same_tokens(tmp_path: Path) 
 
 def test_the_training_client_of_verifiers_acts_by_tokens(tmp_path: Path) -> None:
     """It makes the prompts itself, and the door passes on the tokens of both sides as they are."""
-    run = run_of(tmp_path / "run", 2, client="train", renderer=str(tmp_path / "run" / "model"))
+    renderer = {"renderer": str(tmp_path / "run" / "model"), "renderer_config": {"name": "default"}}
+    run = run_of(tmp_path / "run", 2, client="train", **renderer)
     assert len(run.metrics) == 2
     check_agreement(run.metrics)
     for step in range(2):
