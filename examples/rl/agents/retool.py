@@ -11,7 +11,9 @@ PER_ROUND, MOST = 0.1, -0.6
 def reward(sample: RewardInput) -> RewardResult:
     """Return 1 for a right answer. A wrong one is worth -1, and 0.1 more for each turn with calls, up to -0.6.
 
-    As in verl's recipe/retool/retool.py, which counts the turns of a dialogue in which each turn with calls adds two.
+    These numbers are as in verl's recipe/retool/retool.py, which counts the turns of a dialogue in which each turn with
+    calls adds two. There an answer is right if the last box within the last 100 characters is the reference letter for
+    letter; here, if the last box of the last turn equals it mathematically.
     """
     judged = math(sample, require_box=True)
     rounds = sum(turn.role == "assistant" and bool(turn.calls) for turn in sample.turns)
