@@ -30,7 +30,7 @@ TOLD = {
     "in-sync": ("NOT in a publication", "in a publication"),
 }
 WATCH_S = 0.1  # half of the time for which an engine must not compute to be idle
-GLANCE_S = 0.02  # for which one must compute to be busy
+GLANCE_S = 0.05  # for which one must compute to be busy: an engine that ends its last responses does not
 BUSY_SHARE = 0.4  # of that time
 IDLE_SHARE = 0.05  # of that time, in which an idle engine may compute
 STOPPED_S = 2.0  # for an engine to stop, on a machine that has much to do

@@ -6,6 +6,8 @@ and the moments of a run, as far as another machine allows.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.soak_happened import lethal
@@ -38,6 +40,10 @@ def runs(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> FaultRuns:
 
 @pytest.fixture(scope="module")
 def undisturbed(runs: FaultRuns) -> SoakOutcome:
+    return undisturbed_run(runs)
+
+
+def undisturbed_run(runs: FaultRuns) -> SoakOutcome:
     outcome = runs.run("undisturbed")
     assert problems_of(outcome, []) == []
     assert outcome.summary["eval_after"]["n"] >= 500, "3 points would mean nothing"
@@ -72,6 +78,12 @@ def test_lost_parts_are_replaced_and_the_run_goes_on(
     """
     files = [] if impossible(why_no_handles()) else ["stale-files"]
     outcome = disturbed(runs, undisturbed, "lost-parts", LOST_ENGINES + LOST_PARTS + files, capsys)
+    check_times(runs, outcome)
+    assert not outcome.rolled_back, "ranks began again"
+
+
+def check_times(runs: FaultRuns, outcome: SoakOutcome) -> None:
+    """See `test_lost_parts_are_replaced_and_the_run_goes_on`."""
     assert outcome.engine_start_s, "nobody has seen how long an engine takes to start"
     for event in lethal(outcome.happened):
         start_s = max(outcome.engine_start_s, min(event.start_s, 2 * outcome.engine_start_s))
@@ -79,6 +91,17 @@ def test_lost_parts_are_replaced_and_the_run_goes_on(
         assert event.longest_gap_s <= most, f"{event}: no step within {most:.0f} s"
         most += start_s if event.beside else 0.0
         assert 0 < event.recovered_s <= most, f"{event}: not replaced within {most:.0f} s"
+
+
+@pytest.mark.slow
+def test_the_only_engine_is_lost_and_the_run_learns_what_it_would_have_learned(
+    assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is killed while it generates and in a publication, and stopped in both; both runs have one engine."""
+    kinds = ["kill-engine", "kill-engine-in-sync", "hang-engine", "hang-engine-in-sync"]
+    runs = FaultRuns(assets.directory, tmp_path, STEPS, MINUTES, [KINDS[name] for name in kinds], replicas=1)
+    outcome = disturbed(runs, undisturbed_run(runs), "only-engine", kinds, capsys)
+    check_times(runs, outcome)
     assert not outcome.rolled_back, "ranks began again"
 
 
