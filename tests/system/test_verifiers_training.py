@@ -48,6 +48,7 @@ def config_of(directory: Path, steps: int, **kwargs: Any) -> dict[str, Any]:
         "loop": "megarl.environments.verifiers_loop:Verifiers",
         "kwargs": {"taskset": "digits_tasks", "python": os.environ[VARIABLE], "paths": [str(EXAMPLES)], **kwargs},
     }
+    config["agent"]["kwargs"]["timeout_s"] = 0.9 * config["timeouts"]["generate_s"]
     config["trainer"]["optimizer"]["lr"] = 5e-3
     config["trainer"]["micro_batch_tokens"] = 1024
     config["batch"] = {"groups": 4, "samples_per_group": 8}
