@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from megarl.config.load import load_config
     from megarl.config.schema import Config
     from megarl.data.curriculum import TrainingProgress
+    from megarl.environments.harness_loop import SampleFailed
     from megarl.queue.trajectory import Trajectory, VersionSpan
+    from megarl.rewards.math import math
     from megarl.rewards.types import RewardInput, RewardResult, Turn
     from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
     from megarl.rollout.agents.finish import finish
@@ -36,6 +38,7 @@ __all__ = [
     "GroupRewards",
     "RewardInput",
     "RewardResult",
+    "SampleFailed",
     "Section",
     "TokenInputs",
     "TokenLoss",
@@ -51,6 +54,7 @@ __all__ = [
     "check_loss",
     "finish",
     "load_config",
+    "math",
 ]
 
 _LIGHT = {
@@ -60,6 +64,7 @@ _LIGHT = {
     "GenerateResult": "megarl.rollout.requests",
     "RewardInput": "megarl.rewards.types",
     "RewardResult": "megarl.rewards.types",
+    "SampleFailed": "megarl.environments.harness_loop",
     "Section": "megarl.common.options",
     "Tool": "megarl.tools.tool",
     "ToolAnswer": "megarl.tools.tool",
@@ -70,6 +75,7 @@ _LIGHT = {
     "VersionSpan": "megarl.queue.trajectory",
     "finish": "megarl.rollout.agents.finish",
     "load_config": "megarl.config.load",
+    "math": "megarl.rewards.math",
 }
 _WITH_TORCH = {
     "Advantages": "megarl.algorithms.group_rewards",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 
 import pytest
@@ -54,6 +56,52 @@ def test_the_example_of_the_page_is_a_reward_function() -> None:
     assert callable(score)
     sample = megarl.RewardInput("1+1=", " 2\n", token_ids=[5] * 10, answer="2")
     assert score(sample) == megarl.RewardResult(0.99, {"right": 1.0})
+
+
+JOB = ROOT / "examples/rl/train_rl.py"  # no part that a user brings to it
+# The first two show code for programs around a run, and docs/api.md says that what it imports may change.
+NOT_FOR_RUNS = {ROOT / "docs" / f"{name}.md" for name in ("converter", "observability", "architecture", "decisions")}
+CLASS = r"megarl(?:\.\w+)+\.[A-Z]\w+"
+
+
+def private_names(code: str) -> list[str]:
+    """Names that Python code imports of the package, or has in its texts, and that are not public names of its top."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [each.name for each in node.names if each.name.startswith("megarl.")]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "megarl":
+            public = megarl.__all__ if node.module == "megarl" else []
+            found += [f"{node.module}.{each.name}" for each in node.names if each.name not in public]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += re.findall(rf"\b{CLASS}", node.value)
+    return found
+
+
+def test_the_examples_use_the_public_api_only() -> None:
+    files = [path for path in (ROOT / "examples").rglob("*.py") if path != JOB]
+    found = {str(path.relative_to(ROOT)): private_names(path.read_text()) for path in files}
+    assert len(files) >= 12 and {name: names for name, names in found.items() if names} == {}
+
+
+def test_the_pages_show_the_public_api_only() -> None:
+    found, blocks = {}, 0
+    for page in {ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")} - NOT_FOR_RUNS:
+        codes = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        private = [name for code in codes for name in private_names(textwrap.dedent(code))]
+        found[page.name] = private + re.findall(rf"`({CLASS})`", page.read_text())
+        blocks += len(codes)
+    assert blocks >= 8 and {name: names for name, names in found.items() if names} == {}
+
+
+def test_a_name_that_is_not_public_is_found() -> None:
+    top = "megarl"  # apart, because a module of the tests may name only what is there
+    code = f"from {top} import Turn, Own\nimport megarl, megarl.run.main\nfrom megarl.rewards import math\n"
+    text = '"""A `megarl.tools.tool.Tool`, for megarl.rewards.math."""\n'
+    assert sorted(private_names(text + code)) == [
+        f"{top}.Own", "megarl.rewards.math", "megarl.run.main", "megarl.tools.tool.Tool",
+    ]  # fmt: skip
+    assert private_names("from megarl import Turn, math\nimport megarl_tools.x\n'megarl.Turn'") == []
 
 
 def test_the_version_has_one_source() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from megarl.tools.tool import ToolAnswer
+from megarl import ToolAnswer
 
 
 class Digits:
-    """Implements `megarl.tools.tool.Tool`. One object in a process of its own answers the calls of all samples."""
+    """Implements `megarl.Tool`. One object in a process of its own answers the calls of all samples."""
 
     name = "digits"
     description = "Count the digits in a text."

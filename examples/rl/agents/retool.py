@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.rewards.math import math
-from megarl.rewards.types import RewardInput, RewardResult
+from megarl import RewardInput, RewardResult, math
 
 PER_ROUND, MOST = 0.1, -0.6
 

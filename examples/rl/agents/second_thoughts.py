@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.queue.trajectory import Trajectory
-from megarl.rewards.types import Turn
-from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.finish import finish
+from megarl import AgentContext, Trajectory, Turn, finish
 
 
 @dataclass
