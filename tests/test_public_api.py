@@ -13,6 +13,7 @@ import tomllib
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import megarl
 from tests.support.checkout import ROOT, environment
@@ -114,6 +115,18 @@ def test_the_version_has_one_source() -> None:
         "megarl"
     ]
     assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2
+
+
+def test_the_classifiers_claim_the_python_that_tests_run_with_and_the_page_says_what_is_untried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    workflows = [path.read_text() for path in (ROOT / ".github" / "workflows").iterdir()]
+    run = {version for text in workflows for version in re.findall(r'python-version: "(.+)"', text)}
+    claimed = {each.rpartition(" ")[2] for each in project["classifiers"] if "Python :: 3." in each}
+    assert len(workflows) >= 2 and claimed == run == {"3.11"}
+    page = " ".join((ROOT / "docs" / "install.md").read_text().split())
+    untried = "3.12" in SpecifierSet(project["requires-python"])
+    assert untried == ("was run with Python 3.11 only" in page and "3.12, which has not been tried" in page)
+    assert "| version | what has passed on CPU, with Python 3.11 |" in page
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / ".github" / "workflows").iterdir()))
