@@ -196,7 +196,7 @@ TELLS = (
 @pytest.fixture
 def torchrun(job: Job, monkeypatch: pytest.MonkeyPatch) -> psutil.Popen:
     """A process group of its own, as that of torchrun: part of the job, and gone when the job has ended."""
-    monkeypatch.setattr("soak_end_faults.AGAIN_S", 0.2)
+    monkeypatch.setattr("soak_end_faults.AGAIN_S", 0.8)  # two signals that a busy process has not taken become one
     ending = replace(ABORTED_END, within_s=25.0)
     monkeypatch.setitem(KINDS, "abort-job", replace(KINDS["abort-job"], ending=ending))
     group = psutil.Popen([sys.executable, "-c", TELLS], start_new_session=True, stdout=subprocess.PIPE, text=True)
