@@ -257,7 +257,11 @@ def test_a_job_is_aborted_only_if_all_its_processes_have_ended(
     assert not event.over and "the job did NOT end within 3 s" in str(event)
 
 
-def test_a_job_in_which_no_step_is_held_up_gets_no_signal(job: Job, torchrun: psutil.Popen) -> None:
+def test_a_job_in_which_no_step_is_held_up_gets_no_signal(
+    job: Job, torchrun: psutil.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "abort-job", replace(KINDS["abort-job"], ending=replace(ABORTED_END, within_s=5.0)))
+
     def end() -> int:
         wait_until(lambda: not (orders_of(job.directory) / HOLD).exists(), 10, "the order to be withdrawn")
         return 1
