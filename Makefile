@@ -108,7 +108,7 @@ agents: setup  ## A tool agent on a CPU: a small model learns to call a calculat
 	$(PY) -m megarl.quickstart --task calculator --out runs/agents/assets
 	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/agents_cpu.yaml
 
-test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 15 minutes on 2 cores. Needs bubblewrap (tools/sandbox_tools.sh), and Chromium and Node.js for a page and a trace (tools/browser_tools.sh).
+test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 16 minutes on 2 cores. Needs bubblewrap (tools/sandbox_tools.sh), and Chromium and Node.js for a page and a trace (tools/browser_tools.sh).
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile --no-loadscope-reorder
 
 test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 30 minutes.
