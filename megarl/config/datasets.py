@@ -157,15 +157,20 @@ def response_limits(config: Config) -> dict[str, int]:
     return {each.name: each.sampling.max_tokens for each in train_sets(config)} if config.data.sets else {}
 
 
-def weight_schedule(config: Config) -> list[tuple[int, dict[str, float]]]:
-    """Return (first group, weights of the sets by name) of each part of the run, in order, from group 0 on.
+def weight_schedule(
+    config: Config, steps: int = 0, next_group: int = 0, unsettled: int = 0
+) -> list[tuple[int, dict[str, float]]]:
+    """Return (first group, weights of the sets by name) of each part of the run, in order.
 
-    A set has the weight 0 outside its steps. Step n begins with group n * `batch.groups`.
+    A set has the weight 0 outside its steps. After the run's first `steps` steps, the groups below `next_group` have
+    been started, of which `unsettled` are still to be trained; their batches may have had another size. Groups before
+    the beginning of the run have negative numbers.
     """
+    groups, first = config.batch.groups, next_group - unsettled
     sets = train_sets(config)
     changes = {0, *(each.from_step for each in sets), *(each.until_step for each in sets if each.until_step)}
     return [
-        (step * config.batch.groups, {each.name: each.weight if each.used_in(step) else 0.0 for each in sets})
+        (first + (step - steps) * groups, {each.name: each.weight if each.used_in(step) else 0.0 for each in sets})
         for step in sorted(changes)
         if step < config.run.steps
     ]
@@ -256,6 +261,14 @@ def _schedule_problems(config: Config) -> Iterator[str]:
         yield (
             "data.curriculum: chooses the weights of the sets, and from_step / until_step do too; remove one of them "
             "(the function gets the number of steps)"
+        )
+    admission = config.admission
+    if admission.refill or admission.max_uses > 1:
+        key = "refill" if admission.refill else "max_uses"
+        yield (
+            f"data.sets: from_step and until_step count {config.batch.groups} groups (batch.groups) for each step, and "
+            f"with admission.{key} a step starts more or fewer; use data.curriculum, whose function gets the number of "
+            "steps"
         )
     for group, weights in weight_schedule(config):
         if not any(weights.values()):

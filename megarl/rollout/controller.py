@@ -366,7 +366,10 @@ class RolloutController(PoolController):
         """Begin with a committed history, and with what the journal has besides it."""
         self._source.reset()
         if state is not None:
-            self._source.load_state_dict(state["source"], int(state["admission"]["next_group"]))
+            known = state["admission"]
+            self._source.load_state_dict(
+                state["source"], int(known["next_group"]), int(known["steps"]), len(known["unsettled"])
+            )
         self._groups.begin(state["admission"] if state else None)
         # Prompts are skipped once per history: the number belongs to its first batch.
         self._runner.stats.skipped_prompts = 0 if state else self._source.skipped

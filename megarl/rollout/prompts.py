@@ -255,11 +255,11 @@ class PromptSource:
         }
         return state if self._curriculum is None else state | {"progress": self._curriculum.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], next_group: int) -> None:
-        """Go back to a saved state, in which `next_group` is the first group that was not admitted.
+    def load_state_dict(self, state: dict[str, Any], next_group: int, steps: int, unsettled: int = 0) -> None:
+        """Go back to a saved state after `steps` steps, in which `next_group` is the first group that was not admitted.
 
-        Weights that the config has changed since apply from that group on. Raises ValueError if a data set, the seed or
-        the order is a different one.
+        `unsettled`: how many of the admitted groups are still to be trained. Weights that the config has changed since
+        apply from `next_group` on. Raises ValueError if a data set, the seed or the order is a different one.
         """
         self._drawn.clear()
         if bool(self.config.data.sets) != ("sets" in state):
@@ -277,7 +277,7 @@ class PromptSource:
             except ValueError as error:
                 raise ValueError(f"{each.chosen.key} ({each.chosen.name}): {error}") from None
         if self._curriculum is None:
-            self._mixture.follow(next_group, weight_schedule(self.config))
+            self._mixture.follow(next_group, weight_schedule(self.config, steps, next_group, unsettled))
         else:
             self._curriculum.load_state_dict(state.get("progress", {}))
 

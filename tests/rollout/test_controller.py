@@ -826,7 +826,7 @@ def test_begin_drops_what_the_trainer_before_left_and_redraws_it(local: LocalCon
         counters = await controller.begin(state)
         assert (counters.admitted, counters.rolled_back, counters.in_flight) == (GROUPS, GROUPS, 0)
         assert not local.queue.rows and local.fleet.resets == 1
-        assert controller._source.resumed_at == [GROUPS]  # the first group that is not in the history
+        assert controller._source.resumed_at == [(GROUPS, 1, 0)]  # that history
         local.fleet.held = set()
         await controller.set_version(1)
         batch = await controller.wait_batch(1, WAIT_S)

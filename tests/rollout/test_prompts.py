@@ -13,7 +13,7 @@ import pytest
 
 from megarl.common.errors import ConfigError, RolloutError
 from megarl.config.checks import check, evaluation_prompt_limit, prompt_limit
-from megarl.config.schema import Config
+from megarl.config.schema import AdmissionConfig, Config
 from megarl.data.curriculum import TrainingProgress
 from megarl.data.cursor import epoch_order
 from megarl.data.dataset import PromptDataset
@@ -83,7 +83,7 @@ def test_one_file_is_drawn_in_the_order_of_the_seed(model: Path, tmp_path: Path)
     assert [each.prompt.index for each in drawn] == epoch_order(32, 3, 0).tolist()
     assert source.state_dict() == {"n": 32, "seed": 3, "shuffle": True, "drawn": 0}
     assert {(each.dataset, each.reward, each.sampling.max_tokens) for each in drawn} == {("", 0, RESPONSE)}
-    source.load_state_dict(source.state_dict(), 7)
+    source.load_state_dict(source.state_dict(), 7, 1)
 
 
 def test_the_problem_of_a_group_is_read_once_until_the_group_is_finished(
@@ -101,7 +101,7 @@ def test_the_problem_of_a_group_is_read_once_until_the_group_is_finished(
     assert source.draw(4) is drawn and source.reference(4) == drawn.answer and len(reads) == 1
     source.finish(4, [])
     assert source.reference(4) == drawn.answer and source.draw(4) == drawn and len(reads) == 3
-    source.load_state_dict(source.state_dict(), 5)
+    source.load_state_dict(source.state_dict(), 5, 1)
     assert source.draw(4) == drawn and len(reads) == 4
 
 
@@ -189,24 +189,24 @@ def test_a_resume_draws_the_same_and_refuses_other_data(model: Path, tmp_path: P
     first = PromptSource(several(tmp_path, model))
     state = json.loads(json.dumps(first.state_dict()))
     second = PromptSource(several(tmp_path, model))
-    second.load_state_dict(state, 10)
+    second.load_state_dict(state, 10, 2)
     assert [second.draw(group) for group in range(40)] == [first.draw(group) for group in range(40)]
     one_file = PromptSource(config(tmp_path, model))
     with pytest.raises(ValueError, match=r"the saved run has data\.sets, but this run has data\.path"):
-        one_file.load_state_dict(state, 10)
+        one_file.load_state_dict(state, 10, 2)
     with pytest.raises(ValueError, match=r"the saved run has data\.path, but this run has data\.sets"):
-        second.load_state_dict(one_file.state_dict(), 10)
+        second.load_state_dict(one_file.state_dict(), 10, 2)
     write_problems(tmp_path / "shorter.jsonl", 5)
     with pytest.raises(ValueError, match=r"data\.sets\.0 \(small\): the saved prompt cursor has n = 6"):
-        PromptSource(several(tmp_path, model, {"path": tmp_path / "shorter.jsonl"})).load_state_dict(state, 10)
+        PromptSource(several(tmp_path, model, {"path": tmp_path / "shorter.jsonl"})).load_state_dict(state, 10, 2)
     with pytest.raises(ValueError, match="draws from data sets with names"):
-        PromptSource(several(tmp_path, model, {"name": "other"})).load_state_dict(state, 10)
+        PromptSource(several(tmp_path, model, {"name": "other"})).load_state_dict(state, 10, 2)
 
 
 def test_weights_that_were_changed_between_two_starts_hold_for_the_groups_to_come(model: Path, tmp_path: Path) -> None:
     first = PromptSource(several(tmp_path, model))
     changed = PromptSource(several(tmp_path, model, {"weight": 1e9}))
-    changed.load_state_dict(json.loads(json.dumps(first.state_dict())), 10)
+    changed.load_state_dict(json.loads(json.dumps(first.state_dict())), 10, 2)
     assert [changed.draw(group) for group in range(10)] == [first.draw(group) for group in range(10)]
     assert {changed.dataset(group) for group in range(10, 60)} == {"small"}
 
@@ -240,7 +240,7 @@ def test_a_curriculum_weighs_the_groups_to_come_and_a_resume_goes_on_with_it(mod
     assert {source.dataset(group) for group in range(12)} == {"small"}
     assert Counter(source.draw(group).dataset for group in range(12, 32)) == {"small": 10, "large": 10}
     resumed = with_curriculum(tmp_path, model)
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), 12)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), 12, 3)
     assert [resumed.draw(group) for group in range(32)] == [source.draw(group) for group in range(32)]
     for each in (source, resumed):
         each.finish(8, [0.5])
@@ -313,8 +313,49 @@ def test_each_sample_of_a_group_of_demonstrations_has_one_of_its_own(model: Path
     assert {each.dataset for each in later} == {"asked"} and not any(each.demonstrations for each in later)
     assert source.reference(0) == "" and source.reference(2 * groups) == later[0].answer
     resumed = PromptSource(made)
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), groups)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), groups, 1)
     assert [resumed.draw(group) for group in range(groups, 3 * groups)] == [*drawn[groups:], *later]
+
+
+@pytest.mark.parametrize("unsettled", [0, 1])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_the_steps_of_a_set_are_those_of_the_run_after_a_resume_with_another_batch_size(
+    model: Path, tmp_path: Path, factor: int, unsettled: int
+) -> None:
+    """The set ends after step 2, also if the first step had other groups. A group that was started is trained first."""
+    made = shown(tmp_path, model, rows=8)
+    before, groups = made.batch.groups, factor * made.batch.groups
+    source = PromptSource(made)
+    for group in range(before + unsettled):
+        source.draw(group)
+    larger = made.model_copy(update={"batch": made.batch.model_copy(update={"groups": groups})})
+    resumed = PromptSource(larger)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), before + unsettled, 1, unsettled)
+    names = [resumed.draw(group).dataset for group in range(before, before + 2 * groups)]
+    assert names == ["shown"] * groups + ["asked"] * groups
+
+
+def test_the_steps_of_a_set_that_is_finished_do_not_come_again(model: Path, tmp_path: Path) -> None:
+    """Nor does the set end early in smaller batches."""
+    made = shown(tmp_path, model, rows=8)
+    source, before = PromptSource(made), made.batch.groups
+    for group in range(3 * before):
+        source.draw(group)
+    for groups in (10 * before, 1):
+        other = made.model_copy(update={"batch": made.batch.model_copy(update={"groups": groups})})
+        resumed = PromptSource(other)
+        resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), 3 * before, 3)
+        assert {resumed.draw(group).dataset for group in range(3 * before, 6 * before)} == {"asked"}
+
+
+@pytest.mark.parametrize("key", ["refill", "max_uses"])
+def test_steps_of_sets_are_refused_where_groups_do_not_tell_the_step(model: Path, tmp_path: Path, key: str) -> None:
+    made = shown(tmp_path, model, rows=8)
+    admission = {"refill": True} if key == "refill" else {"mode": "async", "max_staleness": 7, "max_uses": 2}
+    other = made.model_copy(update={"admission": AdmissionConfig(**admission)})
+    with pytest.raises(ConfigError) as refused:
+        check(other, device="cpu")
+    assert any(f"with admission.{key} a step starts more or fewer" in each for each in refused.value.problems)
 
 
 def test_sets_that_are_scheduled_wrongly_are_refused(model: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class FakeSource:
     def __init__(self) -> None:
         self.finished: dict[int, list[float]] = {}
         self.committed: list[tuple[list[int], int, int]] = []  # groups, steps done, first group not admitted
-        self.resumed_at: list[int] = []
+        self.resumed_at: list[tuple[int, int, int]] = []  # arguments of the resumes
         self.sets: dict[int, str] = {}  # the data sets of groups, if there are several
         self.curriculum: Callable[[], Awaitable[None]] | None = None  # what a commit waits for
 
@@ -127,10 +127,10 @@ class FakeSource:
     def state_dict(self) -> dict[str, Any]:
         return {"seed": 0}
 
-    def load_state_dict(self, state: dict[str, Any], next_group: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], next_group: int, steps: int, unsettled: int = 0) -> None:
         if state != self.state_dict():
             raise ValueError("the saved prompts are other ones")
-        self.resumed_at.append(next_group)
+        self.resumed_at.append((next_group, steps, unsettled))
 
 
 class FakeRewards:
