@@ -230,6 +230,11 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _deadlines(config: Config) -> Iterator[str]:
     deadline, bound = config.rollout.group_deadline_s, config.timeouts.generate_s
+    if deadline is not None and config.rollout.on_group_deadline == "finish":
+        yield (
+            f"rollout.group_deadline_s: {deadline:g} s would never come, because on_group_deadline: finish lets every "
+            "group end by itself; remove it, or set on_group_deadline to cut or fail"
+        )
     if deadline is not None and deadline >= bound:
         yield (
             f"rollout.group_deadline_s: {deadline:g} s would never come, because a response that needs "

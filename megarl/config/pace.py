@@ -110,6 +110,12 @@ def _ahead(config: Config, interval: int) -> int:
 def pace_notes(config: Config) -> Iterator[str]:
     """Yield what a user should know about the section `admission` of a config that can run."""
     pace, updates = pace_of(config), config.trainer.mini_batches
+    if config.run.deterministic and pace.runs_ahead:
+        yield (
+            f"run.deterministic: with admission.mode: {config.admission.mode} a run is not reproducible, because what "
+            "is generated ahead depends on time, and it keeps no journal, so that a resume makes all groups anew that "
+            "no checkpoint has; use mode: sync, or remove it"
+        )
     if config.admission.mode != "sync" and not pace.runs_ahead:
         yield (
             f"admission.mode: {config.admission.mode} generates nothing ahead, because a step makes {updates} updates "
@@ -138,9 +144,14 @@ def pace_notes(config: Config) -> Iterator[str]:
 def pace_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the section `admission`, each with its fix."""
     section, updates, interval = config.admission, config.trainer.mini_batches, _sync_interval(config)
-    for name, alias in (("sync_interval", "trigger_parameter_sync_step"), ("max_staleness", "staleness_threshold")):
-        if getattr(section, name) is not None and getattr(section, alias) is not None:
-            yield f"admission.{alias}: {name} is given too, and means the same; remove one of them"
+    aliases = (
+        ("sync_interval", "trigger_parameter_sync_step", section.trigger_parameter_sync_step),
+        ("max_staleness", "staleness_threshold", interval - 1 + _ahead(config, interval)),
+    )
+    for name, alias, meant in aliases:
+        own = getattr(section, name)
+        if own is not None and getattr(section, alias) is not None and own != meant:
+            yield f"admission.{alias}: it means {name}: {meant}, which is given as {own}; remove one of them"
     if section.staleness_threshold is not None and section.mode != "async":
         yield f"admission.staleness_threshold: it has no effect with mode: {section.mode}; use mode: async"
     if interval % updates:

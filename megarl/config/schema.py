@@ -41,7 +41,8 @@ class RunConfig(Section):
     steps: int = Field(..., ge=1, description="Number of training steps.")
     deterministic: bool = Field(
         False,
-        description="Route groups to engines by index instead of load; a run on CPU is then bitwise reproducible.",
+        description="Route groups to engines by index instead of load; a run on CPU is then "
+        "bitwise reproducible if nothing is generated ahead (`admission.mode: sync`).",
     )
     export: bool = Field(True, description="Export the final policy to `RUN_DIR/hf` in Hugging Face format.")
 

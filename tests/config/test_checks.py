@@ -89,6 +89,10 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm__clip_low": 1.0}, "algorithm.clip_low"),
     ({"algorithm__overlong": {"buffer_tokens": 33}}, "algorithm.overlong.buffer_tokens: 33 is more than"),
     ({"rollout__group_deadline_s": 1800}, "rollout.group_deadline_s: 1800 s would never come"),
+    (
+        {"rollout": {"group_deadline_s": 30, "on_group_deadline": "finish"}},
+        "rollout.group_deadline_s: 30 s would never",
+    ),
     ({"sampling__stop_token_ids": []}, "sampling.stop_token_ids: empty"),
     ({"door__enabled": True, "run__deterministic": True}, "door.enabled: requests from outside change what an engine"),
     ({"door__host": "0.0.0.0"}, "door.host: '0.0.0.0' means all addresses"),

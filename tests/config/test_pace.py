@@ -66,14 +66,14 @@ def test_the_quota_is_the_decimal_that_the_config_says(interval: int, thousandth
         ({"mode": "stream", "max_staleness": 4}, 1, "admission.mode: stream generates nothing ahead"),
         ({"mode": "stream", "staleness_threshold": 0.5}, 1, "admission.staleness_threshold: it has no effect"),
         (
-            {"mode": "async", "sync_interval": 4, "trigger_parameter_sync_step": 4},
+            {"mode": "async", "sync_interval": 4, "trigger_parameter_sync_step": 8},
             1,
-            "admission.trigger_parameter_sync_step: sync_interval is given too",
+            "admission.trigger_parameter_sync_step: it means sync_interval: 8, which is given as 4; remove one",
         ),
         (
-            {"mode": "async", "max_staleness": 4, "staleness_threshold": 0.1},
+            {"mode": "async", "max_staleness": 5, "staleness_threshold": 0.1},
             1,
-            "admission.staleness_threshold: max_staleness is given too",
+            "admission.staleness_threshold: it means max_staleness: 4, which is given as 5; remove one of them",
         ),
         ({"max_uses": 2}, 1, "admission.max_uses: 2 steps cannot train one group, because max_staleness 0 leaves each"),
         (
@@ -87,6 +87,18 @@ def test_contradictions_are_refused(section: dict[str, Any], updates: int, probl
     settings = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)
     [found] = pace_problems(settings)
     assert found.startswith(problem)
+
+
+def test_both_names_with_the_same_meaning_are_accepted() -> None:
+    both = {"mode": "async", "sync_interval": 4, "trigger_parameter_sync_step": 4, "max_staleness": 4}
+    assert not list(pace_problems(config("model", batch__groups=8, admission=both | {"staleness_threshold": 0.1})))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_that_generates_ahead_is_told_that_it_cannot_be_deterministic(mode: str) -> None:
+    settings = config("model", batch__groups=8, admission={"mode": mode}, run__deterministic=True)
+    told = [note for note in pace_notes(settings) if note.startswith("run.deterministic: with admission.mode: async")]
+    assert len(told) == (mode == "async")
 
 
 @given(mode=st.sampled_from(["one_step_off", "stream", "async"]), updates=st.integers(1, 16))
