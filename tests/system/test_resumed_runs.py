@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.cluster.handle import read_state
+from megarl.common.line_parts import read_lines
 from megarl.queue.dump import read_batch
 from megarl.rollout.loop_records import INTERRUPTED
 from megarl.telemetry.event_files import read_events
@@ -130,31 +131,44 @@ def check_the_best_is_kept(run: Run) -> None:
     }
 
 
+STEPS_AHEAD = 20
+JOURNAL_S = 0.2
+
+
+def holds_finished_groups(run_dir: Path, groups: int) -> bool:
+    """Tell whether the journal has finished groups that no checkpoint has: those of the time before it was written."""
+    finished = sum(json.loads(line)["event"] == "finish" for line in read_lines(run_dir / "schedule.jsonl"))
+    time.sleep(2 * JOURNAL_S)
+    saved = CheckpointDirectory(run_dir / "checkpoints").steps()
+    return bool(saved) and finished > groups * saved[-1]
+
+
 def test_finished_groups_survive_the_death_of_every_process(tmp_path: Path) -> None:
     """Generation runs ahead; after SIGKILL the run goes on from its journal, and every group ends once."""
     changes = {
         "run": {"deterministic": False},
         "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 3},
-        "rollout": {"journal_s": 0.2},
+        "rollout": {"journal_s": JOURNAL_S},
         "checkpoint": {"every": 2},
     }
-    config = config_of(tmp_path, steps=6, **changes)
-    run_dir = tmp_path / "run"
+    config = config_of(tmp_path, steps=STEPS_AHEAD, **changes)
+    run_dir, groups = tmp_path / "run", config["batch"]["groups"]
     process = start_run(config)
     try:
-        wait_for(lambda: metric_steps(run_dir) >= 3 and CheckpointDirectory(run_dir / "checkpoints").steps(), process)
-        time.sleep(0.5)
+        wait_for(lambda: metric_steps(run_dir) >= 3 and holds_finished_groups(run_dir, groups), process)
     finally:
         kill_everything(process, run_dir)
     resumed = train(config)
     assert resumed.code == 0, resumed.output[-4000:]
-    assert [record["step"] for record in resumed.metrics] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in resumed.metrics] == list(range(1, STEPS_AHEAD + 1))
     totals = {name: resumed.metrics[-1][f"total/groups_{name}"] for name in ENDS}
-    assert sum(totals.values()) == 6 * config["batch"]["groups"]
+    assert sum(totals.values()) == STEPS_AHEAD * config["batch"]["groups"]
     assert sum(record["rollout/groups_kept"] for record in resumed.metrics) > 0
-    trained = [row.group_id for step in range(6) for row in read_batch(run_dir / "batches", step).trajectories]
+    trained = [
+        row.group_id for step in range(STEPS_AHEAD) for row in read_batch(run_dir / "batches", step).trajectories
+    ]
     assert set(Counter(trained).values()) == {config["batch"]["samples_per_group"]}, "a group is in two batches"
-    assert len(set(trained)) == 6 * config["batch"]["groups"]
+    assert len(set(trained)) == STEPS_AHEAD * config["batch"]["groups"]
     assert all(record["batch/staleness_max"] <= 3 for record in resumed.metrics)
     assert_nothing_left(run_dir)
 
