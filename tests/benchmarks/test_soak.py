@@ -431,8 +431,8 @@ def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
         engine_start_s = None
         ends = JobEnds()
 
-        def __init__(self, *_: Any, slower: bool, **__: Any) -> None:
-            given["slower"] = slower
+        def __init__(self, *_: Any, slower: bool, replicas: int, **__: Any) -> None:
+            given.update(slower=slower, replicas=replicas)
 
         def stop(self) -> str:
             return "the faults: AccessDenied"
@@ -447,9 +447,9 @@ def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
     for name, fake in (("Injector", Broken), ("run_job", run_job), ("check_run", lambda run_dir: report)):
         monkeypatch.setattr(soak, name, fake)
     monkeypatch.setattr(soak, "start_seconds", lambda run_dir, pid, since: 12.5)
-    chosen, until = options(minutes=20.0), time.monotonic() + 600.0
+    chosen, until = options(minutes=20.0, replicas=1), time.monotonic() + 600.0
     ended = run_once("disturbed", chosen, tmp_path, until, SCHEDULE, 0.0, [], Tempo(3.0, 5.0, slower=True))
-    assert given["slower"] and (given["rpc_s"], given["weight_sync_s"]) == (3.0, 5.0)
+    assert given["slower"] and given["replicas"] == 1 and (given["rpc_s"], given["weight_sync_s"]) == (3.0, 5.0)
     assert ended.happened and {each.start_s for each in ended.happened} == {12.5}
     assert ended.failure == "the faults: AccessDenied" and ended.report is report and len(ended.records) == 1
 

@@ -690,6 +690,7 @@ def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalC
         assert state["admission"]["unsettled"] == [4, 5, 6, 7]
         reusing.fleet.held = set()
         counters = await controller.begin(state)
+        assert controller._source.resumed_at[-1] == (8, 2, 4)
         assert not reusing.queue.rows and (counters.reusable, counters.reused, counters.trained) == (0, 2, 3)
         for step in range(2, 5):
             await controller.set_version(step)
