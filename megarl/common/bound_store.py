@@ -42,7 +42,13 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address of `host`, and on no other one."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, address = one_address(host)
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+
+
+def one_address(host: str) -> tuple[socket.AddressFamily, str]:
+    """Return family and address of a host. Raises ValueError if that means all addresses, OSError if it is none."""
+    family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
-        raise ValueError(f"a store must not listen on all addresses, but the host is {host!r}: name one address")
-    return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        raise ValueError(f"{host!r} means all addresses, on which nothing of a run may listen: name one address")
+    return family, str(address[0])

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, TypeVar
 from megarl.common.files import write_json
 from megarl.common.run_files import Status
 from megarl.config.schema import Config
-from megarl.telemetry.mlflow_post import Point, Poster, poster_of
 from megarl.telemetry.remote_sink import LostRecords, Record
 
 if TYPE_CHECKING:
@@ -63,31 +62,23 @@ class MlflowRemote:
         self._id = _own_id(config.run_dir / MLFLOW_FILE)
         self._client: MlflowClient | None = None
         self._run_id = ""
-        self._post: Poster | None = None
 
     def send(self, records: Sequence[Record]) -> None:
         """Log records. Raises LostRecords for those that the server will never take, and what MLflow raises."""
         client = self._connected()
-        points = [
-            Point(key_of(name), float(value), int(record.wall_time * 1000), record.step)
+        metrics = [
+            self._mlflow.entities.Metric(key_of(name), float(value), int(record.wall_time * 1000), record.step)
             for record in records
             for name, value in record.values.items()
         ]
-        for some in _in_parts(points, _MOST_METRICS):
+        for some in _in_parts(metrics, _MOST_METRICS):
             try:
-                self._log(client, some)
+                client.log_batch(self._run_id, metrics=some)
             except self._mlflow.MlflowException as error:
                 if error.error_code in _NEVER_TAKEN:
                     steps = f"steps {records[0].step} to {records[-1].step}"
                     raise LostRecords(f"the server refuses the metrics of {steps}: {error}") from error
                 raise
-
-    def _log(self, client: MlflowClient, points: Sequence[Point]) -> None:
-        """Log points in one request. Raises what MLflow raises."""
-        if self._post is not None:
-            self._post(self._run_id, points)
-        else:
-            client.log_batch(self._run_id, metrics=[self._mlflow.entities.Metric(*each) for each in points])
 
     def finish(self, status: Status | None) -> None:
         """Set the state of the run: FINISHED, KILLED if it was preempted, else FAILED."""
@@ -112,7 +103,7 @@ class MlflowRemote:
             parameters = [parameter(key, value) for key, value in parameters_of(self._config).items()]
             for some in _in_parts(parameters, _MOST_PARAMETERS):
                 client.log_batch(run_id, params=some)
-        self._run_id, self._post = run_id, poster_of(client.tracking_uri)
+        self._run_id = run_id
         return client
 
     def _experiment(self, client: MlflowClient, name: str) -> str:

@@ -1,13 +1,14 @@
 """The endpoint from which Prometheus reads the newest metrics of the run.
 
-A step only replaces the snapshot that the next scrape shows, so no scrape can hold it up. The text is made by
-prometheus_client, at most once for each step and format, however often somebody asks.
+A step only replaces the snapshot that the next scrape shows, so no scrape can hold it up. prometheus_client makes the
+text.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,22 +18,20 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
+from megarl.common.bound_store import NODE_ADDRESS_VARIABLE, one_address
 from megarl.common.errors import ConfigError
 from megarl.common.files import write_private
 from megarl.common.run_secret import derived_key, run_secret
 from megarl.config.schema import Config
 from megarl.telemetry import prometheus_names as names
-from megarl.telemetry.scrape_server import ScrapeServer, refuse_taken
+from megarl.telemetry.scrape_server import ScrapeServer
 
 ENDPOINT_FILE = "prometheus.json"
 TOKEN_FILE = "prometheus_token"
 _PURPOSE = "scrapes of Prometheus"
 _LOOPBACK = "127.0.0.1"
-_MOST_TEXTS = 8
 
 
 @dataclass(frozen=True)
@@ -55,40 +54,14 @@ def read_endpoint(run_dir: Path) -> Endpoint | None:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The values that a scrape shows. `texts`: made from it, by the header Accept."""
+    """The values that a scrape shows."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     step: int = 0
     wall_time: float = 0.0
-    texts: dict[str, tuple[str, bytes]] = field(default_factory=dict)
 
 
-class _SnapshotCollector(Collector):
-    """Gives one snapshot of the run of `config` to prometheus_client."""
-
-    def __init__(self, snapshot: _Snapshot, config: Config) -> None:
-        self._snapshot, self._config = snapshot, config
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield every metric that has a value."""
-        yield self._family(names.INFO, [((str(self._config.run_dir), version("megarl")), 1.0)])
-        for name, value in (
-            (names.STEPS_DONE, self._snapshot.step),
-            (names.STEPS_PLANNED, self._config.run.steps),
-            (names.LAST_STEP, self._snapshot.wall_time),
-        ):
-            yield self._family(name, [((), value)])
-        for name, found in names.samples(self._snapshot.values):
-            yield self._family(name, found)
-
-    def _family(self, name: names.PrometheusName, found: list[tuple[tuple[str, ...], float]]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name.name, name.text, labels=(names.RUN_LABEL, *name.labels))
-        for labels, value in found:
-            family.add_metric((self._config.run.name, *labels), value)
-        return family
-
-
-class PrometheusSink:
+class PrometheusSink(Collector):
     """Serves the newest value of each metric by HTTP, from `listen` to `close`."""
 
     def __init__(self, config: Config) -> None:
@@ -102,7 +75,9 @@ class PrometheusSink:
         write_private(file, token + "\n")
         host, port = _address(self._config)
         try:
-            self._server = ScrapeServer(host, port, token, self._page)
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(self)
+            self._server = ScrapeServer(host, port, token, registry)
         except (OSError, ValueError) as error:
             raise ConfigError([_cannot_listen(host, port, error)]) from None
         endpoint = Endpoint(self._server.url, str(file), os.getpid(), port)
@@ -129,18 +104,24 @@ class PrometheusSink:
             (self._run_dir / ENDPOINT_FILE).unlink(missing_ok=True)
             self._server.stop()
 
-    def _page(self, accept: str) -> tuple[str, bytes]:
-        """Return content type and text for a client."""
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield every metric that has a value, all of one snapshot."""
         snapshot = self._snapshot
-        encode, kind = choose_encoder(accept)
-        if (text := snapshot.texts.get(kind)) is not None:
-            return text
-        registry = CollectorRegistry()
-        registry.register(_SnapshotCollector(snapshot, self._config))
-        text = (kind, encode(registry))
-        if len(snapshot.texts) < _MOST_TEXTS:  # a client may ask for any version of OpenMetrics
-            snapshot.texts[kind] = text
-        return text
+        yield self._family(names.INFO, [((str(self._config.run_dir), version("megarl")), 1.0)])
+        for name, value in (
+            (names.STEPS_DONE, snapshot.step),
+            (names.STEPS_PLANNED, self._config.run.steps),
+            (names.LAST_STEP, snapshot.wall_time),
+        ):
+            yield self._family(name, [((), value)])
+        for name, found in names.samples(snapshot.values):
+            yield self._family(name, found)
+
+    def _family(self, name: names.PrometheusName, found: list[tuple[tuple[str, ...], float]]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name.name, name.text, labels=(names.RUN_LABEL, *name.labels))
+        for labels, value in found:
+            family.add_metric((self._config.run.name, *labels), value)
+        return family
 
 
 def _goes_with_its_step(name: str) -> bool:
@@ -153,7 +134,10 @@ def check_endpoint(config: Config) -> None:
     if config.telemetry.prometheus_port:
         host, port = _address(config)
         try:
-            refuse_taken(host, port)
+            family, address = one_address(host)
+            with socket.socket(family, socket.SOCK_STREAM) as probe:  # binds only: several processes may ask at once
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
         except (OSError, ValueError) as error:
             raise ConfigError([_cannot_listen(host, port, error)]) from None
 
