@@ -41,17 +41,16 @@ class SourceBuckets:
 
 def monitor_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the section `monitor` beside others, with the fix."""
-    section = config.monitor
-    rules = ("ess", "k3_kl", "ratio_tail", "logprob_gap", "truncated", "no_signal", "entropy")
-    for name in rules:
-        action = getattr(section, name).action
-        if action == "skip" and config.admission.max_uses > 1:
+    rules = config.monitor.rules
+    for name, rule in rules.items():
+        if rule.action == "skip" and config.admission.max_uses > 1:
             yield (
-                f"monitor.{name}.action: a step that trains groups again (admission.max_uses="
+                f"monitor.rules.{name}.action: a step that trains groups again (admission.max_uses="
                 f"{config.admission.max_uses}) cannot be skipped, because these groups have ended already; use stop or "
                 "warn, or set admission.max_uses=1"
             )
-    if section.entropy.action not in ("off", "warn") and not config.telemetry.entropy_every:
+    if rules["entropy"].action not in ("off", "warn") and not config.telemetry.entropy_every:
         yield (
-            "monitor.entropy.action: the entropy is never measured with telemetry.entropy_every=0; set it to 1 or more"
+            "monitor.rules.entropy.action: the entropy is never measured with telemetry.entropy_every=0; set it to 1 "
+            "or more"
         )

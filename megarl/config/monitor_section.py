@@ -1,128 +1,101 @@
-"""The section `monitor`: which values raise an alarm, and what the alarm does (docs/monitor.md).
-
-`threshold`, `patience` and `action` mean the same in each rule; only their defaults differ.
-"""
+"""The section `monitor`: which values raise an alarm, and what the alarm does (docs/monitor.md)."""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megarl.config.section import Section
 
+RuleName = Literal["ess", "k3_kl", "ratio_tail", "logprob_gap", "replica_gap", "truncated", "no_signal", "entropy"]
+Side = Literal["above", "below"]
 AlarmAction = Literal["off", "warn", "skip", "sync", "stop"]
 ReplicaAction = Literal["off", "warn", "quarantine", "stop"]
 
-_PATIENCE = "Steps in a row, of those in which the value is known, that must be beyond the threshold."
-_ACTION = "What the alarm does; off: the rule is not judged."
+
+class RuleDefaults(NamedTuple):
+    """A rule as it is without a config: an alarm where its value is `side` of `threshold`."""
+
+    side: Side
+    threshold: float
+    patience: int
+    action: str = "warn"
+    least: float = 0.0  # of a threshold, exclusive
+    most: float = math.inf
 
 
-class EffectiveSampleSizeRule(Section):
-    """Too small an effective sample size of the ratios trainer / engine (`mismatch/ess`)."""
-
-    threshold: float = Field(0.3, gt=0, lt=1, description="Alarm below it; 1 is on policy.")
-    patience: int = Field(3, ge=1, description=_PATIENCE)
-    action: AlarmAction = Field("warn", description=_ACTION)
-
-
-class KLRule(Section):
-    """Too large a KL from the engine to the trainer (`mismatch/k3_kl`)."""
-
-    threshold: float = Field(0.1, gt=0, description="Alarm above it, in nats per token.")
-    patience: int = Field(3, ge=1, description=_PATIENCE)
-    action: AlarmAction = Field("warn", description=_ACTION)
+RULES: dict[RuleName, RuleDefaults] = {
+    "ess": RuleDefaults("below", 0.3, 3, most=1),
+    "k3_kl": RuleDefaults("above", 0.1, 3),
+    "ratio_tail": RuleDefaults("above", 0.05, 3, most=1),
+    "logprob_gap": RuleDefaults("above", 0.1, 2),
+    "replica_gap": RuleDefaults("above", 4.0, 1, "quarantine", least=1),
+    "truncated": RuleDefaults("above", 0.25, 3, most=1),
+    "no_signal": RuleDefaults("above", 0.8, 5, most=1),
+    "entropy": RuleDefaults("below", 0.003, 3),
+}
 
 
-class RatioTailRule(Section):
-    """Too many tokens whose probability differs by a factor of more than 2 (`mismatch/ratio_tail_share`)."""
+class RuleConfig(Section):
+    """One rule: `ess`, `k3_kl`, `ratio_tail`, `logprob_gap`, `replica_gap`, `truncated`, `no_signal` or `entropy`.
 
-    threshold: float = Field(0.05, gt=0, lt=1, description="Alarm above this share of the tokens.")
-    patience: int = Field(3, ge=1, description=_PATIENCE)
-    action: AlarmAction = Field("warn", description=_ACTION)
+    docs/monitor.md has the meaning and the defaults of each; a key that is not set keeps its default.
+    """
 
-
-class LogprobGapRule(Section):
-    """Log-probs of engine and trainer that differ by more than their weights can explain (`monitor/logprob_gap`)."""
-
-    threshold: float = Field(
-        0.1,
-        gt=0,
-        description="Alarm above it: mean |engine - trainer| of the tokens of the smallest version lag in the step, in "
-        "nats per token, divided by 1 + lag.",
+    threshold: float = Field(description="Alarm beyond it; the rule says on which side.")
+    patience: int = Field(
+        ge=1, description="Steps in a row, of those in which the value is known, that must be beyond the threshold."
     )
-    patience: int = Field(2, ge=1, description=_PATIENCE)
-    action: AlarmAction = Field("warn", description=_ACTION)
-
-
-class ReplicaGapRule(Section):
-    """A replica whose log-probs differ from the trainer's by far more than those of the others, at equal lag."""
-
-    threshold: float = Field(
-        4.0,
-        gt=1,
-        description="Alarm above it: mean |engine - trainer| of the replica's tokens over that of the median of the "
-        "other replicas at the same version lags (`mismatch/replica/{replica}/*`).",
+    action: Literal["off", "warn", "skip", "sync", "stop", "quarantine"] = Field(
+        description="What the alarm does; off: the rule is not judged. quarantine is for `replica_gap` only, which "
+        "knows no skip and no sync: the replica gets no more requests, and the next publication replaces it; the last "
+        "one for training stays."
     )
-    floor: float = Field(
-        0.03, gt=0, description="What the others' mean counts as at least, in nats: engines are never equal to the bit."
-    )
-    patience: int = Field(1, ge=1, description=_PATIENCE)
-    action: ReplicaAction = Field(
-        "quarantine",
-        description=_ACTION + " quarantine: the replica gets no more requests, and the next publication replaces it; "
-        "the last one for training stays.",
-    )
-    most_quarantines: int = Field(
-        3, ge=0, description="How often one replica is quarantined in a run; further alarms of it only warn."
-    )
-
-
-class TruncatedRule(Section):
-    """Too many responses cut at the token limit (`rollout/truncated_share`)."""
-
-    threshold: float = Field(0.25, gt=0, lt=1, description="Alarm above this share of the responses.")
-    patience: int = Field(3, ge=1, description=_PATIENCE)
-    action: AlarmAction = Field("warn", description=_ACTION)
-
-
-class NoSignalRule(Section):
-    """Too many groups whose rewards are all equal (`monitor/no_signal_share`)."""
-
-    threshold: float = Field(0.8, gt=0, lt=1, description="Alarm above this share of the groups that can be judged.")
-    patience: int = Field(5, ge=1, description=_PATIENCE)
-    action: AlarmAction = Field("warn", description=_ACTION)
-
-
-class EntropyRule(Section):
-    """A policy that is about to have one answer only (`policy/entropy`; see `telemetry.entropy_every`)."""
-
-    threshold: float = Field(0.003, gt=0, description="Alarm below it, in nats per token.")
-    patience: int = Field(3, ge=1, description=_PATIENCE)
-    action: AlarmAction = Field("warn", description=_ACTION)
 
 
 class MonitorConfig(Section):
     """Alarms on what each step measures, and what they do (docs/monitor.md)."""
 
+    rules: dict[RuleName, RuleConfig] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="Changes to single rules, e.g. `monitor.rules.ess.action=stop`.",
+    )
     min_tokens: int = Field(
         256, ge=1, description="Tokens of a replica, or of a version lag, below which its log-probs are not judged."
     )
-    hysteresis: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="An alarm ends when the value is better than the threshold by this share of it. Until then each "
-        "step beyond the threshold acts at once, without patience.",
+    most_quarantines: int = Field(
+        3, ge=0, description="How often one replica is quarantined in a run; further alarms of it only warn."
     )
     max_skipped_steps: int = Field(
         5, ge=0, description="Steps that a start of the run may skip by `skip`; the next one ends the run."
     )
-    ess: EffectiveSampleSizeRule = Field(default_factory=EffectiveSampleSizeRule)
-    k3_kl: KLRule = Field(default_factory=KLRule)
-    ratio_tail: RatioTailRule = Field(default_factory=RatioTailRule)
-    logprob_gap: LogprobGapRule = Field(default_factory=LogprobGapRule)
-    replica_gap: ReplicaGapRule = Field(default_factory=ReplicaGapRule)
-    truncated: TruncatedRule = Field(default_factory=TruncatedRule)
-    no_signal: NoSignalRule = Field(default_factory=NoSignalRule)
-    entropy: EntropyRule = Field(default_factory=EntropyRule)
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _with_defaults(cls, given: object) -> object:
+        """Complete each rule that is given, and add the others."""
+        if not isinstance(given, Mapping):
+            return given
+        complete: dict[str, Any] = dict(given)  # unknown rules are refused by their type
+        for name, default in RULES.items():
+            rule = given.get(name) or {}
+            if isinstance(rule, Mapping):
+                complete[name] = {key: getattr(default, key) for key in RuleConfig.model_fields} | dict(rule)
+        return complete
+
+    @field_validator("rules")
+    @classmethod
+    def _possible(cls, rules: dict[RuleName, RuleConfig]) -> dict[RuleName, RuleConfig]:
+        """Refuse thresholds and actions that a rule cannot have."""
+        for name, rule in rules.items():
+            default, actions = RULES[name], get_args(ReplicaAction if name == "replica_gap" else AlarmAction)
+            if not default.least < rule.threshold < default.most:
+                limit = f" and below {default.most:g}" if default.most < math.inf else ""
+                raise ValueError(f"{name}.threshold is {rule.threshold:g}; it must be above {default.least:g}{limit}")
+            if rule.action not in actions:
+                raise ValueError(f"{name}.action is {rule.action}; this rule has {', '.join(actions)}")
+        return rules

@@ -5,27 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megarl.config.monitor_section import MonitorConfig
+from megarl.config.monitor_section import RULES, MonitorConfig
 from megarl.run.compare_logprobs import StepMeasures
 from megarl.run.step_plan import StepPlan
-from megarl.telemetry.monitor import AlarmRule, Reading, Side
+from megarl.telemetry.monitor import AlarmRule, Reading
 from megarl.telemetry.replica_gaps import ReplicaGap, compare_replicas
 
 REPLICA_GAP = "replica_gap"
-# The side of the threshold on which a value is an alarm, by rule; rules are named as in the config.
-SIDES: dict[str, Side] = {
-    "ess": "below", "k3_kl": "above", "ratio_tail": "above", "logprob_gap": "above", REPLICA_GAP: "above",
-    "truncated": "above", "no_signal": "above", "entropy": "below",
-}  # fmt: skip
+REPLICA_FLOOR = 0.03  # what the other replicas' mean counts as at least, in nats: engines are never equal to the bit
 
 
 def rules_of(section: MonitorConfig) -> list[AlarmRule]:
     """Return the rules that are not off."""
-    rules = [(name, side, getattr(section, name)) for name, side in SIDES.items()]
     return [
-        AlarmRule(name, side, each.threshold, each.patience, each.action)
-        for name, side, each in rules
-        if each.action != "off"
+        AlarmRule(name, RULES[name].side, rule.threshold, rule.patience, rule.action)
+        for name, rule in section.rules.items()
+        if rule.action != "off"
     ]
 
 
@@ -76,7 +71,9 @@ def replica_values(
     return compare_replicas(means, min_tokens)
 
 
-def readings(values: Mapping[str, float], replicas: Mapping[int, ReplicaGap], floor: float) -> list[Reading]:
+def readings(values: Mapping[str, float], replicas: Mapping[int, ReplicaGap]) -> list[Reading]:
     """Return what the rules judge."""
     of_run = [Reading(name, value) for name, value in values.items()]
-    return of_run + [Reading(REPLICA_GAP, gap.excess(floor), replica) for replica, gap in sorted(replicas.items())]
+    return of_run + [
+        Reading(REPLICA_GAP, gap.excess(REPLICA_FLOOR), replica) for replica, gap in sorted(replicas.items())
+    ]

@@ -47,7 +47,7 @@ class RunMonitor:
 
     def __init__(self, config: Config, pool: QuarantinePool, recorder: Recorder) -> None:
         self._config, self._pool, self._recorder = config.monitor, pool, recorder
-        self._monitor = Monitor(rules_of(config.monitor), config.monitor.hysteresis)
+        self._monitor = Monitor(rules_of(config.monitor))
         self._judges_before = any(rule.action in _BEFORE for rule in self._monitor.rules.values())
         self._quarantines: Counter[int] = Counter()
         self._engine_since: dict[int, int] = {}  # see `replica_values`, of replicas that were quarantined
@@ -96,10 +96,10 @@ class RunMonitor:
 
     def _readings(self, plan: StepPlan, measured: StepMeasures) -> tuple[list[Reading], dict[str, float]]:
         """Return the readings of all rules, and the values of the run."""
-        tokens, floor = self._config.min_tokens, self._config.replica_gap.floor
+        tokens = self._config.min_tokens
         values = plan_values(plan) | logprob_values(measured, tokens)
         replicas = replica_values(measured, plan.version, self._engine_since, tokens)
-        return readings(values, replicas, floor), values
+        return readings(values, replicas), values
 
     def _action(self, reading: Reading) -> str:
         rule = self._monitor.rules.get(reading.rule)
@@ -121,7 +121,7 @@ class RunMonitor:
             if subject in taken_out:
                 how = "the replica is replaced at the next publication"
             elif (rule, subject) in tried:
-                how = "the replica could not be taken out; it is judged anew"
+                how = "the replica could not be taken out; it is judged again"
             self._recorder.alarm_ended(rule, subject, how)
         self._open &= set(self._monitor.active)
 
@@ -129,11 +129,11 @@ class RunMonitor:
         """Do what an alarm asks for, and return what was done. The user is told when an alarm begins or acts."""
         action = alarm.rule.action
         if action == "quarantine":
-            if self._quarantines[alarm.subject] >= self._config.replica_gap.most_quarantines:
+            if self._quarantines[alarm.subject] >= self._config.most_quarantines:
                 if alarm.begins:
                     self._recorder.say(
                         f"{alarm.text}; it was quarantined {self._quarantines[alarm.subject]} times already "
-                        "(monitor.replica_gap.most_quarantines): look at its node, or drain it (`megarl pool drain`)"
+                        "(monitor.most_quarantines): look at its node, or drain it (`megarl pool drain`)"
                     )
                 return "warn"
             self._quarantines[alarm.subject] += 1

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Side = Literal["above", "below"]
+from megarl.config.monitor_section import Side
+
+HYSTERESIS = 0.1  # the share of the threshold by which a value must be better than it for the alarm to end
 RUN = -1  # the subject of rules that are not about a replica
 
 
@@ -30,11 +32,11 @@ class AlarmRule:
         """Tell whether a value is on the wrong side."""
         return value > self.threshold if self.side == "above" else value < self.threshold
 
-    def recovered(self, value: float, hysteresis: float) -> bool:
+    def recovered(self, value: float) -> bool:
         """Tell whether a value is so good that an alarm ends."""
         if self.side == "above":
-            return value <= self.threshold * (1.0 - hysteresis)
-        return value >= self.threshold * (1.0 + hysteresis)
+            return value <= self.threshold * (1.0 - HYSTERESIS)
+        return value >= self.threshold * (1.0 + HYSTERESIS)
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,8 @@ class _Track:
 class Monitor:
     """Judges readings. Its state grows only with the number of subjects that are beyond a threshold."""
 
-    def __init__(self, rules: Sequence[AlarmRule], hysteresis: float) -> None:
+    def __init__(self, rules: Sequence[AlarmRule]) -> None:
         self.rules = {rule.name: rule for rule in rules}
-        self._hysteresis = hysteresis
         self._tracks: dict[tuple[str, int], _Track] = {}
 
     def judge(self, readings: Sequence[Reading]) -> list[Alarm]:
@@ -98,7 +99,7 @@ class Monitor:
         track = self._tracks.get(place, _Track())
         if not rule.beyond(reading.value):
             track.steps = 0
-            if track.active and not rule.recovered(reading.value, self._hysteresis):
+            if track.active and not rule.recovered(reading.value):
                 return None
             self._tracks.pop(place, None)
             return None

@@ -62,13 +62,13 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     (
         {
             "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2},
-            "monitor__ess": {"action": "skip"},
+            "monitor__rules__ess": {"action": "skip"},
         },
-        "monitor.ess.action: a step that trains groups again (admission.max_uses=2) cannot be skipped",
+        "monitor.rules.ess.action: a step that trains groups again (admission.max_uses=2) cannot be skipped",
     ),
     (
-        {"telemetry__entropy_every": 0, "monitor__entropy": {"action": "stop"}},
-        "monitor.entropy.action: the entropy is never measured with telemetry.entropy_every=0",
+        {"telemetry__entropy_every": 0, "monitor__rules__entropy": {"action": "stop"}},
+        "monitor.rules.entropy.action: the entropy is never measured with telemetry.entropy_every=0",
     ),
     ({"trainer__mini_batches": 5}, "trainer.mini_batches: 5 updates from 4 groups"),
     ({"queue__capacity": 15}, "queue.capacity: 15 samples hold 3 groups of 4, but a step takes batch.groups=4 at once"),

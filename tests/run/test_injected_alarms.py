@@ -191,7 +191,9 @@ def test_a_policy_that_its_updates_make_collapse_raises_entropy(world: Any, mode
     found = run(
         world, models["sharp"], steps, trainer__optimizer__lr=3e-3, algorithm__old_logprobs="trainer",
         trainer__mini_batches=1,
-        **{f"monitor__{name}__action": "off" for name in ("ess", "k3_kl", "ratio_tail", "logprob_gap", "replica_gap")},
+        monitor__rules={
+            name: {"action": "off"} for name in ("ess", "k3_kl", "ratio_tail", "logprob_gap", "replica_gap")
+        },
     )  # fmt: skip
     entropies = [step["metrics"]["policy/entropy"] for step in found]
     print(f"entropy of each step: {entropies}")
@@ -206,7 +208,7 @@ def test_a_policy_that_its_updates_make_collapse_raises_entropy(world: Any, mode
 def test_the_batch_of_an_alarm_that_skips_or_stops_changes_no_weight(
     world: Any, models: dict[str, Path], action: str, error: str, old: str
 ) -> None:
-    act = {"monitor__k3_kl": {"action": action, "patience": 2}, "monitor__logprob_gap__action": "off"}
+    act = {"monitor__rules__k3_kl": {"action": action, "patience": 2}, "monitor__rules__logprob_gap__action": "off"}
     steps = [[shifted(row) for row in batch(models["sharp"], version)] for version in range(2)]
     first, second = run(
         world, models["sharp"], steps,
@@ -221,7 +223,7 @@ def test_an_alarm_that_forces_a_sync_does_so_in_every_step_beyond_the_threshold(
     world: Any, models: dict[str, Path]
 ) -> None:
     steps = [[shifted(row) for row in batch(models["sharp"], version)] for version in range(3)]
-    found = run(world, models["sharp"], steps, monitor__ess={"action": "sync", "patience": 2})
+    found = run(world, models["sharp"], steps, monitor__rules__ess={"action": "sync", "patience": 2})
     assert [step["publishes"] for step in found] == [False, True, True]
     assert [step["metrics"]["monitor/forced_syncs"] for step in found] == [0, 1, 1]
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megarl.algorithms.source_gaps import SourceGaps
+from megarl.config.monitor_section import RULES
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.run.compare_logprobs import StepMeasures
-from megarl.run.readings import SIDES, logprob_values, plan_values, rules_of
+from megarl.run.readings import logprob_values, plan_values, rules_of
 from megarl.run.run_monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.sources import TokenSources
 from megarl.run.step_plan import StepPlan, plan_step
@@ -82,11 +83,9 @@ class Made:
 
 
 def test_every_rule_of_the_config_is_judged_and_those_that_are_off_are_not() -> None:
-    section = config_of("model").monitor
-    nested = {name for name in type(section).model_fields if hasattr(getattr(section, name), "action")}
-    assert nested == SIDES.keys() == {rule.name for rule in rules_of(section)}
-    without = config_of("model", monitor={"ess": {"action": "off"}}).monitor
-    assert {rule.name for rule in rules_of(without)} == nested - {"ess"}
+    assert {rule.name for rule in rules_of(config_of("model").monitor)} == RULES.keys()
+    without = config_of("model", monitor={"rules": {"ess": {"action": "off"}}}).monitor
+    assert {rule.name for rule in rules_of(without)} == RULES.keys() - {"ess"}
 
 
 def test_a_sick_replica_is_taken_out_at_once_and_named() -> None:
@@ -103,7 +102,7 @@ OFF: Any = {"action": "off"}
 
 def test_the_beginning_and_the_end_of_an_alarm_are_recorded_once() -> None:
     """A resume between both changes nothing."""
-    run = Made(monitor__ess={"action": "warn", "threshold": 0.5, "patience": 2})
+    run = Made(monitor__rules__ess={"action": "warn", "threshold": 0.5, "patience": 2})
     for ess in (0.1, 0.1, 0.1, 0.52):  # that is beyond the threshold no more, and not better by the hysteresis
         run.step(3, compared={"ess": ess})
     assert run.recorded == [("ess", -1, "begins")]
@@ -117,7 +116,7 @@ def test_the_beginning_and_the_end_of_an_alarm_are_recorded_once() -> None:
 
 def test_a_later_update_of_the_step_counts_in_what_is_judged_after_it() -> None:
     """The metrics of the first update have asked for the comparison before."""
-    run = Made(monitor__ess={"action": "skip", "threshold": 0.5, "patience": 1})
+    run = Made(monitor__rules__ess={"action": "skip", "threshold": 0.5, "patience": 1})
     plan, measured = run.measured(3, {0: 0.01, 1: 0.01}, None, None, (0.0, 1.0), "stop")
     run.monitor.watch(plan, measured)
     before = measured.by_source.by_replica
@@ -131,7 +130,7 @@ def test_a_later_update_of_the_step_counts_in_what_is_judged_after_it() -> None:
 
 
 def test_the_alarm_of_a_replica_that_is_taken_out_ends_with_it() -> None:
-    run = Made(monitor__logprob_gap=OFF, monitor__ratio_tail=OFF)
+    run = Made(monitor__rules__logprob_gap=OFF, monitor__rules__ratio_tail=OFF)
     run.step(3, {0: 0.01, 1: 0.9})
     assert run.recorded == [
         ("replica_gap", 1, "begins"), ("replica_gap", 1, "the replica is replaced at the next publication"),
@@ -139,16 +138,16 @@ def test_the_alarm_of_a_replica_that_is_taken_out_ends_with_it() -> None:
 
 
 def test_the_end_of_an_alarm_does_not_say_that_a_replica_is_replaced_which_could_not_be_taken_out() -> None:
-    run = Made(monitor__logprob_gap=OFF, monitor__ratio_tail=OFF)
+    run = Made(monitor__rules__logprob_gap=OFF, monitor__rules__ratio_tail=OFF)
     run.refuses = True
     run.step(3, {0: 0.01, 1: 0.9})
     assert run.recorded == [
-        ("replica_gap", 1, "begins"), ("replica_gap", 1, "the replica could not be taken out; it is judged anew"),
+        ("replica_gap", 1, "begins"), ("replica_gap", 1, "the replica could not be taken out; it is judged again"),
     ]  # fmt: skip
 
 
 def test_an_alarm_that_stops_the_run_is_recorded() -> None:
-    run = Made(monitor__ess={"action": "stop", "threshold": 0.5, "patience": 1})
+    run = Made(monitor__rules__ess={"action": "stop", "threshold": 0.5, "patience": 1})
     with pytest.raises(AlarmStopsRun):
         run.step(3, compared={"ess": 0.1})
     assert run.recorded == [("ess", -1, "begins")]
@@ -166,7 +165,7 @@ def test_the_tokens_of_its_old_engine_are_not_judged_again() -> None:
 
 def test_a_replica_that_is_sick_again_and_again_is_left_to_the_user() -> None:
     off = {"action": "off"}
-    run = Made(monitor__replica_gap={"most_quarantines": 2}, monitor__logprob_gap=off, monitor__ratio_tail=off)
+    run = Made(monitor__most_quarantines=2, monitor__rules__logprob_gap=off, monitor__rules__ratio_tail=off)
     for version in range(6):
         run.step(version, {0: 0.01, 1: 0.9})
     assert run.taken == [1, 1]
@@ -182,7 +181,7 @@ def test_a_replica_that_cannot_be_taken_out_is_not_counted_as_such() -> None:
 
 
 def test_a_warning_is_said_once_while_it_lasts() -> None:
-    run = Made(monitor__ess={"patience": 2})
+    run = Made(monitor__rules__ess={"patience": 2})
     counts = [run.step(n, compared={"ess": 0.2})[1]["monitor/alarms"] for n in range(4)]
     assert counts == [0, 1, 1, 1] and len(run.said) == 1
     assert run.said[0] == "alarm ess: 0.2 is below 0.3 for 2 steps (docs/monitor.md#ess)"
@@ -190,27 +189,29 @@ def test_a_warning_is_said_once_while_it_lasts() -> None:
 
 @pytest.mark.parametrize(("action", "error"), [("skip", AlarmSkipsStep), ("stop", AlarmStopsRun)])
 def test_the_batch_is_refused_before_the_update(action: str, error: type[Exception]) -> None:
-    run = Made(monitor__k3_kl={"action": action, "patience": 1})
+    run = Made(monitor__rules__k3_kl={"action": action, "patience": 1})
     with pytest.raises(error, match=r"alarm k3_kl: 0\.5 is above 0\.1 in this step"):
         run.step(0, compared={"approx_kl": 0.5})
     assert run.metrics.reduce()["monitor/skipped"] == (action == "skip")
 
 
 def test_a_stop_comes_before_a_skip() -> None:
-    run = Made(monitor__k3_kl={"action": "skip", "patience": 1}, monitor__ess={"action": "stop", "patience": 1})
+    run = Made(
+        monitor__rules__k3_kl={"action": "skip", "patience": 1}, monitor__rules__ess={"action": "stop", "patience": 1}
+    )
     with pytest.raises(AlarmStopsRun, match="alarm ess"):
         run.step(0, compared={"approx_kl": 0.5, "ess": 0.1})
 
 
 def test_a_replica_can_stop_the_run() -> None:
-    run = Made(monitor__replica_gap={"action": "stop"})
+    run = Made(monitor__rules__replica_gap={"action": "stop"})
     with pytest.raises(AlarmStopsRun, match="alarm replica_gap of replica 1"):
         run.step(0, {0: 0.01, 1: 0.9})
     assert run.taken == []
 
 
 def test_a_forced_sync_lasts_as_long_as_the_alarm() -> None:
-    run = Made(monitor__ess={"action": "sync", "patience": 1})
+    run = Made(monitor__rules__ess={"action": "sync", "patience": 1})
     published = [run.step(n, compared={"ess": ess})[0] for n, ess in enumerate((0.2, 0.2, 0.9, 0.2))]
     assert published == [True, True, False, True]
     assert len(run.said) == 3 and run.said[0].endswith("; the weights are published at once")
@@ -218,7 +219,7 @@ def test_a_forced_sync_lasts_as_long_as_the_alarm() -> None:
 
 def test_truncated_and_signal_less_shares_are_those_of_the_plan() -> None:
     """A step that trains nothing is judged too."""
-    run = Made(monitor__no_signal={"patience": 1}, monitor__truncated={"patience": 1})
+    run = Made(monitor__rules__no_signal={"patience": 1}, monitor__rules__truncated={"patience": 1})
     _, metrics = run.step(0, rewards=(1.0, 1.0), finish="length")
     assert metrics["monitor/no_signal_share"] == 1.0 and "monitor/logprob_gap" not in metrics
     assert [text.split(":")[0] for text in run.said] == ["alarm truncated", "alarm no_signal"]
@@ -241,13 +242,13 @@ def test_a_mini_batch_of_demonstrations_tells_nothing_about_the_policy() -> None
 def test_the_gap_of_old_tokens_may_be_larger() -> None:
     """0.3 nats is an alarm at lag 0 and none at lag 3."""
     for made, alarm in ((3, True), (0, False)):
-        run = Made(monitor__logprob_gap={"patience": 1})
+        run = Made(monitor__rules__logprob_gap={"patience": 1})
         run.step(3, {0: 0.3, 1: 0.3}, made=made)
         assert bool(run.said) is alarm
 
 
 def test_a_run_that_resumes_goes_on_with_its_alarms_and_quarantines() -> None:
-    run = Made(monitor__ess={"patience": 3}, monitor__replica_gap={"most_quarantines": 1})
+    run = Made(monitor__rules__ess={"patience": 3}, monitor__most_quarantines=1)
     run.step(3, {0: 0.01, 1: 0.9}, compared={"ess": 0.1})
     run.step(4, compared={"ess": 0.1})
     state = json.loads(json.dumps(run.monitor.state_dict()))

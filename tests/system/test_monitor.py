@@ -48,7 +48,7 @@ def test_an_alarm_that_stops_the_run_saves_first_and_is_no_quiet_success(tmp_pat
     """The second step of a policy that gets no signal: the first one is saved, and the batch is kept."""
     config = tiny_config(tmp_path, steps=5)
     config["evaluation"], config["checkpoint"] = {}, {"every": 1000}
-    config["monitor"] = {"truncated": {"threshold": 0.01, "patience": 2, "action": "stop"}}
+    config["monitor"] = {"rules": {"truncated": {"threshold": 0.01, "patience": 2, "action": "stop"}}}
     config["sampling"]["max_tokens"] = 6  # of random tokens, hardly one in a hundred ends a response
     run = train(config)
     assert run.code != 0 and len(run.metrics) == 1
@@ -69,7 +69,7 @@ def test_an_alarm_that_skips_leaves_the_weights_alone_and_both_sides_count_the_g
     config = tiny_config(tmp_path, steps=5)
     config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
     config["monitor"] = {
-        "min_tokens": 40, "logprob_gap": {"threshold": 0.05, "patience": 1, "action": "skip"},
+        "min_tokens": 40, "rules": {"logprob_gap": {"threshold": 0.05, "patience": 1, "action": "skip"}},
     }  # fmt: skip
     config["rollout"]["engine_kwargs"] = {"worker_extension_cls": "tests.support.wrong_weights.LoadsWrongWeights"}
     run = train(config)
@@ -94,7 +94,7 @@ def test_an_alarm_that_syncs_publishes_before_the_interval_has_passed(tmp_path: 
     config = tiny_config(tmp_path, steps=6)
     config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
     config["admission"] = {"mode": "async", "sync_interval": 4, "max_staleness": 4}
-    config["monitor"] = {"truncated": {"threshold": 0.01, "patience": 2, "action": "sync"}}
+    config["monitor"] = {"rules": {"truncated": {"threshold": 0.01, "patience": 2, "action": "sync"}}}
     config["sampling"]["max_tokens"] = 6  # of random tokens, hardly one in a hundred ends a response
     run = train(config)
     assert run.code == 0, run.output[-4000:]

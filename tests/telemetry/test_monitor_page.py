@@ -8,8 +8,8 @@ from typing import NamedTuple, get_args
 
 import pytest
 
-from megarl.config.monitor_section import AlarmAction, MonitorConfig, ReplicaAction
-from megarl.run.readings import SIDES, rules_of
+from megarl.config.monitor_section import RULES, AlarmAction, MonitorConfig, ReplicaAction
+from megarl.run.readings import rules_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
 
@@ -38,7 +38,7 @@ def shown_rules(page: str) -> dict[str, ShownRule]:
 def test_the_table_is_that_of_the_code() -> None:
     rules = {each.name: ShownRule(each.side, each.threshold, each.patience, each.action)
              for each in rules_of(MonitorConfig())}  # fmt: skip
-    assert shown_rules(PAGE) == rules and rules.keys() == SIDES.keys()
+    assert shown_rules(PAGE) == rules and rules.keys() == RULES.keys()
 
 
 def test_the_thresholds_beside_the_worst_values_of_sound_runs_are_those_of_the_table() -> None:
