@@ -34,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from megarl.telemetry.event_budget import CONTROLLER, rank_process, replica_process
 from observability_base import StepSize, cpu_per_step, of_run, recording, step_values
 from observability_entropy import of_entropy
 from observability_job import cpu_of_job, cpu_of_step
@@ -48,7 +49,6 @@ from megarl.rollout.request_times import RequestTimes
 from megarl.rollout.requests import GenerateResult
 from megarl.rollout.sample_times import SampleTimes
 from megarl.telemetry import events
-from megarl.telemetry.event_budget import CONTROLLER, rank_process, replica_process
 from megarl.telemetry.sinks import MetricsWriter
 
 BOUND = 0.01

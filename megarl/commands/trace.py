@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     if not run_dir.is_dir():
         raise ConfigError([f"there is no run directory {run_dir}"])
     if not event_files(run_dir):
-        raise ConfigError([f"{run_dir} has no events: the run was made with telemetry.events.enabled=false, or is new"])
+        raise ConfigError([f"{run_dir} has no events: the run was made with telemetry.events_mib=0, or is new"])
     try:
         window = TraceWindow.of_steps(run_dir, options.first, options.last)
     except ValueError as error:

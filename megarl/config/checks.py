@@ -29,12 +29,11 @@ from megarl.config.datasets import (
 )
 from megarl.config.engine_checks import engine_problems, head_size_problems
 from megarl.config.hardware import local_gpus
-from megarl.config.job_sections import EVENT_PROCESS_KIB
 from megarl.config.liveness import liveness_problems
 from megarl.config.monitor_checks import monitor_problems
 from megarl.config.old_logprobs import correction_problems
 from megarl.config.pace import pace_problems
-from megarl.config.pools import most_replicas, resolve_pools
+from megarl.config.pools import resolve_pools
 from megarl.config.sandbox_checks import sandbox_problems
 from megarl.config.schema import Config
 from megarl.config.secret_checks import secret_problems
@@ -88,12 +87,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     problems += list(algorithm_problems(config))
     problems += list(agent_problems(config)) + list(sandbox_problems(config, here=files))
     problems += list(layout_checks.megatron_problems(config, device))
-    problems += (
-        list(engine_problems(config))
-        + list(_transport(config, device))
-        + list(_staging(config))
-        + list(_events(config))
-    )
+    problems += list(engine_problems(config)) + list(_transport(config, device)) + list(_staging(config))
     problems += list(launch_problems(config)) + list(secret_problems(config, here=files))
     problems += list(telemetry_problems(config, here=files))
     try:
@@ -282,18 +276,6 @@ def _functions(config: Config) -> Iterator[str]:
 def _transport(config: Config, device: DeviceType) -> Iterator[str]:
     if config.weight_sync.transport == "nccl" and device == "cpu":
         yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
-
-
-def _events(config: Config) -> Iterator[str]:
-    """Yield the problem of events for whose processes there is too little space."""
-    settings = config.telemetry.events
-    processes = config.trainer.gpus + most_replicas(config) + config.rollout.agent_workers + 1
-    least = math.ceil(processes * EVENT_PROCESS_KIB / 1024)
-    if settings.enabled and settings.mib < least:
-        yield (
-            f"telemetry.events.mib: {settings.mib:g} MiB are too little for the events of {processes} processes; set "
-            f"it to {least} or more, or telemetry.events.enabled=false"
-        )
 
 
 def _staging(config: Config) -> Iterator[str]:

@@ -9,49 +9,21 @@ from pydantic import Field
 
 from megarl.config.section import Section
 
-# Of the space of events for each process that writes them: below, the headers of its files would be much of it.
-EVENT_PROCESS_KIB = 48
 STOP_MARGIN_S = 300  # for the step in progress, besides the time of a save, when a run has to end
-
-
-class EventsConfig(Section):
-    """Events of the run's processes in `RUN_DIR/events`, for `megarl trace`; see docs/observability.md."""
-
-    enabled: bool = Field(True, description="Write events.")
-    mib: float = Field(
-        190.0,
-        ge=8,
-        description="Most space of `RUN_DIR/events` in MiB (190 MiB are 199 MB). A day writes 85% of it at most: what "
-        "belongs to single requests, and where steps are short to single steps, is then left out by a rate that "
-        "adapts. The oldest files are deleted for new ones.",
-    )
 
 
 class TelemetryConfig(Section):
     """Outputs of a run besides `summary.json`."""
 
-    metrics_gib: float = Field(
+    keep_gib: float = Field(
         1.0,
         ge=0,
-        description="Most space of the metrics in GiB, which is enough for some 200,000 steps. `metrics.jsonl` has the "
-        "newest lines; older ones are in parts named `metrics.OFFSET.jsonl`, each an eighth of this, and the oldest "
-        "part is deleted for a new one. 0 = keep all lines, in one file.",
+        description="Most space in GiB of each of `metrics.jsonl`, `samples.jsonl` and TensorBoard's events; 1 GiB "
+        "holds some 200,000 steps. Older lines are in parts named by their offset, each an eighth of this, and the "
+        "oldest part is deleted for a new one. 0 = keep all.",
     )
     samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
-    samples_gib: float = Field(
-        1.0,
-        ge=0,
-        description="Most space of the samples in GiB. `samples.jsonl` has the newest; older ones are in parts named "
-        "`samples.OFFSET.jsonl`, each an eighth of this, and the oldest part is deleted for a new one. 0 = keep all "
-        "samples, in one file.",
-    )
     tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
-    tensorboard_gib: float = Field(
-        1.0,
-        ge=0,
-        description="Most space of TensorBoard's events in GiB, which is enough for some 200,000 steps. They are in "
-        "files of an eighth of this, of which the oldest are deleted for new ones. 0 = keep all.",
-    )
     wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
     mlflow_experiment: str | None = Field(
         None, min_length=1, description="MLflow experiment, which is created if there is none; null = off."
@@ -82,7 +54,12 @@ class TelemetryConfig(Section):
     dump_batches: bool = Field(
         False, description="Record whole batches in `RUN_DIR/batches`, and their schedule, for `megarl replay`."
     )
-    events: EventsConfig = Field(default_factory=EventsConfig)
+    events_mib: float = Field(
+        24.0,
+        ge=0,
+        description="Most space of each process's events in `RUN_DIR/events` in MiB, for `megarl trace` and `report`; "
+        "the oldest are deleted for new ones. 0 = off.",
+    )
 
 
 class CheckpointConfig(Section):

@@ -13,10 +13,10 @@ from megarl.telemetry import events
 def record_batch_taken(batch: BatchReady, slow: Sequence[TrajectoryTimes], *, in_flight: int) -> None:
     """Record that the trainer takes a batch now. `slow`: of the samples that ended since the batch before."""
     step, now, unix = batch.step + 1, time.monotonic(), time.time()
-    events.record("batch_taken", now, key=step, step=step, args={"groups": len(batch.groups), "in_flight": in_flight})
+    events.record("batch_taken", now, step=step, args={"groups": len(batch.groups), "in_flight": in_flight})
     for each in slow:
         end = now - max(0.0, unix - each.ended)  # another host's clock may be ahead
         events.record(
-            "slow_trajectory", end - each.seconds, end, key=step, step=step, group=each.group, sample=each.sample,
+            "slow_trajectory", end - each.seconds, end, step=step, group=each.group, sample=each.sample,
             replica=each.replica, args={"cause": each.cause, **each.args()},
         )  # fmt: skip

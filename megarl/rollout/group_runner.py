@@ -237,11 +237,10 @@ class SampleContext(LoopContext):
         now = time.monotonic()
         times = self.times.end(self.group_id, self.sample_index, now, time.time())
         self.stats.note_times(times)
-        if events.are_wanted("trajectory", self.group_id):
-            events.record(
-                "trajectory", self.times.began, now, key=self.group_id, group=self.group_id, sample=self.sample_index,
-                replica=times.replica, args=times.args(),
-            )  # fmt: skip
+        events.record(
+            "trajectory", self.times.began, now, group=self.group_id, sample=self.sample_index, replica=times.replica,
+            args=times.args(),
+        )  # fmt: skip
 
     def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
         return GenerateRequest(
@@ -289,7 +288,7 @@ class SampleContext(LoopContext):
         stats.reward_seconds.append(ended - started)
         self.times.add("reward", ended - started)
         events.record(
-            "reward", started, ended, key=self.group_id, group=self.group_id, sample=self.sample_index,
+            "reward", started, ended, group=self.group_id, sample=self.sample_index,
             args={"error": int(outcome.error is not None)},
         )  # fmt: skip
         if outcome.error is not None:

@@ -138,11 +138,11 @@ class LoopContext(ABC):
     def _note_turn(self, turn: int, result: GenerateResult, begin: float) -> None:
         end = time.monotonic()
         self.times.add_turn(result, end - begin)
-        if self.trains and events.are_wanted("turn", self.group_id):
+        if self.trains:
             version = result.versions[-1].version if result.versions else None
             decode_s = max(0.0, result.seconds - result.queue_s - result.prefill_s)
             events.record(
-                "turn", begin, end, key=self.group_id, group=self.group_id, sample=self.sample_index,
+                "turn", begin, end, group=self.group_id, sample=self.sample_index,
                 replica=result.replica, version=version, args={
                     "turn": turn, "tokens": len(result.response_ids),
                     "queue_s": round(max(0.0, end - begin - result.seconds) + result.queue_s, 4),
@@ -212,7 +212,7 @@ class LoopContext(ABC):
         self.times.add("tool", seconds)
         if self.trains:
             events.record(
-                "tool", started, ended, key=self.group_id, group=self.group_id, sample=self.sample_index,
+                "tool", started, ended, group=self.group_id, sample=self.sample_index,
                 args={"tool": tool[:MOST_NAME_CHARACTERS], "error": int(answer.error)},
             )  # fmt: skip
         return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds))

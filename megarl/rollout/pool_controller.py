@@ -21,7 +21,7 @@ from megarl.rollout.foreign_requests import ForeignReport, ForeignRequest, Forei
 from megarl.rollout.placement import engine_needs, free_places
 from megarl.rollout.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
 from megarl.telemetry import events
-from megarl.telemetry.event_budget import CONTROLLER
+from megarl.telemetry.event_lines import CONTROLLER
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

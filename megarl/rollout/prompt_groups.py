@@ -164,7 +164,7 @@ class PromptGroups:
             if (failure := self._failures.decide(group_id, error)) is not None:
                 raise failure from error
             reason = str(error) or type(error).__name__
-            events.fault("group", f"group {group_id} failed: {reason}", key=group_id)
+            events.fault("group", f"group {group_id} failed: {reason}")
             rows = self._runner.failed(group_id, reason)
             end = RowsHere(rows, self._writer)
         else:

@@ -38,7 +38,7 @@ from megarl.rollout.response_parts import EngineReport, ResponsePart
 from megarl.rollout.shared_calls import CallDesk, CallResults, SharedCall
 from megarl.rollout.weight_state import WeightState
 from megarl.telemetry import events
-from megarl.telemetry.event_budget import replica_process
+from megarl.telemetry.event_lines import replica_process
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

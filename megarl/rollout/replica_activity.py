@@ -63,16 +63,15 @@ class ReplicaActivity:
         self._load_at = float("-inf")
         self._paused: float | None = None
         self._weights: float | None = None
-        self._number = 0  # of what is recorded, which chooses what is left out for want of space
 
     def step(self, now: float, load: EngineLoad) -> None:
         """Take note of an engine step at `now`."""
         if (ended := self._busy.step(now, load)) is not None:
             self._record_busy(ended)
         if now - self._load_at >= LOAD_S:
-            self._load_at, self._number = now, self._number + 1
+            self._load_at = now
             events.record(
-                "load", now, key=self._number, replica=self._index,
+                "load", now, replica=self._index,
                 args={"running": load.running, "waiting": load.waiting, "kv_usage": round(load.kv_usage, 4)},
             )  # fmt: skip
 
@@ -103,15 +102,14 @@ class ReplicaActivity:
 
     def _record(self, name: str, begin: float, version: str | None) -> None:
         number = int(version) if version is not None and version.isdecimal() else None
-        events.record(name, begin, self._now(), key=number, version=number, replica=self._index)
+        events.record(name, begin, self._now(), version=number, replica=self._index)
 
     def _end_busy(self) -> None:
         if (span := self._busy.take()) is not None:
             self._record_busy(span)
 
     def _record_busy(self, span: BusySpan) -> None:
-        self._number += 1
         events.record(
-            "busy", span.begin, span.end, key=self._number, replica=self._index,
+            "busy", span.begin, span.end, replica=self._index,
             args={"running": span.running, "waiting": span.waiting},
         )  # fmt: skip

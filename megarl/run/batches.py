@@ -207,7 +207,7 @@ class _Preparation:
     def _run(self, source: BatchSource, channel: BackgroundChannel) -> None:
         step = self.of[0] + 1
         try:
-            with events.span("prepare_batch", key=step, step=step):
+            with events.span("prepare_batch", step=step):
                 prepared = source._prepare(*self.of, channel)
             self.future.set_result(prepared)
         except BaseException as error:

@@ -143,7 +143,7 @@ class IdleLogprobs:
         samples = {row.key: TrainSample.of(row, temperature=self._temperatures.get(row.dataset)) for row in rows}
         started = time.perf_counter()
         step = self._step + 1
-        with self._recorder.phase("logprobs"), events.span("idle_logprobs", key=step, step=step):
+        with self._recorder.phase("logprobs"), events.span("idle_logprobs", step=step):
             for stream in filter(portion.needs, self._ledger.streams):
                 part = [samples[key] for key in portion.part(stream, mine)]
                 teacher = self._teachers[stream].teacher if stream in self._teachers else ""

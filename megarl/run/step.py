@@ -162,7 +162,7 @@ def _make_update(
         raise
     tokens = sum(len(each.prompt_ids) + len(each.response_ids) for each in mine)
     args = {"samples": len(mine), "tokens": tokens}
-    events.record("mini_batch", begin, time.monotonic(), key=step + 1, step=step + 1, args=args)
+    events.record("mini_batch", begin, time.monotonic(), step=step + 1, args=args)
     return values
 
 

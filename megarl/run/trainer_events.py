@@ -14,7 +14,7 @@ from megarl.common.files import last_bytes
 from megarl.config.schema import Config
 from megarl.run.failure import PeerFailedError, describe
 from megarl.telemetry import events
-from megarl.telemetry.event_budget import rank_process
+from megarl.telemetry.event_lines import rank_process
 
 LEAST_S = 0.5e-3  # of a phase that is recorded; shorter ones cannot be seen beside a step
 TAIL_BYTES = 256 << 10  # more than a line of metrics.jsonl
@@ -40,13 +40,13 @@ class StepEvents:
     def finish_step(self) -> None:
         """Record the step that ends now, and begin the next one. Before `begin` nothing is recorded."""
         if self._step is not None:
-            events.record("step", self._since, self._clock(), key=self._step, step=self._step)
+            events.record("step", self._since, self._clock(), step=self._step)
             self.begin(self._step + 1)
 
     def phase(self, name: str, begin: float, end: float) -> None:
         """Record a phase of the step, if it is long enough to be seen."""
         if end - begin >= LEAST_S:
-            events.record(name, begin, end, key=self._step, step=self._step)
+            events.record(name, begin, end, step=self._step)
 
 
 def begin_events(config: Config, rank: int) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.telemetry.clock_alignment import EVIDENCE, host_offsets, moved
-from megarl.telemetry.event_budget import CONTROLLER, rank_process
 from megarl.telemetry.event_files import RunEvent, read_events
+from megarl.telemetry.event_lines import CONTROLLER, rank_process
 from megarl.telemetry.trace_lanes import Placed, share_lines
 
 SAMPLES, SLOWEST = "samples", "slowest samples"
@@ -188,7 +188,7 @@ def _category(event: RunEvent) -> str:
 def _arguments(event: RunEvent) -> dict[str, object]:
     numbers = {
         "step": event.step, "version": event.version, "group": event.group, "sample": event.sample,
-        "replica": event.replica, "one_in": event.one_in if event.one_in > 1 else None,
+        "replica": event.replica,
         "rolled_back": True if event.rolled_back else None,
     }  # fmt: skip
     return {**{name: value for name, value in numbers.items() if value is not None}, **event.args}

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megarl.telemetry.event_budget import rank_process
 from megarl.telemetry.event_files import RunEvent
+from megarl.telemetry.event_lines import rank_process
 
 EVIDENCE = ("ranks_meet", "sync_pause", "sync_resume", "paused")  # the events that bound differences
 LEADER = rank_process(0)

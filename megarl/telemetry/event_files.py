@@ -33,8 +33,7 @@ _MARKS = frozenset([ROLLED_BACK.encode()])
 class RunEvent(msgspec.Struct, frozen=True, gc=False):
     """One event of a run. `begin`: Unix time in seconds by the clock of `host`; `seconds`: its duration, 0 for a mark.
 
-    `step`: that of metrics.jsonl, the first one is 1. `one_in`: how many events of its kind it stands for; above 1,
-    the others were left out to stay within the space. `rolled_back`: it is of work that a resume has discarded.
+    `step`: that of metrics.jsonl, the first one is 1. `rolled_back`: it is of work that a resume has discarded.
     """
 
     process: str  # trainer-rank-R, replica-I, worker-I or controller
@@ -47,7 +46,6 @@ class RunEvent(msgspec.Struct, frozen=True, gc=False):
     group: int | None
     sample: int | None
     replica: int | None
-    one_in: int
     args: Mapping[str, Scalar]
     rolled_back: bool
 
@@ -138,7 +136,7 @@ class EventTail:
             discarded = any(each.discards(begin, line.step) for each in self.rollbacks)
             yield RunEvent(
                 header.process, header.host, line.name, begin, seconds, line.step, line.version, line.group,
-                line.sample, line.replica, line.one_in, line.args or {}, discarded and line.name != ROLLED_BACK,
+                line.sample, line.replica, line.args or {}, discarded and line.name != ROLLED_BACK,
             )  # fmt: skip
         self.torn += part.torn - torn
 

@@ -17,10 +17,26 @@ import msgspec
 from megarl.telemetry.event_kinds import STREAMS, EventStream
 
 FOLDER = "events"
+CONTROLLER = "controller"  # the rollout controller's name in event files
 SCHEMA = 1
 _NAME = re.compile(rf"([A-Za-z0-9_-]+)\.(\d{{13}})\.({'|'.join(STREAMS)})\.(\d{{6}})\.jsonl")
 
 Scalar = str | int | float
+
+
+def rank_process(rank: int) -> str:
+    """Return the name of a trainer rank in event files."""
+    return f"trainer-rank-{rank}"
+
+
+def replica_process(index: int) -> str:
+    """Return the name of a replica in event files."""
+    return f"replica-{index}"
+
+
+def worker_process(index: int) -> str:
+    """Return the name of an agent worker in event files."""
+    return f"worker-{index}"
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,17 +62,15 @@ class EventLine(
     msgspec.Struct,
     frozen=True,
     omit_defaults=True,
-    forbid_unknown_fields=True,
     gc=False,
     rename={
         "name": "n", "at": "t", "us": "d", "step": "s", "version": "v", "group": "g", "sample": "i", "replica": "r",
-        "one_in": "c", "args": "a",
+        "args": "a",
     },
 ):  # fmt: skip
     """One event. `at`: monotonic time of its beginning in microseconds; `us`: its duration in microseconds.
 
-    `step`: that of metrics.jsonl, the first one is 1. `one_in`: how many events of its kind it stands for, because the
-    others were left out to stay within the space.
+    `step`: that of metrics.jsonl, the first one is 1.
     """
 
     name: str
@@ -67,7 +81,6 @@ class EventLine(
     group: int | None = None
     sample: int | None = None
     replica: int | None = None
-    one_in: int = 1
     args: Mapping[str, Scalar] | None = None
 
 

@@ -1,35 +1,32 @@
-"""The event files of a process as it writes them, in parts of bounded size, and the deletion of the oldest ones."""
+"""The event files of a process as it writes them: parts of bounded size, of which the oldest are deleted."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-from megarl.telemetry.event_budget import DAY_S, kept_bytes
 from megarl.telemetry.event_files import event_files
-from megarl.telemetry.event_kinds import STREAMS, EventStream
 from megarl.telemetry.event_lines import EventFileName
 
-PARTS = 8  # that together have the bytes of a day
+PARTS = 8  # of each stream of a process
 LEAST_PART_BYTES = 4096
 
 
 class PartWriter:
     """Appends lines to one stream of a process, and begins a new file whenever the present one is full.
 
-    A file that was moved or deleted, because another run has taken the directory or for want of space, is followed by a
-    new one. No method waits for anything but the disk.
+    At most `PARTS` files of the process and stream are kept, those of its earlier starts counted. A file that was moved
+    or deleted, because another run has taken the directory, is followed by a new one. No method waits for anything but
+    the disk.
     """
 
     def __init__(
-        self, run_dir: Path, name: EventFileName, daily: float, header: Callable[[], bytes]
+        self, run_dir: Path, name: EventFileName, most_bytes: int, header: Callable[[], bytes]
     ) -> None:  # fmt: skip
-        """`name`: of the first file. `daily`: bytes of a day. `header`: makes the first line of each file."""
+        """`name`: of the first file. `most_bytes`: of all parts. `header`: makes the first line of each file."""
         self._run_dir, self._name, self._header = run_dir, name, header
-        self._limit = max(LEAST_PART_BYTES, int(daily / PARTS))
+        self._limit = max(LEAST_PART_BYTES, most_bytes // PARTS)
         self._file: int | None = None
         self._size = 0
         self._torn = False
@@ -66,11 +63,17 @@ class PartWriter:
                 self._name = self._name._replace(start_ms=self._name.start_ms + 1)
                 path = self._name.path(self._run_dir)
         self._file, self._size, self._torn = file, 0, False
+        self._delete_oldest()
         try:
             self._write(self._header())
         except OSError:
             self.close()  # without a header nobody could read what follows
             raise
+
+    def _delete_oldest(self) -> None:
+        own = [each for each in event_files(self._run_dir) if (each.process, each.stream) == self._name[::2]]
+        for name in own[:-PARTS]:
+            name.path(self._run_dir).unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None
@@ -88,39 +91,3 @@ class PartWriter:
         except FileNotFoundError:
             return False
         return (found.st_ino, found.st_dev) == (own.st_ino, own.st_dev)
-
-
-def tidy(run_dir: Path, budget: int, now: float | None = None) -> int:
-    """Delete the oldest files of each stream that has more bytes than it may. Return how many were deleted.
-
-    What a process writes now stays. `now`: Unix time in seconds. Any process may call it, several at the same time too.
-    """
-    now = time.time() if now is None else now
-    facts: dict[EventFileName, tuple[float, int]] = {}
-    for name in event_files(run_dir):
-        with suppress(FileNotFoundError):
-            found = name.path(run_dir).stat()
-            facts[name] = (found.st_mtime, found.st_size)
-    deleted = 0
-    for stream in STREAMS:
-        there = {name: fact for name, fact in facts.items() if name.stream == stream}
-        too_much = sum(size for _, size in there.values()) - kept_bytes(budget, stream)
-        written = _present(there)
-        for name in sorted(there, key=lambda each: (there[each][0], each)):
-            if too_much <= 0:
-                break
-            touched, size = there[name]
-            if name in written and touched > now - DAY_S:
-                continue
-            name.path(run_dir).unlink(missing_ok=True)
-            too_much -= size
-            deleted += 1
-    return deleted
-
-
-def _present(names: dict[EventFileName, tuple[float, int]]) -> set[EventFileName]:
-    """Return the last file of each process and stream, which it may be writing."""
-    last: dict[tuple[str, EventStream], EventFileName] = {}
-    for name in sorted(names):
-        last[name.process, name.stream] = name
-    return set(last.values())

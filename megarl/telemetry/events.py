@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.common.byte_units import MIB
-from megarl.config.pools import most_replicas
 from megarl.config.schema import Config
-from megarl.telemetry.event_budget import WritingProcesses
 from megarl.telemetry.event_kinds import FAULTS, UndeclaredEvent
 from megarl.telemetry.event_lines import Scalar
 from megarl.telemetry.event_writer import EventWriter
@@ -28,18 +26,12 @@ MAX_CHARACTERS = 500  # of the text of a fault
 _writer: EventWriter | None = None
 
 
-def writing_processes(config: Config) -> WritingProcesses:
-    """Return the processes of a run that write events."""
-    return WritingProcesses(config.trainer.gpus, most_replicas(config), config.rollout.agent_workers)
-
-
 def open_events(config: Config, run_dir: Path, process: str) -> None:
-    """Begin to write the events of this process, unless `telemetry.events.enabled` is false."""
+    """Begin to write the events of this process, unless `telemetry.events_mib` is 0."""
     global _writer
     close_events()
-    settings = config.telemetry.events
-    if settings.enabled:
-        _writer = EventWriter(run_dir, process, writing_processes(config), int(settings.mib * MIB))
+    if config.telemetry.events_mib:
+        _writer = EventWriter(run_dir, process, int(config.telemetry.events_mib * MIB))
         _writer.start()
 
 
@@ -51,26 +43,20 @@ def close_events() -> None:
         logger.warning("the last events were not written within %.0f s", CLOSE_S)
 
 
-def are_wanted(name: str, key: int) -> bool:
-    """Tell whether an event with this key would be recorded: to spare the work for one that would not be."""
-    return _writer is not None and _writer.wants(name, key)
-
-
 def lost_events() -> int:
     """Return how many events this process could not write so far."""
     return 0 if _writer is None else _writer.lost
 
 
 def record(
-    name: str, begin: float, end: float | None = None, *, key: int | None = None, step: int | None = None,
-    version: int | None = None, group: int | None = None, sample: int | None = None, replica: int | None = None,
+    name: str, begin: float, end: float | None = None, *, step: int | None = None, version: int | None = None,
+    group: int | None = None, sample: int | None = None, replica: int | None = None,
     args: Mapping[str, Scalar] | None = None,
 ) -> None:  # fmt: skip
     """Record an event; see `EventWriter.record`."""
     if _writer is not None:
         _writer.record(
-            name, begin, end, key=key, step=step, version=version, group=group, sample=sample, replica=replica,
-            args=args,
+            name, begin, end, step=step, version=version, group=group, sample=sample, replica=replica, args=args,
         )  # fmt: skip
 
 
@@ -80,23 +66,21 @@ def mark(name: str, *, step: int | None = None, args: Mapping[str, Scalar] | Non
 
 
 @contextmanager
-def span(name: str, *, key: int | None = None, step: int | None = None, version: int | None = None) -> Iterator[None]:
+def span(name: str, *, step: int | None = None, version: int | None = None) -> Iterator[None]:
     """Record the time of the block, also if it raises."""
     begin = time.monotonic()
     try:
         yield
     finally:
-        record(name, begin, time.monotonic(), key=key, step=step, version=version)
+        record(name, begin, time.monotonic(), step=step, version=version)
 
 
-def fault(
-    kind: str, text: str, *, key: int | None = None, replica: int | None = None, step: int | None = None, rule: str = ""
-) -> None:
+def fault(kind: str, text: str, *, replica: int | None = None, step: int | None = None, rule: str = "") -> None:
     """Record that something was lost or has failed. `kind`: one of `FAULTS`. Raises UndeclaredEvent.
 
-    `key`: of one that may come often, as in `EventWriter.record`. `rule`: of the monitor, for an alarm.
+    `rule`: of the monitor, for an alarm.
     """
-    _of_fault("fault", kind, text, replica, step, rule, key)
+    _of_fault("fault", kind, text, replica, step, rule)
 
 
 def recovery(kind: str, text: str, *, replica: int | None = None, step: int | None = None, rule: str = "") -> None:
@@ -104,10 +88,8 @@ def recovery(kind: str, text: str, *, replica: int | None = None, step: int | No
     _of_fault("recovery", kind, text, replica, step, rule)
 
 
-def _of_fault(
-    name: str, kind: str, text: str, replica: int | None, step: int | None, rule: str, key: int | None = None
-) -> None:
+def _of_fault(name: str, kind: str, text: str, replica: int | None, step: int | None, rule: str) -> None:
     if kind not in FAULTS:
         raise UndeclaredEvent(f"{kind!r} is no kind of fault; there are {', '.join(FAULTS)}")
     args: dict[str, Scalar] = {"kind": kind, "text": text[:MAX_CHARACTERS]}
-    record(name, time.monotonic(), key=key, replica=replica, step=step, args=args | ({"rule": rule} if rule else {}))
+    record(name, time.monotonic(), replica=replica, step=step, args=args | ({"rule": rule} if rule else {}))

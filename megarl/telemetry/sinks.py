@@ -222,11 +222,11 @@ class MetricsWriter:
     def open(cls, config: Config, terminal: TextIO) -> MetricsWriter:
         """Open the sinks that the section `telemetry` selects; they append to the files of the run directory."""
         run_dir, telemetry = config.run_dir, config.telemetry
-        sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", math.ceil(telemetry.metrics_gib * GIB))]
+        sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", math.ceil(telemetry.keep_gib * GIB))]
         if telemetry.tensorboard:
             from megarl.telemetry.tensorboard import TensorBoardSink
 
-            sinks.append(TensorBoardSink(run_dir / "tensorboard", math.ceil(telemetry.tensorboard_gib * GIB)))
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", math.ceil(telemetry.keep_gib * GIB)))
         if telemetry.wandb_project is not None:
             sinks.append(WandbSink(telemetry.wandb_project, config))
         if telemetry.mlflow_experiment is not None:
@@ -234,7 +234,7 @@ class MetricsWriter:
 
             # Half of the time in which all sinks have to close, so that the others have the rest.
             sinks.append(RemoteSink(MlflowRemote(config), config.timeouts.shutdown_s / 2, gather_s=GATHER_S))
-        limit = math.ceil(telemetry.samples_gib * GIB)
+        limit = math.ceil(telemetry.keep_gib * GIB)
         samples = JsonlSink(run_dir / "samples.jsonl", limit) if telemetry.samples_per_step else None
         progress = Progress(terminal, config.run.steps, reference=config.needs_reference)
         writer = cls(sinks, samples, progress, run_dir, config.timeouts)

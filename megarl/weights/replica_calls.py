@@ -69,7 +69,7 @@ class _SyncCalls:
         returned = call_all(self._replicas, method, arguments, timeout_s=timeout_s, release=self._release)
         ended = time.monotonic()
         self.seconds[method] = ended - begun
-        events.record(f"sync_{self.phase}", begun, ended, key=self._version, version=self._version)
+        events.record(f"sync_{self.phase}", begun, ended, version=self._version)
         return returned
 
 
@@ -153,7 +153,7 @@ class EngineCalls:
             _await_staged(staged, group, timeout_s)
             pause_begun = time.monotonic()
             calls.seconds[STAGE] = pause_begun - started
-            events.record("sync_stage", started, pause_begun, key=version, version=version)
+            events.record("sync_stage", started, pause_begun, version=version)
             calls.make("pause", self._recompute_kv, kept=(False, True))
             calls.make("start_weight_update")
             remaining = max(0.1, deadline - time.monotonic())

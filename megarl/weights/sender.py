@@ -157,7 +157,7 @@ class WeightSender:
             args: dict[str, str | int | float] = {"bytes": report.bytes}
             if names:
                 args["restarted"] = names
-            events.record("publication", begun, time.monotonic(), key=version, version=version, args=args)
+            events.record("publication", begun, time.monotonic(), version=version, args=args)
             if names:
                 events.recovery("sync", f"version {version} is published without what failed: {names}")
 

@@ -103,7 +103,7 @@ def test_100_000_steps_are_reported_within_10_s_10_mb_and_bounded_memory(tmp_pat
     The folder of events has as much of what the report reads as the default config keeps.
     """
     run = write_long_run(tmp_path / "run", 100_000, peak_at=54_321)
-    assert write_full_events(run, int(TelemetryConfig().events.mib) << 20) > 70e6
+    assert write_full_events(run, int(TelemetryConfig().events_mib) << 20) > 40e6
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     script = (
         "import re, sys; from megarl.commands.cli import main; status = main(sys.argv[1:]); "

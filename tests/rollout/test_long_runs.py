@@ -91,7 +91,7 @@ def sizes(local: LocalController, directory: Path) -> dict[str, float]:
     process = psutil.Process()
     return {
         "bytes held by the controller": held_bytes(vars(local.controller)),
-        # Without events, which have a budget of their own and rotate (tests/telemetry/test_event_budget.py).
+        # Without events, which rotate (tests/telemetry/test_event_writer.py).
         "bytes in files": sum(size_of(path) for path in directory.rglob("*") if path.parent.name != EVENTS),
         "bytes in the journal": size_of(directory / JOURNAL_FILE),
         "files": sum(1 for _ in directory.rglob("*")),

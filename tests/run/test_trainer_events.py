@@ -20,7 +20,7 @@ from tests.support.configs import config
 def test_phases_and_steps_are_recorded_under_the_step_that_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A phase before the first step is of none, one between two steps of the next; one in another is inside it."""
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(events, "record", lambda name, begin, end, key, step: found.append((name, begin, end, step)))
+    monkeypatch.setattr(events, "record", lambda name, begin, end, step: found.append((name, begin, end, step)))
     now, short = [0.0], 2.0**-12
     assert short < LEAST_S
 
@@ -93,7 +93,6 @@ def test_the_end_of_a_rank_by_a_failure(
     begin_events(config("model", run__dir=str(tmp_path)), 0)
     end_with_failure(error, restarts=restarts)
     assert [(each.name, each.args["kind"]) for each in read_events(tmp_path)] == told
-    assert not events.are_wanted("turn", 0)
 
 
 def test_ranks_that_torchrun_has_started_again_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

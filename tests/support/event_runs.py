@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.telemetry.event_budget import WritingProcesses
 from megarl.telemetry.event_writer import EventClock, EventWriter
 
 UNIX = 1_790_000_000.0  # when the simulated clocks begin
-BUDGET = 199_000_000
+MOST_BYTES = 24 << 20
 
 
 @dataclass
@@ -29,8 +28,7 @@ class SimulatedClock:
 
 
 def event_writer(
-    run_dir: Path, process: str, clock: SimulatedClock, *, budget: int = BUDGET,
-    processes: WritingProcesses = WritingProcesses(2, 2, 0),
+    run_dir: Path, process: str, clock: SimulatedClock, *, most_bytes: int = MOST_BYTES
 ) -> EventWriter:  # fmt: skip
     """A writer without a thread: the test calls `flush`."""
-    return EventWriter(run_dir, process, processes, budget, clock.clock())
+    return EventWriter(run_dir, process, most_bytes, clock.clock())

@@ -7,8 +7,17 @@ from typing import Any
 
 import msgspec
 
-from megarl.telemetry.event_budget import CONTROLLER, WritingProcesses, kept_bytes, rank_process, replica_process
-from megarl.telemetry.event_lines import FOLDER, SCHEMA, EventFileName, EventLine, Header
+from megarl.telemetry.event_lines import (
+    CONTROLLER,
+    FOLDER,
+    SCHEMA,
+    EventFileName,
+    EventLine,
+    Header,
+    rank_process,
+    replica_process,
+)
+from megarl.telemetry.event_writer import SHARES
 from tests.support.reported_runs import START
 
 
@@ -23,7 +32,7 @@ def write_events(run_dir: Path, stream: Any, events: list[EventLine], process: s
 def slow(step: int, seconds: float, *, group: int = 1, **parts: float) -> EventLine:
     """A slow trajectory; `parts`: seconds by cause."""
     args: dict[str, Any] = {"turns": 2, "tokens": 500} | {f"{cause}_s": value for cause, value in parts.items()}
-    return EventLine("slow_trajectory", 0, int(seconds * 1e6), step, None, group, 0, 1, 1, args)
+    return EventLine("slow_trajectory", 0, int(seconds * 1e6), step, None, group, 0, 1, args)
 
 
 def write_slow_trajectories(run_dir: Path) -> None:
@@ -32,13 +41,12 @@ def write_slow_trajectories(run_dir: Path) -> None:
     write_events(run_dir, "steps", events)
 
 
-def write_full_events(run_dir: Path, budget: int) -> int:
-    """Write as many events of steps as a run keeps of a day, and 500 faults with recoveries; return the bytes.
+def write_full_events(run_dir: Path, most_bytes: int) -> int:
+    """Write as many events of steps as each process keeps, and 500 faults with recoveries; return the bytes.
 
-    Each process of a run with 2 ranks and 2 replicas has its share: phases of ranks, publications in replicas, and slow
+    The run has 2 ranks and 2 replicas: phases of ranks, publications in replicas, and slow
     trajectories. Lines are made once, and only the step is put into them.
     """
-    processes = WritingProcesses(2, 2)
     phases = [
         EventLine(name, 123_456_789_000, 1_234_567, 77_777) for name in ("generate", "logprobs", "update", "step")
     ]
@@ -49,7 +57,7 @@ def write_full_events(run_dir: Path, budget: int) -> int:
     lines = {rank_process(0): phases, rank_process(1): phases, replica_process(0): loads, replica_process(1): loads}
     for process, events in (lines | {CONTROLLER: slowest}).items():
         text = b"".join(msgspec.json.encode(each) + b"\n" for each in events)
-        count = int(kept_bytes(budget, "steps") * processes.share(process, "steps")) // len(text)
+        count = int(most_bytes * SHARES["steps"]) // len(text)
         write_events(run_dir, "steps", [], process)
         with EventFileName(process, 1_795_600_000_000, "steps", 0).path(run_dir).open("ab") as file:
             for start in range(0, count, 1000):

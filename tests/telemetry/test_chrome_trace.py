@@ -16,8 +16,8 @@ from megarl.commands.cli import main
 from megarl.telemetry import event_writer as event_writer_module
 from megarl.telemetry.chrome_trace import TraceWindow, trace_events
 from megarl.telemetry.clock_alignment import OffsetBounds, host_offsets
-from megarl.telemetry.event_budget import CONTROLLER, rank_process, replica_process
 from megarl.telemetry.event_files import read_events
+from megarl.telemetry.event_lines import CONTROLLER, rank_process, replica_process
 from megarl.telemetry.trace_lanes import ROUNDING_US, Placed, nest, share_lines
 from tests.support.event_runs import SimulatedClock, event_writer
 from tests.support.perfetto import ask_perfetto
@@ -86,11 +86,11 @@ def write_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, ahead: dict[str, f
     for step in range(1, 4):
         at = 1000.0 + 10 * step
         for writer in (first, second):
-            writer.record("generate", at, at + 4, key=step, step=step)
-            writer.record("update", at + 4, at + 8, key=step, step=step)
-            writer.record("mini_batch", at + 4.5, at + 7, key=step, step=step)
-            writer.record("sync", at + 8, at + 9.5, key=step, step=step)
-            writer.record("step", at, at + 10, key=step, step=step)
+            writer.record("generate", at, at + 4, step=step)
+            writer.record("update", at + 4, at + 8, step=step)
+            writer.record("mini_batch", at + 4.5, at + 7, step=step)
+            writer.record("sync", at + 8, at + 9.5, step=step)
+            writer.record("step", at, at + 10, step=step)
         first.record("sync_pause", at + 8.1, at + 8.2, version=step)
         first.record("sync_resume", at + 9.0, at + 9.1, version=step)
         first.record("publication", at + 8.0, at + 9.4, version=step, args={"bytes": 5})
@@ -219,4 +219,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert message in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["trace", str(tmp_path / "empty")]) == 2
-    assert "has no events: the run was made with telemetry.events.enabled=false" in capsys.readouterr().err
+    assert "has no events: the run was made with telemetry.events_mib=0" in capsys.readouterr().err

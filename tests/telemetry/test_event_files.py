@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.telemetry.event_budget import CONTROLLER, kept_bytes, rank_process
 from megarl.telemetry.event_files import EventTail, Rollback, event_files, read_events
 from megarl.telemetry.event_kinds import FAULTS, KINDS, UndeclaredEvent
-from megarl.telemetry.event_lines import FOLDER
-from megarl.telemetry.event_parts import tidy
+from megarl.telemetry.event_lines import CONTROLLER, rank_process
 from tests.support.event_runs import UNIX, SimulatedClock, event_writer
 
 
@@ -29,7 +27,7 @@ def test_an_event_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     writer.flush()
     (turn,) = read_events(tmp_path, {"turn"})
     assert (turn.process, turn.name, turn.step, turn.version) == ("trainer-rank-0", "turn", 3, 7)
-    assert (turn.group, turn.sample, turn.replica, turn.one_in) == (5, 2, 1, 1)
+    assert (turn.group, turn.sample, turn.replica) == (5, 2, 1)
     assert turn.begin == pytest.approx(UNIX + 2.0, abs=1e-5) and turn.seconds == pytest.approx(1.5)
     assert turn.end == pytest.approx(UNIX + 3.5, abs=1e-5)
     assert dict(turn.args) == {"turn": 0, "queue_s": 0.25} and not turn.rolled_back
@@ -148,7 +146,7 @@ def test_what_a_rollback_discards() -> None:
 
 def test_parts_rotate_and_every_event_is_in_one_of_them(tmp_path: Path) -> None:
     clock = SimulatedClock()
-    writer = event_writer(tmp_path, CONTROLLER, clock, budget=8 << 20)
+    writer = event_writer(tmp_path, CONTROLLER, clock, most_bytes=1 << 20)
     for number in range(6000):
         clock.now += 20.0
         writer.record("batch_taken", clock.now, step=number)
@@ -158,27 +156,7 @@ def test_parts_rotate_and_every_event_is_in_one_of_them(tmp_path: Path) -> None:
     files = [name for name in event_files(tmp_path) if name.stream == "steps"]
     assert len(files) > 3 and [name.number for name in files] == list(range(len(files)))
     read = [each.step for each in read_events(tmp_path, {"batch_taken"})]
-    assert read == list(range(len(read))) and len(read) + writer.lost == 6000 and len(read) > 3000
-
-
-def test_tidy_deletes_the_oldest_files_and_leaves_those_that_are_written(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).mkdir()
-    budget = 1 << 20
-    size = kept_bytes(budget, "details") // 4
-    names = [f"controller.1790000000000.details.{number:06d}.jsonl" for number in range(8)]
-    names.append("replica-0.1790000000000.details.000000.jsonl")
-    for number, name in enumerate(names):
-        path = tmp_path / FOLDER / name
-        path.write_bytes(b"x" * size)
-        os.utime(path, (UNIX + number, UNIX + number))
-    os.utime(tmp_path / FOLDER / names[-1], (UNIX - 100, UNIX - 100))  # the oldest, but its process has no newer one
-    other = tmp_path / FOLDER / "notes.txt"
-    other.write_text("not ours")
-    assert tidy(tmp_path, budget, now=UNIX + 50) == 5
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == sorted([*names[5:], "notes.txt"])
-    assert tidy(tmp_path, budget, now=UNIX + 50) == 0
-    assert tidy(tmp_path, budget // 8, now=UNIX + 50) == 2
-    assert tidy(tmp_path, budget // 8, now=UNIX + 10 * 86400) == 2  # nobody has written for days
+    assert read == list(range(6000)) and not writer.lost
 
 
 def documented_rows(heading: str) -> list[list[str]]:

@@ -454,7 +454,7 @@ def test_memory_for_lines_that_wait_is_bounded(tmp_path: Path, monkeypatch: pyte
 
 def test_samples_have_a_bound_that_the_config_sets(tmp_path: Path) -> None:
     for number, gib in enumerate((800 / 2**30, 0.0)):
-        chosen = config("model", run__dir=str(tmp_path / f"{number}"), telemetry={"samples_gib": gib})
+        chosen = config("model", run__dir=str(tmp_path / f"{number}"), telemetry={"keep_gib": gib})
         with MetricsWriter.open(chosen, io.StringIO()) as writer:
             for step in range(200):
                 writer.sample(step, lambda: {"prompt": "1+1="})

@@ -34,7 +34,7 @@ from megarl.rollout.workers.messages import ToWorker, WorkerReport
 from megarl.rollout.workers.worker_loops import WorkerLoops
 from megarl.rollout.workers.worker_runs import LoopParts
 from megarl.telemetry import events
-from megarl.telemetry.event_budget import worker_process
+from megarl.telemetry.event_lines import worker_process
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
