@@ -19,7 +19,7 @@ from tests.support.reported_runs import START
 
 def event(name: str, at: float, kind: str, replica: int | None = None, text: str = "", **more: str) -> RunEvent:
     args = {"kind": kind, "text": text} | more
-    return RunEvent("controller", "host", name, at, 0.0, 1, None, None, None, replica, 1, args, False)
+    return RunEvent("controller", "host", name, at, 0.0, 1, None, None, None, replica, args, False)
 
 
 def test_a_fault_has_the_first_recovery_of_its_kind_and_replica() -> None:
