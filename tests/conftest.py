@@ -14,14 +14,18 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import hypothesis
 import pytest
 
+from megarl.sandbox.availability import sandbox_problem
 from tests.support.checkout import ROOT
 from tests.support.escape_attempts import SHOWN
 from tests.support.megatron_version import check_megatron_version
+from tests.support.needs import SANDBOX, need
 from tests.support.world import Starter, World
 
 # Deadlines of single examples would fail at random on a busy machine.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+LONG_S = 1800  # of a whole run; the timeout of pyproject.toml holds for the other tests
 
 # The files of each suite that take longest, longest first: one of them begun last would leave the other worker idle.
 # A worker with two tests left gets the next file, so of the cluster's one worker has the 1st, 4th and 6th.
@@ -67,9 +71,19 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first; each file's tests stay in order. xdist hands out files in this order."""
+    """Give whole runs and slow tests more time, and put the files that take longest first, as xdist hands them out."""
+    for item in items:
+        inside = item.path.relative_to(ROOT).parts
+        if item.get_closest_marker("slow") or inside[1] in ("system", "jobs"):
+            item.add_marker(pytest.mark.timeout(LONG_S))
     ranks = {ROOT / name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that runs programs in the sandbox where there is none, with the reason."""
+    if item.get_closest_marker("sandbox"):
+        need(SANDBOX, sandbox_problem() or "")
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,8 @@ from megarl.rewards.types import RewardInput
 from tests.support.reward_pool import make_reward_pool
 from tests.support.sandboxes import sandboxes_of
 
+pytestmark = pytest.mark.sandbox
+
 LONG_S = 60.0  # no test depends on it, but for those of endless programs
 ADD = "def add(a, b):\n    return a + b\n"
 ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]
