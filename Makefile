@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-oracles lint docs site clean \
-        nightly nightly-models nightly-trainer nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning \
+        nightly nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning \
         nightly-recipes nightly-faults nightly-stops nightly-environments nightly-mcore nightly-hosts nightly-slurm
 
 help:  ## Show this list.
@@ -125,13 +125,17 @@ test-oracles: setup-test  ## Losses, advantages and corrections against verl's a
 	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms tests/rollout/test_against_areal.py
 
 # The full matrices and long runs, in parts meant for 30 minutes each.
-nightly: nightly-models nightly-trainer nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments nightly-mcore  ## All of the parts that follow but nightly-hosts and nightly-slurm.
+nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments nightly-mcore  ## All of the parts that follow but nightly-hosts and nightly-slurm.
 
 nightly-models: setup-test  ## Every family through every layout, loader, exporter and converter.
 	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert $(PARALLEL)
 
 nightly-trainer: setup-test  ## Every layout of the trainer, its steps and memory, and save and resume between layouts.
-	$(PY) -m pytest -m slow tests/trainer tests/run tests/platforms tests/config tests/checkpoint/save $(PARALLEL)
+	$(PY) -m pytest -m slow tests/trainer tests/run tests/platforms tests/config tests/checkpoint/save \
+	  tests/common tests/data tests/quickstart $(PARALLEL)
+
+nightly-properties: setup-test  ## Property tests of every part with 200 examples each instead of 30.
+	$(PY) -m pytest -m "hypothesis and not slow" --hypothesis-profile full --ignore tests/system --ignore tests/jobs $(PARALLEL)
 
 nightly-pool: setup-test  ## Slow tests of engines, replicas, door, weight sync, commands and telemetry.
 	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/commands tests/door tests/telemetry $(PARALLEL)

@@ -264,6 +264,7 @@ def test_endless_programs_end_in_time_and_leave_nothing() -> None:
         assert sandboxes_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 def test_tests_before_an_endless_one_count() -> None:
     program = "def add(a, b):\n    while a < 0: pass\n    return a + b"
     verdicts = read_verdicts('["passed", ""]\n["pas', 3)  # as it is told when the time is over

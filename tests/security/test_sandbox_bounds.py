@@ -16,7 +16,7 @@ from megarl.sandbox.bounds import Limits
 from tests.support.sandboxes import outside, processes_with, run_sandboxed
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
 WAIT_S = 60.0
 

@@ -76,6 +76,7 @@ def python_of_ordinary_users() -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not AS_ROOT, reason="all tests here run as an ordinary user")
 def test_an_attempt_fails_in_the_sandbox_of_an_ordinary_user_too() -> None:
     """It is another one than root's: the program has the only id of a user namespace of its own."""
