@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
         nightly-recipes nightly-faults nightly-stops nightly-environments nightly-mcore nightly-hosts nightly-slurm
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
 
 setup: $(VENV)/.ready  ## Make .venv from requirements/cpu.lock.
 
