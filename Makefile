@@ -13,12 +13,14 @@ GPU_PY := $(GPU_VENV)/bin/python
 # The environment of environments (verifiers, reasoning-gym), whose pins clash with those of .venv.
 ENV_VENV := .venv-environments
 ENV_PY := $(ENV_VENV)/bin/python
-# Another Megatron-Core than the locked one, for make test-mcore: only its own files, laid before those of .venv.
+# Another Megatron-Core than the locked one, for make nightly-mcore: only its own files, laid before those of .venv.
 NEXT ?= 0.19.2
 MCORE := $(VENV)/mcore-$(NEXT)
 MCORE_TESTS ?= tests/platforms/test_patches.py tests/platforms/test_cpu_elementwise.py tests/common/test_megatron_versions.py tests/models tests/trainer tests/checkpoint
 # Published implementations that tests compare with (verl, AReaL).
 ORACLES ?= .oracles
+# By files, the longest first (tests/conftest.py).
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 GPU_PIP := $(GPU_PY) -m pip install -qq --disable-pip-version-check --no-deps
 export OMP_NUM_THREADS ?= 1
 # Even where the environment asks for it: each process of a run, of which there are ten or more, would compile all of
@@ -26,11 +28,12 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-environments test-mcore test-oracles test-all lint docs site clean \
-        test-slow-models test-slow-trainer test-slow-pool test-slow-system test-slow-cluster
+.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-oracles lint docs site clean \
+        nightly nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning \
+        nightly-recipes nightly-faults nightly-stops nightly-environments nightly-mcore nightly-hosts nightly-slurm
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
 
 setup: $(VENV)/.ready  ## Make .venv from requirements/cpu.lock.
 
@@ -48,7 +51,7 @@ $(ENV_VENV)/.ready: requirements/environments.lock
 	@echo "setting up $(ENV_VENV) from requirements/environments.lock (about a minute)"
 	$(PYTHON) -m venv $(ENV_VENV)
 	$(ENV_PY) -m pip install -qq --disable-pip-version-check --no-deps -r requirements/environments.lock
-	@# verifiers' own small tasksets, which are in its source package only; make test-environments runs them unchanged.
+	@# verifiers' own small tasksets, which are in its source package only; make nightly-environments runs them unchanged.
 	rm -rf $(ENV_VENV)/source && mkdir $(ENV_VENV)/source
 	$(ENV_PY) -m pip download -qq --disable-pip-version-check --no-deps --no-binary verifiers -d $(ENV_VENV)/source \
 	  $$(grep '^verifiers==' requirements/environments.lock)
@@ -108,26 +111,68 @@ agents: setup  ## A tool agent on a CPU: a small model learns to call a calculat
 	$(PY) -m megarl.quickstart --task calculator --out runs/agents/assets
 	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/agents_cpu.yaml
 
-test: setup-test  ## Every part: real Megatron, vLLM and Ray; about 16 minutes on 2 cores. Needs bubblewrap (tools/sandbox_tools.sh), and Chromium and Node.js for a page and a trace (tools/browser_tools.sh).
-	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs -n 2 --dist loadfile --no-loadscope-reorder
+test: setup-test  ## Every part: real Megatron, vLLM and Ray; 10 minutes on 2 cores.
+	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs --ignore-glob '*/tests/test_*.py' $(PARALLEL)
 
-test-system: setup-test  ## Whole runs as a user starts them: layouts, faults, save and resume; about 30 minutes.
-	$(PY) -m pytest tests/system -m "not slow and not alone" -n 2 --dist loadfile --no-loadscope-reorder
-	$(PY) -m pytest tests/system -m "not slow and alone"
+test-system: setup-test  ## Whole runs as a user starts them: layouts, a resume, a lost engine, a recipe; 9 minutes.
+	$(PY) -m pytest -m "not slow" tests/system $(PARALLEL)
 
-test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (needs root, see tools/cluster_tools.sh), about 18 minutes.
-	$(PY) -m pytest tests/jobs -m "cluster and not nightly" -n 2 --dist loadfile --no-loadscope-reorder
+test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (root, tools/cluster_tools.sh); 5 minutes.
+	$(PY) -m pytest -m "cluster and not slow" tests/jobs $(PARALLEL)
 
-test-slow-cluster: setup-test  ## Jobs on a real SLURM, one of which loses a node, and runs that learn on hosts of their own (needs root), about 25 minutes.
-	$(PY) -m pytest tests/jobs -m "cluster and nightly"
+test-oracles: setup-test  ## Losses, advantages and corrections against verl's and AReaL's own functions; 2 minutes.
+	tools/oracles.sh $(ORACLES) $(abspath $(PY))
+	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms tests/rollout/test_against_areal.py
 
-test-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained; about 10 minutes.
+# The full matrices and long runs, in parts meant for 30 minutes each.
+nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments nightly-mcore  ## All of the parts that follow but nightly-hosts and nightly-slurm.
+
+nightly-models: setup-test  ## Every family through every layout, loader, exporter and converter.
+	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert $(PARALLEL)
+
+nightly-trainer: setup-test  ## Every layout of the trainer, its steps and memory, and save and resume between layouts.
+	$(PY) -m pytest -m slow tests/trainer tests/run tests/platforms tests/config tests/checkpoint/save \
+	  tests/common tests/data tests/quickstart $(PARALLEL)
+
+nightly-properties: setup-test  ## Property tests of every part with 200 examples each instead of 30.
+	$(PY) -m pytest -m "hypothesis and not slow" --hypothesis-profile full --ignore tests/system --ignore tests/jobs $(PARALLEL)
+
+nightly-pool: setup-test  ## Slow tests of engines, replicas, door, weight sync, commands and telemetry.
+	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/commands tests/door tests/telemetry $(PARALLEL)
+
+nightly-security: setup-test  ## Attacks on the sandbox and on what a run listens on.
+	$(PY) -m pytest -m slow tests/security tests/sandbox tests/rewards tests/tools $(PARALLEL)
+
+nightly-benchmarks: setup-test  ## The measuring programs themselves.
+	$(PY) -m pytest -m slow tests/benchmarks
+
+nightly-runs: setup-test  ## Whole runs: modes, agents, harnesses, rewards that fail, resumes, the monitor, changes of the pool.
+	$(PY) -m pytest -m slow tests/system/test_agents.py tests/system/test_failing_rewards.py tests/system/test_harness.py \
+	  tests/system/test_modes.py tests/system/test_monitor.py tests/system/test_observed_run.py \
+	  tests/system/test_pool_changes.py tests/system/test_resumed_runs.py tests/system/test_train.py $(PARALLEL)
+
+nightly-learning: setup-test  ## Runs that must learn, and their controls that must not; the examples.
+	$(PY) -m pytest -m slow tests/system/test_quickstart.py tests/system/test_calculator.py \
+	  tests/system/test_demonstrations.py tests/system/test_distillation.py tests/system/test_examples.py $(PARALLEL)
+
+nightly-recipes: setup-test  ## Every recipe's small twin, converted models, and replays under other layouts.
+	$(PY) -m pytest -m slow tests/system/test_recipe_twins.py tests/system/test_replay_under_other_layouts.py \
+	  tests/system/test_converted_model.py tests/system/test_broken_runs.py $(PARALLEL)
+
+# One after the other: they time the end of faults and of processes.
+nightly-faults: setup-test  ## Runs that lose engines, ranks, the pool's parts or their disk.
+	$(PY) -m pytest -m slow tests/system/test_faults.py tests/system/test_killed_pool.py tests/system/test_full_disks.py
+
+nightly-stops: setup-test  ## Runs that are killed or stopped at any moment.
+	$(PY) -m pytest -m slow tests/system/test_killed_runs.py tests/system/test_stopped_rank.py \
+	  tests/system/test_stopped_twice.py tests/system/test_one_directory.py tests/system/test_ends_of_runs.py
+
+nightly-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained.
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/door/test_verifiers_client.py tests/environments \
 	  tests/system/test_verifiers_training.py
 
-test-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core, NEXT=0.19.2; about 7 minutes.
-	MEGARL_EXPECT_MCORE=$(NEXT) PYTHONPATH=$(abspath $(MCORE)) $(PY) -m pytest -m "not slow" $(MCORE_TESTS) \
-	  -n 2 --dist loadfile --no-loadscope-reorder
+nightly-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core, NEXT=0.19.2.
+	MEGARL_EXPECT_MCORE=$(NEXT) PYTHONPATH=$(abspath $(MCORE)) $(PY) -m pytest -m "not slow" $(MCORE_TESTS) $(PARALLEL)
 
 # It asks for Python 3.12, but its code runs on 3.11 too.
 $(MCORE)/.ready: $(VENV)/.ready
@@ -135,33 +180,21 @@ $(MCORE)/.ready: $(VENV)/.ready
 	$(PIP) --target $(MCORE) --ignore-requires-python megatron-core==$(NEXT)
 	touch $@
 
-test-oracles: setup-test  ## Losses, advantages and corrections against verl's and AReaL's own functions; 2 minutes.
-	tools/oracles.sh $(ORACLES) $(abspath $(PY))
-	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms tests/rollout/test_against_areal.py
+nightly-hosts: setup-test  ## Jobs on hosts of their own, which lose hosts and links (root, tools/cluster_tools.sh).
+	$(PY) -m pytest -m slow --ignore-glob '*/test_slurm*.py' tests/jobs
 
-# The full matrices, in parts meant for 30 minutes each; docs/benchmarks.md has what was measured.
-test-slow-models: setup-test  ## Every family through every layout, loader, exporter and converter.
-	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert
-
-test-slow-trainer: setup-test  ## Every layout of the trainer, its steps and memory, and save and resume between layouts.
-	$(PY) -m pytest -m slow tests/trainer tests/run tests/platforms tests/config tests/checkpoint/save
-
-test-slow-pool: setup-test  ## Slow tests of engines, replicas, door, weight sync, telemetry and benchmarks.
-	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/commands tests/door tests/telemetry tests/benchmarks
-
-test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its control.
-	$(PY) -m pytest -m slow tests/system
-
-test-all: test test-system test-environments test-oracles test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster, test-slow-cluster and test-mcore.
+nightly-slurm: setup-test  ## Jobs on a real SLURM that are queued again (root, tools/cluster_tools.sh).
+	$(PY) -m pytest -m slow tests/jobs/test_slurm.py tests/jobs/test_slurm_lost_node.py
 
 soak: setup  ## A run under faults drawn from a table against one without, and its groups counted again, up to 20 minutes.
 	$(PY) benchmarks/soak.py
 
-lint: setup-test  ## ruff, mypy and the layers (import-linter).
+lint: setup-test  ## ruff, mypy, the layers (import-linter), and what the tree, its waits, locks and pages must be.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
+	$(PY) -m pytest tests/test_*.py -n 2
 
 docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json, docs/images and the scripts in launch/.
 	$(VENV)/bin/megarl docs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -101,5 +102,15 @@ def test_no_module_of_the_package_uses_the_public_api() -> None:
                 names = [alias.name for alias in node.names if alias.name not in parts]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names if alias.name == "megarl"]
+            found += [f"{path.relative_to(ROOT)}: {name}" for name in names]
+    assert found == []
+
+
+def test_benchmarks_need_no_tests_and_tests_only_what_benchmarks_share() -> None:
+    found = []
+    for folder, forbidden in (("benchmarks", r"tests\b"), ("tests", r"benchmarks\b(?!\.lib\b)")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            loaded, for_types = imports_of(path)
+            names = [name for name in (*loaded, *for_types) if re.match(forbidden, name)]
             found += [f"{path.relative_to(ROOT)}: {name}" for name in names]
     assert found == []

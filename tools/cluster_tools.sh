@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what `make test-cluster` needs beside Python: SLURM, munge and iproute2, from Debian's packages. No service is
+# Installs what `make test-cluster`, `nightly-hosts` and `nightly-slurm` need besides Python: SLURM, munge and iproute2, from Debian's packages. No service is
 # started; the tests run their own daemons in their own directory.
 set -euo pipefail
 missing=()

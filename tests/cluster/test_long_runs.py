@@ -24,8 +24,10 @@ from megarl.common.processes import ProcessId
 from tests.support.configs import config
 from tests.support.growth import held_bytes, in_own_process, slopes_over
 
+pytestmark = pytest.mark.slow
+
 EVERY = 500
-STEPS = [4_000, pytest.param(20_000, marks=pytest.mark.slow)]
+STEPS = [20_000]
 MOST_BYTES = 100_000
 
 

@@ -65,6 +65,7 @@ def interrupted(process: subprocess.Popen[str], when: Callable[[], bool]) -> str
     return output
 
 
+@pytest.mark.slow
 def test_a_replay_that_is_interrupted(tmp_path: Path) -> None:
     config = make_config(
         make_tiny_model(tmp_path / "model"), run__dir=tmp_path / "run", run__steps=STEPS, batch__groups=GROUPS,

@@ -106,6 +106,7 @@ def test_a_path_on_the_command_line_that_is_not_there_is_a_mistake(
     assert cli.main(["plan", *given, f"model.path={tmp_path / 'nope'}", "--no-files"]) == 0
 
 
+@pytest.mark.slow  # test_check_start.py plans each recipe without its files
 @pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
 def test_a_recipe_is_planned_from_any_directory(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def test_without_a_home_they_are_kept_for_one_run(tmp_path: Path, monkeypatch: p
     assert kept(tmp_path / "private") == tmp_path / "private" / "torchinductor"
 
 
+@pytest.mark.slow
 def test_torch_compiles_into_it_in_a_process_that_has_activated_its_platform(tmp_path: Path) -> None:
     """Each trainer rank does the same. By torch's own default it would be in the temporary directory."""
     code = (

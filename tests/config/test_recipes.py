@@ -85,6 +85,7 @@ def test_aime_is_measured_as_published(name: str) -> None:
     ]
 
 
+@pytest.mark.sandbox
 def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
     """verl's recipe/retool/sandbox_fusion_tool_config.yaml and retool.py, and its defaults for several turns."""
     for tree in (recipe("qwen2_5_7b_retool_4x4"), twin("qwen2_5_7b_retool_4x4", tmp_path)):

@@ -190,6 +190,7 @@ def test_a_dry_run_says_that_there_are_more_rows_than_it_has_checked(
         assert told.endswith(f"note: {data}: the first 8 rows were checked; megarl plan --all-mistakes reads all")
 
 
+@pytest.mark.slow
 def test_the_list_may_end_before_its_reader_has_read_it(tmp_path: Path) -> None:
     model, data, path = make_tiny_model(tmp_path / "model"), tmp_path / "bad.jsonl", tmp_path / "run.yaml"
     with_mistakes(data, 20_000)

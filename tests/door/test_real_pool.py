@@ -41,7 +41,7 @@ from tests.support.pool_checks import (
 )
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STOP = 2
 WAIT_S = 240
@@ -188,7 +188,6 @@ def test_a_door_that_is_killed_is_replaced_at_the_same_address(pool: TestPool, c
     assert len(client.generate([5, 6, 7], max_tokens=3, ignore_eos=True)["token_ids"]) == 3
 
 
-@pytest.mark.slow  # test_controller_link.py has a new controller without Ray
 def test_requests_go_on_when_the_controller_is_killed(pool: TestPool, client: Client) -> None:
     state = read_state(pool.config.run_dir)
     assert state is not None

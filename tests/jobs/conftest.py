@@ -1,4 +1,4 @@
-"""A real SLURM, and hosts of their own, for as long as a test needs them."""
+"""A real SLURM, and hosts of their own, for as long as a test needs them; tests are skipped where neither can be."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak_hosts import Hosts
+from tests.support.needs import CLUSTER, need
 from tests.support.slurm import Slurm
 
-NEEDED = ("sbatch", "slurmctld", "slurmd", "munged", "ip", "unshare")
+SYSTEM = f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def tools() -> None:
-    """Without them these tests fail, with the reason: a skipped one would look like a passed one."""
-    os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
-    missing = [name for name in NEEDED if shutil.which(name) is None]
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose fixtures need root, or programs that are not here."""
+    names = set(getattr(item, "fixturenames", ()))
+    if "slurm" in names:
+        _need("a real SLURM", "sbatch", "slurmctld", "slurmd", "munged")
+    if names & {"two_hosts", "hosts"}:
+        _need("hosts of their own", "ip", "unshare")
+
+
+def _need(what: str, *programs: str) -> None:
+    """Skip the test unless root runs it and the programs are here; fail it then with MEGARL_NEEDS_CLUSTER."""
+    os.environ["PATH"] += "" if SYSTEM in os.environ["PATH"] else SYSTEM
+    missing = [name for name in programs if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
-        pytest.exit(f"make test-cluster runs as root and needs {', '.join(NEEDED)}; missing: {missing}; see "
-                    "tools/cluster_tools.sh", returncode=1)  # fmt: skip
+        reason = f"not here: {', '.join(missing)}; run tools/cluster_tools.sh" if missing else "only root may make it"
+        need(CLUSTER, f"{what}: {reason}")
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from benchmarks.soak_kinds import KINDS
 from benchmarks.soak_place import SeveralHosts
 from tests.support.fault_table import FaultRuns, losses_of_accuracy, problems_of, table_of
 
-# The same faults of a run of random tokens are in make test-cluster; here two runs must learn, which takes long.
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly]
+# test_hosts.py and test_cut_network.py have the same faults of a run of random tokens; here two runs must learn.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 STEPS = 90
 MINUTES = 40.0  # of one run at most

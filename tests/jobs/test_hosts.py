@@ -27,7 +27,7 @@ from tests.support.jobs import (
 from tests.support.random_moment import moments
 from tests.support.run import step_records
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 STALE_S = 8.0
 
@@ -99,6 +99,7 @@ def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
     assert not any(hosts.processes(index) for index in range(4))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) -> None:
     """First a trainer rank is killed: the ranks of both hosts restart. Then a trainer host loses its power.
 
@@ -146,6 +147,7 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
     assert not any(hosts.processes(index) for index in range(4))
 
 
+@pytest.mark.slow
 def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_back(
     hosts: Hosts, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from tests.support.jobs import check_steps, exit_record, wait_for, write_job
 from tests.support.leftovers import assert_nothing_left, marked, survivors
 from tests.support.run import step_records
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 def start(config: Path) -> subprocess.Popen[bytes]:

@@ -13,7 +13,7 @@ from tests.support.leftovers import assert_nothing_left, marked
 from tests.support.run import step_records
 from tests.support.slurm import Slurm, submit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 # Seconds: what one save of the tiny model and the rest of its step may take.
 STOP_S = 60
@@ -51,6 +51,7 @@ def test_a_job_runs_to_its_end(slurm: Slurm, tmp_path: Path) -> None:
     assert_nothing_left(run_dir)
 
 
+@pytest.mark.slow
 def test_time_limit_requeue_resume_and_cancel(slurm: Slurm, tmp_path: Path) -> None:
     """SLURM's own timer stops the job, which saves, is queued again and goes on; then scancel, and nothing is left."""
     config = write_job(

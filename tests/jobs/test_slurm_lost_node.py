@@ -12,7 +12,7 @@ from tests.support.leftovers import assert_nothing_left
 from tests.support.run import step_records
 from tests.support.slurm import Slurm, submit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 LIMIT = {"stop_before_s": 60, "time_limit": "00:40:00"}
 

@@ -112,6 +112,7 @@ def test_bf16_is_close(
         assert 1e-4 < gap.mean() < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_wrong_rule_shows_in_the_logprobs(
     mutation: Any,
@@ -153,6 +154,7 @@ def test_every_rule_of_every_family_is_broken_in_turn(model_dir: Callable[[str],
     assert set.union(*made.values()) == {rule.megatron for family in FAMILIES.values() for rule in family.rules}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BROKEN)
 def test_each_rule_shows_in_the_logprobs(
     model: str,

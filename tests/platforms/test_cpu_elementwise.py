@@ -130,6 +130,7 @@ print(counts["rope"], counts["swiglu"], int(cpu_elementwise.enabled()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [None, "torch"])
 def test_megatron_uses_them_unless_it_is_told_not_to(chosen: str | None) -> None:
     """Plain RoPE over all channels is ours, every other kind Megatron-Core's. In a process of its own: it patches."""

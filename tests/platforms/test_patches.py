@@ -1,6 +1,6 @@
 """Each patch of Megatron-Core: the defect shows without it, and not with it, in every version that has it.
 
-A test of a patch that the imported version does not need is skipped; `make test-mcore` runs these with other versions.
+A test of a patch that the imported version does not need is skipped; `make nightly-mcore` runs them with others.
 """
 
 from __future__ import annotations

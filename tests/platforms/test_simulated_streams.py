@@ -53,6 +53,7 @@ def test_a_collective_returns_at_once_and_ends_when_all_have_started_it(
     assert not results[0]["ended_at_once"]
 
 
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize(
     ("program", "single_queue", "result"),

@@ -88,6 +88,7 @@ def test_the_tool_is_offered_only_where_there_is_one(tokenizer: AutoTokenizer) -
     assert offered == f"<|im_start|>system\ntools: {TOOL}<|im_end|>\n{without}"
 
 
+@pytest.mark.slow
 def test_the_command_line_makes_either_task(tmp_path: Path, assets: Path) -> None:
     assert set(TASKS) == {"additions", "calculator"}
     out = tmp_path / "assets"

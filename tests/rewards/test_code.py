@@ -14,6 +14,8 @@ from megarl.rewards.types import RewardInput
 from tests.support.reward_pool import make_reward_pool
 from tests.support.sandboxes import sandboxes_of
 
+pytestmark = pytest.mark.sandbox
+
 LONG_S = 60.0  # no test depends on it, but for those of endless programs
 ADD = "def add(a, b):\n    return a + b\n"
 ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]
@@ -262,6 +264,7 @@ def test_endless_programs_end_in_time_and_leave_nothing() -> None:
         assert sandboxes_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 def test_tests_before_an_endless_one_count() -> None:
     program = "def add(a, b):\n    while a < 0: pass\n    return a + b"
     verdicts = read_verdicts('["passed", ""]\n["pas', 3)  # as it is told when the time is over

@@ -16,6 +16,8 @@ from megarl.rewards.worker_pool import RewardPool, RewardPoolError
 from tests.support.reward_pool import make_reward_pool, score_all, worker_pids
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 MODULE = "tests.support.reward_functions"
 TIMEOUT_S = 2.0
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 
 import psutil
+import pytest
 
 from megarl.rewards.types import RewardInput
 from tests.support.growth import held_bytes, in_own_process, slopes_over
 from tests.support.reward_pool import make_reward_pool, score_all
+
+pytestmark = pytest.mark.slow
 
 STEPS, AT_ONCE = 20_000, 200
 

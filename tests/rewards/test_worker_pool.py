@@ -84,6 +84,7 @@ def test_it_costs_that_sample_its_reward_and_no_other(
     assert outcomes[1].reason == reason and message in str(outcomes[1].error)
 
 
+@pytest.mark.slow
 def test_what_a_hanging_function_started_goes_with_it(pool: RewardPool, tmp_path: Path) -> None:
     assert run(pool, f"spawn {tmp_path / 'pid'}")[0].reason == "timeout"
     assert gone([int((tmp_path / "pid").read_text())])
@@ -113,6 +114,7 @@ def test_what_a_function_prints_disturbs_nothing(pool: RewardPool) -> None:
     assert run(pool, "print 3")[0] == RewardOutcome(3.0)
 
 
+@pytest.mark.slow
 def test_samples_after_a_hang_in_the_same_batch_are_still_judged() -> None:
     """One worker, batches of many: the hanging one is found among them, the rest goes to the replacement."""
     pool = make_reward_pool(FUNCTION, workers=1, timeout_s=1.0)
@@ -125,6 +127,7 @@ def test_samples_after_a_hang_in_the_same_batch_are_still_judged() -> None:
         pool.close()
 
 
+@pytest.mark.slow
 def test_the_limit_is_per_sample_not_per_batch() -> None:
     pool = make_reward_pool(FUNCTION, workers=1, timeout_s=1.5)
     pool._sample_seconds = 1e-4
@@ -134,6 +137,7 @@ def test_the_limit_is_per_sample_not_per_batch() -> None:
         pool.close()
 
 
+@pytest.mark.slow
 def test_warm_up_does_not_count_as_a_samples_time() -> None:
     pool = make_reward_pool(f"{MODULE}:warmed", timeout_s=1.0)  # it warms up for 1.5 s
     try:
@@ -147,6 +151,7 @@ def test_workers_are_processes_of_their_own(pool: RewardPool) -> None:
     assert os.getpid() not in pids and pids <= set(worker_pids(pool))
 
 
+@pytest.mark.slow
 def test_it_works_from_a_thread_that_is_not_the_main_one(pool: RewardPool) -> None:
     """Ray's async actors run in such threads, in which no signal can be used."""
     results: list[RewardOutcome] = []
@@ -280,6 +285,7 @@ def test_what_another_process_cannot_import_or_receive_is_found_at_once() -> Non
         make_reward_pool(FUNCTION, workers=0)
 
 
+@pytest.mark.slow
 def test_a_pool_that_cannot_replace_its_process_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not silently give `on_error` for every sample."""
     monkeypatch.setenv("MEGARL_TEST_MARKER", str(tmp_path / "started"))
@@ -297,6 +303,7 @@ def test_a_pool_that_cannot_replace_its_process_fails_loudly(tmp_path: Path, mon
         pool.close()
 
 
+@pytest.mark.slow
 def test_close_fails_what_waits_and_can_be_repeated() -> None:
     pool = make_reward_pool(FUNCTION, workers=1, timeout_s=60.0)
     asyncio.run(pool.start())
@@ -313,6 +320,7 @@ def test_close_fails_what_waits_and_can_be_repeated() -> None:
         run(pool, "ok")
 
 
+@pytest.mark.slow
 def test_workers_die_with_a_killed_parent() -> None:
     code = (
         "import asyncio; from tests.support.reward_pool import make_reward_pool, worker_pids\n"

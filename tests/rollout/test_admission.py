@@ -376,6 +376,7 @@ def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
             explore(lambda small=small: small.make(mutant), small.steps, small.ahead)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "broken"),
     [
@@ -409,6 +410,7 @@ class AnyPace(Pace):
     def __post_init__(self) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("steps_per_sync", [1, 2])
 def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_for_ever(updates: int, steps_per_sync: int) -> None:

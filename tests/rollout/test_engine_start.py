@@ -34,6 +34,7 @@ class Arguments:
         self.path.with_suffix(f".{when}").write_text(json.dumps([*gc.get_threshold(), found]))
 
 
+@pytest.mark.slow
 def test_an_engine_process_collects_rarely_until_it_has_imported_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

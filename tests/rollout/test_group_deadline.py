@@ -126,6 +126,7 @@ def always_fail(deadline: GroupDeadline, responses: ResponsesSoFar) -> None:
     raise responses.unfinished_at("at the deadline")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "mutant", "policy", "broken"),
     [

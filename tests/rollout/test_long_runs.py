@@ -20,6 +20,8 @@ from tests.support.configs import config as config_of
 from tests.support.fake_rollout import LocalController, local_controller
 from tests.support.growth import growth_per_step, held_bytes
 
+pytestmark = pytest.mark.slow
+
 STEPS, MEASURED_EVERY = 20_000, 500
 GROUPS, SAMPLES = 2, 2
 EVENTS = "events"  # the folder

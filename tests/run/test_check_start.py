@@ -18,6 +18,7 @@ from tests.support.check_start import problems_of
 from tests.support.checkout import ROOT
 from tests.support.configs import config
 
+PLANNED_IN_CI = ("quickstart_cpu", "qwen2_5_7b_retool_4x4", "qwen3_30b_a3b_grpo_80x48")
 SHARE = "tests.support.reward_functions:digit_share"
 BROKEN = "tests.support.reward_functions:broken"
 
@@ -94,7 +95,13 @@ def test_only_the_process_that_has_checked_speaks_for_its_ranks() -> None:
     assert not is_checked(environment) and environment["MEGARL_CHECKED_BY"] == str(os.getpid())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples/rl/configs").iterdir()), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in PLANNED_IN_CI else pytest.mark.slow)
+        for path in sorted((ROOT / "examples/rl/configs").iterdir())
+    ],
+)
 def test_a_shipped_recipe_is_planned_without_its_files(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

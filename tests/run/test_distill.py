@@ -162,7 +162,10 @@ def test_the_term_of_the_loss_leaves_out_whoever_has_no_teacher(
     assert got["metrics"]["policy/kl_ref"] == pytest.approx(sum(squared) / len(squared), rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "two tensor ranks", pytest.param("two stages", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    ["one rank", *(pytest.param(each, marks=pytest.mark.slow) for each in ("two tensor ranks", "two stages"))],
+)
 def test_a_teacher_may_be_a_megatron_checkpoint(
     world: Callable[[int], Any], models: dict[str, Path], rows: list[Trajectory], tmp_path: Path, layout: str
 ) -> None:

@@ -17,7 +17,7 @@ from megarl.queue.trajectory import Trajectory, VersionSpan
 from tests.support.rl_problem import TEMPERATURE, dense_dims
 from tests.support.tiny import make_tiny_model
 
-pytestmark = pytest.mark.world
+pytestmark = [pytest.mark.world, pytest.mark.slow]
 
 GROUPS, SAMPLES, TOKENS = 6, 4, 20
 COLLAPSES = 24  # steps

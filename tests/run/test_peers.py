@@ -40,6 +40,7 @@ with open(f"{sys.argv[1]}/{attempt}.{rank}", "w"):
 """
 
 
+@pytest.mark.slow
 def test_restarted_ranks_find_their_peers(tmp_path: Path) -> None:
     """With `init_process_group("gloo")` in its place rank 1 calls the dead rank 0 and fails (torch 2.13)."""
     program = tmp_path / "rank.py"

@@ -341,6 +341,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_0_is_found_although_a_request_to_its_store_never_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_ctrl_c_twice_in_a_running_rank(tmp_path: Path, what: str) -> None:
     assert read_exit(tmp_path) == ExitRecord("failed", 0, "aborted by a second stop signal (SIGINT)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("phase", "what"), [
     ("configured", "lock"), ("configured", "python"), ("redirected", "child"), ("redirected", "file"),

@@ -101,6 +101,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "said"), [("megarl", "not told"), ("c10d", "told"), ("static", "told")])
 def test_ranks_know_by_which_rendezvous_torchrun_has_started_them(tmp_path: Path, backend: str, said: str) -> None:
     program = tmp_path / "program.py"

@@ -119,12 +119,12 @@ TOLD = "the step has trained {} groups, and rollout counts 3 by its plan"
     [
         ("none", PP2, {}, 3),
         ("none", TP2, ONE_EACH, 3),
-        ("none", DP2, ONE_EACH, 3),
-        ("a group left out", DP2, ONE_EACH, 2),
-        ("a group trained twice", TP2, ONE_EACH, 4),
-        ("micro-batches left out", PP2, {}, 0),
+        pytest.param("none", DP2, ONE_EACH, 3, marks=pytest.mark.slow),
+        pytest.param("a group left out", DP2, ONE_EACH, 2, marks=pytest.mark.slow),
+        pytest.param("a group trained twice", TP2, ONE_EACH, 4, marks=pytest.mark.slow),
+        pytest.param("micro-batches left out", PP2, {}, 0, marks=pytest.mark.slow),
         ("micro-batches trained twice", DP2, {}, 6),
-        ("a micro-batch left out", DP2, ONE_EACH, 0),
+        pytest.param("a micro-batch left out", DP2, ONE_EACH, 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_of_a_real_step_is_found_on_every_rank(

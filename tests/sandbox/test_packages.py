@@ -12,6 +12,8 @@ from megarl.sandbox.bounds import Limits, RunResult
 from megarl.sandbox.packages import FOLDER, NO_PACKAGES, Packages, find_packages
 from megarl.sandbox.runner import Sandbox
 
+pytestmark = pytest.mark.sandbox
+
 LONG_S = 120.0
 
 

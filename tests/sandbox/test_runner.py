@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox.availability import sandbox_problem
 from megarl.sandbox.bounds import Limits, SandboxBusyError, SandboxError
 from megarl.sandbox.runner import Sandbox
 from tests.support.checkout import ROOT
 from tests.support.sandboxes import processes_with, run_sandboxed, sandboxes_of
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.sandbox
 
 LONG_S = 60.0
 NAMED = "import ctypes; ctypes.CDLL(None).prctl(15, {name!r}.encode(), 0, 0, 0)\n"  # PR_SET_NAME, for processes_with
@@ -38,7 +39,6 @@ def unique_name() -> str:
 
 @pytest.fixture
 def sandbox() -> Iterator[Sandbox]:
-    assert sandbox_problem() is None, sandbox_problem()
     made = Sandbox(Limits(timeout_s=LONG_S, cpu_s=30), slots=2, queue_s=LONG_S)
     yield made
     made.close()

@@ -12,6 +12,8 @@ import pytest
 from megarl.rewards.types import RewardInput
 from tests.support.reward_pool import make_reward_pool, score_all
 
+pytestmark = pytest.mark.slow
+
 ATTACKS = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\left(10^{8}\right)!}", r"The answer is $10^{10^{10^{10}}}$."]
 TIMEOUT_S = 4.0  # of a reward; a sound one takes milliseconds
 

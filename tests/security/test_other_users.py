@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.common.private_directory import make_private_directory, remove_private_directory
-from tests.support.needs import impossible
+from tests.support.needs import FAULTS, need
 
 NOBODY = 65534
 
@@ -53,8 +53,7 @@ def succeeds_as_another_user(attempt: Callable[[Path], None], path: Path) -> boo
 
 @pytest.fixture(autouse=True)
 def _root() -> None:
-    if impossible("" if os.geteuid() == 0 else "only root can become another user"):
-        pytest.skip("only root can become another user")
+    need(FAULTS, "" if os.geteuid() == 0 else "only root can become another user")
 
 
 @pytest.fixture(params=[False, True], ids=["as Ray makes it", "below a run's private directory"])

@@ -22,6 +22,8 @@ from tests.support.checkout import ROOT
 from tests.support.queue_attack import admitted, attack, malicious_frames
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 SOCKETS = (("controller", "handshake_socket"), ("controller", "request_handle_socket"), ("storage", "put_get_socket"))
 RAN_S = 20.0
 

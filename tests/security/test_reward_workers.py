@@ -13,6 +13,8 @@ from megarl.rewards.types import RewardInput, RewardOutcome
 from tests.support.checkout import ROOT
 from tests.support.reward_pool import make_reward_pool, score_all
 
+pytestmark = pytest.mark.slow
+
 ANSWER_S = 60.0
 
 

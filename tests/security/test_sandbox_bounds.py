@@ -10,9 +10,13 @@ import signal
 import uuid
 from pathlib import Path
 
+import pytest
+
 from megarl.sandbox.bounds import Limits
 from tests.support.sandboxes import outside, processes_with, run_sandboxed
 from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
 WAIT_S = 60.0
 

@@ -18,8 +18,10 @@ import pytest
 
 from tests.support.checkout import ROOT
 from tests.support.escape_attempts import ALL, ATTEMPTS, ESCAPED, SECRETS, SHOWN, Host, host_in
-from tests.support.needs import impossible
+from tests.support.needs import FAULTS, need
 from tests.support.sandboxes import outside, run_sandboxed
+
+pytestmark = pytest.mark.sandbox
 
 AS_ROOT = os.geteuid() == 0
 ORDINARY_USER = 54321
@@ -74,13 +76,14 @@ def python_of_ordinary_users() -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not AS_ROOT, reason="all tests here run as an ordinary user")
 def test_an_attempt_fails_in_the_sandbox_of_an_ordinary_user_too() -> None:
     """It is another one than root's: the program has the only id of a user namespace of its own."""
     python = python_of_ordinary_users()
     unreadable = "no Python 3.11 here, or not this checkout, can be read by others than root"
-    if impossible(unreadable if python is None else "") or python is None:
-        pytest.skip(unreadable)
+    need(FAULTS, unreadable if python is None else "")
+    assert python is not None
     ended = as_ordinary_user(python, "-m", "tests.support.escape_attempts")
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)

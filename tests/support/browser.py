@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from websockets.sync.client import ClientConnection, connect
+
+from tests.support.needs import need
 
 STARTS_S, ANSWERS_S = 60.0, 60.0
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
@@ -24,9 +25,8 @@ def find_chromium() -> str:
     for name in PROGRAMS:
         if (path := shutil.which(name)) is not None:
             return path
-    if os.environ.get("MEGARL_NEEDS_CHROMIUM"):
-        pytest.fail("MEGARL_NEEDS_CHROMIUM is set, and there is no Chromium: run tools/browser_tools.sh as root")
-    pytest.skip("there is no Chromium: run tools/browser_tools.sh as root")
+    need("MEGARL_NEEDS_CHROMIUM", "there is no Chromium: run tools/browser_tools.sh as root")
+    raise AssertionError("need ends the test")
 
 
 class Page:

@@ -1,4 +1,4 @@
-"""The Megatron-Core that a session of tests has to import: `make test-mcore` lays one before the locked one."""
+"""The Megatron-Core that a session of tests has to import: `make nightly-mcore` lays one before the locked one."""
 
 from __future__ import annotations
 

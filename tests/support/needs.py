@@ -1,4 +1,4 @@
-"""A fault that cannot happen on a machine: it is left out with the reason, or fails where it must not be left out."""
+"""What a test needs and a machine may lack: the test is skipped with the reason, or fails where it must not be."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import os
 
 import pytest
 
-FAULTS = "MEGARL_NEEDS_FAULTS"
+CLUSTER, FAULTS, NODE, SANDBOX = (f"MEGARL_NEEDS_{what}" for what in ("CLUSTER", "FAULTS", "NODE", "SANDBOX"))
 
 
-def impossible(reason: str) -> bool:
-    """Tell whether a fault cannot happen here, and print the reason; fail the test if MEGARL_NEEDS_FAULTS is set.
+def need(variable: str, lack: str) -> None:
+    """Skip the test, or fail it if the environment variable is set. `lack`: why it cannot run here, "" if it can."""
+    if left_out(variable, lack):
+        pytest.skip(lack)
 
-    `reason`: "" if the fault can happen.
+
+def left_out(variable: str, lack: str) -> bool:
+    """Whether a part of the test cannot run here, which is printed; fail the test if the environment variable is set.
+
+    `lack`: why it cannot run here, "" if it can.
     """
-    if reason and os.environ.get(FAULTS):
-        pytest.fail(f"{FAULTS} is set, and a fault of this test cannot happen here: {reason}")
-    if reason:
-        print(f"left out: {reason}")
-    return bool(reason)
+    if lack and os.environ.get(variable):
+        pytest.fail(f"{variable} is set, and this cannot be tested here: {lack}")
+    if lack:
+        print(f"left out: {lack}")
+    return bool(lack)

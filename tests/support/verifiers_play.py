@@ -1,6 +1,6 @@
 """Plays an environment in the real environment server of verifiers 0.4, over a stand-in door.
 
-make test-environments; or MEGARL_VERIFIERS_PYTHON=DIR/bin/python with requirements/environments.lock installed.
+make nightly-environments; or MEGARL_VERIFIERS_PYTHON=DIR/bin/python with requirements/environments.lock installed.
 """
 
 from __future__ import annotations

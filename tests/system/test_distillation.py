@@ -15,7 +15,7 @@ from tests.support.open_sockets import check_sockets
 from tests.support.run import Run, step_records, tiny_config, train
 from tests.support.whole_runs import actors, check_every_group_once, kill_everything, start_run, wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 10
 
@@ -60,7 +60,6 @@ def test_a_student_learns_from_a_teacher_with_an_engine_of_its_own(tmp_path: Pat
     assert_nothing_left(run.directory)
 
 
-@pytest.mark.slow
 def test_a_student_learns_from_a_teacher_that_the_trainer_holds_by_a_term_of_the_loss(tmp_path: Path) -> None:
     """Two pipeline stages; the passes are made while the trainer waits."""
     config = distilled(tmp_path, make_digit_teacher(tmp_path / "teacher"), "trainer", where="loss")
@@ -70,7 +69,6 @@ def test_a_student_learns_from_a_teacher_that_the_trainer_holds_by_a_term_of_the
     assert not any("rollout/teacher_seconds_mean" in record for record in run.metrics)
 
 
-@pytest.mark.slow
 def test_a_student_that_is_its_own_teacher_learns_nothing(tmp_path: Path) -> None:
     """And the first step shows that the teacher's engine, the pool's and the trainer compute the same."""
     run = train(distilled(tmp_path, tmp_path / "model"))
@@ -80,7 +78,6 @@ def test_a_student_that_is_its_own_teacher_learns_nothing(tmp_path: Path) -> Non
     assert summary["eval_after"]["sampled"] < summary["eval_before"]["sampled"] + 0.2, summary
 
 
-@pytest.mark.slow
 def test_a_teachers_engine_that_dies_is_started_again_and_every_group_counts_once(tmp_path: Path) -> None:
     config = distilled(tmp_path, make_digit_teacher(tmp_path / "teacher"))
     run_dir, process = tmp_path / "run", start_run(config)

@@ -13,7 +13,7 @@ from tests.support.leftovers import assert_nothing_left
 from tests.support.run import Run, tiny_config, train
 from tests.support.whole_runs import kill_everything, metric_steps, start_run, wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FUNCTIONS = "tests.support.reward_functions"
 

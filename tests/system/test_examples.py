@@ -141,6 +141,7 @@ RANDOM_MODEL = ("reward.function=tests.support.reward_functions:digit_share", "b
                 "batch.samples_per_group=4", "sampling.max_tokens=12")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_loss_of_ones_own_then_another_layout_then_the_converter(small: Checkout) -> None:
     """The commands of three tutorials on a random model; the run of the second one is begun by that of the first."""

@@ -17,7 +17,7 @@ from tests.support.leftovers import assert_nothing_left
 from tests.support.run import start, step_records, tiny_config, train
 from tests.support.whole_runs import kill_everything
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MODULE = "tests.support.reward_functions"
 
@@ -26,7 +26,7 @@ MODULE = "tests.support.reward_functions"
     ("name", "told"),
     [
         ("broken", "LookupError: the judge has no key"),
-        pytest.param("endless", "no reward after 0.5 s", marks=pytest.mark.slow),
+        ("endless", "no reward after 0.5 s"),
     ],
 )
 def test_a_function_that_always_fails_ends_the_run_with_its_own_message(tmp_path: Path, name: str, told: str) -> None:
@@ -56,7 +56,6 @@ def workers_of(run: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Path) -> None:
     """At random moments, mostly while they score: the sample of a killed one is scored again, of a stopped one lost."""
     seed = random.randrange(1 << 30)

@@ -16,9 +16,9 @@ from benchmarks.soak_rows import SoakOutcome
 from benchmarks.soak_stale import why_no_handles
 from tests.support.assets import Assets
 from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, problems_of, table_of
-from tests.support.needs import impossible
+from tests.support.needs import FAULTS, left_out
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 140  # enough for the last fault to be over, even where steps are fast
 MINUTES = 20.0  # of one run at most
@@ -76,7 +76,7 @@ def test_lost_parts_are_replaced_and_the_run_goes_on(
     loss, and has gone on, the new engine starts beside training, on the same cores, and joins a later one, so it may
     take twice as long.
     """
-    files = [] if impossible(why_no_handles()) else ["stale-files"]
+    files = [] if left_out(FAULTS, why_no_handles()) else ["stale-files"]
     outcome = disturbed(runs, undisturbed, "lost-parts", LOST_ENGINES + LOST_PARTS + files, capsys)
     check_times(runs, outcome)
     assert not outcome.rolled_back, "ranks began again"
@@ -93,7 +93,6 @@ def check_times(runs: FaultRuns, outcome: SoakOutcome) -> None:
         assert 0 < event.recovered_s <= most, f"{event}: not replaced within {most:.0f} s"
 
 
-@pytest.mark.slow
 def test_the_only_engine_is_lost_and_the_run_learns_what_it_would_have_learned(
     assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +104,6 @@ def test_the_only_engine_is_lost_and_the_run_learns_what_it_would_have_learned(
     assert not outcome.rolled_back, "ranks began again"
 
 
-@pytest.mark.slow
 def test_lost_ranks_and_a_lost_job_resume_from_the_newest_sound_checkpoint(
     runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,12 +19,12 @@ from megarl.common.line_parts import read_lines
 from megarl.common.run_files import read_exit
 from megarl.rollout.attempts_file import ATTEMPTS_FILE
 from tests.support.leftovers import assert_nothing_left
-from tests.support.needs import impossible
+from tests.support.needs import FAULTS, need
 from tests.support.random_moment import moments
 from tests.support.run import start, step_records, tiny_config
 from tests.support.whole_runs import kill_everything, start_run, wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FULL_S = 20.0
 STEPS, GROUPS, SAMPLES, EVERY = 24, 4, 4, 6
@@ -33,8 +33,7 @@ MODULE = "tests.support.reward_functions"
 
 @pytest.fixture(autouse=True)
 def _own_disks() -> None:
-    if impossible(reason := why_no_disk()):
-        pytest.skip(reason)
+    need(FAULTS, why_no_disk())
 
 
 def config_in(directory: Path, steps: int, **sections: Any) -> dict[str, Any]:

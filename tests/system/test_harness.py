@@ -14,7 +14,7 @@ from megarl.rollout.eval_context import EVAL_SEED_OFFSET
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import tiny_config, train
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MEAN, MAX, STEPS = 1e-5, 1e-4, 2
 TEMPLATE = (

@@ -31,7 +31,7 @@ from tests.support.whole_runs import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 RPC_S = 15
 
@@ -46,7 +46,6 @@ def rebuilds(run_dir: Path) -> int:
     return int(state.get("rebuilds", 0)) if state.get("state") == "ready" else -1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(tmp_path: Path, mode: str) -> None:
     """No restart of the ranks is allowed. The supervisor, the engine and all ranks are those of the start."""
@@ -87,7 +86,6 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
     assert_nothing_left(run_dir)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "death"), [("sync", "suspend"), ("async", "suspend"), ("sync", "kill"), ("async", "kill")]
 )

@@ -97,6 +97,7 @@ def check_replay(run: Run, out: Path) -> None:
     assert differing(run.directory / "hf", out / "hf") == []
 
 
+@pytest.mark.slow
 def test_a_straggler_of_a_streaming_run_fails_at_its_deadline_and_a_run_without_a_checkpoint_has_failed(
     tmp_path: Path,
 ) -> None:

@@ -63,6 +63,7 @@ def running(config: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
         raise
 
 
+@pytest.mark.slow
 def test_a_living_run_is_scraped_shown_and_its_endpoint_is_known_and_ends_with_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

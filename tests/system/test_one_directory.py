@@ -14,7 +14,7 @@ from tests.support.two_signals import check_end, launch, press_twice
 from tests.support.waiting import wait_until
 from tests.support.whole_runs import kill_everything, start_run
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_a_second_start_is_refused_and_ctrl_c_twice_ends_an_evaluation_at_once(tmp_path: Path) -> None:

@@ -24,8 +24,12 @@ from tests.support.whole_runs import check_every_group_once
 
 pytestmark = pytest.mark.engine
 
+IN_CI = "qwen2_5_7b_retool_4x4"  # the one with tools, which also generates ahead
 
-@pytest.mark.parametrize("name", RECIPES)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.sandbox if each == IN_CI else pytest.mark.slow) for each in RECIPES]
+)
 def test_twin_trains(name: str, tmp_path: Path) -> None:
     tree = twin(name, tmp_path)
     config = config_from_tree(tree)

@@ -143,6 +143,7 @@ def holds_finished_groups(run_dir: Path, groups: int) -> bool:
     return bool(saved) and finished > groups * saved[-1]
 
 
+@pytest.mark.slow
 def test_finished_groups_survive_the_death_of_every_process(tmp_path: Path) -> None:
     """Generation runs ahead; after SIGKILL the run goes on from its journal, and every group ends once."""
     changes = {

@@ -30,13 +30,13 @@ from tests.support.whole_runs import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 20
 BOUND_S, SHUTDOWN_S = 12, 20
 
 
-@pytest.mark.parametrize("starter", ["torchrun", pytest.param("launch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("starter", ["torchrun", "launch"])
 def test_a_stopped_rank_is_named_and_killed_and_the_run_goes_on_from_a_sound_checkpoint(
     tmp_path: Path, starter: str
 ) -> None:

@@ -21,9 +21,8 @@ from tests.support.run import step_records, tiny_config
 from tests.support.two_signals import check_end, launch, press_twice
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SLOW = pytest.mark.slow
 FEW_STEPS = 2  # of a run that comes to its end
 
 
@@ -71,8 +70,8 @@ def ends(run_dir: Path) -> bool:
 
 @pytest.mark.parametrize(("phase", "number"), [
     (starts, signal.SIGINT), (starts, signal.SIGTERM),
-    pytest.param(evaluates, signal.SIGINT, marks=SLOW), pytest.param(syncs, signal.SIGTERM, marks=SLOW),
-    pytest.param(saves, signal.SIGINT, marks=SLOW), pytest.param(ends, signal.SIGTERM, marks=SLOW),
+    (evaluates, signal.SIGINT), (syncs, signal.SIGTERM),
+    (saves, signal.SIGINT), (ends, signal.SIGTERM),
 ])  # fmt: skip
 def test_a_second_signal_ends_everything_in_each_phase(
     tmp_path: Path, phase: Callable[[Path], bool], number: signal.Signals
@@ -93,7 +92,6 @@ def test_a_second_signal_ends_everything_in_each_phase(
 
 
 # By experience: the engines start for 40 s after the claim, then the run takes steps and saves.
-@SLOW
 @pytest.mark.parametrize(("seed", "first_s", "last_s"), [(0, 0.0, 30.0), (2, 40.0, 70.0)])
 def test_ctrl_c_twice_ends_everything_at_any_moment(tmp_path: Path, seed: int, first_s: float, last_s: float) -> None:
     path, log, run_dir = tmp_path / "config.yaml", tmp_path / "launch.log", tmp_path / "run"

@@ -20,12 +20,14 @@ from megarl.telemetry.sinks import MetricsWriter
 from tests.support.configs import config
 from tests.support.growth import held_bytes, slopes_over
 
+pytestmark = pytest.mark.slow
+
 EVERY = 500
 VALUES = {"reward/mean": 0.5, "time/step": 1.25}
 BOUND = 5_000  # bytes of each file that rotates, which is full after some hundred steps
 
 
-@pytest.mark.parametrize("steps", [6_000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [20_000])
 def test_the_files_of_a_run_do_not_grow(tmp_path: Path, steps: int) -> None:
     telemetry = {"keep_gib": BOUND / 2**30}
     chosen = config("model", run={"dir": str(tmp_path), "steps": steps}, telemetry=telemetry)

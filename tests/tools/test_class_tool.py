@@ -77,6 +77,7 @@ def test_calls_run_at_once(make: Made) -> None:
     loop.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["block", "child", "deaf"])
 def test_a_call_that_hangs_is_killed_with_all_that_it_started(make: Made, how: str) -> None:
     tool = make()
@@ -89,6 +90,7 @@ def test_a_call_that_hangs_is_killed_with_all_that_it_started(make: Made, how: s
     assert following.text.startswith("next|1|") and pid_of(following) != first  # a new object
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["wait", "thread"])
 def test_a_call_that_can_be_cancelled_ends_its_process_when_the_other_calls_have_ended(make: Made, how: str) -> None:
     """A thread or a program that it has started goes on, so the process must not."""
@@ -132,6 +134,7 @@ def test_a_forked_child_answers_nothing_and_takes_no_calls(make: Made, how: str)
     assert make.noted() == [how, "one"] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("idempotent", [True, False])
 def test_a_call_whose_process_is_killed_for_another_one_is_repeated_if_it_may_be(make: Made, idempotent: bool) -> None:
     tool = make(idempotent=idempotent)

@@ -13,6 +13,7 @@ FUNCTION = {"function": "tests.support.tool_functions:add"}
 HTTP = {"url": "http://127.0.0.1:1/", "description": "Search.", "parameters": {"type": "object", "properties": {}}}
 
 
+@pytest.mark.sandbox
 def test_each_kind() -> None:
     async def made() -> list[tuple[str, bool]]:
         specs = [

@@ -13,6 +13,8 @@ from megarl.tools import python_tool
 from megarl.tools.python_tool import PythonTool
 from megarl.tools.tool import ToolAnswer, schema_of
 
+pytestmark = pytest.mark.sandbox
+
 LIMITS = Limits(timeout_s=60.0, cpu_s=30)
 
 

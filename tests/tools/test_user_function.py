@@ -142,6 +142,7 @@ def test_a_long_answer_is_cut(make: Callable[..., UserFunctionTool]) -> None:
     assert len(answer.text) <= 500 and "left out" in answer.text
 
 
+@pytest.mark.slow
 def test_calls_wait_for_a_process_only_within_their_time(make: Callable[..., UserFunctionTool]) -> None:
     tool = make("misbehave")
 

@@ -126,6 +126,7 @@ torch.testing.assert_close(got, compiled_head.reduce_rows(logits, local, 0.7, Tr
 """
 
 
+@pytest.mark.slow
 def test_a_tiny_shape_is_really_compiled() -> None:
     done = run_compiling("-c", COMPILE)
     assert done.returncode == 0, done.stderr

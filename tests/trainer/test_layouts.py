@@ -145,7 +145,9 @@ UPDATES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(SGD, id="sgd", marks=pytest.mark.slow), pytest.param(ADAM, id="adam")]
+)
 @pytest.mark.parametrize("case", UPDATES, ids=ids)
 def test_weights_agree_after_three_updates(
     trained: Callable[..., Any], model_dir: Callable[[str], Path], case: Case, optimizer: dict[str, Any]
@@ -203,6 +205,7 @@ SAME_ORDER = 0.01  # pipelines, replicas and experts compute each activation as 
 EP2_BF16: Case = (2, "moe", {"expert": 2}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "bound"),
     [((2, "dense", SP2, {}), None), ((2, "dense", VPP2, {}), SAME_ORDER), ((2, "dense", {}, {}), SAME_ORDER),
@@ -229,6 +232,7 @@ def test_a_broken_rule_is_found_in_bf16_too(trained: Callable[..., Any]) -> None
     assert worst(got["gradients"], trained(1, model, **BF16)["gradients"]) > 10 * SAME_ORDER
 
 
+@pytest.mark.slow
 def test_bf16_small_updates_survive_in_fp32_master_weights(trained: Callable[..., Any]) -> None:
     """Updates far below bf16's resolution add up: they would all be lost without fp32 master weights."""
     options = {**BF16, "trainer__optimizer__lr": 2e-5, "trainer__optimizer__weight_decay": 0.0}

@@ -41,7 +41,7 @@ def message_without(loader: ModelLoader, model: torch.nn.Module, tensors: dict[s
 
 
 def family_case(family: str) -> Any:
-    fast = family in ("qwen3", "qwen3_moe", "deepseek_v3")
+    fast = family == "qwen3_moe"
     return pytest.param(family, False, marks=[] if fast else [pytest.mark.slow])
 
 

@@ -73,7 +73,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "moe TP2": {"family": "qwen3_moe", "tensor_parallel": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]},
     "dense TP2": {"family": "qwen3", "tensor_parallel": 2},
 }
-SLOW = ("moe", "dense TP2")
+SLOW = ("moe", "dense TP2", "moe TP2")
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,9 @@ from megarl.weights.sync_settings import SyncSettings
 from tests.support.checkout import ROOT, environment
 from tests.support.fake_engines import FakePool, FakeReplica, ListExporter
 
+pytestmark = pytest.mark.slow
+
+
 # A process that is stopped is found by the deadline alone, which is therefore short; one that is killed, before it.
 DEADLINES_S = {signal.SIGKILL: 8.0, signal.SIGSTOP: 4.0}
 RPC_S = 30.0

@@ -12,6 +12,8 @@ from megarl.weights.sync_settings import SyncSettings
 from tests.support.fake_engines import FakePool, ListExporter, random_tensors
 from tests.support.growth import in_own_process, slopes_over
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = SyncSettings(bucket_bytes=65536, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
 
 THREAD_ENDS_S = 5.0
@@ -49,7 +51,7 @@ def slopes_of_publications(syncs: int) -> dict[str, float]:
     return slopes
 
 
-@pytest.mark.parametrize("syncs", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("syncs", [20_000])
 def test_the_keys_of_publications_are_deleted(syncs: int) -> None:
     slopes = in_own_process(slopes_of_publications, syncs)
     assert all(slope < 1 / syncs for slope in slopes.values()), slopes

@@ -49,6 +49,7 @@ def test_all_ranks_learn_of_a_failed_engine_and_stay_in_step(world: Callable[[in
             assert result["failed_members"] == ("engine replica 1 worker 0",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "owners", "first", "staging_bytes", "staged", "published"),
     [
@@ -95,6 +96,7 @@ def test_a_rank_that_hangs_in_a_gather_is_named_by_all_others_in_time(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("published", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_hangs_in_a_gather_of_megatron_shards_is_named_in_time(
     world: Callable[[int], World], tmp_path: Path, published: int

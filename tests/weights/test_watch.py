@@ -79,6 +79,7 @@ def test_an_end_that_never_comes_is_an_abort() -> None:
     assert not [each for each in set(threading.enumerate()) - before if each.name == "weight-sync-watch"]
 
 
+@pytest.mark.slow
 def test_a_sync_costs_the_store_four_requests_per_member_and_none_per_bucket() -> None:
     short, few, many = measure((32, 5), (32, 200), (128, 200), syncs=4)
     assert short.requests == few.requests == 4 * 32 + 5 and many.requests == 4 * 128 + 5

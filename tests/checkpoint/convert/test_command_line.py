@@ -32,7 +32,9 @@ def imported(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[] if each == "qwen3_moe" else pytest.mark.slow) for each in FAMILIES]
+)
 def test_round_trip_is_bit_identical(
     family: str, imported: Callable[[str], Path], model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 from tests.support.converter import convert, files_of, run, run_forked, wait_for_lock
 from tests.support.tiny import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 POINTS = ["shard", "metadata", "manifest", "rename"]
 DRAWN = {"release/.metadata", "release/manifest.json", "release/common.pt"}  # with ids that torch draws
 

@@ -62,11 +62,11 @@ def equal(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "model", "layout", "changes"),
     [
-        (2, "dense", {}, {}),
+        pytest.param(2, "dense", {}, {}, marks=pytest.mark.slow),
         (2, "tied", PP2, {}),
         (2, "dense", TP2, BF16),
-        (2, "latent", EP2, BIAS),
-        (2, "dense", {}, PLAIN),
+        pytest.param(2, "latent", EP2, BIAS, marks=pytest.mark.slow),
+        pytest.param(2, "dense", {}, PLAIN, marks=pytest.mark.slow),
         pytest.param(2, "dense", {}, BUCKETS, marks=pytest.mark.slow),
         pytest.param(2, "dense", {}, BF16 | PLAIN, marks=pytest.mark.slow),
         pytest.param(2, "moe", PP2, {}, marks=pytest.mark.slow),

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.checkpoint.save import history
@@ -174,7 +174,6 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(EVENTS, min_size=10, max_size=120), st.integers(0, 99))
 def test_samples_are_those_of_the_committed_history_whatever_was_killed_when(
     events: list[tuple[str, int, int]], last: int

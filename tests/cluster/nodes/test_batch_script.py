@@ -53,6 +53,7 @@ def test_a_signal_before_the_agent_has_started_only_asks_to_stop(tmp_path: Path,
     assert (tmp_path / "stop").read_text() == f"SIG{name}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_accepted_with_plan_and_memory(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -108,7 +108,8 @@ torch.distributed.barrier()
 """
 
 
-@pytest.mark.parametrize("by", ["entry point", pytest.param("agent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["entry point", "agent"])
 def test_torchrun_finds_the_backend_and_nothing_listens_on_all_addresses(tmp_path: Path, by: str) -> None:
     """The entry point is that of an installation, here of a directory on the path; agents start a torchrun of ours."""
     (tmp_path / "rank.py").write_text(RANK)

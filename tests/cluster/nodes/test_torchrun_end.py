@@ -51,6 +51,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "takes_s", "saves"), [("tells", 5, True), ("is silent", 90, False)])
 def test_a_save_after_a_stop_signal_is_not_cut(tmp_path: Path, what: str, takes_s: int, saves: bool) -> None:
     """A save of 5 s is not, with a bound of 1 s, by ranks that have told more; one that nobody was told of is."""

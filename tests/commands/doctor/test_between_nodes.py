@@ -20,6 +20,8 @@ from megarl.common.reserved_ports import ReservedPorts
 from tests.support.attack import addresses
 from tests.support.checkout import ROOT, environment, torchrun
 
+pytestmark = pytest.mark.slow
+
 DOCTOR = ("-m", "megarl", "doctor", "--nodes", "--mib", "1")
 LIMIT_S = 120
 
@@ -101,7 +103,6 @@ def test_two_nodes_of_a_torchrun_whose_store_is_closed_and_of_one_that_is_open(
         assert "torchrun --rdzv-backend megarl --nnodes 2 --nproc-per-node 1 --rdzv-endpoint 127.0.0.1:29400" in report
 
 
-@pytest.mark.slow
 def test_three_nodes_have_a_rate_for_each_pair(port: int) -> None:
     options = ("--interface", "lo", "--timeout", "60")
     processes = [start(rank, 3, port, *options, SLURMD_NODENAME=f"node-{rank}") for rank in range(3)]

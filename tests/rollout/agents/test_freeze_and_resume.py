@@ -117,6 +117,7 @@ def test_another_process_goes_on_from_each_state_and_at_ten_random_points(tmp_pa
         check(stop, second, stop.record)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_each_state_is_continued_by_another_from_its_journal(tmp_path: Path) -> None:
     """SIGKILL; the journal on the disk is older than the state in which the process dies."""
     other_process("kill", tmp_path)

@@ -12,10 +12,12 @@ import pytest
 from tests.support.checkout import ROOT, environment
 from tests.support.hostile_worker import GROUPS, HOWS, LINE, LINES, LOG_BYTES
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 4
 
 
-@pytest.mark.parametrize("how", [*HOWS[:1], *(pytest.param(how, marks=pytest.mark.slow) for how in HOWS[1:3]), HOWS[3]])
+@pytest.mark.parametrize("how", HOWS)
 def test_a_worker_whose_loops_fork_or_flood_goes_on_and_each_sample_has_one_answer(how: str, tmp_path: Path) -> None:
     """The worker is a process of its own, with a real tokenizer and real reward processes.
 
