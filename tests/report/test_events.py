@@ -74,7 +74,7 @@ def test_the_slowest_are_kept_and_discarded_work_is_not_shown(tmp_path: Path, mo
     seconds = [5.0, 1.0, 9.0, 7.0, 2.0, 99.0]
     lines = [slow(step, each, decode=each / 4, tool=each / 2) for step, each in enumerate(seconds, start=1)]
     write_events(tmp_path, "steps", lines)
-    rolled = EventLine("rolled_back", 1_000_000, 0, 5, None, None, None, None, 1, {"since": START})
+    rolled = EventLine("rolled_back", 1_000_000, 0, 5, args={"since": START})
     fault = EventLine("fault", 10, 0, 3, args={"kind": "engine", "text": "replica 0 is lost"})
     write_events(tmp_path, "rare", [rolled, fault])
     found = read_run_events(tmp_path)
