@@ -254,13 +254,6 @@ class PoolClient:
             self._record.keep(step)
             return True
 
-    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
-        """Return the finished groups that `step` would take now; [] once it has taken its batch.
-
-        Also return how often the queue that has them had been started anew.
-        """
-        return self._call("upcoming", (step,), {}, self.config.timeouts.rpc_s)
-
     def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
         reused: int = 0, ended: Mapping[str, Sequence[int]] | None = None,

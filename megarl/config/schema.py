@@ -133,14 +133,6 @@ class TrainerConfig(Section):
         "ends the run.",
     )
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
-    idle_logprobs: bool = Field(
-        True,
-        description="Compute old and reference log-probs of groups that have finished while the trainer waits for the "
-        "rest of its batch, instead of after the batch is complete; only if the step needs such a pass "
-        "(`algorithm.old_logprobs`, `algorithm.correction`, `algorithm.kl.coef`). The samples are then packed as they "
-        "come, which changes the last bits of the log-probs: without effect with `run.deterministic` and "
-        "`telemetry.dump_batches`.",
-    )
     compile_logprobs: bool | None = Field(
         None, description="Compile the log-prob head with torch.compile; default: true on GPUs. Falls back if it fails."
     )

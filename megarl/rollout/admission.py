@@ -300,15 +300,6 @@ class Admission:
         """
         return self._taken[step].replaced
 
-    def upcoming(self, step: int) -> list[int]:
-        """Return the finished groups that `step` would take if it took its groups now; [] if it has taken them.
-
-        Nothing changes. A later answer may leave out groups of this one, because an older group has finished.
-        """
-        if step != self._steps_taken:
-            return []
-        return [group for _, groups in self._ready.first(self.groups) for group in groups]
-
     def awaited(self, step: int) -> list[int]:
         """Return the groups in flight, sorted, of which `step` must wait for at least one more. Empty: for none.
 

@@ -234,15 +234,6 @@ class RolloutController(PoolController):
         """Describe what rewards and agent workers work on, as the end of a sentence."""
         return self._rewards.waiting() + (self._workers.waiting() if self._workers is not None else "")
 
-    async def upcoming(self, step: int) -> dict[int, list[str]]:
-        """Return the groups in the queue that `step` would take now, with the keys of their rows.
-
-        There are none once it has taken its batch.
-
-        A failure of rollout is not raised here: the trainer that asks also waits for the batch, which raises it.
-        """
-        return self._steps.upcoming(step)
-
     async def commit(self, step: int, **ends: Unpack[StepEnds]) -> Counters:
         """Settle the groups of `step` and start the groups that then fit. Raises as `StepBatches.commit` does."""
         self._tasks.check()

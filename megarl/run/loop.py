@@ -46,7 +46,7 @@ def train(session: Session) -> None:
             with pool.keep_batch_on_failure(batch):
                 trained = train_step(
                     policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step,
-                    early=prepared.early, packed=prepared.packed, watch=session.monitor.watch,
+                    packed=prepared.packed, watch=session.monitor.watch,
                 )  # fmt: skip
         except StepRefused as error:
             plan = session.skip(error, plan)

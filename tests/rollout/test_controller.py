@@ -104,22 +104,6 @@ def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalContr
     run(scenario)
 
 
-def test_the_groups_that_a_step_would_take_are_told_before_its_batch_is_complete(local: LocalController) -> None:
-    local.fleet.held = {1}
-    controller = local.controller
-
-    async def scenario() -> None:
-        await controller.set_version(0)
-        with pytest.raises(BatchNotReady):
-            await controller.wait_batch(0, 0.1)
-        found = await controller.upcoming(0)
-        assert found == {group: keys_of(group) for group in (0, 2)} and await controller.upcoming(1) == {}
-        assert set(keys_of(0, 2)) <= set(local.queue.rows), "they can be read"
-        await controller.shutdown()
-
-    run(scenario)
-
-
 def test_wrong_numbers_are_refused_and_settle_nothing(local: LocalController) -> None:
     async def scenario() -> None:
         await local.controller.set_version(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,21 +262,6 @@ class FakeChannel:
         self.of_replicas: Callable[[str], list[str]] = lambda own: [own]
 
 
-class FakeIdle:
-    """Notes what the trainer does while it waits for a batch; `run.idle` is its work."""
-
-    def __init__(self, run: FakeRun) -> None:
-        self._run = run
-
-    def work_until(self, ready: Future[Any], step: int, version: int) -> None:
-        self._run.journal.append(f"idle before step {step} of version {version}")
-        self._run.idle(ready)
-
-    def collect(self, batch: StepBatch, plan: str) -> str:
-        self._run.journal.append(f"collect for {plan}")
-        return f"early log-probs of batch {batch.step}"
-
-
 class FakeRun:
     """The state of one run: what its checkpointer restores, when it is asked to stop, which saves fail."""
 
@@ -301,8 +285,6 @@ class FakeRun:
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
         self.taking: Callable[[int], None] = lambda step: None  # before the batch of a step is taken
-        self.idle: Callable[[Future[Any]], None] = lambda ready: None  # while the trainer waits for a batch
-        self.early: list[object] = []  # the early log-probs that each step was given
         self.packing: Callable[[str], None] = lambda plan: None  # before the batch of a plan is packed
         self.packed: list[object] = []  # what was packed for each step
         self.channel = FakeChannel()
@@ -331,11 +313,8 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         note(f"pack {plan}")
         return f"packed {plan}"
 
-    def train_step(
-        policy: object, plan: str, *rest: object, step: int, early: object, packed: object, watch: object
-    ) -> TrainedGroups:
+    def train_step(policy: object, plan: str, *rest: object, step: int, packed: object, watch: object) -> TrainedGroups:
         note(f"train {plan}")
-        run.early.append(early)
         run.packed.append(packed)
         run.train()
         return TRAINED
@@ -365,7 +344,6 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "HFExporter": lambda chunks, info, dtype: None,
         "save_hf": save_hf,
         "PoolLink": lambda config, peers, recorder: FakePool(run),
-        "IdleLogprobs": lambda config, policy, peers, pool, recorder: FakeIdle(run),
         "WeightSender": lambda config, exporter: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
         "StopVote": lambda run_dir, peers, signals: SimpleNamespace(
