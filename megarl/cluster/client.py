@@ -318,11 +318,6 @@ class PoolClient:
         finished: list[FinishedEvaluation] = self._call("take_evaluations", (wait_s,), {}, bound, note=note)[0]
         return finished
 
-    def leave_out(self) -> list[str]:
-        """Return the names of the replicas that the publication which now begins leaves out."""
-        found: list[int] = self._call("leave_out", (), {}, self.config.timeouts.rpc_s, note=self._record.left_out)[0]
-        return [f"replica {index}" for index in found]
-
     def quarantine(self, replica: int, reason: str) -> tuple[bool, str]:
         """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
         return self.call("quarantine", replica, reason, timeout_s=self.config.timeouts.rpc_s)

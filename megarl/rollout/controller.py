@@ -199,7 +199,7 @@ class RolloutController(PoolController):
     async def set_version(self, version: int, admit: bool = True) -> Counters:
         """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.
 
-        Those of `leave_out` do not, and get no training requests. Idempotent.
+        Idempotent.
         """
         self._tasks.check()
         self._fleet.admit_joining()
@@ -279,10 +279,6 @@ class RolloutController(PoolController):
         """
         return await self._evaluations.take(wait_s, self._waits.needs_publication)
 
-    async def leave_out(self) -> list[int]:
-        """Return the replicas that keep their version, which the publication that now begins leaves out."""
-        return sorted(self._fleet.leave_out())
-
     async def references(self, group_ids: list[int]) -> dict[int, str]:
         """Return the reference answers of groups, for `samples.jsonl`."""
         return {group: self._source.reference(group) for group in group_ids}
@@ -335,7 +331,7 @@ class RolloutController(PoolController):
         if handover.history is not None or handover.held:
             self._runner.stats.skipped_prompts = 0
         await self._foreign.hold()
-        await self._fleet.take_over(handover.behind, in_sync=handover.announced is not None)
+        await self._fleet.take_over(in_sync=handover.announced is not None)
         self.elastic.open()
         self._expect_publications()
         self._steps.needed = handover.needed

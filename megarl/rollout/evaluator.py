@@ -99,14 +99,7 @@ class Evaluator:
         """
         if self._running is not None:
             raise ValueError(f"evaluation {label!r} cannot start while {self._running!r} is running")
-        pinned = self._fleet.pin(self._config.evaluation.pin) if self._config.evaluation.pin else frozenset()
-        if len(pinned) < self._config.evaluation.pin:
-            logger.warning(
-                "evaluation %s: %d instead of %d replicas keep version %d, because one has to be left for training",
-                label, len(pinned), self._config.evaluation.pin, version,
-            )  # fmt: skip
-        places = self._config.rollout.max_num_seqs
-        at_once = len(pinned) * places or max(len(self._fleet.serving) * places // SHARE, 1)
+        at_once = max(len(self._fleet.serving) * self._config.rollout.max_num_seqs // SHARE, 1)
         self._running = label
         self._tasks.start(self._in_background(version, label, Share(asyncio.Semaphore(at_once), PRIORITY)))
 
@@ -137,7 +130,6 @@ class Evaluator:
     def drop(self) -> None:
         """Forget everything, because all tasks were cancelled, some perhaps before they began."""
         self._running = None
-        self._fleet.release()
         self._finished.clear()
         self._trying = False
 
@@ -150,7 +142,6 @@ class Evaluator:
             reports = await self._evaluate(version, label, share)
         finally:
             self._running = None
-            self._fleet.release()
         self._finished.append(FinishedEvaluation(label, reports, version))
 
     async def _evaluate(self, version: int, label: str, share: Share | None) -> list[SetReport]:

@@ -324,15 +324,6 @@ class PoolLink:
         answer = self._ask(ask, _EVALUATIONS)
         return PublicationNeeded(answer) if isinstance(answer, str) else answer
 
-    def leave_out(self) -> list[str]:
-        """Return the names of the replicas that the publication which now begins leaves out. Not collective.
-
-        [] but on rank 0, which alone needs them.
-        """
-        if not self._config.evaluation.pin:
-            return []
-        return self._client.use(lambda pool: pool.leave_out()) or []
-
     def state_dict(self) -> dict[str, Any]:
         """Return the rollout side's committed history as JSON content. On rank 0."""
         return self._client.use(lambda pool: pool.state_dict()) or {}

@@ -134,9 +134,6 @@ class FakeClient:
     def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation]:
         return [evaluation_after(wait_s)]
 
-    def leave_out(self) -> list[str]:
-        return ["replica 1"]
-
     def state_dict(self) -> dict[str, Any]:
         return {"admission": {"steps": 1}}
 
@@ -476,12 +473,6 @@ def test_every_rank_learns_that_an_evaluation_beside_training_needs_a_publicatio
     needed = PublicationNeeded("replica 0 has died")
     monkeypatch.setattr(FakeClient, "take_evaluations", lambda client, wait_s: needed)
     assert links.run(lambda link: link.finish_evaluations()) == [needed] * 4
-
-
-@pytest.mark.parametrize(("pin", "kept"), [(1, ["replica 1"]), (0, [])])
-def test_rank_0_learns_whom_a_publication_leaves_out(links: Links, pin: int, kept: list[str]) -> None:
-    links.config = config_of("model", run__dir=str(links.config.run_dir), evaluation__pin=pin)
-    assert links.run(lambda link: link.leave_out()) == [kept, [], [], []]
 
 
 @pytest.mark.parametrize("keep", [True, False])

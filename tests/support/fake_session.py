@@ -188,9 +188,6 @@ class FakePool(Part):
         finished, self._evaluating = self._evaluating, None
         return [finished] if finished is not None else []
 
-    def leave_out(self) -> list[str]:
-        return ["replica 1"] if self._evaluating is not None and self._run.config.evaluation.pin else []
-
     def close(self, *, keep_pool: bool) -> None:
         self._note("disconnect" if keep_pool else "end the pool")
 
@@ -202,8 +199,8 @@ class FakeSender:
     def connect(self, handles: object) -> None:
         self._note(f"connect the sender to {handles}")
 
-    def publish(self, version: int, keep: Sequence[str]) -> str:
-        self._note(f"publish {version}" + f" except {', '.join(keep)}" * bool(keep))
+    def publish(self, version: int) -> str:
+        self._note(f"publish {version}")
         return f"sync of version {version}"
 
     def close(self) -> None:
