@@ -13,9 +13,10 @@ import pytest
 
 from megarl.common.notices import notices_file
 from megarl.rewards.types import RewardInput
-from megarl.rollout import attempts_file, response_files
-from megarl.rollout.attempts_file import ATTEMPTS_FILE
+from megarl.rollout import response_files
 from megarl.rollout.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.journal import JOURNAL_FILE
+from megarl.rollout.journal_file import JournalFile, groups_started
 from megarl.rollout.requests import SamplingSpec
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import local_controller
@@ -30,14 +31,14 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = False
-        for module, name in ((attempts_file, "write_json"), (response_files, "_replace")):
-            monkeypatch.setattr(module, name, self._guarded(getattr(module, name)))
+        for place, name in ((JournalFile, "count"), (response_files, "_replace")):
+            monkeypatch.setattr(place, name, self._guarded(getattr(place, name)))
 
     def _guarded(self, real: Any) -> Any:
-        def write(path: Path, content: Any) -> None:
+        def write(where: Any, content: Any) -> None:
             if self.full:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            real(path, content)
+            real(where, content)
 
         return write
 
@@ -77,19 +78,15 @@ def test_groups_go_on_and_their_number_is_written_by_the_next_start(
         disk.full = True
         await controller.set_version(0)
         batch = await controller.wait_batch(0, WAIT_S)
-        assert batch.replaced == [0] and not (tmp_path / ATTEMPTS_FILE).exists()
+        assert batch.replaced == [0] and groups_started(tmp_path / JOURNAL_FILE) == 0
         await controller.commit(0, trained=GROUPS, filtered=1, dropped_stale=0, failed=0)
         disk.full = False
-        await controller.admit()  # starts nothing
-        assert json.loads((tmp_path / ATTEMPTS_FILE).read_text()) == {"attempts": GROUPS + 1}
         await controller.set_version(1)
+        assert groups_started(tmp_path / JOURNAL_FILE) == 2 * GROUPS + 1
         await controller.wait_batch(1, WAIT_S)
         await controller.shutdown()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
-    [failed, written] = notices(tmp_path)
-    assert "attempts.json could not be written" in failed and "No space left" in failed
-    assert "attempts.json is written again" in written
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -17,6 +17,7 @@ from megarl.data.cursor import Cursor
 from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.group_end import usable_samples
+from megarl.rollout.journal_file import JournalFile
 from megarl.rollout.schedule import RecordedAdmission, ScheduleFile
 from megarl.run.batch_metrics import record_batch
 from megarl.run.recorder import Totals
@@ -77,7 +78,7 @@ class _Run:
                 self._publish()
         self._file.close()
         (self._run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (self._run_dir / "attempts.json").write_text(json.dumps({"attempts": admission.attempts}))
+        JournalFile(self._run_dir / "rollout.journal").count(admission.attempts)
 
     def _publish(self) -> None:
         self._admission.announce(self._version)
