@@ -65,7 +65,6 @@ BOUNDED_ELSEWHERE = {
     "rollout/late_loops.py:ended_in_time": "without a deadline the trainer's wait, timeouts.generate_s",
     "rollout/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",
     "rollout/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
-    "rollout/response_files.py:ResponseFiles.keep_trying": "nobody waits for it",
     "rollout/shared_calls.py:CallDesk.take": "the controller's link, POLL_S and timeouts.rpc_s",
     "rollout/shared_calls.py:CallLink.call": "`ReplicaActors.call`, the time limit of each call",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",

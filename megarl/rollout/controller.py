@@ -408,5 +408,4 @@ class RolloutController(PoolController):
         finally:
             await asyncio.to_thread(self._rewards.close)
             self._queue.close()
-            await asyncio.to_thread(self._evaluations.close)
             await asyncio.to_thread(events.close_events)

@@ -77,7 +77,7 @@ def wait_for_a_moment(rng: random.Random, run_dir: Path, process: subprocess.Pop
 
 
 def check_files(run_dir: Path, output: str, began: float, ended: float) -> None:
-    """Every step and sample is there once, also those of the time between, and every evaluation."""
+    """Every step and sample is there once, also of the time between; lost responses are reported."""
     records = step_records(run_dir)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     since = sum(record["wall_time"] < began for record in records)
@@ -87,8 +87,10 @@ def check_files(run_dir: Path, output: str, began: float, ended: float) -> None:
     samples = [json.loads(line)["step"] for line in read_lines(run_dir / "samples.jsonl")]
     assert samples == [step for step in range(1, STEPS + 1) for _ in range(2)]
     labels = ["before", "after", *(f"step_{step}" for step in range(EVERY, STEPS, EVERY))]
-    sizes = {label: len(json_lines(run_dir / f"eval_{label}.jsonl")) for label in labels}
+    files = {label: run_dir / f"eval_{label}.jsonl" for label in labels}
+    sizes = {label: len(json_lines(path)) for label, path in files.items() if path.exists()}
     assert len(set(sizes.values())) == 1 and sizes["before"] > 0, sizes
+    assert all(f"{files[label]} could not be written" in output for label in files.keys() - sizes.keys())
     assert groups_started(run_dir / JOURNAL_FILE) == STEPS * GROUPS
     record = read_exit(run_dir)
     assert record is not None and (record.status, record.step) == ("finished", STEPS)
