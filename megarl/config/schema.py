@@ -270,8 +270,7 @@ class RolloutConfig(Section):
         "cut",
         description="Unfinished responses at that time: finish them (there is no deadline then), cut them there (they "
         "count as truncated, see `sampling.truncated`), or fail the group, which is counted with its lengths "
-        "(`rollout/failed_length_mean`). With `cut` and `fail`, a loop that then waits for something of its own, "
-        "which is no engine, tool or reward, fails its group a tenth of this time later, after 60 s at most.",
+        "(`rollout/failed_length_mean`). With `cut` and `fail`, a group whose loops have not ended 60 s later fails.",
     )
     on_group_failure: Literal["count", "stop"] = Field(
         "count",
