@@ -27,7 +27,6 @@ from megarl.rollout.sample_rows import sample_rows
 from megarl.rollout.teachers.teacher_client import Teachers
 from megarl.rollout.to_trajectory import defect, failed_trajectory
 from megarl.rollout.toolbox import Toolbox
-from megarl.rollout.unforked import unforked
 from megarl.telemetry import events
 
 LoopResult = Trajectory | Sequence[Trajectory]
@@ -153,7 +152,7 @@ class GroupRunner:
 
     async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> LoopResult:
         try:
-            result = await unforked(loop.run(context))
+            result = await loop.run(context)
         except TrajectoryFull as full:  # of this sample alone; those beside it may have had shorter ones
             context.note_end(context.turns, overflow=True)
             result = failed_trajectory(context.group_id, context.sample_index, str(full))
