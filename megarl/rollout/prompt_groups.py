@@ -33,7 +33,7 @@ from megarl.rollout.kept_groups import KeptGroup
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.queued_rows import QueuedRows
 from megarl.rollout.retention import History
-from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission, ScheduleFile
+from megarl.rollout.schedule import SCHEDULE_FILE, ScheduleFile
 from megarl.rollout.workers.worker_groups import WorkerGroups
 from megarl.telemetry import events
 
@@ -87,13 +87,16 @@ class PromptGroups:
 
     def _new_admission(self) -> Admission:
         config = self._config
-        groups, pace, steps = config.batch.groups, pace_of(config), config.run.steps
-        refill, capacity, uses = refill_groups(config), capacity_groups(config), config.admission.max_uses
-        if config.telemetry.dump_batches:
-            return RecordedAdmission(
-                groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=uses, record=self._schedule.write
-            )
-        return Admission(groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=uses)
+        recorded: dict[str, Any] = {"record": self._schedule.write} if config.telemetry.dump_batches else {}
+        return Admission(
+            config.batch.groups,
+            pace_of(config),
+            refill=refill_groups(config),
+            capacity=capacity_groups(config),
+            steps=config.run.steps,
+            max_uses=config.admission.max_uses,
+            **recorded,
+        )
 
     def _failure_policy(self) -> FailurePolicy:
         return FailurePolicy(self._config.rollout.on_group_failure, self._config.batch.groups)

@@ -18,7 +18,7 @@ from megarl.rollout.admission import Admission
 from megarl.rollout.counters import Counters, Taken
 from megarl.rollout.handover import Handover, TrainerRecord
 from megarl.rollout.ready_batches import BatchReady
-from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission
+from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.admission_machine import AdmissionMachine
 from tests.support.configs import config as config_of
@@ -31,7 +31,7 @@ WAIT_S = 5.0
 # --- admission
 
 
-class Noting(RecordedAdmission):
+class Noting(Admission):
     """Keeps the history of its last commit, as the trainer does, and its events."""
 
     def commit(self, step: int, **ends: Any) -> None:
@@ -295,7 +295,7 @@ def test_a_new_controller_goes_on_after_the_last_commit(
         counters = await trainer.rebuild(local_controller(chosen, tmp_path, monkeypatch))
         fresh = trainer.local
         assert counters.balanced and (counters.trained, counters.taken) == (GROUPS, 2 * GROUPS)
-        assert fresh.fleet.taken_over == [(set(), False)] and fresh.fleet.resets == 0
+        assert fresh.fleet.taken_over == [False] and fresh.fleet.resets == 0
         assert not set(fresh.queue.rows) & set(in_training.keys + prepared.keys), "they need no row any more"
         counters = await trainer.commit(in_training)
         assert counters.balanced and counters.trained == 2 * GROUPS
