@@ -255,11 +255,6 @@ class RolloutConfig(Section):
         "allows; 0 = off: it draws them again. "
         "Without effect with `run.deterministic`.",
     )
-    back_pressure: bool = Field(
-        True,
-        description="Hold requests back from an engine whose KV cache is full; it would drop requests and compute them "
-        "again.",
-    )
     group_deadline_s: float | None = Field(
         None,
         gt=0,

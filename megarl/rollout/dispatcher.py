@@ -28,14 +28,11 @@ class _Place:
 class Dispatcher:
     """A router, limits by back-pressure, and the queue of those that are held back."""
 
-    def __init__(self, replicas: Iterable[int], back_pressure: bool, hold: Hold | None = None) -> None:
-        """`back_pressure`: whether requests are held back from replicas whose KV cache is full.
-
-        `hold`: whether all requests are held back that have not begun; None: never.
-        """
+    def __init__(self, replicas: Iterable[int], hold: Hold | None = None) -> None:
+        """`hold`: whether all requests are held back that have not begun; None: never."""
         self._hold = hold or Hold(math.inf)
         self._router = Router(replicas)
-        self._limits = BackPressure() if back_pressure else None
+        self._limits = BackPressure()
         self._queue: list[_Place] = []  # of those that wait for it, in the order in which they came
         self._peak = EngineLoad()
 
@@ -95,7 +92,7 @@ class Dispatcher:
 
     def _closed(self, place: _Place, samples: int, begun: bool) -> Container[int]:
         """Return the replicas that cannot be assigned to a place in the queue."""
-        if self._limits is None or begun:
+        if begun:
             return ()
         load = self._router.load
         return self._limits.full(load, samples) if self._is_next(place) else load
@@ -122,7 +119,7 @@ class Dispatcher:
     def reported(self, prefix: Hashable, replica: int, ended: int, load: EngineLoad) -> None:
         """Record a replica's report, in which `ended` responses ended."""
         self._peak |= load
-        if self._limits is not None and replica in self._router.load:
+        if replica in self._router.load:
             self._limits.reported(replica, load, self._router.load[replica], ended)
         self.release(prefix, replica, ended)
 
@@ -139,8 +136,7 @@ class Dispatcher:
     def remove(self, replica: int) -> None:
         """Place nothing more on a replica; one that is not there is accepted."""
         self._router.remove(replica)
-        if self._limits is not None:
-            self._limits.forget(replica)
+        self._limits.forget(replica)
         self.look_again()
 
     def add(self, replica: int) -> None:

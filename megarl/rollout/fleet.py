@@ -60,13 +60,12 @@ class Fleet:
         describe: Callable[[int], str] = str,
         *,
         report_interval_s: float,
-        back_pressure: bool,
         sync_restarts: int,
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
-        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `back_pressure`: whether
-        requests are held back from replicas whose KV cache is full. `sync_restarts`: see `Replacements`.
+        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `sync_restarts`: see
+        `Replacements`.
         """
         self._timeouts, self._restart = timeouts, restart
         # What an engine holds is missing from a report, so the next one comes earlier by as much.
@@ -76,7 +75,7 @@ class Fleet:
         self._replacements = Replacements(timeouts, sync_restarts)
         # For as long as running responses may take to end, and then a weight sync with all its attempts.
         self._hold = Hold(timeouts.generate_s + self._replacements.timeout_s)
-        self._dispatcher = Dispatcher(replicas, back_pressure, self._hold)
+        self._dispatcher = Dispatcher(replicas, self._hold)
         self.states = ReplicaStates(
             self.actors, self.membership, self._replacements, self._dispatcher, ProgressRates(timeouts.rpc_s)
         )

@@ -34,7 +34,7 @@ async def busy(dispatcher: Dispatcher, replica: int) -> None:
 
 def test_training_is_placed_before_an_evaluation_that_came_first() -> None:
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         order: list[str] = []
         evaluation, early, late = (
@@ -56,7 +56,7 @@ def test_room_that_comes_while_another_one_queues_up_is_used_at_once() -> None:
     """In one turn of the event loop the first one looks, the replica becomes idle, and another one looks."""
 
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         first = place(dispatcher, "first")
         asyncio.get_running_loop().call_soon(dispatcher.release, "first of 0", 0, 1)
@@ -71,7 +71,7 @@ def test_room_that_comes_while_another_one_queues_up_is_used_at_once() -> None:
 @pytest.mark.parametrize("turns", range(4))
 def test_whoever_is_cancelled_while_room_comes_does_not_take_it(turns: int) -> None:
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         waiting = [place(dispatcher, f"{number}") for number in range(3)]
         await asyncio.sleep(0.01)
@@ -90,7 +90,7 @@ def test_whoever_is_cancelled_while_room_comes_does_not_take_it(turns: int) -> N
 
 def test_a_report_wakes_only_those_that_are_next() -> None:
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         asked: list[int] = []
         check = dispatcher._closed
@@ -115,7 +115,7 @@ def test_whoever_has_no_replica_left_is_told_so_and_does_not_wait_for_room() -> 
     """The fleet knows whether another one is coming."""
 
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         waiting = place(dispatcher, "waits for room")
         await asyncio.sleep(0.01)

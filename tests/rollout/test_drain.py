@@ -43,7 +43,6 @@ class Pool:
             timeouts,
             restart,  # type: ignore[arg-type]
             report_interval_s=5.0,
-            back_pressure=False,
             sync_restarts=0,
         )
         self.version = 0
@@ -212,7 +211,7 @@ def test_nobody_is_held_back_for_ever() -> None:
 def test_the_time_for_which_requests_are_held_back_does_not_count() -> None:
     async def scenario() -> None:
         hold = Hold(60.0)
-        dispatcher = Dispatcher([0], back_pressure=False, hold=hold)
+        dispatcher = Dispatcher([0], hold=hold)
         hold.begin()
         placed = asyncio.ensure_future(
             dispatcher.place("a", 1, 0, begun=False, background=False, deadline=None, timeout_s=0.05)

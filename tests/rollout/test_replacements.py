@@ -48,7 +48,7 @@ def fleet_of(
 ) -> Fleet:
     bound = {} if bound_s is None else {"weight_sync_s": bound_s / 4, "engine_start_s": bound_s / 2}
     timeouts = TimeoutsConfig(generate_s=10, rpc_s=10, **bound)
-    return Fleet(replicas, timeouts, restart, report_interval_s=0.01, back_pressure=True, sync_restarts=sync_restarts)
+    return Fleet(replicas, timeouts, restart, report_interval_s=0.01, sync_restarts=sync_restarts)
 
 
 def endless(name: str) -> list[GenerateRequest]:
