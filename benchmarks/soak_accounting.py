@@ -5,7 +5,7 @@
 
 It imports nothing of megarl: the rules are written down here a second time. The trainer's side is recounted from the
 rows of batches/*.parquet, the rollout side from the group ids in schedule.jsonl; both are compared with each other and
-with what the run says of itself (metrics.jsonl, attempts.json). A run that is checked needs `telemetry.dump_batches`,
+with what the run says of itself (metrics.jsonl, rollout.journal). A run that is checked needs `telemetry.dump_batches`,
 one data set, and a training file without equal prompts. Its trainer may have been killed and resumed. With `--stopped`
 the run may have ended before its last step: the steps in its metrics are counted, and groups under way need no end.
 
@@ -47,6 +47,7 @@ from soak_schedule import RolloutSide  # noqa: E402
 _POOL = re.compile(r" supervisor of .*\"launch\"")
 _ADDED = re.compile(r"starting replicas \[([\d, ]+)\]")
 _GROWN = re.compile(r"(\d+) engines that were lost are up again")
+_STARTED = re.compile(rb"megarl journal: (\d{20}) groups started\n")
 _ENGINE = re.compile(r"\(EngineCore pid=(\d+)\)")
 
 
@@ -183,11 +184,12 @@ def _check_totals(
         report.expect("counts", f"{end} groups that the controller committed", committed, report.ends[end])
     total = report.ends.total()
     report.expect("counts", "total/groups_admitted", last.get("total/groups_admitted"), total)
-    attempts = json.loads(_present(run_dir / "attempts.json").read_text(encoding="utf-8"))["attempts"]
+    head = _STARTED.match(_present(run_dir / "rollout.journal").read_bytes())
+    attempts = int(head[1]) if head else 0
     if not stopped:
         report.expect("counts", "groups that the controller has admitted", len(rollout.admitted), total)
     if not stopped or attempts < rollout.starts:
-        report.expect("groups", "groups ever started, by attempts.json", attempts, rollout.starts)
+        report.expect("groups", "groups ever started, by the journal", attempts, rollout.starts)
 
 
 def _check_repetitions(steps: Mapping[int, Sequence[CountedGroup]], rules: Rules, report: AccountingReport) -> None:

@@ -1,14 +1,13 @@
 """The quickstart's loss and agent loop, until an order of the soak (soak_orders.py) comes.
 
 After it, the gradient of one micro-batch is NaN on one rank, or the last log-prob of one response is; or the agent loop
-forks a child that goes on as if it were the worker, or it floods the worker's output. While the order SLOWER is there,
+floods the output of its worker. While the order SLOWER is there,
 each micro-batch takes longer; after the order HOLD one micro-batch takes longer than a run may need to be aborted.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from dataclasses import replace
@@ -67,7 +66,7 @@ def _spoil(gradient_R: Tensor) -> Tensor:
 class OrderedTurn(SingleTurn):
     """A single turn; after the order `logprob` the last log-prob of one sample that is trained is NaN.
 
-    After those of an agent worker it forks, or writes FLOOD_LINES to the worker's log, before it asks for its response.
+    After that of an agent worker it writes FLOOD_LINES to the worker's log before it asks for its response.
     """
 
     def __init__(self, orders: str) -> None:
@@ -75,8 +74,6 @@ class OrderedTurn(SingleTurn):
 
     async def run(self, ctx: AgentContext) -> Trajectory:
         """Return the trajectory of one response."""
-        if take(self._orders, "fork-agent-worker"):
-            os.fork()
         if take(self._orders, "flood-agent-worker"):
             for line in [*FLOOD_LINES, FLOODED]:
                 print(line)

@@ -117,7 +117,6 @@ class Kind:
 ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob"}
 LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
 LOST_WORKER = "rollout/workers_lost"
-CHILD_ENDED = "a child that an agent loop had forked came back from the loop"
 FLOODED = "the output of this worker was flooded"
 SKIPPED = "the step is skipped"
 UNSAVED = "could NOT be saved"
@@ -157,7 +156,6 @@ KINDS = {
         Kind("flood", "reward", "survived", room=1.0, cost_s=15.0, metric="reward/redone"),
         Kind("kill", "agent-worker", "survived", room=1.0, cost_s=40.0, metric=LOST_WORKER),
         Kind("hang", "agent-worker", "survived", room=2.0, cost_s=70.0, seconds=LONG_S, metric=LOST_WORKER),
-        Kind("fork", "agent-worker", "survived", room=1.0, cost_s=10.0, told=CHILD_ENDED),
         Kind("flood", "agent-worker", "survived", room=1.0, cost_s=15.0, told=FLOODED),
         Kind("spoil", "gradient", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
         Kind("spoil", "logprob", "survived", room=1.0, cost_s=15.0, told=SKIPPED),

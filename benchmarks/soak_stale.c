@@ -16,7 +16,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static const char *names[] = {"stop", "supervisor.json", "claim.json", "attempts.json"};
+static const char *names[] = {"stop", "supervisor.json", "claim.json"};
 static const char *directory, *order;
 static size_t length;
 static char hits[4096];

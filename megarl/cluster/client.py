@@ -254,13 +254,6 @@ class PoolClient:
             self._record.keep(step)
             return True
 
-    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
-        """Return the finished groups that `step` would take now; [] once it has taken its batch.
-
-        Also return how often the queue that has them had been started anew.
-        """
-        return self._call("upcoming", (step,), {}, self.config.timeouts.rpc_s)
-
     def commit(
         self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
         reused: int = 0, ended: Mapping[str, Sequence[int]] | None = None,
@@ -324,11 +317,6 @@ class PoolClient:
 
         finished: list[FinishedEvaluation] = self._call("take_evaluations", (wait_s,), {}, bound, note=note)[0]
         return finished
-
-    def leave_out(self) -> list[str]:
-        """Return the names of the replicas that the publication which now begins leaves out."""
-        found: list[int] = self._call("leave_out", (), {}, self.config.timeouts.rpc_s, note=self._record.left_out)[0]
-        return [f"replica {index}" for index in found]
 
     def quarantine(self, replica: int, reason: str) -> tuple[bool, str]:
         """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""

@@ -28,8 +28,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     actions = pool.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = _action(
         actions, "list", "show every engine: node, state, devices, weight version, requests",
-        "Show every engine. States: serving; starting and joining (it waits for the next publication); drained; "
-        "evaluating and outdated (it keeps, or has kept, a version for an evaluation); lost; leaving.",
+        "Show every engine. States: serving; starting and joining (it waits for the next publication); drained; lost; "
+        "leaving.",
     )  # fmt: skip
     listing.add_argument("--json", action="store_true", help="machine-readable")
     drain = _action(

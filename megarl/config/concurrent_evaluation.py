@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.pace import pace_of, pace_problems
+from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 
 
@@ -27,24 +27,6 @@ def evaluation_problems(config: Config) -> Iterator[str]:
         yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
     if section.concurrent:
         yield from (f"evaluation.concurrent: {reason}; remove one of them" for reason in _needs_one_version(config))
-    if not section.pin or any(pace_problems(config)):
-        return
-    if not section.every:
-        yield "evaluation.pin: without evaluation.every no evaluation runs beside training; set it, or remove pin"
-    if section.pin >= config.rollout.replicas:
-        yield (
-            f"evaluation.pin: {section.pin} of rollout.replicas={config.rollout.replicas} leaves none for training; "
-            f"use at most {config.rollout.replicas - 1}"
-        )
-    if section.concurrent is False or (section.concurrent is None and not pace_of(config).runs_ahead):
-        yield "evaluation.pin: evaluations here use all replicas between two steps; set evaluation.concurrent: true"
-    if section.concurrent is None:
-        yield from (f"evaluation.pin: {reason}; remove one of them" for reason in _needs_one_version(config))
-    if not config.weight_sync.recompute_kv:
-        yield (
-            "evaluation.pin: weight_sync.recompute_kv is false, so the pinned engines' KV caches would hold values of "
-            "older weights than the ones that are evaluated; set it to true"
-        )
 
 
 def _needs_one_version(config: Config) -> Iterator[str]:

@@ -194,12 +194,6 @@ class EvaluationConfig(Section):
         "Default: true where generation runs ahead (`admission.mode`), except with `checkpoint.keep_best` or "
         "`run.deterministic`, which need one version.",
     )
-    pin: int = Field(
-        0,
-        ge=0,
-        description="So many replicas keep the version with which such an evaluation began, and work for it alone "
-        "until it ends; 0 = all replicas, of whatever version they serve.",
-    )
     max_tokens: int | None = Field(
         None, ge=1, description="Upper bound of response tokens; default `sampling.max_tokens`."
     )

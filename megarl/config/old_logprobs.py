@@ -9,7 +9,7 @@ from megarl.algorithms.correction_config import CorrectionSpec, section_problems
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.config.teachers import sets_of, trainer_teachers
-from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS
+from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 
 
 def correction_of(config: Config) -> CorrectionSpec | None:
@@ -86,30 +86,12 @@ def logprob_passes(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class TeacherPass:
-    """A pass of the trainer over the samples of some data sets, for the log-probs of one teacher.
-
-    `name`: by which the log-probs that were computed early are known; another one than that of any stream.
-    """
+    """A pass of the trainer over the samples of some data sets, for the log-probs of one teacher."""
 
     teacher: str
     datasets: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        """See above."""
-        return f"{TEACHER_LOGPROBS}@{self.teacher}"
 
 
 def teacher_passes(config: Config) -> list[TeacherPass]:
     """Return the passes of the teachers that the trainer's ranks hold, in order."""
     return [TeacherPass(each.name, sets_of(config, each)) for each in trainer_teachers(config)]
-
-
-def computes_logprobs_early(config: Config) -> bool:
-    """Tell whether log-prob passes are made while the trainer waits for a batch.
-
-    How samples are packed then depends on the order in which groups finish, and with it the last bits of the
-    log-probs. So they are not in runs that can be repeated, or replayed from their recorded batches, bit for bit.
-    """
-    exact = config.run.deterministic or config.telemetry.dump_batches
-    return config.trainer.idle_logprobs and not exact and bool(logprob_passes(config) or teacher_passes(config))

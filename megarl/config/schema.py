@@ -133,14 +133,6 @@ class TrainerConfig(Section):
         "ends the run.",
     )
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
-    idle_logprobs: bool = Field(
-        True,
-        description="Compute old and reference log-probs of groups that have finished while the trainer waits for the "
-        "rest of its batch, instead of after the batch is complete; only if the step needs such a pass "
-        "(`algorithm.old_logprobs`, `algorithm.correction`, `algorithm.kl.coef`). The samples are then packed as they "
-        "come, which changes the last bits of the log-probs: without effect with `run.deterministic` and "
-        "`telemetry.dump_batches`.",
-    )
     compile_logprobs: bool | None = Field(
         None, description="Compile the log-prob head with torch.compile; default: true on GPUs. Falls back if it fails."
     )
@@ -263,11 +255,6 @@ class RolloutConfig(Section):
         "allows; 0 = off: it draws them again. "
         "Without effect with `run.deterministic`.",
     )
-    back_pressure: bool = Field(
-        True,
-        description="Hold requests back from an engine whose KV cache is full; it would drop requests and compute them "
-        "again.",
-    )
     group_deadline_s: float | None = Field(
         None,
         gt=0,
@@ -278,8 +265,7 @@ class RolloutConfig(Section):
         "cut",
         description="Unfinished responses at that time: finish them (there is no deadline then), cut them there (they "
         "count as truncated, see `sampling.truncated`), or fail the group, which is counted with its lengths "
-        "(`rollout/failed_length_mean`). With `cut` and `fail`, a loop that then waits for something of its own, "
-        "which is no engine, tool or reward, fails its group a tenth of this time later, after 60 s at most.",
+        "(`rollout/failed_length_mean`). With `cut` and `fail`, a group whose loops have not ended 60 s later fails.",
     )
     on_group_failure: Literal["count", "stop"] = Field(
         "count",

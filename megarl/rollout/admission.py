@@ -36,7 +36,8 @@ Replay settles nothing: a group ends once, at its first use, and further uses ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import asdict
 from typing import Any
 
 from megarl.config.pace import Pace
@@ -45,6 +46,7 @@ from megarl.rollout.counters import Counters, Taken
 from megarl.rollout.groups_in_flight import GroupsInFlight
 from megarl.rollout.ready_groups import ReadyGroups
 from megarl.rollout.reusable_groups import ReusableGroups, Use
+from megarl.rollout.schedule import Event, held_steps
 
 
 class Admission:
@@ -54,12 +56,13 @@ class Admission:
     most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `capacity`: the most
     groups in flight, in the queue and in steps that are not committed (>= `groups`); None: no bound besides `pace`'s.
     `steps`: those of the run, after which nothing is trained; None: no end. `max_uses`: the most steps that may train
-    a group (>= 1). Groups that may be trained again count for `capacity` too, but make room for new ones.
+    a group (>= 1). Groups that may be trained again count for `capacity` too, but make room for new ones. `record` gets
+    every event that has changed it, as JSON content (`schedule.py`).
     """
 
     def __init__(
         self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None, steps: int | None = None,
-        max_uses: int = 1,
+        max_uses: int = 1, record: Callable[[Event], object] = lambda event: None,
     ) -> None:  # fmt: skip
         if groups < 1:
             raise ValueError(f"admission needs groups >= 1, got {groups}")
@@ -84,10 +87,16 @@ class Admission:
         # (version, steps done) from which the bound counts: at the first version that is set in this history.
         self._base: tuple[int, int] | None = None
         self._held: set[int] = set()  # steps of an earlier controller, whose rows are not in the queue
+        self._record = record
+
+    def _if_reusing(self, **values: object) -> Event:
+        """Return what an event has only in runs in which groups may be used again."""
+        return values if self.max_uses > 1 else {}
 
     def announce(self, version: int) -> None:
         """Record that engines are about to serve `version`: from now on, tokens may carry it."""
         self._in_flight.announce(version)
+        self._record({"event": "announce", "version": version})
 
     def set_version(self, version: int) -> None:
         """Record that the engines serve `version`. Raises ValueError if it is lower than the last one."""
@@ -97,6 +106,7 @@ class Admission:
         self._in_flight.serve(version)
         if self._base is None:
             self._base = (version, self._steps_taken)
+        self._record({"event": "set_version", "version": version})
 
     @property
     def _steps_taken(self) -> int:
@@ -181,6 +191,8 @@ class Admission:
         if self.capacity is not None:
             queued = self._waiting_count + self._taken_count + len(self._reusable)
             self._released += self._reusable.evict(max(0, queued - self.capacity))
+        if room:
+            self._record({"event": "admit", "groups": redrawn + fresh})
         return redrawn + fresh
 
     def keep(self, kept: Mapping[int, Set[int]]) -> list[int]:
@@ -202,7 +214,9 @@ class Admission:
             if unsettled and self._room_at(oldest[group]):
                 self._in_flight.start_again(group, kept[group])
         self._leave_redraw(set(self._in_flight))
-        return list(self._in_flight)
+        found, started = [[group, sorted(versions)] for group, versions in kept.items()], list(self._in_flight)
+        self._record({"event": "keep", "kept": found, "started": started})
+        return started
 
     def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
         """Go on with `held`, the steps that the trainer has taken from a controller that has ended and not committed.
@@ -221,6 +235,7 @@ class Admission:
             raise ValueError(f"steps {sorted(held)} are held after {self._committed_steps} committed ones")
         self._taken, self._held, self._base = dict(sorted(held.items())), set(held), base
         self._leave_redraw(set(groups))
+        self._record({"event": "hold", "base": list(base), "taken": held_steps(held)})
 
     def _leave_redraw(self, groups: Set[int]) -> None:
         """Count `groups` as admitted; those before them that were not admitted in this history are its next ones."""
@@ -236,8 +251,9 @@ class Admission:
         `versions`: those of its tokens; empty if it has none. Raises ValueError if the group is not in flight, or if a
         token has a version that cannot be right.
         """
-        oldest = self._in_flight.leave(group, versions)
-        self._ready.add(group, ok, oldest)
+        present = sorted(set(versions))
+        self._ready.add(group, ok, self._in_flight.leave(group, present))
+        self._record({"event": "finish", "group": group, "ok": ok, "versions": present})
 
     def replace(self, group: int, versions: Iterable[int]) -> bool:
         """Record that `group` has finished without signal, and leave its place to another group.
@@ -246,8 +262,10 @@ class Admission:
         """
         if len(self._replaced) >= self.refill:
             return False
-        self._in_flight.leave(group, versions)
+        present = sorted(set(versions))
+        self._in_flight.leave(group, present)
         self._replaced.append(group)
+        self._record({"event": "replace", "group": group, "versions": present})
         return True
 
     def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
@@ -270,6 +288,8 @@ class Admission:
         self._taken[step] = Taken(ok, failed, sorted(self._replaced), oldest, reused)
         self._replaced = []
         self._released += self._reusable.drop(self._usable)
+        event = {"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self.replaced(step)}
+        self._record(event | self._if_reusing(reused=self.reused(step)))
         return ok, failed
 
     def _fills_up(self, missing: int) -> bool:
@@ -299,15 +319,6 @@ class Admission:
         Raises KeyError if the step was not taken, or is committed.
         """
         return self._taken[step].replaced
-
-    def upcoming(self, step: int) -> list[int]:
-        """Return the finished groups that `step` would take if it took its groups now; [] if it has taken them.
-
-        Nothing changes. A later answer may leave out groups of this one, because an older group has finished.
-        """
-        if step != self._steps_taken:
-            return []
-        return [group for _, groups in self._ready.first(self.groups) for group in groups]
 
     def awaited(self, step: int) -> list[int]:
         """Return the groups in flight, sorted, of which `step` must wait for at least one more. Empty: for none.
@@ -339,7 +350,8 @@ class Admission:
         numbers = {"trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed}
         taken = self._taken[step]
         check_numbers(step, taken, numbers)
-        ids = check_uses(step, taken, trained, reused, trained_groups, may_reuse=self.max_uses > 1)
+        groups = None if trained_groups is None else sorted(trained_groups)
+        ids = check_uses(step, taken, trained, reused, groups, may_reuse=self.max_uses > 1)
         if ended is not None:
             check_ends(step, taken, numbers, ended)
         uses = self._uses_after(step, ids)
@@ -352,6 +364,8 @@ class Admission:
         kept = {group for group, use in uses.items() if self._reusable.keep(group, use)}
         self._released += {*taken.ok, *taken.failed, *taken.reused} - kept
         self._released += self._reusable.drop(self._usable)
+        again = self._if_reusing(reused=reused, trained_groups=groups)
+        self._record({"event": "commit", "step": step, **numbers, **again})
 
     def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, Use]:
         """Return the groups that `step` has trained, `trained` for the first time, with the numbers of their uses.
@@ -423,3 +437,6 @@ class Admission:
         self._reusable, self._released = ReusableGroups(self.max_uses), []
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
         self._base, self._held = None, set()
+        settings = {"groups": self.groups, "refill": self.refill, "capacity": self.capacity, "steps": self.steps}
+        begin = {"event": "begin", **settings, "pace": asdict(self.pace), "state": state, "attempts": attempts}
+        self._record(begin | self._if_reusing(max_uses=self.max_uses))

@@ -27,7 +27,6 @@ async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) 
         lambda index, old: restart_replica(spec, index, old, timeouts),
         lambda index: f"see {logs / f'replica-{index}.log'}",
         report_interval_s=config.rollout.report_interval_s,
-        back_pressure=config.rollout.back_pressure,
         sync_restarts=config.weight_sync.restarts,
     )
     if not wait:

@@ -90,7 +90,7 @@ class CallRunner:
             if deadline is not None and time.monotonic() >= deadline.at:
                 deadline.settle(responses)
                 break
-            await self._await_replica(responses, deadline, background)
+            await self._await_replica(responses, deadline)
             index = await self._dispatcher.place(
                 prefix,
                 len(responses.unfinished),
@@ -118,13 +118,13 @@ class CallRunner:
                 count, known = len(responses.unfinished), responses.tokens
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, known, error)
 
-    async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None, background: bool) -> None:
+    async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None) -> None:
         """Wait until a replica serves such requests, or to the deadline.
 
         Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, and if none has come
         within the time that all attempts at a weight sync can take.
         """
-        if self._dispatcher.open_to(background):
+        if self._dispatcher.load:
             return
         limit_s = self._replacements.timeout_s
         until = time.monotonic() + limit_s
@@ -132,7 +132,7 @@ class CallRunner:
         if self._replacements.coming:
             count, tokens = len(responses.unfinished), responses.tokens
             logger.warning("no replica serves: %d responses with %d tokens wait for a new one", count, tokens)
-        while not self._dispatcher.open_to(background):
+        while not self._dispatcher.load:
             if not self._replacements.coming:
                 raise self._states.none_left("")
             if time.monotonic() >= wake:

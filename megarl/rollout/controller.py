@@ -199,7 +199,7 @@ class RolloutController(PoolController):
     async def set_version(self, version: int, admit: bool = True) -> Counters:
         """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.
 
-        Those of `leave_out` do not, and get no training requests. Idempotent.
+        Idempotent.
         """
         self._tasks.check()
         self._fleet.admit_joining()
@@ -233,15 +233,6 @@ class RolloutController(PoolController):
     def _working(self) -> str:
         """Describe what rewards and agent workers work on, as the end of a sentence."""
         return self._rewards.waiting() + (self._workers.waiting() if self._workers is not None else "")
-
-    async def upcoming(self, step: int) -> dict[int, list[str]]:
-        """Return the groups in the queue that `step` would take now, with the keys of their rows.
-
-        There are none once it has taken its batch.
-
-        A failure of rollout is not raised here: the trainer that asks also waits for the batch, which raises it.
-        """
-        return self._steps.upcoming(step)
 
     async def commit(self, step: int, **ends: Unpack[StepEnds]) -> Counters:
         """Settle the groups of `step` and start the groups that then fit. Raises as `StepBatches.commit` does."""
@@ -287,10 +278,6 @@ class RolloutController(PoolController):
         evaluation goes on after the publication. Raises RolloutError if it does not finish in that time.
         """
         return await self._evaluations.take(wait_s, self._waits.needs_publication)
-
-    async def leave_out(self) -> list[int]:
-        """Return the replicas that keep their version, which the publication that now begins leaves out."""
-        return sorted(self._fleet.leave_out())
 
     async def references(self, group_ids: list[int]) -> dict[int, str]:
         """Return the reference answers of groups, for `samples.jsonl`."""
@@ -344,7 +331,7 @@ class RolloutController(PoolController):
         if handover.history is not None or handover.held:
             self._runner.stats.skipped_prompts = 0
         await self._foreign.hold()
-        await self._fleet.take_over(handover.behind, in_sync=handover.announced is not None)
+        await self._fleet.take_over(in_sync=handover.announced is not None)
         self.elastic.open()
         self._expect_publications()
         self._steps.needed = handover.needed
@@ -421,5 +408,4 @@ class RolloutController(PoolController):
         finally:
             await asyncio.to_thread(self._rewards.close)
             self._queue.close()
-            await asyncio.to_thread(self._evaluations.close)
             await asyncio.to_thread(events.close_events)

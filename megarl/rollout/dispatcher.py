@@ -14,7 +14,6 @@ from megarl.rollout.back_pressure import BackPressure
 from megarl.rollout.drain import Hold
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_deadline import GroupDeadline
-from megarl.rollout.pins import Pins
 from megarl.rollout.routing import Router
 
 
@@ -27,18 +26,14 @@ class _Place:
 
 
 class Dispatcher:
-    """A router, limits by back-pressure, pinned replicas, and the queue of those that are held back."""
+    """A router, limits by back-pressure, and the queue of those that are held back."""
 
-    def __init__(self, replicas: Iterable[int], back_pressure: bool, hold: Hold | None = None) -> None:
-        """`back_pressure`: whether requests are held back from replicas whose KV cache is full.
-
-        `hold`: whether all requests are held back that have not begun; None: never.
-        """
+    def __init__(self, replicas: Iterable[int], hold: Hold | None = None) -> None:
+        """`hold`: whether all requests are held back that have not begun; None: never."""
         self._hold = hold or Hold(math.inf)
         self._router = Router(replicas)
-        self._limits = BackPressure() if back_pressure else None
+        self._limits = BackPressure()
         self._queue: list[_Place] = []  # of those that wait for it, in the order in which they came
-        self.pins = Pins()
         self._peak = EngineLoad()
 
     @property
@@ -60,7 +55,7 @@ class Dispatcher:
     ) -> int | None:
         """Wait for a replica with room for `samples` requests and assign them.
 
-        None if the deadline has come, and if no replica serves such requests (any more). Training comes before requests
+        None if the deadline has come, and if no replica serves (any more). Training comes before requests
         in the `background`; within each, whoever comes first is placed first. Requests that have been `begun` do not
         wait for room, nor for the end of a hold. `prefix`, `home` and `near`: see `Router.assign`. Raises RolloutError
         after `timeout_s`, which does not count while they are held back, or if the hold lasts too long.
@@ -70,9 +65,9 @@ class Dispatcher:
         self._queue.append(place)
         try:
             while True:
-                if not self.open_to(background):
+                if not self._router.load:
                     return None
-                held = not begun and self.holds_back(background)
+                held = not begun and self._hold.active
                 closed = self._router.load if held else self._closed(place, samples, begun)
                 if (index := self._router.assign(prefix, samples, home, closed, near)) is not None:
                     return index
@@ -95,31 +90,16 @@ class Dispatcher:
             self._queue.remove(place)
             self._wake_next()
 
-    def holds_back(self, background: bool) -> bool:
-        """Tell whether requests that have not begun are held back now. Those of a pinned evaluation never are."""
-        return self._hold.active and not (background and self.pins.pinned)
-
-    def open_to(self, background: bool) -> set[int]:
-        """Return the replicas that serve training, or with `background` an evaluation beside it."""
-        load = self._router.load
-        return set(load) - self.pins.closed_to(load, background=background)
-
     def _closed(self, place: _Place, samples: int, begun: bool) -> Container[int]:
         """Return the replicas that cannot be assigned to a place in the queue."""
+        if begun:
+            return ()
         load = self._router.load
-        closed = self.pins.closed_to(load, background=place.background)
-        if self._limits is None or begun:
-            return closed
-        if self._is_next(place):
-            return closed | self._limits.full(load, samples)
-        return load
+        return self._limits.full(load, samples) if self._is_next(place) else load
 
     def _is_next(self, place: _Place) -> bool:
-        """Tell whether nobody who wants the same replicas comes before a place in the queue."""
-        same = [each for each in self._queue if each.background == place.background]
-        if place.background and not self.pins.pinned and len(same) < len(self._queue):
-            return False
-        return same[0] is place
+        """Tell whether nobody comes before a place in the queue."""
+        return next((each for each in self._queue if not each.background), self._queue[0]) is place
 
     def _wake_next(self) -> None:
         """Let the first of either kind look again, because a replica may have got room; no other could be placed."""
@@ -131,7 +111,7 @@ class Dispatcher:
     def look_again(self) -> None:
         """Let all that wait look again.
 
-        Call it when replicas were pinned or released, came or went, or a hold has begun or ended.
+        Call it when replicas came or went, or a hold has begun or ended.
         """
         for place in self._queue:
             place.look.set()
@@ -139,7 +119,7 @@ class Dispatcher:
     def reported(self, prefix: Hashable, replica: int, ended: int, load: EngineLoad) -> None:
         """Record a replica's report, in which `ended` responses ended."""
         self._peak |= load
-        if self._limits is not None and replica in self._router.load:
+        if replica in self._router.load:
             self._limits.reported(replica, load, self._router.load[replica], ended)
         self.release(prefix, replica, ended)
 
@@ -156,9 +136,7 @@ class Dispatcher:
     def remove(self, replica: int) -> None:
         """Place nothing more on a replica; one that is not there is accepted."""
         self._router.remove(replica)
-        self.pins.forget(replica)
-        if self._limits is not None:
-            self._limits.forget(replica)
+        self._limits.forget(replica)
         self.look_again()
 
     def add(self, replica: int) -> None:

@@ -30,7 +30,6 @@ from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.sample_rows import sample_rows
 from megarl.rollout.to_trajectory import defect, failed_trajectory
-from megarl.rollout.unforked import unforked
 
 EVAL_SEED_OFFSET = 1 << 32  # of the groups, so that no training sample has the same seed
 
@@ -207,7 +206,7 @@ class EvalContext(LoopContext):
 async def evaluate_response(loop: AgentLoop, ctx: EvalContext) -> EvaluatedResponse:
     """Run the loop of one response; a tool or a request that fails costs this response alone."""
     try:
-        made = await unforked(loop.run(ctx))
+        made = await loop.run(ctx)
     except (ToolFailed, RequestFailed) as error:
         return ctx.failed(error)
     return ctx.ended(made)

@@ -1,16 +1,15 @@
 """The evaluations of a run: one that the trainer waits for, or one that goes on while it trains.
 
 The latter gives way to training: its requests have a lower priority in the engines and wait behind those of training,
-and it has only a share of each engine at once. With `evaluation.pin` some replicas work for it alone, and keep the
-version with which it began. Its report says of which versions the tokens were.
+and it has only a share of each engine at once. Its report says of which versions the tokens were.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,6 @@ from megarl.rollout.evaluate_on_fleet import Elsewhere, evaluate_on_fleet, recor
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import PublicationNeeded
-from megarl.rollout.response_files import ResponseFiles
-
-logger = logging.getLogger(__name__)
 
 # The part of an engine's places (`rollout.max_num_seqs`) that an evaluation beside training has at once. An engine
 # takes no place away from a running request, so without a limit training would wait for the end of long responses.
@@ -61,7 +57,7 @@ class FinishedEvaluation:
 class Evaluator:
     """Evaluates every configured set, greedy and sampled; writes the responses to RUN_DIR/eval_{label}.jsonl.
 
-    A disk that does not take these ends nothing: they are written later.
+    A disk that does not take these ends nothing: the user is warned, and the reports stay.
     """
 
     def __init__(
@@ -85,8 +81,6 @@ class Evaluator:
         self._source, self._fleet, self._score = source, fleet, score
         self._running: str | None = None
         self._finished: list[FinishedEvaluation] = []
-        self._files = ResponseFiles(partial(write_notice, run_dir))
-        self._trying = False  # to write files that wait
 
     async def run(self, version: int, label: str) -> list[SetReport]:
         """Evaluate the weights of `version`, which all replicas serve; without a label, write no file."""
@@ -99,14 +93,7 @@ class Evaluator:
         """
         if self._running is not None:
             raise ValueError(f"evaluation {label!r} cannot start while {self._running!r} is running")
-        pinned = self._fleet.pin(self._config.evaluation.pin) if self._config.evaluation.pin else frozenset()
-        if len(pinned) < self._config.evaluation.pin:
-            logger.warning(
-                "evaluation %s: %d instead of %d replicas keep version %d, because one has to be left for training",
-                label, len(pinned), self._config.evaluation.pin, version,
-            )  # fmt: skip
-        places = self._config.rollout.max_num_seqs
-        at_once = len(pinned) * places or max(len(self._fleet.serving) * places // SHARE, 1)
+        at_once = max(len(self._fleet.serving) * self._config.rollout.max_num_seqs // SHARE, 1)
         self._running = label
         self._tasks.start(self._in_background(version, label, Share(asyncio.Semaphore(at_once), PRIORITY)))
 
@@ -137,36 +124,32 @@ class Evaluator:
     def drop(self) -> None:
         """Forget everything, because all tasks were cancelled, some perhaps before they began."""
         self._running = None
-        self._fleet.release()
         self._finished.clear()
-        self._trying = False
-
-    def close(self) -> None:
-        """Write what waits for the disk, for the last time. It may block."""
-        self._files.close()
 
     async def _in_background(self, version: int, label: str, share: Share) -> None:
         try:
             reports = await self._evaluate(version, label, share)
         finally:
             self._running = None
-            self._fleet.release()
         self._finished.append(FinishedEvaluation(label, reports, version))
 
     async def _evaluate(self, version: int, label: str, share: Share | None) -> list[SetReport]:
         eval_sets = await asyncio.to_thread(self._source.eval_sets)
         reports = [await self._evaluate_set(each, version, label, share) for each in eval_sets]
         if label and eval_sets:
-            path = self._run_dir / f"eval_{label}.jsonl"
-            await asyncio.to_thread(self._files.write, path, partial(record_lines, eval_sets))
-            if self._files.waits and not self._trying:
-                self._trying = True
-                self._tasks.start(self._write_later())
+            await asyncio.to_thread(self._write, self._run_dir / f"eval_{label}.jsonl", eval_sets)
         return reports
 
-    async def _write_later(self) -> None:
-        await self._files.keep_trying()
-        self._trying = False
+    def _write(self, path: Path, eval_sets: Sequence[EvalSet]) -> None:
+        """Write the file of the responses as a whole; tell the user if that fails."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:  # data may have what UTF-8 cannot represent
+                file.writelines(line.encode("utf-8", "replace") + b"\n" for line in record_lines(eval_sets))
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            write_notice(self._run_dir, f"{path} could not be written ({error}); its evaluation is in the metrics")
 
     def _evaluate_set(self, eval_set: EvalSet, version: int, label: str, share: Share | None) -> Awaitable[SetReport]:
         score: Callable[[RewardInput], Awaitable[RewardOutcome]] = partial(self._score, function=eval_set.reward)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
@@ -45,9 +45,8 @@ Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
 class Fleet:
     """Holds all replicas: those that serve, those that are lost, and those that join at the next version.
 
-    For an evaluation, some of those that serve can be pinned: they are left out of publications (`pins.py`). Requests
-    of one call go to one replica; another one continues its responses if that one is lost (`call_runner.py`). A lost
-    replica that turns out to be sound serves again after the next weight sync.
+    Requests of one call go to one replica; another one continues its responses if that one is lost (`call_runner.py`).
+    A lost replica that turns out to be sound serves again after the next weight sync.
 
     `actors`: calls a replica. `states`: what each replica does; the changes of the pool act on it. `membership`: which
     replicas take part in publications.
@@ -61,13 +60,12 @@ class Fleet:
         describe: Callable[[int], str] = str,
         *,
         report_interval_s: float,
-        back_pressure: bool,
         sync_restarts: int,
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
-        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `back_pressure`: whether
-        requests are held back from replicas whose KV cache is full. `sync_restarts`: see `Replacements`.
+        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `sync_restarts`: see
+        `Replacements`.
         """
         self._timeouts, self._restart = timeouts, restart
         # What an engine holds is missing from a report, so the next one comes earlier by as much.
@@ -77,7 +75,7 @@ class Fleet:
         self._replacements = Replacements(timeouts, sync_restarts)
         # For as long as running responses may take to end, and then a weight sync with all its attempts.
         self._hold = Hold(timeouts.generate_s + self._replacements.timeout_s)
-        self._dispatcher = Dispatcher(replicas, back_pressure, self._hold)
+        self._dispatcher = Dispatcher(replicas, self._hold)
         self.states = ReplicaStates(
             self.actors, self.membership, self._replacements, self._dispatcher, ProgressRates(timeouts.rpc_s)
         )
@@ -110,7 +108,7 @@ class Fleet:
     @property
     def needs_publication(self) -> str:
         """The reason why the trainer must publish its weights now, because only that brings a replica; else empty."""
-        if not self.lost or self._dispatcher.open_to(background=False) or self._replacements.under_way:
+        if not self.lost or self._dispatcher.load or self._replacements.under_way:
             return ""
         return str(next(reversed(self.lost.values())))
 
@@ -145,8 +143,8 @@ class Fleet:
 
         `tokens`: those that responses have already, by request id; they are continued, and it is kept up to date.
         `terms`: what is different for calls that are not for training groups. `background`: they belong to an
-        evaluation beside training, go to its pinned replicas if there are any, and otherwise give way to training.
-        They have no time limit of their own: the wait for the evaluation has one.
+        evaluation beside training, and give way to training. They have no time limit of their own: the wait for the
+        evaluation has one.
 
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
         one is coming, RolloutError if the group fails by its deadline, if no replica has room within
@@ -204,16 +202,12 @@ class Fleet:
     async def drain(self, timeout_s: float) -> None:
         """Hold back all requests that have not begun, and wait until those that have begun have ended.
 
-        They are held back until `admit_joining` or `reset`, and not after a failure. The requests of an evaluation with
-        pinned replicas, which a publication leaves out, are neither held back nor waited for; foreign ones that have
-        begun are not waited for either. Raises RolloutError naming the replicas and their numbers of requests after
-        `timeout_s`.
+        They are held back until `admit_joining` or `reset`, and not after a failure. Foreign ones that have begun are
+        not waited for. Raises RolloutError naming the replicas and their numbers of requests after `timeout_s`.
         """
         self._hold.begin()
         try:
-            await self._calls.end(
-                timeout_s, lambda call: not call.foreign and self._dispatcher.holds_back(call.background)
-            )
+            await self._calls.end(timeout_s, lambda call: not call.foreign)
         except BaseException:
             self._let_go()
             raise
@@ -230,29 +224,12 @@ class Fleet:
     def admit_joining(self) -> None:
         """Let all replicas serve training, replaced and new ones too. Call it when a sync is complete.
 
-        Those that the publication has left out (`leave_out`), and drained ones, do not.
+        Drained ones do not.
         """
         self.states.admit_joining()
         self._replacements.end_sync()
         self.membership.end_sync()
-        self._dispatcher.pins.published()
         self._let_go()
-
-    def pin(self, count: int) -> frozenset[int]:
-        """Let `count` replicas keep their weights and serve requests in the background only; return them.
-
-        Call it when all replicas hold the current weights. At least one stays for training.
-        """
-        return self._dispatcher.pins.pin(self.serving, count)
-
-    def release(self) -> None:
-        """End what `pin` began. A replica that has missed a version serves training after the next publication."""
-        self._dispatcher.pins.release()
-        self._dispatcher.look_again()
-
-    def leave_out(self) -> frozenset[int]:
-        """Return the replicas that the publication which now begins leaves out."""
-        return self._dispatcher.pins.leave_out()
 
     async def restart(self, indices: Sequence[int]) -> None:
         """Replace replicas by new ones under the same names; they serve after `admit_joining`, and not before.
@@ -316,11 +293,10 @@ class Fleet:
         await asyncio.gather(*(reset_one(index) for index in self.members))
         await self.restart(sorted(broken))
 
-    async def take_over(self, behind: Collection[int], *, in_sync: bool) -> None:
+    async def take_over(self, *, in_sync: bool) -> None:
         """Make every engine drop the requests of a controller that has died. Those that cannot are lost.
 
-        So are those of `behind`, which do not hold the current weights. They serve again, or are replaced, after the
-        next sync. `in_sync`: the trainer is in the middle of one.
+        They serve again, or are replaced, after the next sync. `in_sync`: the trainer is in the middle of one.
         """
 
         async def take(index: int) -> None:
@@ -328,10 +304,6 @@ class Fleet:
                 await self.actors.call(index, "reset", timeout_s=self._timeouts.rpc_s)
             except ReplicaFailed as error:
                 self.states.lose(index, error)
-            if index in behind:
-                self.states.lose(
-                    index, ReplicaFailed(index, f"replica {index} has kept earlier weights for an evaluation")
-                )
 
         if in_sync:
             self._replacements.begin_sync()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,9 +17,8 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.demonstrate import Demonstrate
 from megarl.rollout.batch_decoder import BatchDecoder
 from megarl.rollout.batch_stats import BatchStats
-from megarl.rollout.group_deadline import GroupDeadline, OwnTime
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
-from megarl.rollout.late_loops import LoopResult, ended_in_time
 from megarl.rollout.loop_context import LoopContext
 from megarl.rollout.prompts import Drawn
 from megarl.rollout.requests import GenerateRequest, GenerateResult
@@ -30,9 +27,9 @@ from megarl.rollout.sample_rows import sample_rows
 from megarl.rollout.teachers.teacher_client import Teachers
 from megarl.rollout.to_trajectory import defect, failed_trajectory
 from megarl.rollout.toolbox import Toolbox
-from megarl.rollout.unforked import unforked
 from megarl.telemetry import events
-from megarl.tools.tool import ToolAnswer
+
+LoopResult = Trajectory | Sequence[Trajectory]
 
 
 class Problems(Protocol):
@@ -132,7 +129,7 @@ class GroupRunner:
         indices = range(self.config.batch.samples_per_group)
         samples = [SampleContext(self, prompt, group_id, index, deadline) for index in indices]
         loop = Demonstrate() if prompt.demonstrations else self.loop
-        results = await ended_in_time(self._run_samples(loop, samples), loop, samples, deadline)
+        results = await _ended_in_time(self._run_samples(loop, samples), loop, group_id, deadline)
         rows = [row for index, result in enumerate(results) for row in sample_rows(result, group_id, index)]
         return await self._taught(_of_set(rows, prompt.dataset), prompt.dataset)
 
@@ -155,23 +152,39 @@ class GroupRunner:
 
     async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> LoopResult:
         try:
-            result = await unforked(loop.run(context))
+            result = await loop.run(context)
         except TrajectoryFull as full:  # of this sample alone; those beside it may have had shorter ones
             context.note_end(context.turns, overflow=True)
             result = failed_trajectory(context.group_id, context.sample_index, str(full))
-        except Exception as error:
-            context.failure = error
-            raise
-        finally:
-            context.ended = True
-        if not context.given_up:  # else its group was counted long ago
-            context.note_times()
+        context.note_times()
         return result
 
     def failed(self, group_id: int, reason: str) -> list[Trajectory]:
         """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
         rows = [failed_trajectory(group_id, index, reason) for index in range(self.config.batch.samples_per_group)]
         return _of_set(rows, self.source.dataset(group_id))
+
+
+async def _ended_in_time(
+    running: Coroutine[Any, Any, list[LoopResult]], loop: AgentLoop, group_id: int, deadline: GroupDeadline | None
+) -> list[LoopResult]:
+    """Return what the loops of a group return, which are `running`; without a deadline it waits until they end.
+
+    Raises RolloutError, under either policy, if they have not ended within the deadline's grace, and cancels them.
+    """
+    if deadline is None:
+        return await running
+    try:
+        async with asyncio.timeout(deadline.at + deadline.grace_s - time.monotonic()) as limit:
+            return await running
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise RolloutError(
+            f"the loop {type(loop).__module__}:{type(loop).__qualname__} had not ended in all samples of group "
+            f"{group_id} {deadline.grace_s:g} s after the group's deadline of {deadline.seconds:g} s "
+            "(rollout.group_deadline_s); a loop has to end by `ctx.deadline`"
+        ) from error
 
 
 async def _not_persisted(group_id: int) -> None:
@@ -184,10 +197,7 @@ def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
 
 
 class SampleContext(LoopContext):
-    """Implements `AgentContext` for one sample of a group that `runner` runs.
-
-    `ended`: its loop has. `failure`: what it has raised. `given_up`: nobody waits for its loop any more.
-    """
+    """Implements `AgentContext` for one sample of a group that `runner` runs."""
 
     def __init__(
         self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, deadline: GroupDeadline | None
@@ -195,25 +205,6 @@ class SampleContext(LoopContext):
         toolbox = runner.toolboxes.get(prompt.dataset)
         super().__init__(prompt, group_id, sample_index, runner.progress[group_id], toolbox)
         self._runner, self._group_deadline = runner, deadline
-        self._own_time = OwnTime(math.inf if deadline is None else deadline.at)
-        self.ended = self.given_up = False
-        self.failure: Exception | None = None
-
-    def is_late(self, now: float) -> bool:
-        """Tell whether the loop has been left to itself longer than the group's deadline allows."""
-        deadline = self._group_deadline
-        return not self.ended and deadline is not None and self._own_time.seconds(now) >= deadline.grace_s
-
-    @contextlib.contextmanager
-    def _served(self) -> Iterator[None]:
-        """Note that the loop waits for an engine, a tool or a reward. Raises RolloutError if it was given up."""
-        if self.given_up:
-            raise RolloutError(f"group {self.group_id} has ended without its sample {self.sample_index}")
-        self._own_time.begin_service(time.monotonic())
-        try:
-            yield
-        finally:
-            self._own_time.end_service(time.monotonic())
 
     @property
     def run_seed(self) -> int:
@@ -253,31 +244,21 @@ class SampleContext(LoopContext):
     async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
         home = self.group_id if self._runner.config.run.deterministic else None
         batcher, deadline, tokens = self._runner.batcher, self._group_deadline, self._progress.tokens
-        with self._served():
-            if turn == 0:
-                result = await batcher.generate(request, self.group_id, home, deadline, tokens)
-            else:  # its beginning is in the cache of one replica only
-                prefix = (self.group_id, self.sample_index)
-                result = await batcher.generate(request, prefix, home, deadline, tokens, near=self._replica)
+        if turn == 0:
+            result = await batcher.generate(request, self.group_id, home, deadline, tokens)
+        else:  # its beginning is in the cache of one replica only
+            prefix = (self.group_id, self.sample_index)
+            result = await batcher.generate(request, prefix, home, deadline, tokens, near=self._replica)
         stats = self.stats
         stats.generate_seconds.append(result.seconds)
         stats.continued += result.lost_replicas > 0
         stats.cut += result.cut
         return result
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """See `AgentContext.call`."""
-        with self._served():
-            return await super().call(tool, arguments)
-
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """See `AgentContext.judge`."""
         if defect(result):
             return None
-        with self._served():
-            return await self._judged(result, turns)
-
-    async def _judged(self, result: GenerateResult, turns: Sequence[Turn]) -> RewardOutcome:
         text = await self._runner.decoder.text(result.response_ids)
         started = time.monotonic()
         reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)

@@ -30,16 +30,15 @@ class Handover:
     `history`: that of the last commit; None before the first one of a run that resumes nothing. `held`: the batches
     that all ranks have read and the trainer has not committed, in the order of their steps. `version`: what the engines
     serve, None if nothing was published yet; `base`: the first version that was published in this history, and the
-    steps that were done by then. `behind`: the replicas that have another version. `announced`: the version that they
-    are being given; None if no weight sync is under way. `admits`: whether groups may start. `needed`: the step for
-    whose batch the trainer waits, or the last one. `evaluation`: the label of the one beside training.
+    steps that were done by then. `announced`: the version that they are being given; None if no weight sync is under
+    way. `admits`: whether groups may start. `needed`: the step for whose batch the trainer waits, or the last one.
+    `evaluation`: the label of the one beside training.
     """
 
     history: dict[str, Any] | None
     held: tuple[BatchReady, ...] = ()
     version: int | None = None
     base: tuple[int, int] | None = None
-    behind: frozenset[int] = frozenset()
     announced: int | None = None
     admits: bool = False
     needed: int = -1
@@ -55,11 +54,10 @@ class TrainerRecord:
 
     now: Handover | None = None
     _taken: dict[int, BatchReady] = field(default_factory=dict)
-    _left_out: frozenset[int] = frozenset()
 
     def begun(self, history: dict[str, Any] | None) -> None:
         """Begin with a history that the trainer resumes, and forget everything else."""
-        self.now, self._taken, self._left_out = Handover(history), {}, frozenset()
+        self.now, self._taken = Handover(history), {}
 
     def drained(self) -> None:
         """Note that no response is under way; none begins before the next publication is complete."""
@@ -67,14 +65,7 @@ class TrainerRecord:
 
     def announced(self, version: int) -> None:
         """Note that a weight sync is about to begin."""
-        self._left_out = frozenset()
         self._change(announced=version)
-
-    def left_out(self, replicas: Sequence[int]) -> None:
-        """Note which replicas the weight sync leaves out."""
-        self._left_out = frozenset(replicas)
-        if self.now is not None:
-            self._change(behind=self.now.behind | self._left_out)
 
     def published(self, version: int, admits: bool) -> None:
         """Note that a weight sync is complete."""
@@ -82,7 +73,7 @@ class TrainerRecord:
             return
         history = self.now.history
         base = self.now.base or (version, 0 if history is None else int(history["admission"]["steps"]))
-        self._change(version=version, base=base, behind=self._left_out, announced=None, admits=admits)
+        self._change(version=version, base=base, announced=None, admits=admits)
 
     def admitted(self, needed: int) -> None:
         """Note that groups may start, and for which step's batch the trainer waits."""

@@ -27,7 +27,7 @@ from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.group_progress import GroupProgress
-from megarl.rollout.journal_file import JournalFile
+from megarl.rollout.journal_file import JournalFile, groups_started
 from megarl.rollout.journal_records import EpochRecord, encode_group, encode_unfinished, newest_version, read_head
 from megarl.rollout.kept_groups import KeptGroup, KeptGroups, Superseded
 from megarl.rollout.lineage import INITIAL, Lineage, lineage_content, next_epoch, read_lineage
@@ -68,6 +68,28 @@ class RolloutJournal:
         self._urgent: set[int] = set()  # unfinished groups that wait to be written
         self._settled = False  # a checkpoint is complete, and what it has settled was not looked for yet
         self._live_bytes = 0  # after the last search for what can be removed
+        self._uncounted = False  # the head could not be written, which was logged
+
+    def started(self) -> int:
+        """Return how many groups any process of this run has started; 0 if that cannot be read now."""
+        try:
+            return groups_started(self._file.path)
+        except OSError as error:
+            logger.warning("%s cannot be read, so too few groups count as rolled back: %r", self._file.path, error)
+            return 0
+
+    def count(self, started: int) -> None:
+        """Note how many groups were ever started, before the last of them starts; a resume counts those in vain.
+
+        What the disk does not take is written with the next groups that start.
+        """
+        try:
+            self._file.count(started)
+            self._uncounted = False
+        except OSError as error:
+            if not self._uncounted:
+                logger.warning("%s cannot be written: a resume would count too few groups: %s", self._file.path, error)
+            self._uncounted = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the lineage of the history, for the checkpoint."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from megarl.algorithms.filters import without_signal
 from megarl.common.errors import RolloutError
-from megarl.common.notices import write_notice
 from megarl.common.sample_parts import by_sample
 from megarl.config.datasets import response_limits
 from megarl.config.pace import capacity_groups, pace_of, refill_groups
@@ -23,7 +22,6 @@ from megarl.config.schema import Config
 from megarl.config.shaping import shaping_of
 from megarl.queue.transfer import QueueWriter
 from megarl.rollout.admission import Admission
-from megarl.rollout.attempts_file import AttemptsFile
 from megarl.rollout.background import BackgroundTasks
 from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
@@ -35,7 +33,7 @@ from megarl.rollout.kept_groups import KeptGroup
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.queued_rows import QueuedRows
 from megarl.rollout.retention import History
-from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission, ScheduleFile
+from megarl.rollout.schedule import SCHEDULE_FILE, ScheduleFile
 from megarl.rollout.workers.worker_groups import WorkerGroups
 from megarl.telemetry import events
 
@@ -71,7 +69,6 @@ class PromptGroups:
         self._source, self._fleet, self._runner = source, fleet, runner
         self._writer, self._journal, self._tasks, self._workers = writer, journal, tasks, workers
         self._schedule = ScheduleFile(run_dir / SCHEDULE_FILE)
-        self._attempts = AttemptsFile(run_dir, partial(write_notice, run_dir))
         self._shaping = shaping_of(config)
         self._failures = self._failure_policy()
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
@@ -82,7 +79,7 @@ class PromptGroups:
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Go back to a committed history of admission (None: to its beginning), with no group in flight."""
-        attempts = max(self.admission.attempts, self._attempts.read())
+        attempts = max(self.admission.attempts, self._journal.started())
         self._schedule.close()  # a trainer that begins a new history has moved it aside
         self._failures, self.admission = self._failure_policy(), self._new_admission()
         self.queued.clear()
@@ -90,13 +87,16 @@ class PromptGroups:
 
     def _new_admission(self) -> Admission:
         config = self._config
-        groups, pace, steps = config.batch.groups, pace_of(config), config.run.steps
-        refill, capacity, uses = refill_groups(config), capacity_groups(config), config.admission.max_uses
-        if config.telemetry.dump_batches:
-            return RecordedAdmission(
-                groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=uses, record=self._schedule.write
-            )
-        return Admission(groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=uses)
+        recorded: dict[str, Any] = {"record": self._schedule.write} if config.telemetry.dump_batches else {}
+        return Admission(
+            config.batch.groups,
+            pace_of(config),
+            refill=refill_groups(config),
+            capacity=capacity_groups(config),
+            steps=config.run.steps,
+            max_uses=config.admission.max_uses,
+            **recorded,
+        )
 
     def _failure_policy(self) -> FailurePolicy:
         return FailurePolicy(self._config.rollout.on_group_failure, self._config.batch.groups)
@@ -139,9 +139,8 @@ class PromptGroups:
     def start(self) -> None:
         """Start every group that admission allows now; groups that may be used again may have to leave the queue."""
         groups = self.admission.admit()
-        if groups or self._attempts.waits:
-            # Written before any of them starts, so that a resume can count the groups that were started in vain.
-            self._attempts.write(self.admission.attempts)
+        if groups:
+            self._journal.count(self.admission.attempts)
         for group_id in groups:
             self._tasks.start(self._run(group_id))
         self.free_rows()

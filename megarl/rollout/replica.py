@@ -303,16 +303,15 @@ class EngineReplica:
             raise RequestFailed(f"replica {self.index} refused a request: {_reason(error)}") from error
         return EngineReport(parts, self._monitor.take())
 
-    async def pause(self, clear_cache: bool = True, keeps_weights: bool = False) -> None:
+    async def pause(self, clear_cache: bool = True) -> None:
         """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`.
 
-        Without it they go on with the KV values that they have, which no later request uses unless the engine
-        `keeps_weights`.
+        Without it they go on with the KV values that they have, which no later request uses.
         """
         engine = self._check()
         self._activity.pause()
         self._monitor.hold("pause")
-        if not clear_cache and not keeps_weights:
+        if not clear_cache:
             self._requests.keep_cache()
         await self._guard(engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
 
@@ -358,19 +357,16 @@ class EngineReplica:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine = self._check()
-        self._weights.receive(update_info["load"])
+        self._weights.receive()
         request = WeightTransferUpdateRequest(update_info=update_info)
         await self._guard(engine.update_weights(request), "update_weights")
 
-    async def finish_weight_update(self, version: str | None = None) -> None:
-        """Complete the new weights and label what is generated from then on with `version`.
-
-        None: this replica has kept its weights and its label.
-        """
+    async def finish_weight_update(self, version: str) -> None:
+        """Complete the new weights and label what is generated from then on with `version`."""
         engine = self._check()
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
-        self._weights.finished(published=version is not None)
-        self._version = version or self._version
+        self._weights.finished()
+        self._version = version
         self._activity.end_weights(version)
 
     async def abandon_weight_update(self, update_info: dict[str, Any]) -> None:

@@ -90,10 +90,10 @@ class ReplicaActivity:
         """The replica begins to receive weights."""
         self._weights = self._now()
 
-    def end_weights(self, version: str | None) -> None:
-        """The weights are those of a version; None: the replica has kept its own."""
+    def end_weights(self, version: str) -> None:
+        """The weights are those of a version."""
         begin, self._weights = self._weights, None
-        if begin is not None and version is not None:
+        if begin is not None:
             self._record("load_weights", begin, version)
 
     def end(self) -> None:

@@ -84,19 +84,17 @@ class ReplicaStates:
 
     def serves_without(self, index: int) -> bool:
         """Tell whether another replica serves training."""
-        return bool(self._dispatcher.open_to(background=False) - {index})
+        return bool(self._dispatcher.load.keys() - {index})
 
     def state_of(self, index: int) -> str:
         """Return what a replica does, in one word."""
-        members, pins = self._membership, self._dispatcher.pins
+        members = self._membership
         states = {
             "starting": index in members.starting,
             "leaving": index in members.leaving,
             "joining": index in members.new or self._replacements.comes(index),
             "lost": index in self.lost,
             "drained": index in members.drained,
-            "evaluating": index in pins.pinned,
-            "outdated": index in pins.reserved,
         }
         return next((state for state, is_so in states.items() if is_so), "serving")
 
@@ -192,7 +190,7 @@ class ReplicaStates:
 
     def go_on_without(self, indices: Collection[int]) -> bool:
         """Tell whether a publication without these replicas brings its version to one that serves training."""
-        serving = self._dispatcher.open_to(background=False)
+        serving = self._dispatcher.load.keys()
         return bool(serving & set(self._membership.members) - set(indices) - self._membership.leaving)
 
     def admit_joining(self) -> None:

@@ -1,7 +1,8 @@
 """The schedule of a run: every event that changed its admission, in order, as JSON lines in RUN_DIR/schedule.jsonl.
 
 A line has the name of the event, what came from outside (versions, finished groups, how a step ended) and what
-admission decided (groups that may start, batches). The latter follows from the former: `schedule_replay.py` checks it.
+admission decided (groups that may start, batches); `Admission` makes them. The latter follows from the former:
+`schedule_replay.py` checks it.
 Each attempt of a run begins with a line `begin`, which holds the history that it resumes: of what is recorded before
 it, only the steps of that history still count.
 """
@@ -11,13 +12,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.config.pace import Pace
-from megarl.rollout.admission import Admission
 from megarl.rollout.counters import Taken
 
 SCHEDULE_FILE = "schedule.jsonl"
@@ -25,94 +24,13 @@ SCHEDULE_FILE = "schedule.jsonl"
 Event = dict[str, Any]
 
 
-class RecordedAdmission(Admission):
-    """An admission that hands every event which has changed it to `record`, as JSON content."""
-
-    def __init__(
-        self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None, steps: int | None = None,
-        max_uses: int = 1, record: Callable[[Event], None],
-    ) -> None:  # fmt: skip
-        super().__init__(groups, pace, refill=refill, capacity=capacity, steps=steps, max_uses=max_uses)
-        self._record = record
-
-    def _if_reusing(self, **values: object) -> Event:
-        """Return what an event has only in runs in which groups may be used again."""
-        return values if self.max_uses > 1 else {}
-
-    def load_state_dict(self, state: dict[str, Any], attempts: int = 0) -> None:
-        """See `Admission.load_state_dict`. An attempt of the run begins with it."""
-        super().load_state_dict(state, attempts)
-        settings = {"groups": self.groups, "refill": self.refill, "capacity": self.capacity, "steps": self.steps}
-        begin = {"event": "begin", **settings, "pace": asdict(self.pace), "state": state, "attempts": attempts}
-        self._record(begin | self._if_reusing(max_uses=self.max_uses))
-
-    def announce(self, version: int) -> None:
-        """See `Admission.announce`."""
-        super().announce(version)
-        self._record({"event": "announce", "version": version})
-
-    def set_version(self, version: int) -> None:
-        """See `Admission.set_version`."""
-        super().set_version(version)
-        self._record({"event": "set_version", "version": version})
-
-    def admit(self) -> list[int]:
-        """See `Admission.admit`. Calls that start nothing change nothing."""
-        groups = super().admit()
-        if groups:
-            self._record({"event": "admit", "groups": groups})
-        return groups
-
-    def keep(self, kept: Mapping[int, Set[int]]) -> list[int]:
-        """See `Admission.keep`."""
-        started = super().keep(kept)
-        found = [[group, sorted(versions)] for group, versions in kept.items()]
-        self._record({"event": "keep", "kept": found, "started": started})
-        return started
-
-    def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
-        """See `Admission.hold`."""
-        super().hold(base, held)
-        taken = [{"step": step, **asdict(each)} for step, each in sorted(held.items())]
-        for each in taken:  # JSON has no numbers as keys
-            each["oldest"] = sorted(each["oldest"].items())
-            each["reused"] = sorted((group, use["oldest"], use["uses"]) for group, use in each["reused"].items())
-        self._record({"event": "hold", "base": list(base), "taken": taken})
-
-    def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
-        """See `Admission.finish`."""
-        present = sorted(set(versions))
-        super().finish(group, ok, present)
-        self._record({"event": "finish", "group": group, "ok": ok, "versions": present})
-
-    def replace(self, group: int, versions: Iterable[int]) -> bool:
-        """See `Admission.replace`. A group that must be queued is finished by the next call."""
-        present = sorted(set(versions))
-        replaced = super().replace(group, present)
-        if replaced:
-            self._record({"event": "replace", "group": group, "versions": present})
-        return replaced
-
-    def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
-        """See `Admission.batch`. Only the call that takes the batch is an event."""
-        known = step in self._taken
-        batch = super().batch(step, needed=needed)
-        if batch is not None and not known:
-            ok, failed = batch
-            event = {"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self.replaced(step)}
-            self._record(event | self._if_reusing(reused=self.reused(step)))
-        return batch
-
-    def commit(
-        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, trained_groups: Iterable[int] | None = None, ended: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:  # fmt: skip
-        """See `Admission.commit`."""
-        numbers = {"trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed}
-        groups = None if trained_groups is None else sorted(trained_groups)
-        super().commit(step, **numbers, reused=reused, trained_groups=groups, ended=ended)
-        uses = self._if_reusing(reused=reused, trained_groups=groups)
-        self._record({"event": "commit", "step": step, **numbers, **uses})
+def held_steps(held: Mapping[int, Taken]) -> list[Event]:
+    """Return what steps have taken, as JSON content; JSON has no numbers as keys."""
+    taken = [{"step": step, **asdict(each)} for step, each in sorted(held.items())]
+    for each in taken:
+        each["oldest"] = sorted(each["oldest"].items())
+        each["reused"] = sorted((group, use["oldest"], use["uses"]) for group, use in each["reused"].items())
+    return taken
 
 
 class ScheduleFile:

@@ -45,7 +45,7 @@ class ServingController(PoolController):
         self._begin_with(await attach_fleet(self.spec, self.config, wait=not self._replaces))
         self._fleet.expect_publication(True)  # requests wait for a replica that is replaced
         if self._replaces:  # the engines work for a controller that has died
-            await self._fleet.take_over([], in_sync=False)
+            await self._fleet.take_over(in_sync=False)
         exempt_present_objects()
         collect_rarely()
         self.elastic.open()

@@ -80,10 +80,6 @@ class StepBatches:
         record_batch_taken(batch, stats.slowest, in_flight=len(admission.in_flight))
         return batch
 
-    def upcoming(self, step: int) -> dict[int, list[str]]:
-        """Return the groups in the queue that `step` would take now, with the keys of their rows."""
-        return {group: self._groups.queued.keys(group) for group in self._groups.admission.upcoming(step)}
-
     async def commit(self, step: int, **ends: Unpack[StepEnds]) -> None:
         """Settle the groups of `step`, free the rows that are not used again, and start the groups that then fit.
 

@@ -16,7 +16,7 @@ class WeightState:
         self.has_weights = has_weights
         self._joining = False  # the group of the sync; after a failure the engine may wait for the other members
         self.in_session = False
-        self._loading = False  # in this session; a replica that keeps its version loads nothing
+        self._loading = False  # in this session
         self._mixed = False  # since an interrupted session
 
     @property
@@ -40,17 +40,16 @@ class WeightState:
         """A session is about to begin."""
         self.in_session, self._loading = True, False
 
-    def receive(self, load: bool) -> None:
-        """Weights are about to come; with `load` they replace those of the model."""
-        self._loading = load
+    def receive(self) -> None:
+        """Weights are about to come, which replace those of the model."""
+        self._loading = True
 
     def abandoned(self) -> None:
         """The session was given up."""
         self._mixed |= self._loading
         self.in_session = self._loading = False
 
-    def finished(self, published: bool) -> None:
-        """The session has ended with all weights. `published`: the engine has loaded them, and serves a new version."""
-        if published:
-            self._mixed, self.has_weights = False, True
+    def finished(self) -> None:
+        """The session has ended, and the engine has loaded all weights of a new version."""
+        self._mixed, self.has_weights = False, True
         self.in_session = self._loading = False

@@ -1,9 +1,8 @@
 """The batches of the steps, each taken from the pool, planned, fetched and packed; if generation runs ahead, early.
 
-The next batch is then prepared by a thread while the current one trains, and none after it. If the trainer computes
-log-probs while it waits (`idle_logprobs.py`), a thread waits for every batch, in synchronous training too. A batch that
-was prepared and is not trained, because the run stops or fails, was never committed: the run that resumes uses its
-groups again or draws them again.
+The next batch is then prepared by a thread while the current one trains, and none after it. A batch that was prepared
+and is not trained, because the run stops or fails, was never committed: the run that resumes uses its groups again or
+draws them again.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.run.channel import SLICE_S, BackgroundChannel, ChannelClosed
-from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.run.failure import PeerFailedError
-from megarl.run.idle_logprobs import IdleLogprobs
 from megarl.run.pack_step import pack_step
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
@@ -43,16 +40,14 @@ class PreparedBatch:
     """A batch that a step can train on.
 
     `rows`: this replica's trajectories by key. `samples`: on rank 0, those that are shown in samples.jsonl, with their
-    reference answers. `early`: log-probs of this replica's samples that were computed while the trainer waited.
-    `share`: on leaders, a part of all rows, if batches are written to the disk. `packed`: this replica's samples as the
-    step's updates need them.
+    reference answers. `share`: on leaders, a part of all rows, if batches are written to the disk. `packed`: this
+    replica's samples as the step's updates need them.
     """
 
     batch: StepBatch
     plan: StepPlan
     rows: dict[str, Trajectory]
     samples: list[tuple[Trajectory, str | None]]
-    early: EarlyLogprobs = field(default_factory=EarlyLogprobs)
     share: list[Trajectory] = field(default_factory=list)
     packed: PackedStep | None = None
 
@@ -60,15 +55,11 @@ class PreparedBatch:
 class BatchSource:
     """Gives each step its batch. Every method is collective over the trainer ranks."""
 
-    def __init__(
-        self, config: Config, pool: PoolLink, recorder: Recorder, packer: Packer, idle: IdleLogprobs | None = None
-    ) -> None:
-        """`packer`: how the policy packs samples; `idle`: what the trainer does while it waits, None for nothing."""
-        self._config, self._pool, self._recorder, self._idle = config, pool, recorder, idle
+    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder, packer: Packer) -> None:
+        """`packer`: how the policy packs samples."""
+        self._config, self._pool, self._recorder = config, pool, recorder
         self._packer = packer
-        self._runs_ahead = pace_of(config).runs_ahead
-        in_thread = self._runs_ahead or idle is not None
-        self._background = BackgroundChannel(config.timeouts) if in_thread else None
+        self._background = BackgroundChannel(config.timeouts) if pace_of(config).runs_ahead else None
         self._next: _Preparation | None = None
 
     def take(self, step: int, version: int) -> PreparedBatch | PublicationNeeded:
@@ -99,10 +90,8 @@ class BatchSource:
                 prepared = self._await_next(channel, step, version)
         if isinstance(prepared, PublicationNeeded):
             return prepared
-        if self._runs_ahead and step + 1 < self._config.run.steps:
+        if step + 1 < self._config.run.steps:
             self._start(channel, step + 1, version + pace_of(self._config).updates_per_step)
-        if self._idle is not None:
-            prepared = replace(prepared, early=self._idle.collect(prepared.batch, prepared.plan))
         return prepared
 
     def _await_next(self, channel: BackgroundChannel, step: int, version: int) -> PreparedBatch | PublicationNeeded:
@@ -111,8 +100,6 @@ class BatchSource:
             self._start(channel, step, version)
         assert self._next is not None and self._next.of == (step, version)
         channel.hurry()
-        if self._idle is not None:
-            self._idle.work_until(self._next.future, step, version)
         prepared = self._next.future.result()
         self._next = None
         return prepared

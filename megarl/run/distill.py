@@ -18,7 +18,6 @@ from megarl.config.schema import Config
 from megarl.config.teachers import teachers_by_set
 from megarl.queue.streams import ADVANTAGES, OLD_LOGPROBS, ROLLOUT_LOGPROBS, TEACHER_LOGPROBS
 from megarl.queue.trajectory import SampleTag
-from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.telemetry.metrics import StepMetrics
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
@@ -28,31 +27,20 @@ _SUMS: Codec[dict[str, tuple[float, int]]] = codec_of(dict[str, tuple[float, int
 
 
 def add_teacher_logprobs(
-    policy: Policy,
-    tags: Mapping[str, SampleTag],
-    samples: Mapping[str, TrainSample],
-    config: Config,
-    early: EarlyLogprobs,
+    policy: Policy, tags: Mapping[str, SampleTag], samples: Mapping[str, TrainSample], config: Config
 ) -> None:
     """Give the samples of this replica the log-probs of their teachers, as far as rows have not brought them.
 
-    Collective. `tags`: those of the samples of all replicas. `early`: what was computed before the step. With
-    `where: loss` samples without a teacher get zeros, so that all have the stream that the loss needs. Raises
-    ValueError if a row lacks the log-probs that the engines of its teacher have to bring.
+    Collective. `tags`: those of the samples of all replicas. With `where: loss` samples without a teacher get zeros, so
+    that all have the stream that the loss needs. Raises ValueError if a row lacks the log-probs that the engines of its
+    teacher have to bring.
     """
     for each in teacher_passes(config):
         if not any(tag.dataset in each.datasets for tag in tags.values()):
             continue
-        found = early.of(each.name)
         mine = [sample for key, sample in samples.items() if tags[key].dataset in each.datasets]
-        missing = [sample for sample in mine if sample.key not in found]
-        for sample in mine:
-            if sample.key in found:
-                sample.streams[TEACHER_LOGPROBS] = found[sample.key]
-        if each.name in early.complete:
-            continue
-        results = policy.compute_logprobs(missing, teacher=each.teacher)
-        for sample, result in zip(missing, results, strict=True):
+        results = policy.compute_logprobs(mine, teacher=each.teacher)
+        for sample, result in zip(mine, results, strict=True):
             sample.streams[TEACHER_LOGPROBS] = result.logprobs_R
     taught = teachers_by_set(config)
     for key, sample in samples.items():

@@ -23,7 +23,7 @@ from megarl.telemetry.summary import RunSummary
 logger = logging.getLogger(__name__)
 
 RESULTS = ("metrics.jsonl", "samples.jsonl", "summary.json", "error.txt", "tensorboard", "wandb.json", "mlflow.json",
-           "batches", "failed_batch", ROLLED_BACK, "events", "attempts.json", "rollout.journal", "schedule.jsonl",
+           "batches", "failed_batch", ROLLED_BACK, "events", "rollout.journal", "schedule.jsonl",
            "checkpoints")  # fmt: skip
 
 

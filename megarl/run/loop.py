@@ -46,7 +46,7 @@ def train(session: Session) -> None:
             with pool.keep_batch_on_failure(batch):
                 trained = train_step(
                     policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step,
-                    early=prepared.early, packed=prepared.packed, watch=session.monitor.watch,
+                    packed=prepared.packed, watch=session.monitor.watch,
                 )  # fmt: skip
         except StepRefused as error:
             plan = session.skip(error, plan)
@@ -113,8 +113,8 @@ def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]
 def publish(session: Session, *, drain: bool = True) -> None:
     """Send the policy's weights to every engine, which then serves their version. Collective.
 
-    Only those that are pinned for an evaluation keep their version. Without `rollout.partial_rollout` all responses
-    that engines work on end first, unless no engine is left (`drain` is false).
+    Without `rollout.partial_rollout` all responses that engines work on end first, unless no engine is left (`drain`
+    is false).
     """
     version = session.version
     if drain and not session.config.rollout.partial_rollout:
@@ -122,7 +122,7 @@ def publish(session: Session, *, drain: bool = True) -> None:
             session.pool.drain()
     session.pool.announce(version)
     with session.recorder.phase("sync", f"publishing version {version}"):
-        session.recorder.sync(version, session.sender.publish(version, session.pool.leave_out()))
+        session.recorder.sync(version, session.sender.publish(version))
     session.pool.set_version(version)
 
 

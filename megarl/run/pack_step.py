@@ -11,12 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from megarl.config.old_logprobs import (
-    computes_logprobs_early,
-    interpolates_proximal,
-    logprob_passes,
-    teacher_passes,
-)
+from megarl.config.old_logprobs import interpolates_proximal, logprob_passes, teacher_passes
 from megarl.config.schema import Config
 from megarl.config.teachers import distils_in_loss
 from megarl.queue.streams import ADVANTAGES, PROXIMAL_ALPHA, TEACHER_LOGPROBS
@@ -86,11 +81,8 @@ def _whole(
     updates: Sequence[PackedBatch],
     config: Config,
 ) -> PackedBatch | None:
-    """Pack all samples of the step, if there is a pass over all of them.
-
-    Where log-probs are computed in idle time, a pass is over those that lack them, which are known only then.
-    """
-    if not updates or not logprob_passes(config) or computes_logprobs_early(config):
+    """Pack all samples of the step, if there is a pass over all of them."""
+    if not updates or not logprob_passes(config):
         return None
     if len(updates) == 1:
         return replace(updates[0], late=())

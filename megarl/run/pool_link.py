@@ -205,29 +205,6 @@ class PoolLink:
             lambda bound_s: bool(self._client.use(lambda pool: pool.keep(batch.step, batch.rebuilds))), _KEPT
         )
 
-    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
-        """Return the finished groups that `step` would take now, with the keys of their rows, and the queue's number.
-
-        On rank 0 only; not collective.
-        """
-        return self._client.use(lambda pool: pool.upcoming(step)) or ({}, 0)
-
-    def tags_of(self, keys: Sequence[str], rebuilds: int) -> list[SampleTag]:
-        """Return the tags of rows in the queue; [] but on leaders. Not collective.
-
-        Raises PartsLost if the queue that `rebuilds` tells has died.
-        """
-        if not keys:
-            return []
-        return self._queue.use(lambda queue: queue.read(rebuilds, lambda reader: reader.read_tags(keys))) or []
-
-    def rows_of(self, keys: Sequence[str], rebuilds: int) -> list[Trajectory]:
-        """Return rows that are in the queue, on every rank of the replica that asks. Collective over each replica.
-
-        Raises PartsLost on every rank of the replica if the queue that `rebuilds` tells has died.
-        """
-        return self._read(self._main, rebuilds, lambda queue: queue.fetch(keys), ROWS)
-
     def read_whole(self, batch: StepBatch) -> list[Trajectory]:
         """Return this leader's share of all rows of the batch for `record`; [] unless that writes them.
 
@@ -346,15 +323,6 @@ class PoolLink:
 
         answer = self._ask(ask, _EVALUATIONS)
         return PublicationNeeded(answer) if isinstance(answer, str) else answer
-
-    def leave_out(self) -> list[str]:
-        """Return the names of the replicas that the publication which now begins leaves out. Not collective.
-
-        [] but on rank 0, which alone needs them.
-        """
-        if not self._config.evaluation.pin:
-            return []
-        return self._client.use(lambda pool: pool.leave_out()) or []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rollout side's committed history as JSON content. On rank 0."""

@@ -249,10 +249,7 @@ class Recorder:
         record_batch(self.metrics, plan, trained)
         self.metrics.update(batch.timings)
         values = self.metrics.reduce()
-        # Engines ran beside the passes in idle time: the trainer did not wait for that part of their time.
-        hidden_s = values.get("perf/idle_logprobs_seconds", 0.0)
-        engine_s = max(0.0, values.get("rollout/engine_seconds", 0.0) - hidden_s)
-        values |= self.timer.finish_step(engine_s)
+        values |= self.timer.finish_step(values.get("rollout/engine_seconds", 0.0))
         self._events.finish_step()
         values |= self._performance.of_step(values)
         values["perf/trainer_peak_memory_gib"] = peak_memory_gib(self._peers.group)

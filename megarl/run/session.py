@@ -19,14 +19,12 @@ from megarl.cluster.handle import SupervisorHandle
 from megarl.common.errors import ConfigError
 from megarl.common.object_collectives import JSON
 from megarl.common.run_files import ExitRecord, Status
-from megarl.config.old_logprobs import computes_logprobs_early
 from megarl.config.schema import Config
 from megarl.config.trainer_layout import trainer_layout
 from megarl.models.export import HFExporter, save_hf
 from megarl.models.read_config import load_info
 from megarl.run.batches import BatchSource
 from megarl.run.evaluations import Evaluations
-from megarl.run.idle_logprobs import IdleLogprobs
 from megarl.run.peers import Peers
 from megarl.run.pool_link import PoolLink
 from megarl.run.recorder import Recorder
@@ -69,7 +67,7 @@ class Session:
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = PoolLink(config, self.peers, self.recorder)
-        self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer, self._idle_logprobs())
+        self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.monitor = RunMonitor(config, self.pool, self.recorder)
@@ -86,12 +84,6 @@ class Session:
     def parts(self) -> Sequence[Stateful]:
         """The parts whose state a checkpoint holds besides the trainer's own state."""
         return (self.pool, *self.recorder.parts, self.evaluations, self.monitor)
-
-    def _idle_logprobs(self) -> IdleLogprobs | None:
-        """Return the work of the trainer's idle time; None if the run has none."""
-        if not computes_logprobs_early(self.config):
-            return None
-        return IdleLogprobs(self.config, self.policy, self.peers, self.pool, self.recorder)
 
     def _refuse_different_plans(self) -> None:
         """Raise ConfigError if the ranks have resolved `auto` differently: their collectives would not match."""
@@ -200,10 +192,7 @@ class Session:
             self.save(step, wait=True)
 
     def refresh_reference(self, steps_done: int) -> None:
-        """Give the reference policy the weights after `steps_done` steps, if that is due. Called before the next step.
-
-        The log-probs of the old reference that were computed ahead are forgotten with it (`EarlyLedger.begin`).
-        """
+        """Give the reference policy the weights after `steps_done` steps, if due. Called before the next step."""
         if not self.policy.reference_due(steps_done):
             return
         with self.recorder.phase("update"):

@@ -43,7 +43,6 @@ from megarl.queue.streams import (
 from megarl.queue.trajectory import Trajectory
 from megarl.run.compare_logprobs import StepMeasures
 from megarl.run.distill import add_teacher_logprobs, distil
-from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.run.off_policy import reject_before_updates, set_interpolation
 from megarl.run.sources import TokenSources
 from megarl.run.step_plan import StepPlan
@@ -73,16 +72,14 @@ def train_step(
     metrics: StepMetrics,
     *,
     step: int,
-    early: EarlyLogprobs | None = None,
     packed: PackedStep | None = None,
     watch: StepWatch = lambda plan, measured: None,
 ) -> TrainedGroups:
     """Compute the log-probs that are missing, then make one optimizer update per mini-batch. Collective.
 
     `rows`: this DP rank's trajectories by key, at least those of `plan.keys_of(dp_rank)`. `step`: the number of steps
-    before this one. `early`: log-probs of this rank's samples that are there already. `packed`: these samples, packed
-    on every rank; None: the step makes and packs them, with equal results. `watch` is called before the first update
-    changes a weight.
+    before this one. `packed`: this rank's samples, packed on every rank; None: the step makes and packs them, with
+    equal results. `watch` is called before the first update changes a weight.
 
     Records `policy/*`, `correction/*`, `mismatch/*` and `reward/shaped_mean`. A mini-batch without a weight in any term
     of the loss makes no update; a step whose groups are all filtered makes none, and records `policy/updates` 0.
@@ -99,9 +96,9 @@ def train_step(
     passes = logprob_passes(config) if plan.mini_batches else []
     with timer.phase("logprobs"):
         for stream in passes:
-            _compute_logprobs(policy, packed, stream, early or EarlyLogprobs())
+            _compute_logprobs(policy, packed, stream)
         used = {key: plan.tags[key] for part in plan.mini_batches for keys in part for key in keys}
-        add_teacher_logprobs(policy, used, samples, config, early or EarlyLogprobs())
+        add_teacher_logprobs(policy, used, samples, config)
     if teacher_passes(config):
         passes = [*passes, TEACHER_LOGPROBS]
     if passes:
@@ -223,19 +220,12 @@ def _mini_batches(
         yield _MiniBatch(samples, _counts(plan, mini_batch, config, kept), ready)
 
 
-def _compute_logprobs(policy: Policy, packed: PackedStep, stream: str, early: EarlyLogprobs) -> None:
-    """Give every sample the log-probs `stream`: those of `early`, and by a pass those that it lacks. Collective."""
-    samples = packed.samples
-    found = early.of(stream)
-    for key, values_R in found.items():
-        samples[key].streams[stream] = values_R
-    missing = [sample for key, sample in samples.items() if key not in found]
-    if stream not in early.complete:
-        results = policy.compute_logprobs(missing, reference=stream == REFERENCE_LOGPROBS, packed=packed.whole)
-        for sample, result in zip(missing, results, strict=True):
-            sample.streams[stream] = result.logprobs_R
-    elif missing:
-        raise ValueError(f"no {stream} were computed early of {len(missing)} samples that were said to have them")
+def _compute_logprobs(policy: Policy, packed: PackedStep, stream: str) -> None:
+    """Give every sample the log-probs `stream` by a pass. Collective."""
+    samples = list(packed.samples.values())
+    results = policy.compute_logprobs(samples, reference=stream == REFERENCE_LOGPROBS, packed=packed.whole)
+    for sample, result in zip(samples, results, strict=True):
+        sample.streams[stream] = result.logprobs_R
 
 
 def entropy_due(config: Config, step: int) -> bool:

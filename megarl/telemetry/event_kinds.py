@@ -64,10 +64,6 @@ _TRAINER = [
         "and the optimizer.", (("samples", "Samples of this rank."), ("tokens", "Their tokens, packed.")),
     ),
     EventKind(
-        "idle_logprobs", "details", "span", "train",
-        "A portion of log-probs that the trainer computes while it waits for a batch.",
-    ),
-    EventKind(
         "prepare_batch", "steps", "span", "next batch",
         "The thread that waits for the batch of the step, plans, fetches and packs it.",
     ),

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-from torch import Tensor
 
-from megarl import platforms
 from megarl.common.object_collectives import Codec, all_gather, broadcast
 from megarl.models.layout import Layout
 
@@ -110,18 +107,3 @@ def dp_all_gather_object(obj: T, codec: Codec[T]) -> list[T]:
     """
     group = parallel_state.get_data_parallel_group()
     return all_gather(obj, codec, group) if group.size() > 1 else [obj]
-
-
-def dp_exchange(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Send `parts[d]` to replica d and return what each replica has sent to this one, in their order, on the CPU.
-
-    All parts of all ranks are one-dimensional, on the CPU and of one dtype; `sizes[d]`: the elements that replica d
-    sends to this one. A rank exchanges with the ranks at its own place in the other replicas.
-    """
-    group = parallel_state.get_data_parallel_group()
-    if group.size() == 1:
-        return list(parts)
-    sent = torch.cat(list(parts)).to(platforms.current().device)
-    received = sent.new_empty(sum(sizes))
-    torch.distributed.all_to_all_single(received, sent, list(sizes), [part.numel() for part in parts], group=group)
-    return list(received.cpu().split(list(sizes)))

@@ -135,11 +135,6 @@ class Policy:
             keep_freed_memory()
 
     @property
-    def uploads_reference(self) -> bool:
-        """Tell whether a pass of the reference model, or of a teacher, brings its weights to the device."""
-        return any(each.placement.uploads for each in (self.reference, *self.teachers.values()) if each is not None)
-
-    @property
     def reference_step(self) -> int:
         """The steps after which the reference model has taken the policy's weights; 0: it has those it began with."""
         return 0 if self.reference is None else self.reference.refreshed

@@ -50,17 +50,13 @@ class MegarlInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class MegarlUpdateInfo(WeightTransferUpdateInfo):
-    """The arguments of one sync, which follows the plan in `MegarlInitInfo` with this `layer_span`.
-
-    `load`: whether the model gets the weights; otherwise this worker only takes part in the broadcasts.
-    """
+    """The arguments of one sync, which follows the plan in `MegarlInitInfo` with this `layer_span`."""
 
     sync: int
     version: int
     layer_span: int | None
     plan_hash: str
     timeout_s: float
-    load: bool = True
 
 
 class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpdateInfo]):
@@ -78,7 +74,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self.loader = ModelLoader(self.model, self.model_config, self.device, read_at_start=read)
         self._receiver: Receiver | None = None
         self._needs_restart: str | None = None  # the failure that left the model partly loaded
-        self._loads = False  # this sync changes the model
+        self._loads = False  # this sync has begun to change the model
         self._interrupted: str | None = None  # the failure of another member, after which not all buckets have come
 
     def init_transfer_engine(self, init_info: MegarlInitInfo) -> None:
@@ -103,10 +99,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self.loader.check_next_sync()
 
     def start_weight_update(self) -> None:
-        """Begin a session, which vLLM requires. Raises WeightSyncError if an earlier sync left the model partly loaded.
-
-        The model is prepared in `receive_weights`, which knows whether it gets the weights.
-        """
+        """Begin a session. Raises WeightSyncError if an earlier sync left the model partly loaded."""
         self._refuse_if_broken()
         self._loads, self._interrupted = False, None
 
@@ -129,17 +122,15 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         """
         if self._receiver is None:
             raise WeightSyncError("update_weights was called before init_weight_transfer_engine")
-        self._loads = update_info.load
+        self._loads = True
         try:
-            if self._loads:
-                self.loader.start()
+            self.loader.start()
             self._receiver.receive(
                 update_info.sync,
                 update_info.version,
                 update_info.timeout_s,
                 layer_span=update_info.layer_span,
                 plan_hash=update_info.plan_hash,
-                load=self._loads,
             )
         except (SyncAborted, ConnectionLost, PeerTimeout) as error:
             self._interrupted = str(error)

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.weights.receiver import NOT_LOADED
-
 logger = logging.getLogger(__name__)
 
 
@@ -22,19 +20,9 @@ class LoadingWays:
 
         `reports`: those of all workers on the sync of `version`.
         """
-        before, self._ways = self._ways, ways_of(reports, self._ways)
+        before, self._ways = self._ways, {each["member"]: each["loaded"] for each in reports}
         if self._ways != before:
             logger.info("weights of version %d: %s", version, _by_way(self._ways))
-
-
-def ways_of(reports: Sequence[dict[str, Any]], before: Mapping[str, str]) -> dict[str, str]:
-    """Return in which way each engine worker has loaded last, from the reports and the ways of the version before.
-
-    Workers of a replica that keeps its version have not loaded now.
-    """
-    loaded = {report["member"]: report["loaded"] for report in reports}
-    last = {member: before.get(member) if way == NOT_LOADED else way for member, way in loaded.items()}
-    return {member: way for member, way in last.items() if way is not None}
 
 
 def _by_way(ways: Mapping[str, str]) -> str:

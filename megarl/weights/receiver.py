@@ -42,25 +42,6 @@ class Loader(Protocol):
         """Replace all references to parts of `buffer_B` by copies: the buffer is about to be overwritten."""
 
 
-NOT_LOADED = "not loaded: the replica keeps its version"
-
-
-class _Dropping:
-    """Loads nothing: the model keeps its weights."""
-
-    way = NOT_LOADED
-    obstacle = None
-
-    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Drop the tensors."""
-
-    def detach(self, buffer_B: torch.Tensor) -> None:
-        """Do nothing: nothing refers to the buffer."""
-
-
-_DROP = _Dropping()
-
-
 class Receiver:
     """Receives syncs on one engine worker."""
 
@@ -69,14 +50,13 @@ class Receiver:
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
     def receive(
-        self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str, load: bool = True
+        self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str
     ) -> dict[str, Any]:
         """Receive and load all buckets. Return the report, which is also sent to the leader.
 
         It has the digests, the seconds of each part, and as `loaded` the way that the loader took.
 
-        `timeout_s`: the time for the whole sync; `layer_span` and `plan_hash`: those of the sender's plan. Without
-        `load` every bucket is received and checked, because a broadcast needs all members, and then dropped.
+        `timeout_s`: the time for the whole sync; `layer_span` and `plan_hash`: those of the sender's plan.
 
         Raises:
             ValueError: `plan_hash` is that of another plan, or the plan mixes layers and the loader cannot take that.
@@ -92,12 +72,12 @@ class Receiver:
         try:
             if plan_hash != self.plan.hash:
                 raise ValueError(f"this sync follows plan {plan_hash}, {group.name} has {self.plan.hash}")
-            if load and layer_span is None and self._loader.obstacle is not None:
+            if layer_span is None and self._loader.obstacle is not None:
                 raise ValueError(
                     "the plan of this sync mixes the tensors of all layers, which needs an engine that loads in place; "
                     f"{group.name} cannot: {self._loader.obstacle}"
                 )
-            report |= self._receive_all(version, self._loader if load else _DROP)
+            report |= self._receive_all(version, self._loader)
         except BaseException as error:
             report["failure"] = str(error) or repr(error)
             report["secondary"] = isinstance(error, SyncAborted | ConnectionLost | PeerTimeout)

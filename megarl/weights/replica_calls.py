@@ -4,8 +4,7 @@ Order of one sync, over all replicas: wait until the leader has staged its first
 -> start -> update (all buckets) -> compare every worker's digests with the senders' -> finish, which sets the version
 -> resume. After a failure between start and finish the replicas are not resumed: if the sync is repeated, those that
 failed are replaced, and the others give up what they have loaded, stay paused and load all of it again; if not, all
-must be replaced. A replica that keeps its version goes through the same calls, because all members take part in a
-broadcast; it drops what it receives, and keeps its KV cache and its label.
+must be replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
@@ -43,20 +42,16 @@ _PHASES = {
 class _SyncCalls:
     """The calls of one sync to all replicas. `phase`: that of the last one; `seconds`: what each took, by method."""
 
-    def __init__(
-        self, replicas: Sequence[ReplicaHandle], group: Group, version: int, keep: Collection[str], rpc_s: float
-    ) -> None:
-        """`keep`: the names of replicas that keep their version. `rpc_s`: the bound of a call that has no other one."""
-        self._replicas, self._group, self._version, self._keep = replicas, group, version, keep
+    def __init__(self, replicas: Sequence[ReplicaHandle], group: Group, version: int, rpc_s: float) -> None:
+        """`rpc_s`: the bound of a call that has no other one."""
+        self._replicas, self._group, self._version = replicas, group, version
         self._rpc_s = rpc_s
         self._release = Release(group.aborted, group.post_abort)
         self.phase = STAGE
         self.seconds: dict[str, float] = {}
 
-    def make(
-        self, method: str, *args: object, kept: tuple[object, ...] = (), limit: float | None = None
-    ) -> list[Returned]:
-        """Call `method` with `args`, and with `kept` on the replicas that keep their version.
+    def make(self, method: str, *args: object, limit: float | None = None) -> list[Returned]:
+        """Call `method` with `args` on every replica.
 
         Raises SyncAborted, and calls nothing, if another member has failed; CallsFailed as `call_all` does.
         """
@@ -64,7 +59,7 @@ class _SyncCalls:
             raise SyncAborted(self._group.abort_reason or "")
         self.phase = _PHASES[method]
         begun = time.monotonic()
-        arguments = [kept if replica.name in self._keep else args for replica in self._replicas]
+        arguments = [args] * len(self._replicas)
         timeout_s = limit or self._rpc_s
         returned = call_all(self._replicas, method, arguments, timeout_s=timeout_s, release=self._release)
         ended = time.monotonic()
@@ -134,12 +129,10 @@ class EngineCalls:
         version: int,
         timeout_s: float,
         staged: threading.Event,
-        keep: Collection[str] = (),
     ) -> SyncReport:
         """Take all replicas through one sync, in which `group` has begun. Does not end the sync if it succeeds.
 
-        `staged`: set when the leader has staged its first buckets; until then the replicas generate. `keep`: the names
-        of replicas that keep their weights and their version.
+        `staged`: set when the leader has staged its first buckets; until then the replicas generate.
 
         Raises:
             WeightSyncError: with the failed members, the replicas that must be replaced, and those that need not if
@@ -147,20 +140,19 @@ class EngineCalls:
         """
         started = time.monotonic()
         deadline = started + timeout_s
-        calls = _SyncCalls(self._replicas, group, version, keep, self._rpc_s)
+        calls = _SyncCalls(self._replicas, group, version, self._rpc_s)
         info = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
         try:
             _await_staged(staged, group, timeout_s)
             pause_begun = time.monotonic()
             calls.seconds[STAGE] = pause_begun - started
             events.record("sync_stage", started, pause_begun, version=version)
-            calls.make("pause", self._recompute_kv, kept=(False, True))
+            calls.make("pause", self._recompute_kv)
             calls.make("start_weight_update")
             remaining = max(0.1, deadline - time.monotonic())
-            update = {**info, "timeout_s": remaining, "load": True}
-            calls.make("update_weights", update, kept=({**update, "load": False},), limit=remaining + EXTRA_WAIT_S)
+            calls.make("update_weights", {**info, "timeout_s": remaining}, limit=remaining + EXTRA_WAIT_S)
             reports = self._await_reports(group, plan, deadline)
-            calls.make("finish_weight_update", str(version), kept=(None,))
+            calls.make("finish_weight_update", str(version))
             resumed = calls.make("resume")
         except (CallsFailed, WeightSyncError) as error:
             raise self._failures.explain(error, group, self._replicas, version, calls.phase) from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -100,12 +100,10 @@ class WeightSender:
         self._former = GroupFormer(settings, store, self._engines, rank, world, self._exporter.connect)
         self._form()
 
-    def publish(self, version: int, keep: Collection[str] = ()) -> SyncReport:
+    def publish(self, version: int) -> SyncReport:
         """Make every replica serve `version`, with weights bit-identical to those that the exporter yields. Collective.
 
-        `keep`: the names of replicas that are left out, and keep their weights and their version; read on rank 0 only.
-        One that has to be restarted gets the weights. If replicas have joined or left the pool since the last sync, the
-        group is formed anew first.
+        If replicas have joined or left the pool since the last sync, the group is formed again first.
 
         A sync that engines make fail is repeated, at most `settings.restarts` times. The engines that failed are
         replaced. Those that had begun to load when others failed give that up and load everything again; they do not
@@ -124,7 +122,7 @@ class WeightSender:
             restarted = self._form()
         begun = time.monotonic()
         for attempt in range(self.settings.restarts + 1):
-            outcome = self._attempt(version, set(keep) - set(restarted), may_repeat=attempt < self.settings.restarts)
+            outcome = self._attempt(version, may_repeat=attempt < self.settings.restarts)
             if outcome["status"] == "published":
                 report = SyncReport(**{**outcome["report"], "restarted": restarted})
                 self._record(report, begun)
@@ -193,7 +191,7 @@ class WeightSender:
         self._gathers = [by_bucket[bucket.index] for bucket in self.plan.buckets]
         self._packer = packer if self._rank in self.plan.owners else None
 
-    def _attempt(self, version: int, keep: Collection[str], may_repeat: bool) -> dict[str, Any]:
+    def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
         """Make one attempt to publish. Return its outcome, which the leader determines for all ranks."""
         if self._store is None or self._group is None:
             raise RuntimeError("WeightSender.connect has not been called")
@@ -204,7 +202,7 @@ class WeightSender:
         engines = None
         if self._engines is not None:
             publish = self._engines.publish
-            engines = BackgroundCall(publish, group, self.plan, sync, version, limit_s, sending.staged, keep)
+            engines = BackgroundCall(publish, group, self.plan, sync, version, limit_s, sending.staged)
         error: Exception | None = None
         try:
             sending.run()

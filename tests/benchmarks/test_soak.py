@@ -161,8 +161,8 @@ def test_a_fault_has_in_both_runs_what_it_needs() -> None:
     assert config.algorithm.loss.endswith("ordered_ppo") and config.agent.loop.endswith("OrderedTurn")
     spoiled = [kind for kind in every if kind.action == "spoil" and kind.ending is None]
     assert config.trainer.max_skipped_steps >= len(spoiled) == 2
-    forks = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["fork-agent-worker"]]))
-    assert forks.rollout.agent_workers == 2 and forks.agent.loop.endswith("OrderedTurn")
+    floods = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["flood-agent-worker"]]))
+    assert floods.rollout.agent_workers == 2 and floods.agent.loop.endswith("OrderedTurn")
     plain = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["kill-engine"]]))
     assert (plain.rollout.agent_workers, plain.rollout.max_replicas, plain.checkpoint.dir) == (0, None, None)
     assert (plain.algorithm.loss, plain.agent.loop) == ("ppo", "single_turn")
@@ -332,7 +332,7 @@ def test_a_good_soak_misses_nothing() -> None:
         ({"late_rewards": 2, "happened": [*hit(), event("hang-reward")]}, "reward time-outs"),
         ({"late_rewards": 5, "happened": [*hit(), event("flood-reward")]}, "reward time-outs"),
         ({"late_rewards": 3, "happened": [*hit(), event("kill-agent-worker")]}, "reward time-outs"),
-        ({"late_rewards": 5, "happened": [*hit(), event("fork-agent-worker")]}, "reward time-outs"),
+        ({"late_rewards": 5, "happened": [*hit(), event("flood-agent-worker")]}, "reward time-outs"),
         ({"report": AccountingReport(oldest=5)}, "disturbed: oldest token"),
         ({"report": AccountingReport(skipped=1)}, "steps skipped"),
         ({"report": AccountingReport(skipped=2), "happened": [*hit(), event("spoil-gradient")]}, "steps skipped"),

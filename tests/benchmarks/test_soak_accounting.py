@@ -17,6 +17,7 @@ from benchmarks.soak_accounting import AccountingReport, Rules, UnreadableRun, c
 from benchmarks.soak_batches import judge
 from benchmarks.soak_problems import CHECKS
 from benchmarks.soak_schedule import RolloutSide
+from megarl.rollout.journal_file import JournalFile
 from tests.support.soak_runs import edit_lines, edit_rows, write_run
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -263,7 +264,7 @@ def uncovered_token(row: dict[str, Any]) -> dict[str, Any]:
         (rows(lambda row: row | {"status": "failed"}), "counts"),
         (rows(lambda row: row | {"reward": 1.0}), "counts"),
         (a_restart_untold, "engines"),
-        (lambda run_dir: (run_dir / "attempts.json").write_text('{"attempts": 27}'), "groups"),
+        (lambda run_dir: JournalFile(run_dir / "rollout.journal").count(27), "groups"),
     ],
 )  # fmt: skip
 def test_a_changed_file_is_found(tmp_path: Path, tamper: Callable[[Path], None], check: str) -> None:
@@ -322,10 +323,10 @@ def test_a_run_that_was_stopped_is_counted_up_to_the_last_step_that_it_tells(
     assert report.ends.total() < report.admitted, "no group was under way"
     monkeypatch.setattr("sys.argv", ["soak_accounting.py", "--stopped", str(run_dir)])
     assert main() == 0
-    attempts = run_dir / "attempts.json"
-    attempts.write_text('{"attempts": 999}')
+    journal = JournalFile(run_dir / "rollout.journal")
+    journal.count(999)
     assert check_run(run_dir, stopped=True).ok, "groups are counted on the disk before they are started"
-    attempts.write_text('{"attempts": 5}')
+    journal.count(5)
     assert check_run(run_dir, stopped=True).problems["groups"]
 
 

@@ -17,7 +17,7 @@ import pytest
 from benchmarks import soak_pool, soak_processes
 from benchmarks.soak_faults import Injector
 from benchmarks.soak_happened import Happened
-from benchmarks.soak_kinds import CHILD_ENDED, FLOODED, KINDS
+from benchmarks.soak_kinds import FLOODED, KINDS
 from benchmarks.soak_orders import take
 from benchmarks.soak_pool import PoolChange
 from benchmarks.soak_processes import find_processes
@@ -97,11 +97,9 @@ def test_a_flood_must_be_counted_by_its_metric(run: Run, counted: bool) -> None:
     assert event.over == counted and ("reward/redone has NOT counted it" in str(event)) != counted
 
 
-@pytest.mark.parametrize(("name", "told"), [("fork-agent-worker", CHILD_ENDED), ("flood-agent-worker", FLOODED)])
 @pytest.mark.parametrize("tells", [True, False])
-def test_what_an_agent_loop_was_told_to_do_must_be_in_its_worker_s_log(
-    run: Run, name: str, told: str, tells: bool
-) -> None:
+def test_what_an_agent_loop_was_told_to_do_must_be_in_its_worker_s_log(run: Run, tells: bool) -> None:
+    name, told = "flood-agent-worker", FLOODED
     log = run.directory / "logs" / "worker-1.log"
     log.parent.mkdir()
     log.write_text(f"{told} before the fault\n")
@@ -322,6 +320,6 @@ def test_every_kind_has_one_way_to_happen() -> None:
     for kind in KINDS.values():
         assert kind.has_processes or kind.order or kind.ending or kind.needs_hosts or kind.action in ("fill", "stale")
     assert {kind.order for kind in KINDS.values()} == {
-        "", "fork-reward", "flood-reward", "fork-agent-worker", "flood-agent-worker", "gradient", "logprob",
+        "", "fork-reward", "flood-reward", "flood-agent-worker", "gradient", "logprob",
     }  # fmt: skip
     assert KINDS["limit-job"].redone == 0 and KINDS["kill-job"].redone > 0

@@ -19,9 +19,9 @@ import os, sys
 from pathlib import Path
 run = Path(sys.argv[1])
 for call in (
-    lambda: (run / "claim.json").read_text(), lambda: os.stat(run / "stop"), lambda: os.lstat(run / "attempts.json"),
+    lambda: (run / "claim.json").read_text(), lambda: os.stat(run / "stop"), lambda: os.lstat(run / "supervisor.json"),
     lambda: os.utime(run / "claim.json"), lambda: os.replace(run / "new", run / "supervisor.json"),
-    lambda: os.open(run / "attempts.json", os.O_RDONLY), lambda: (run / "metrics.jsonl").read_text(),
+    lambda: os.open(run / "supervisor.json", os.O_RDONLY), lambda: (run / "metrics.jsonl").read_text(),
     lambda: (run / "sub" / "stop").write_text("x"), lambda: (run / "launch" / "1" / "node-0.json").write_text("x"),
 ):
     try:
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not 
 
 
 def answers(run_dir: Path, variables: dict[str, str]) -> list[str]:
-    for name in ("claim.json", "stop", "attempts.json", "new", "metrics.jsonl"):
+    for name in ("claim.json", "stop", "supervisor.json", "new", "metrics.jsonl"):
         (run_dir / name).touch()
     for name in ("sub", "launch/1"):
         (run_dir / name).mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def test_files_by_which_processes_find_each_other_are_stale_while_the_order_is_t
         return True
 
     assert answers(run_dir, variables) == ["-"] * 9
-    asked = {"claim.json": 2, "stop": 1, "attempts.json": 2, "supervisor.json": 1, "node-0.json": 1}
+    asked = {"claim.json": 2, "stop": 1, "supervisor.json": 3, "node-0.json": 1}
     assert spoil(orders, 60.0, ask) == asked
     assert during == [ESTALE] * 6 + ["-"] * 2 + [ESTALE]
     assert answers(run_dir, variables) == ["-"] * 9, "it is over"

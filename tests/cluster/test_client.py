@@ -371,7 +371,7 @@ class Mortal:
         answers = {
             "commit_and_tell": Committed(Counters(trained=steps), {"admission": {"steps": steps}}),
             "wait_batch": BatchReady(args[0] if args else 0, ["0:0"], Counters(), {}, [0]),
-            "upcoming": {4: ["4:0"]},
+            "references": {4: "a"},
         }
         return answers.get(method, Counters())
 
@@ -427,18 +427,19 @@ def test_a_commit_at_which_the_controller_dies_is_made_by_the_new_one(
 
 
 def test_a_controller_that_dies_while_it_takes_over_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    old, next_one, last = Mortal("old", {"upcoming": False}), Mortal("next", {"take_over": False}), Mortal("last")
+    old, next_one, last = Mortal("old", {"references": False}), Mortal("next", {"take_over": False}), Mortal("last")
     client = Mortals(monkeypatch, old, next_one, last).trains()
-    assert client.upcoming(0) == ({4: ["4:0"]}, 2) and [method for method, _ in last.asked] == ["take_over", "upcoming"]
+    assert client.references([4]) == {4: "a"} and client.handle.rebuilds == 2
+    assert [method for method, _ in last.asked] == ["take_over", "references"]
 
 
 def test_a_batch_of_a_dead_controller_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks read it, while rank 0 has already told the new controller that it has no such batch."""
-    old, new = Mortal("old", {"upcoming": False}), Mortal("new")
+    old, new = Mortal("old", {"references": False}), Mortal("new")
     client = Mortals(monkeypatch, old, new).trains()
     ready = client.wait_batch(1)
     assert isinstance(ready, BatchReady) and ready.rebuilds == 0
-    client.upcoming(1)
+    client.references([4])
     assert not client.keep(1, ready.rebuilds)
     [(_, (handover,)), *_] = new.asked
     assert [batch.step for batch in handover.held] == [0]
@@ -447,29 +448,29 @@ def test_a_batch_of_a_dead_controller_is_not_kept(monkeypatch: pytest.MonkeyPatc
 
 
 def test_several_threads_tell_the_new_controller_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = Mortal("old", {"upcoming": False, "admit": False}), Mortal("new")
+    old, new = Mortal("old", {"references": False, "admit": False}), Mortal("new")
     both = threading.Barrier(2)
     old.during = lambda method: both.wait(20) and None if method in old.dies else None
     client = Mortals(monkeypatch, old, new).trains()
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda call: call(), [lambda: client.upcoming(1), lambda: client.admit(1)]))
-    assert sorted(method for method, _ in new.asked) == ["admit", "take_over", "upcoming"]
+        list(threads.map(lambda call: call(), [lambda: client.references([4]), lambda: client.admit(1)]))
+    assert sorted(method for method, _ in new.asked) == ["admit", "references", "take_over"]
 
 
 def test_engines_are_left_alone_in_the_middle_of_a_weight_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread finds the controller dead; the one that publishes ends its sync first, and tells the new one."""
-    old, new = Mortal("old", {"upcoming": False}), Mortal("new")
+    old, new = Mortal("old", {"references": False}), Mortal("new")
     client = Mortals(monkeypatch, old, new).trains()
     client.announce(1)
     with ThreadPoolExecutor(1) as thread:
-        asking = thread.submit(client.upcoming, 1)
+        asking = thread.submit(client.references, [4])
         time.sleep(0.2)
         assert not new.asked and not asking.done()
         client.set_version(1)
-        assert asking.result(20) == ({4: ["4:0"]}, 1)
+        assert asking.result(20) == {4: "a"} and client.handle.rebuilds == 1
     [(first, (handover,)), *others] = new.asked
     # Which of the two threads is answered first is not promised.
-    assert first == "take_over" and sorted(method for method, _ in others) == ["set_version", "upcoming"]
+    assert first == "take_over" and sorted(method for method, _ in others) == ["references", "set_version"]
     assert (handover.version, handover.announced) == (0, 1)
 
 
@@ -486,7 +487,8 @@ def test_a_controller_that_hangs_is_lost_as_soon_as_the_supervisor_says_so(monke
 
     old.during = hang
     monkeypatch.setattr(client.config.timeouts, "rpc_s", 0.0)
-    assert client.upcoming(1) == ({4: ["4:0"]}, 1) and waited == [client_module.NOTICED_S]
+    assert client.references([4]) == {4: "a"} and client.handle.rebuilds == 1
+    assert waited == [client_module.NOTICED_S]
 
 
 def test_without_a_trainer_a_dead_controller_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,6 @@ def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> No
             pool.config.timeouts,
             restart_replica,  # type: ignore[arg-type]
             report_interval_s=0.1,
-            back_pressure=True,
             sync_restarts=1,
         )
         call = fleet.actors.call
@@ -144,15 +143,10 @@ def test_requests_are_held_back_from_the_engine_whose_kv_cache_is_full(tmp_path:
     cache = {"num_gpu_blocks_override": 12}
     pool = start_pool(tmp_path, rollout={"replicas": 2, "engine_kwargs": cache}, sampling={"max_tokens": 300})
     try:
-        held_back, limits = asyncio.run(crowd(pool, back_pressure=True))
-        assert limits is not None
+        first, last, limits = asyncio.run(crowd(pool))
         assert limits.limit(0) == math.inf and limits.limit(1) < GROUPS * IN_GROUP, "the full one alone has a limit"
-        not_held_back, none = asyncio.run(crowd(pool, back_pressure=False))
-        assert none is None
-        for first, _ in (held_back, not_held_back):  # before the first pressure there is no limit
-            assert first.kv_usage >= FULL and first.waiting > 0
-        assert not_held_back[1].kv_usage >= FULL
-        assert held_back[1].waiting < not_held_back[1].waiting / 2
+        assert first.kv_usage >= FULL and first.waiting > 0  # before the first pressure there is no limit
+        assert last.waiting < first.waiting / 2
     finally:
         pool.close()
 
@@ -160,7 +154,7 @@ def test_requests_are_held_back_from_the_engine_whose_kv_cache_is_full(tmp_path:
 GROUPS, IN_GROUP, WAVES = 10, 4, 2
 
 
-async def crowd(pool: TestPool, *, back_pressure: bool) -> tuple[tuple[EngineLoad, EngineLoad], BackPressure | None]:
+async def crowd(pool: TestPool) -> tuple[EngineLoad, EngineLoad, BackPressure]:
     """Send waves of long responses to replica 1 and one group to replica 0; the load in the first and the last wave."""
     import ray
 
@@ -170,14 +164,13 @@ async def crowd(pool: TestPool, *, back_pressure: bool) -> tuple[tuple[EngineLoa
         pool.config.timeouts,
         restart_replica,  # type: ignore[arg-type]
         report_interval_s=0.1,
-        back_pressure=back_pressure,
         sync_restarts=1,
     )
     spec = SamplingSpec(300, 1.0, (), ignore_eos=True)
     loads: list[EngineLoad] = []
     for wave in range(WAVES):
 
-        def group(number: int, home: int, name: str = f"{back_pressure}-{wave}") -> Any:
+        def group(number: int, home: int, name: str = f"{wave}") -> Any:
             requests = [
                 GenerateRequest(f"{name}-{number}-{i}", [1, 60 + number], spec, seed=i) for i in range(IN_GROUP)
             ]
@@ -187,4 +180,4 @@ async def crowd(pool: TestPool, *, back_pressure: bool) -> tuple[tuple[EngineLoa
         assert {len(each.response_ids) for results in answers for each in results} == {spec.max_tokens}
         assert {each.replica for results in answers[1:] for each in results} == {1} == {answers[0][0].replica + 1}
         loads.append(fleet.take_load())
-    return (loads[0], loads[-1]), fleet._dispatcher._limits
+    return loads[0], loads[-1], fleet._dispatcher._limits

@@ -18,8 +18,9 @@ from megarl.common.errors import ConfigError
 from megarl.config.load import load_config, to_yaml
 from megarl.config.pace import Pace, pace_of
 from megarl.queue.dump import DumpError, read_batch, write_batch
+from megarl.rollout.admission import Admission
 from megarl.rollout.group_end import usable_samples
-from megarl.rollout.schedule import SCHEDULE_FILE, Event, RecordedAdmission
+from megarl.rollout.schedule import SCHEDULE_FILE, Event
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch
 from megarl.run.step_plan import plan_step
 from megarl.trainer import parallel
@@ -131,7 +132,7 @@ def dropping(recorded, tmp_path_factory) -> Path:
     shutil.copy(recorded / "config.yaml", run)
     config = load_config(run / "config.yaml")
     events: list[Event] = []
-    admission = RecordedAdmission(GROUPS, pace_of(config), record=events.append)
+    admission = Admission(GROUPS, pace_of(config), record=events.append)
     admission.load_state_dict(admission.state_dict())
     for step in range(STEPS):
         admission.set_version(version_of(step))
@@ -229,7 +230,7 @@ def test_steps_with_a_gap_or_none_are_refused(recorded, tmp_path):
 def schedule_of(steps: int) -> list[Event]:
     """Return what the recorded run would have recorded, with groups of each version finishing in order."""
     events: list[Event] = []
-    admission = RecordedAdmission(GROUPS, Pace(2, 2, 1), record=events.append)
+    admission = Admission(GROUPS, Pace(2, 2, 1), record=events.append)
     admission.load_state_dict(admission.state_dict())
     for step in range(steps):
         admission.set_version(2 * step)

@@ -102,25 +102,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"evaluation__every": 2}, "evaluation.every: set, but evaluation.sets is empty"),
     ({"evaluation__concurrent": True, "run__deterministic": True}, "evaluation.concurrent: run.deterministic needs"),
-    (
-        {"evaluation__pin": 1, "rollout__replicas": 2, "admission__mode": "async"},
-        "evaluation.pin: without evaluation.every no evaluation runs beside training",
-    ),
-    ({"evaluation__pin": 1, "evaluation__concurrent": True}, "evaluation.pin: 1 of rollout.replicas=1 leaves none"),
-    ({"evaluation__pin": 1, "rollout__replicas": 2}, "evaluation.pin: evaluations here use all replicas between two"),
-    (
-        {"evaluation__pin": 1, "rollout__replicas": 2, "admission__mode": "async", "run__deterministic": True},
-        "evaluation.pin: run.deterministic needs the same engine steps",
-    ),
-    (
-        {
-            "evaluation__pin": 1,
-            "rollout__replicas": 2,
-            "admission__mode": "async",
-            "weight_sync__recompute_kv": False,
-        },
-        "evaluation.pin: weight_sync.recompute_kv is false",
-    ),
     ({"reward__function": "no_such_module_x:f"}, "reward.function: no module 'no_such_module_x'"),
     ({"reward__function": "gsm9k"}, "neither code, gsm8k, math nor an import path"),
     ({"weight_sync__transport": "nccl"}, "weight_sync.transport: nccl needs GPUs"),

@@ -11,7 +11,6 @@ from megarl.algorithms.correction import CorrectionSpec
 from megarl.algorithms.correction_config import MaskConfig
 from megarl.common.errors import ConfigError
 from megarl.config.old_logprobs import (
-    computes_logprobs_early,
     correction_of,
     correction_problems,
     interpolates_proximal,
@@ -168,9 +167,5 @@ TRAINER, KL = {"algorithm__old_logprobs": "trainer"}, {"algorithm__kl__coef": 0.
         ({**AHEAD, "trainer__mini_batches": 2}, [OLD_LOGPROBS]),
     ],
 )
-def test_the_passes_of_a_step_are_made_early_unless_bits_count(changes: dict[str, Any], passes: list[str]) -> None:
+def test_a_step_makes_the_passes_that_its_loss_needs(changes: dict[str, Any], passes: list[str]) -> None:
     assert logprob_passes(config("model", **changes)) == passes
-    assert computes_logprobs_early(config("model", **changes)) is bool(passes)
-    for exact in ("trainer__idle_logprobs=", "run__deterministic", "telemetry__dump_batches"):
-        setting = {exact.rstrip("="): not exact.endswith("=")}
-        assert not computes_logprobs_early(config("model", **changes, **setting))

@@ -175,7 +175,7 @@ def test_a_function_has_less_time_after_the_deadline_than_the_trainer_waits_for_
     async def act(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
         await asyncio.sleep(600)
 
-    deadline = GroupDeadline(time.monotonic() + 0.2, 0.2, "cut")
+    deadline = GroupDeadline(time.monotonic() + 0.2, 0.2, "cut", grace_s=0.02)
     [row] = run(Harness(act, 600.0, 1), Context(tmp_path, deadline))
     assert row.status == "failed" and row.failure.startswith("sample 3:1 waited 0 s for agent.act to end")
 

@@ -694,21 +694,6 @@ def test_staleness_admits_ahead() -> None:
     assert admission.admit() == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_upcoming_groups_of_a_step_are_those_that_it_would_take_now() -> None:
-    """An older group that finishes takes the place of the last one of a younger version."""
-    admission = Admission(2, Pace(max_staleness=2))
-    admission.set_version(0)
-    admission.admit()
-    assert admission.upcoming(0) == []
-    for group, versions, expected in [(4, [1], [4]), (3, [1], [4, 3]), (5, [1], [4, 3]), (0, [0], [0, 4])]:
-        admission.announce(1)
-        admission.finish(group, True, versions)
-        assert admission.upcoming(0) == expected and admission.upcoming(1) == []
-    assert admission.batch(0) == ([0, 4], [])
-    assert admission.upcoming(0) == [], "they are taken"
-    assert admission.upcoming(1) == [3, 5]
-
-
 @given(
     groups=st.integers(1, 3), steps=st.integers(1, 9), ahead=st.integers(0, 6), refill=st.integers(0, 4), data=st.data()
 )

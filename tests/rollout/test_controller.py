@@ -22,9 +22,10 @@ from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout import background, prompt_groups
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.attempts_file import ATTEMPTS_FILE
 from megarl.rollout.foreign_requests import ForeignReport, ForeignRequest
 from megarl.rollout.handover import Handover
+from megarl.rollout.journal import JOURNAL_FILE
+from megarl.rollout.journal_file import JournalFile, groups_started
 from megarl.rollout.ready_batches import PublicationNeeded
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.schedule import SCHEDULE_FILE
@@ -100,22 +101,6 @@ def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalContr
         with pytest.raises(BatchNotReady, match=told):
             await local.controller.wait_batch(0, 0.1)
         await local.controller.shutdown()
-
-    run(scenario)
-
-
-def test_the_groups_that_a_step_would_take_are_told_before_its_batch_is_complete(local: LocalController) -> None:
-    local.fleet.held = {1}
-    controller = local.controller
-
-    async def scenario() -> None:
-        await controller.set_version(0)
-        with pytest.raises(BatchNotReady):
-            await controller.wait_batch(0, 0.1)
-        found = await controller.upcoming(0)
-        assert found == {group: keys_of(group) for group in (0, 2)} and await controller.upcoming(1) == {}
-        assert set(keys_of(0, 2)) <= set(local.queue.rows), "they can be read"
-        await controller.shutdown()
 
     run(scenario)
 
@@ -326,7 +311,7 @@ def test_groups_without_signal_are_replaced_before_the_queue(tmp_path: Path, mon
         assert (values["rollout/groups_replaced"], values["rollout/groups_replaced_share"]) == (2, 0.4)
         assert values["rollout/replaced_reward_mean"] == (2 + 4) / 2
         assert values["rollout/replaced_tokens"] == SAMPLES * (2 + 4)
-        assert json.loads((tmp_path / ATTEMPTS_FILE).read_text()) == {"attempts": GROUPS + 2}
+        assert groups_started(tmp_path / JOURNAL_FILE) == GROUPS + 2
         with pytest.raises(ValueError, match="do not account for its 5 groups"):
             await controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
         counters = await controller.commit(0, trained=3, filtered=2, dropped_stale=0, failed=0)
@@ -837,13 +822,13 @@ def test_begin_drops_what_the_trainer_before_left_and_redraws_it(local: LocalCon
 
 
 def test_groups_that_a_killed_controller_started_count_as_rolled_back(local: LocalController, tmp_path: Path) -> None:
-    (tmp_path / ATTEMPTS_FILE).write_text('{"attempts": 17}')
+    JournalFile(tmp_path / JOURNAL_FILE).count(17)
 
     async def scenario() -> None:
         state = {"admission": local.controller._admission.state_dict(), "source": {"seed": 0}}
         assert (await local.controller.begin(state)).rolled_back == 17
         await local.controller.set_version(0)
-        assert json.loads((tmp_path / ATTEMPTS_FILE).read_text()) == {"attempts": 17 + GROUPS}
+        assert groups_started(tmp_path / JOURNAL_FILE) == 17 + GROUPS
         await local.controller.shutdown()
 
     run(scenario)

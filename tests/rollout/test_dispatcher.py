@@ -1,4 +1,4 @@
-"""The next place goes to training before an evaluation, which a pinned replica serves alone."""
+"""The next place goes to training before an evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def busy(dispatcher: Dispatcher, replica: int) -> None:
 
 def test_training_is_placed_before_an_evaluation_that_came_first() -> None:
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         order: list[str] = []
         evaluation, early, late = (
@@ -56,7 +56,7 @@ def test_room_that_comes_while_another_one_queues_up_is_used_at_once() -> None:
     """In one turn of the event loop the first one looks, the replica becomes idle, and another one looks."""
 
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         first = place(dispatcher, "first")
         asyncio.get_running_loop().call_soon(dispatcher.release, "first of 0", 0, 1)
@@ -71,7 +71,7 @@ def test_room_that_comes_while_another_one_queues_up_is_used_at_once() -> None:
 @pytest.mark.parametrize("turns", range(4))
 def test_whoever_is_cancelled_while_room_comes_does_not_take_it(turns: int) -> None:
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         waiting = [place(dispatcher, f"{number}") for number in range(3)]
         await asyncio.sleep(0.01)
@@ -90,7 +90,7 @@ def test_whoever_is_cancelled_while_room_comes_does_not_take_it(turns: int) -> N
 
 def test_a_report_wakes_only_those_that_are_next() -> None:
     async def scenario() -> None:
-        dispatcher = Dispatcher([0], back_pressure=True)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         asked: list[int] = []
         check = dispatcher._closed
@@ -111,60 +111,20 @@ def test_a_report_wakes_only_those_that_are_next() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("back_pressure", [True, False])
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_pinned_replica_works_for_the_evaluation_alone(back_pressure: bool, begun: bool) -> None:
-    async def scenario() -> None:
-        dispatcher = Dispatcher([0, 1], back_pressure)
-        assert dispatcher.pins.pin([0, 1], 1) == {1}
-        trained = [await place(dispatcher, f"group {i}", begun=begun) for i in range(3)]
-        evaluated = [await place(dispatcher, f"problem {i}", background=True, begun=begun) for i in range(5)]
-        assert trained == [0] * 3 and evaluated == [1] * 5
-
-    run(scenario)
-
-
-def test_training_that_waits_does_not_hold_back_a_pinned_replica() -> None:
-    async def scenario() -> None:
-        dispatcher = Dispatcher([0, 1], back_pressure=True)
-        dispatcher.pins.pin([0, 1], 1)
-        await busy(dispatcher, 0)
-        held = place(dispatcher, "held back")
-        await asyncio.sleep(0.01)
-        assert await place(dispatcher, "evaluation", background=True) == 1 and not held.done()
-        dispatcher.pins.release()  # it has missed no version
-        dispatcher.look_again()
-        assert await held == 1
-
-    run(scenario)
-
-
 def test_whoever_has_no_replica_left_is_told_so_and_does_not_wait_for_room() -> None:
     """The fleet knows whether another one is coming."""
 
     async def scenario() -> None:
-        dispatcher = Dispatcher([0, 1], back_pressure=True)
-        dispatcher.pins.pin([0, 1], 1)
+        dispatcher = Dispatcher([0])
         await busy(dispatcher, 0)
         waiting = place(dispatcher, "waits for room")
         await asyncio.sleep(0.01)
         assert not waiting.done()
         dispatcher.remove(0)
         assert await waiting is None
-        assert dispatcher.open_to(background=False) == set() and dispatcher.open_to(background=True) == {1}
         assert await place(dispatcher, "training", begun=True) is None
-        assert await place(dispatcher, "evaluation", background=True) == 1
+        assert await place(dispatcher, "evaluation", background=True) is None
         dispatcher.add(0)
         assert await place(dispatcher, "training", begun=True) == 0
-
-    run(scenario)
-
-
-def test_an_evaluation_whose_pinned_replica_is_lost_goes_on_with_the_others() -> None:
-    async def scenario() -> None:
-        dispatcher = Dispatcher([0, 1], back_pressure=True)
-        dispatcher.pins.pin([0, 1], 1)
-        dispatcher.remove(1)
-        assert await place(dispatcher, "evaluation", background=True) == 0
 
     run(scenario)

@@ -43,7 +43,6 @@ class Pool:
             timeouts,
             restart,  # type: ignore[arg-type]
             report_interval_s=5.0,
-            back_pressure=False,
             sync_restarts=0,
         )
         self.version = 0
@@ -65,13 +64,12 @@ class Pool:
         await settle()
 
     async def set_weights(self) -> None:
-        """Give the next version to all engines but those that are pinned."""
+        """Give the next version to all engines."""
         await self.fleet.begin_sync()
-        kept = self.fleet.leave_out()
         await self.fleet.restart(list(self.fleet.lost))
         self.version += 1
-        for index, engine in self.engines.items():
-            engine.version = engine.version if index in kept else self.version
+        for engine in self.engines.values():
+            engine.version = self.version
         self.fleet.admit_joining()
         await settle()
 
@@ -213,7 +211,7 @@ def test_nobody_is_held_back_for_ever() -> None:
 def test_the_time_for_which_requests_are_held_back_does_not_count() -> None:
     async def scenario() -> None:
         hold = Hold(60.0)
-        dispatcher = Dispatcher([0], back_pressure=False, hold=hold)
+        dispatcher = Dispatcher([0], hold=hold)
         hold.begin()
         placed = asyncio.ensure_future(
             dispatcher.place("a", 1, 0, begun=False, background=False, deadline=None, timeout_s=0.05)
@@ -229,23 +227,20 @@ def test_the_time_for_which_requests_are_held_back_does_not_count() -> None:
     run(scenario)
 
 
-def test_an_evaluation_ends_before_a_publication_unless_replicas_are_pinned_for_it() -> None:
+def test_an_evaluation_ends_before_a_publication() -> None:
     async def scenario() -> None:
         pool = Pool(2)
-        for pinned in (0, 1):
-            if pinned:
-                pool.fleet.pin(1)
-            evaluated = pool.call("problem", 3, background=True)
-            await pool.turns(1)
-            draining = asyncio.ensure_future(pool.fleet.drain(60.0))
-            await settle()
-            assert draining.done() is bool(pinned)
-            more = pool.call("another", 1, background=True)
-            await pool.turns(2)
-            assert draining.done() and evaluated.done() and more.done() is bool(pinned)
-            await pool.set_weights()
-            await pool.turns(1)
-            assert versions_of(await evaluated) == [{pinned}] and versions_of(await more) == [{1}]
+        evaluated = pool.call("problem", 3, background=True)
+        await pool.turns(1)
+        draining = asyncio.ensure_future(pool.fleet.drain(60.0))
+        await settle()
+        assert not draining.done()
+        more = pool.call("another", 1, background=True)
+        await pool.turns(2)
+        assert draining.done() and evaluated.done() and not more.done()
+        await pool.set_weights()
+        await pool.turns(1)
+        assert versions_of(await evaluated) == [{0}] and versions_of(await more) == [{1}]
 
     run(scenario)
 

@@ -385,13 +385,12 @@ def test_the_list_names_each_state_and_does_not_wait_for_a_replica_that_is_silen
             replica.status = Method(silent if index == 2 else status)  # type: ignore[attr-defined]
         fleet = fleet_of(replicas)
         pool = Pool(fleet)
-        assert fleet.pin(1) == {4}
         fleet.states.lose(2, ReplicaFailed(2, "it hangs"))
         await pool.elastic.drain(1)
         fleet.membership.reserve(1)
         reports = await pool.elastic.reports()
         assert [(each.replica, each.state) for each in reports] == [
-            (0, "serving"), (1, "drained"), (2, "lost"), (3, "serving"), (4, "evaluating"), (5, "starting"),
+            (0, "serving"), (1, "drained"), (2, "lost"), (3, "serving"), (4, "serving"), (5, "starting"),
         ]  # fmt: skip
         known = reports[0]
         assert (known.host, known.devices, known.version, known.running, known.waiting) == (
@@ -422,7 +421,7 @@ def test_a_replica_that_ended_with_the_old_controller_is_lost_listed_and_can_be_
         sound: Any = FakeReplica(0)
         sound.status = Method(status)
         fleet = fleet_of({0: sound, 1: EndedReplica(1)})
-        await fleet.take_over((), in_sync=False)
+        await fleet.take_over(in_sync=False)
         assert fleet.serving == [0] and "has ended with the controller" in str(fleet.lost[1])
         pool = Pool(fleet)
         assert [report.state for report in await pool.elastic.reports()] == ["serving", "lost"]
@@ -435,7 +434,7 @@ def test_a_replica_that_ended_with_the_old_controller_is_lost_listed_and_can_be_
 def test_a_replica_of_the_publication_in_which_the_old_controller_died_ends_after_it() -> None:
     async def work() -> None:
         fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
-        await fleet.take_over((), in_sync=True)
+        await fleet.take_over(in_sync=True)
         pool = Pool(fleet)
         assert "its engine ends with the publication" in await pool.elastic.remove(1)
         await asyncio.sleep(0.05)
@@ -499,7 +498,7 @@ def test_a_replica_that_fails_in_a_publication_leaves_it_at_once_and_a_new_one_j
     run(work)
 
 
-@pytest.mark.parametrize("other", ["drained", "pinned", "failed too"])
+@pytest.mark.parametrize("other", ["drained", "failed too"])
 def test_replicas_that_fail_in_a_publication_are_waited_for_if_no_other_one_serves_training(other: str) -> None:
     async def fresh(index: int, old: Any) -> Any:
         return FakeReplica(index)
@@ -510,9 +509,7 @@ def test_replicas_that_fail_in_a_publication_are_waited_for_if_no_other_one_serv
         pool = Pool(fleet)
         if other == "drained":
             await pool.elastic.drain(1)
-        elif other == "pinned":
-            fleet.pin(1)
-        victim = next(iter(fleet._dispatcher.open_to(background=False)))
+        victim = next(iter(fleet.serving))
         await fleet.begin_sync()
         await pool.elastic.replace_later([0, 1] if other == "failed too" else [victim])
         assert fleet.members == [0, 1] and pool.ended == [] and fleet.membership.missing == 0

@@ -119,16 +119,14 @@ def test_the_trainer_can_still_wait_for_an_evaluation_of_one_version(make: Any) 
     run(scenario)
 
 
-def test_one_at_a_time_with_its_pins_until_it_has_ended(make: Any) -> None:
+def test_one_at_a_time(make: Any) -> None:
     async def scenario() -> None:
-        controller, engines, fleet = make(evaluation__pin=1)
+        controller, engines, _ = make()
         await controller.start_evaluation(4, "step_2")
-        assert await controller.leave_out() == [0]
         with pytest.raises(ValueError, match="'step_4' cannot start while 'step_2' is running"):
             await controller.start_evaluation(6, "step_4")
         engines.open.set()
         await controller.take_evaluations(WAIT_S)
-        assert fleet.pinned == frozenset() and engines.most > 5  # the pinned engine works for nobody else
         await controller.start_evaluation(6, "step_4")
         [finished] = await controller.take_evaluations(WAIT_S)
         assert finished.label == "step_4"
@@ -169,7 +167,7 @@ def test_a_trainer_that_waits_for_it_learns_soon_that_no_replica_is_left(make: A
 
 def test_its_failure_ends_the_run(make: Any) -> None:
     async def scenario() -> None:
-        controller, engines, fleet = make(evaluation__pin=1)
+        controller, engines, _ = make()
         await controller.start_evaluation(4, "step_2")
         engines.failure = RolloutError("no replica is left")
         engines.open.set()
@@ -177,7 +175,6 @@ def test_its_failure_ends_the_run(make: Any) -> None:
             await controller.take_evaluations(WAIT_S)
         with pytest.raises(RolloutError, match="no replica is left"):
             await controller.admit()
-        assert fleet.pinned == frozenset()
 
     run(scenario)
 
@@ -185,12 +182,12 @@ def test_its_failure_ends_the_run(make: Any) -> None:
 @pytest.mark.parametrize("begun", [True, False], ids=["while it runs", "before it has begun"])
 def test_a_trainer_that_restarts_finds_no_evaluation(make: Any, begun: bool) -> None:
     async def scenario() -> None:
-        controller, engines, fleet = make(evaluation__pin=1)
+        controller, engines, _ = make()
         await controller.start_evaluation(4, "step_2")
         while begun and not engines.asked:
             await asyncio.sleep(0.01)
         await controller.begin(None)
-        assert fleet.pinned == frozenset() and await controller.take_evaluations(0.05) == []
+        assert await controller.take_evaluations(0.05) == []
         engines.open.set()
         await controller.start_evaluation(4, "step_2")
         assert len(await controller.take_evaluations(WAIT_S)) == 1

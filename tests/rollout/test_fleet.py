@@ -501,28 +501,9 @@ def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config
     package = ROOT / "megarl"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
              if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
-    planning = {"config/plan.py", "config/pools.py", "config/concurrent_evaluation.py", "config/monitor_checks.py"}
+    planning = {"config/plan.py", "config/pools.py", "config/monitor_checks.py"}
     assert found == planning | {"rollout/attach_fleet.py", "cluster/pool_actors.py", "commands/serve.py"}
     assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")
-
-
-def test_a_replica_that_was_pinned_serves_training_again_after_the_next_publication() -> None:
-    async def run() -> None:
-        fleet = fleet_of({index: FakeReplica(index, delay_s=0.01) for index in range(2)})
-
-        async def used() -> set[int]:
-            answers = await asyncio.gather(*(fleet.generate(f"{number}", requests(number)) for number in range(4)))
-            return {each[0].replica for each in answers}
-
-        assert fleet.pin(1) == fleet.leave_out() == {1}
-        fleet.release()  # the evaluation ends before the publication does
-        fleet.admit_joining()
-        assert await used() == {0}, "a replica of an old version serves training"
-        assert fleet.leave_out() == frozenset()
-        fleet.admit_joining()
-        assert await used() == {0, 1}
-
-    asyncio.run(run())
 
 
 def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuses_the_next_sync() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import pytest
 
 from megarl.common.notices import notices_file
 from megarl.rewards.types import RewardInput
-from megarl.rollout import attempts_file, response_files
-from megarl.rollout.attempts_file import ATTEMPTS_FILE
 from megarl.rollout.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.journal import JOURNAL_FILE
+from megarl.rollout.journal_file import JournalFile, groups_started
 from megarl.rollout.requests import SamplingSpec
 from tests.support.configs import config as config_of
 from tests.support.fake_rollout import local_controller
-from tests.support.waiting import wait_until
 
 GROUPS, SAMPLES = 3, 2
 WAIT_S = 5.0
@@ -30,22 +28,21 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = False
-        for module, name in ((attempts_file, "write_json"), (response_files, "_replace")):
-            monkeypatch.setattr(module, name, self._guarded(getattr(module, name)))
+        for place, name in ((JournalFile, "count"), (Path, "replace")):
+            monkeypatch.setattr(place, name, self._guarded(getattr(place, name)))
 
     def _guarded(self, real: Any) -> Any:
-        def write(path: Path, content: Any) -> None:
+        def write(where: Any, content: Any) -> None:
             if self.full:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            real(path, content)
+            real(where, content)
 
         return write
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    monkeypatch.setattr(response_files, "RETRY_S", 0.01)
-    yield Disk(monkeypatch)
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
 
 
 def eval_sets() -> list[EvalSet]:
@@ -77,23 +74,19 @@ def test_groups_go_on_and_their_number_is_written_by_the_next_start(
         disk.full = True
         await controller.set_version(0)
         batch = await controller.wait_batch(0, WAIT_S)
-        assert batch.replaced == [0] and not (tmp_path / ATTEMPTS_FILE).exists()
+        assert batch.replaced == [0] and groups_started(tmp_path / JOURNAL_FILE) == 0
         await controller.commit(0, trained=GROUPS, filtered=1, dropped_stale=0, failed=0)
         disk.full = False
-        await controller.admit()  # starts nothing
-        assert json.loads((tmp_path / ATTEMPTS_FILE).read_text()) == {"attempts": GROUPS + 1}
         await controller.set_version(1)
+        assert groups_started(tmp_path / JOURNAL_FILE) == 2 * GROUPS + 1
         await controller.wait_batch(1, WAIT_S)
         await controller.shutdown()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
-    [failed, written] = notices(tmp_path)
-    assert "attempts.json could not be written" in failed and "No space left" in failed
-    assert "attempts.json is written again" in written
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_an_evaluation_ends_and_its_responses_are_written_later(
+def test_an_evaluation_ends_and_the_user_is_warned_of_its_responses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, beside: bool
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -109,16 +102,12 @@ def test_an_evaluation_ends_and_its_responses_are_written_later(
             assert await controller.take_evaluations(WAIT_S)
         else:
             assert await controller.evaluate(4, "step_2")
-        await asyncio.sleep(0.1)
-        controller._tasks.check()
-        assert not path.exists()
         disk.full = False
-        await asyncio.to_thread(wait_until, path.exists, 20.0, "the responses")
-        disk.full = True
         await controller.evaluate(5, "after")
-        disk.full = False
-        await controller.shutdown()  # before the next attempt to write, perhaps
+        await controller.shutdown()
 
     asyncio.run(asyncio.wait_for(scenario(), 40))
-    assert len(path.read_text().splitlines()) == len((tmp_path / "eval_after.jsonl").read_text().splitlines()) > 0
-    assert sum("could not be written at first, and is complete now" in text for text in notices(tmp_path)) == 2
+    assert not path.exists() and list(tmp_path.glob(".eval_*")) == []
+    assert (tmp_path / "eval_after.jsonl").read_text().splitlines()
+    [told] = notices(tmp_path)
+    assert f"{path} could not be written" in told and "No space left" in told

@@ -26,8 +26,8 @@ from tests.support.fake_rollout import local_controller
         ({}, None),
         ({"on_group_deadline": "fail"}, None),
         ({"group_deadline_s": 30, "on_group_deadline": "finish"}, None),
-        ({"group_deadline_s": 30}, GroupDeadline(130.0, 30.0, "cut", 1770.0)),
-        ({"group_deadline_s": 30, "on_group_deadline": "fail"}, GroupDeadline(130.0, 30.0, "fail", 1770.0)),
+        ({"group_deadline_s": 30}, GroupDeadline(130.0, 30.0, "cut", 60.0)),
+        ({"group_deadline_s": 30, "on_group_deadline": "fail"}, GroupDeadline(130.0, 30.0, "fail", 60.0)),
     ],
     ids=str,
 )
@@ -39,9 +39,9 @@ def test_the_deadline_of_a_group_that_starts_now(rollout: dict[str, Any], deadli
 def test_a_group_has_a_deadline_where_generation_runs_ahead(mode: str) -> None:
     """It leaves the trainer, which waits `timeouts.generate_s`, a tenth of that for all that follows."""
     ahead: dict[str, Any] = {"admission__mode": mode, "timeouts__generate_s": 1000.0}
-    assert GroupDeadline.of(config_of("model", **ahead), now=100.0) == GroupDeadline(1000.0, 900.0, "cut", 100.0)
+    assert GroupDeadline.of(config_of("model", **ahead), now=100.0) == GroupDeadline(1000.0, 900.0, "cut", 50.0)
     given = GroupDeadline.of(config_of("model", rollout__group_deadline_s=30.0, **ahead), now=100.0)
-    assert given == GroupDeadline(130.0, 30.0, "cut", 970.0)
+    assert given == GroupDeadline(130.0, 30.0, "cut", 60.0)
     assert GroupDeadline.of(config_of("model", rollout__on_group_deadline="finish", **ahead), now=100.0) is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.loop_context import FROZEN_BYTES
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.to_trajectory import trajectory
@@ -242,3 +243,31 @@ def test_the_rows_of_a_group_have_been_scored_by_its_teacher_when_they_go_to_the
     rows = asyncio.run(made.run(1))
     assert all(row.streams == {"teacher_logprobs": [-t / 2 for t in row.response_ids]} for row in rows)
     assert len(made.stats.teacher_seconds) == 1
+
+
+@dataclass
+class State:
+    text: str
+
+
+class Freezes(SingleTurn):
+    """A loop that freezes a state of a size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    async def run(self, ctx: AgentContext) -> Any:
+        ctx.freeze(State("x" * self.size))
+        return await super().run(ctx)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(FROZEN_BYTES - 100, True), (FROZEN_BYTES + 1, False)])
+def test_a_state_that_is_too_large_fails_its_group(size: int, fits: bool) -> None:
+    source: Any = FakeSource()
+    rewards: Any = FakeRewards()
+    runner = GroupRunner(config_of("model"), Freezes(size), source, FakeBatcher(), rewards, partition="p")
+    if fits:
+        assert len(asyncio.run(runner.run(0))) == 4
+    else:
+        with pytest.raises(ValueError, match=f"freezes has {size + 11} bytes of JSON; {FROZEN_BYTES} at most"):
+            asyncio.run(runner.run(0))

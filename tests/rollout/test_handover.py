@@ -18,7 +18,7 @@ from megarl.rollout.admission import Admission
 from megarl.rollout.counters import Counters, Taken
 from megarl.rollout.handover import Handover, TrainerRecord
 from megarl.rollout.ready_batches import BatchReady
-from megarl.rollout.schedule import SCHEDULE_FILE, RecordedAdmission
+from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
 from tests.support.admission_machine import AdmissionMachine
 from tests.support.configs import config as config_of
@@ -31,7 +31,7 @@ WAIT_S = 5.0
 # --- admission
 
 
-class Noting(RecordedAdmission):
+class Noting(Admission):
     """Keeps the history of its last commit, as the trainer does, and its events."""
 
     def commit(self, step: int, **ends: Any) -> None:
@@ -164,7 +164,6 @@ def test_without_a_trainer_nothing_is_recorded() -> None:
     record.announced(3)
     record.published(3, admits=True)
     record.taken(batch(0))
-    record.left_out([1])
     record.evaluated(["x"])
     record.committed(0, history(1))
     assert record.now is None
@@ -201,16 +200,6 @@ def test_groups_start_only_where_the_trainer_has_let_them() -> None:
     assert record.now.announced == 1
     record.published(1, admits=True)
     assert record.now.announced is None and record.now.admits
-
-
-def test_replicas_that_keep_their_weights_are_behind_until_a_publication_includes_them() -> None:
-    record = TrainerRecord()
-    record.begun(None)
-    for version, left_out, behind in ((0, [], set()), (1, [2], {2}), (2, [2], {2}), (3, [], set())):
-        record.announced(version)
-        record.left_out(left_out)
-        record.published(version, admits=True)
-        assert record.now is not None and record.now.behind == behind
 
 
 def test_an_evaluation_is_handed_over_until_its_reports_are_there() -> None:
@@ -306,7 +295,7 @@ def test_a_new_controller_goes_on_after_the_last_commit(
         counters = await trainer.rebuild(local_controller(chosen, tmp_path, monkeypatch))
         fresh = trainer.local
         assert counters.balanced and (counters.trained, counters.taken) == (GROUPS, 2 * GROUPS)
-        assert fresh.fleet.taken_over == [(set(), False)] and fresh.fleet.resets == 0
+        assert fresh.fleet.taken_over == [False] and fresh.fleet.resets == 0
         assert not set(fresh.queue.rows) & set(in_training.keys + prepared.keys), "they need no row any more"
         counters = await trainer.commit(in_training)
         assert counters.balanced and counters.trained == 2 * GROUPS
@@ -356,9 +345,8 @@ def test_in_a_publication_nothing_starts_before_its_end(tmp_path: Path, monkeypa
         first = await trainer.take(0)
         await trainer.local.controller.announce(1)
         trainer.record.announced(1)
-        trainer.record.left_out([4])
         counters = await trainer.rebuild(local_controller(settings_of(rollout__journal_s=0), tmp_path, monkeypatch))
-        assert counters.in_flight == 0 and trainer.local.fleet.taken_over == [({4}, True)]
+        assert counters.in_flight == 0 and trainer.local.fleet.taken_over == [True]
         assert (await trainer.publish(1)).in_flight > 0
         assert (await trainer.commit(first)).balanced
         await trainer.local.controller.shutdown()

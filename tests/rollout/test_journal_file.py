@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.journal_file import JournalFile
+from megarl.rollout.journal_file import JournalFile, framed, groups_started
 
 RECORDS = [b"one", b"", b"three" * 50]
 
@@ -95,3 +95,61 @@ def test_a_write_that_fails_leaves_the_records_before_it(tmp_path: Path, monkeyp
         journal.append([b"lost"])
     journal.append([b"four"])
     assert JournalFile(journal.path).read() == [*RECORDS, b"four"]
+
+
+def test_the_head_counts_groups_beside_records(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = JournalFile(path)
+    assert groups_started(path) == 0
+    journal.count(3)
+    assert groups_started(path) == 3 and JournalFile(path).read() == []
+    journal.append(RECORDS)
+    journal.count(12)
+    journal.keep(lambda record: record != b"one")
+    assert groups_started(path) == 12 and JournalFile(path).read() == RECORDS[1:]
+    path.rename(tmp_path / "moved")
+    journal.count(13)
+    assert not path.exists(), "the next record begins the new file"
+    journal.append([b"next"])
+    assert groups_started(path) == 13 and JournalFile(path).read() == [b"next"]
+    assert groups_started(tmp_path / "moved") == 12
+
+
+def test_groups_are_counted_while_a_record_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts groups must not wait for it."""
+    journal, slow = written(tmp_path), threading.Event()
+    reached = threading.Event()
+
+    def hang(descriptor: int) -> None:
+        reached.set()
+        slow.wait(20)
+
+    monkeypatch.setattr("os.fsync", hang)
+    writer = threading.Thread(target=journal.append, args=([b"next"],))
+    writer.start()
+    assert reached.wait(20)
+    journal.count(7)
+    assert groups_started(journal.path) == 7 and writer.is_alive()
+    slow.set()
+    writer.join(20)
+    assert JournalFile(journal.path).read() == [*RECORDS, b"next"]
+
+
+def test_a_journal_of_an_earlier_release_has_no_head_and_gets_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b"".join(map(framed, RECORDS)))
+    assert groups_started(path) == 0
+    journal = JournalFile(path)
+    assert journal.read() == RECORDS
+    journal.count(4)
+    journal.append([b"next"])
+    assert groups_started(path) == 4 and JournalFile(path).read() == [*RECORDS, b"next"]
+    assert journal.size == path.stat().st_size
+
+
+def test_a_head_that_is_damaged_costs_its_number_only(tmp_path: Path) -> None:
+    journal = written(tmp_path)
+    content = bytearray(journal.path.read_bytes())
+    content[20:30] = bytes(10)
+    journal.path.write_bytes(content)
+    assert groups_started(journal.path) == 0 and JournalFile(journal.path).read() == RECORDS

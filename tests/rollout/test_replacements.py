@@ -48,7 +48,7 @@ def fleet_of(
 ) -> Fleet:
     bound = {} if bound_s is None else {"weight_sync_s": bound_s / 4, "engine_start_s": bound_s / 2}
     timeouts = TimeoutsConfig(generate_s=10, rpc_s=10, **bound)
-    return Fleet(replicas, timeouts, restart, report_interval_s=0.01, back_pressure=True, sync_restarts=sync_restarts)
+    return Fleet(replicas, timeouts, restart, report_interval_s=0.01, sync_restarts=sync_restarts)
 
 
 def endless(name: str) -> list[GenerateRequest]:
@@ -211,8 +211,8 @@ def test_no_trainer_is_asked_to_publish_if_a_sync_would_not_replace_what_is_lost
     run(scenario)
 
 
-class Pinned:
-    """A fleet of replicas 0 and 1, of which 1 is pinned; both work for a group, respectively a response, without end.
+class Beside:
+    """A fleet of replicas 0 and 1, which work for a training group and for an evaluation, without end.
 
     Replacements come up as soon as `restart.go` is set, and end each response with their first token.
     """
@@ -222,7 +222,6 @@ class Pinned:
         self.new = {index: ScriptedReplica(index, 0, "stop", version=4) for index in (0, 1)}
         self.restart = Starting(self.new)
         self.fleet = fleet_of(self.old, self.restart)
-        assert self.fleet.pin(1) == {1}
 
     async def begin(self) -> tuple[asyncio.Task[list[GenerateResult]], asyncio.Task[list[GenerateResult]]]:
         """Return the training group and the evaluation's response, of which some tokens are reported."""
@@ -245,73 +244,21 @@ def check_continued(results: list[GenerateResult], lost: int, by: int) -> None:
     assert tokens[0] == lost and tokens[-1] == by and tokens == sorted(tokens, key=lambda each: each != lost)
 
 
-def test_training_waits_for_its_replacement_while_only_a_pinned_replica_is_left() -> None:
-    async def scenario() -> None:
-        pinned = Pinned()
-        training, evaluation = await pinned.begin()
-        restarting = asyncio.create_task(pinned.fleet.restart([0]))
-        await until(lambda: pinned.restart.begun)
-        later = asyncio.create_task(pinned.fleet.generate("later", requests(3)))
-        pinned.restart.go.set()
-        await restarting
-        await asyncio.sleep(0.02)
-        assert pinned.fleet.serving == [1] and not training.done() and not later.done()
-        assert pinned.asked(pinned.old) == [["training"], ["eval"]], "the pinned replica was asked to work for training"
-        pinned.fleet.admit_joining()
-        [result] = await training
-        assert [span.version for span in result.versions] == [3, 4] and result.lost_replicas == 1
-        assert [result.replica for result in await later] == [0, 0] and not evaluation.done()
-        evaluation.cancel()
-
-    run(scenario)
-
-
-def test_training_fails_if_only_a_pinned_replica_is_left_and_none_is_coming() -> None:
-    async def scenario() -> None:
-        pinned = Pinned()
-        training, evaluation = await pinned.begin()
-        refuse(pinned.old[0])
-        await check_all_fail([training, asyncio.create_task(pinned.fleet.generate("later", requests(3)))], REFUSAL)
-        await asyncio.sleep(0.02)
-        assert pinned.asked(pinned.old)[1] == ["eval"] and not evaluation.done()
-        evaluation.cancel()
-
-    run(scenario)
-
-
-def test_an_evaluation_whose_pinned_replica_is_lost_continues_on_one_for_training() -> None:
-    async def scenario() -> None:
-        pinned = Pinned()
-        training, evaluation = await pinned.begin()
-        refuse(pinned.old[1])
-        await until(lambda: len(pinned.old[0].asked) == 2)
-        assert pinned.asked(pinned.old) == [["training", "eval"], ["eval"]] and pinned.fleet.serving == [0]
-        [sent] = pinned.old[0].asked[1:]
-        assert set(sent.prompt_ids[1:]) == {1}, "its reported tokens were not continued"
-        pinned.old[0].rounds, pinned.old[0].outcome = 0, "stop"
-        check_continued(await evaluation, lost=1, by=0)
-        assert [result.replica for result in await training] == [0]
-
-    run(scenario)
-
-
 def test_training_and_an_evaluation_wait_for_the_last_replica_that_is_restarted() -> None:
-    """The new one is not pinned: it has nothing to keep."""
-
     async def scenario() -> None:
-        pinned = Pinned()
-        training, evaluation = await pinned.begin()
-        await pinned.fleet.begin_sync()
-        refuse(*pinned.old.values())
-        await until(lambda: not pinned.fleet.serving)
-        restarting = asyncio.create_task(pinned.fleet.restart([0]))
-        await until(lambda: pinned.restart.begun == [0])
-        pinned.restart.go.set()
+        beside = Beside()
+        training, evaluation = await beside.begin()
+        await beside.fleet.begin_sync()
+        refuse(*beside.old.values())
+        await until(lambda: not beside.fleet.serving)
+        restarting = asyncio.create_task(beside.fleet.restart([0]))
+        await until(lambda: beside.restart.begun == [0])
+        beside.restart.go.set()
         await restarting
         await asyncio.sleep(0.02)
         assert not training.done() and not evaluation.done()
-        pinned.fleet.admit_joining()
-        assert pinned.fleet.serving == [0]
+        beside.fleet.admit_joining()
+        assert beside.fleet.serving == [0]
         check_continued(await evaluation, lost=1, by=0)
         assert [result.replica for result in await training] == [0]
 
@@ -320,9 +267,9 @@ def test_training_and_an_evaluation_wait_for_the_last_replica_that_is_restarted(
 
 def test_an_evaluation_without_any_replica_is_told_so_if_none_is_coming() -> None:
     async def scenario() -> None:
-        pinned = Pinned()
-        tasks = await pinned.begin()
-        refuse(*pinned.old.values())
+        beside = Beside()
+        tasks = await beside.begin()
+        refuse(*beside.old.values())
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
         assert [type(result) for result in results] == [NoReplicaLeft] * 2
 

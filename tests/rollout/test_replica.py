@@ -150,35 +150,27 @@ def test_a_replica_that_is_started_tells_when_it_has_its_place() -> None:
     assert order == ["ready", "placed", "start"]
 
 
-@pytest.mark.parametrize(
-    ("recompute", "keeps", "same"), [(True, False, True), (False, False, False), (False, True, True)]
-)
+@pytest.mark.parametrize("recompute", [True, False])
 def test_a_kept_cache_is_for_the_requests_in_flight_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool, keeps: bool, same: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
 ) -> None:
-    """Else later requests with the same prompt would have values of the old weights under the new version.
-
-    An engine that keeps its weights for an evaluation keeps its cache for all.
-    """
+    """Else later requests with the same prompt would have values of the old weights under the new version."""
     replica = started(tmp_path, monkeypatch, load_weights=True)
 
     async def run() -> None:
         await replica.generate([REQUEST], 60.0)
-        await replica.pause(recompute, keeps)
+        await replica.pause(recompute)
         await replica.generate([REQUEST], 60.0)
 
     asyncio.run(run())
     _, before, after = replica._engine.salts  # type: ignore[union-attr]  # the first is the probe's
-    assert (before == after) is same
-
-
-LOAD = {"load": True}  # of the arguments of an update, what the replica looks at
+    assert (before == after) is recompute
 
 
 async def sync(replica: EngineReplica, version: str) -> None:
     await replica.pause()
     await replica.start_weight_update()
-    await replica.update_weights(LOAD)
+    await replica.update_weights({})
     await replica.finish_weight_update(version)
     await replica.resume()
 
@@ -193,7 +185,7 @@ def test_a_replica_whose_sync_was_interrupted_stays_paused_until_it_has_taken_al
         await sync(replica, "1")
         await replica.pause()
         await replica.start_weight_update()
-        await replica.update_weights(LOAD)
+        await replica.update_weights({})
         for call in (replica.resume, replica.reset):
             with pytest.raises(ReplicaFailed, match="replica 3 was left in the middle of a weight sync"):
                 await call()
@@ -218,27 +210,12 @@ def test_a_replica_that_cannot_give_up_a_sync_stays_unusable(tmp_path: Path, mon
     async def run() -> None:
         await replica.pause()
         await replica.start_weight_update()
-        await replica.update_weights(LOAD)
+        await replica.update_weights({})
         replica._engine.refuses = True  # type: ignore[union-attr]
         with pytest.raises(ReplicaFailed, match=r"abandon_weight_update failed: .*left 3 tensors"):
             await replica.abandon_weight_update({"abandon": True})
         with pytest.raises(ReplicaFailed, match="in the middle of a weight sync"):
             await replica.resume()
-
-    asyncio.run(run())
-
-
-def test_a_replica_that_keeps_its_version_resumes_after_an_interrupted_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replica = started(tmp_path, monkeypatch, load_weights=True)
-
-    async def run() -> None:
-        await replica.pause(False)
-        await replica.start_weight_update()
-        await replica.update_weights({"load": False})
-        await replica.abandon_weight_update({"abandon": True})
-        await replica.resume()
 
     asyncio.run(run())
 
@@ -254,7 +231,7 @@ def test_an_engine_that_dies_in_a_sync_is_noticed_although_its_call_is_never_ans
         await replica.pause()
         await replica.start_weight_update()
         engine.hangs = True
-        updating = asyncio.create_task(replica.update_weights(LOAD))
+        updating = asyncio.create_task(replica.update_weights({}))
         await asyncio.sleep(2 * replica_module.DEATH_CHECK_S)
         assert not updating.done(), "an engine that lives may take its time"
         engine.errored = True

@@ -81,7 +81,6 @@ def test_publications_and_load(monkeypatch: pytest.MonkeyPatch) -> None:
     activity.resume("7")  # a reset resumes what was not paused
     activity.pause()
     activity.begin_weights()
-    activity.end_weights(None)
     now[0] = 17.0
     activity.resume("7")
     assert recorded.found == [

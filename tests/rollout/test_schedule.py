@@ -10,13 +10,13 @@ import pytest
 
 from megarl.config.pace import Pace
 from megarl.rollout.admission import Admission
-from megarl.rollout.schedule import Event, RecordedAdmission, ScheduleFile
+from megarl.rollout.schedule import Event, ScheduleFile
 from megarl.rollout.schedule_replay import ScheduleMismatch, read_schedule, replay_schedule
 
 
 def test_events_are_recorded_in_their_order_and_only_if_they_change_something() -> None:
     events: list[Event] = []
-    admission = RecordedAdmission(1, Pace(), refill=1, capacity=4, record=events.append)
+    admission = Admission(1, Pace(), refill=1, capacity=4, record=events.append)
     admission.load_state_dict(admission.state_dict(), attempts=2)
     admission.announce(0)
     assert admission.admit() == [] and admission.batch(0) is None
@@ -49,7 +49,7 @@ def test_events_are_recorded_in_their_order_and_only_if_they_change_something() 
 def train_group_0_twice() -> list[Event]:
     """Two steps of two groups; the second one is filled up with the first group."""
     events: list[Event] = []
-    admission = RecordedAdmission(2, Pace(max_staleness=3), max_uses=2, record=events.append)
+    admission = Admission(2, Pace(max_staleness=3), max_uses=2, record=events.append)
     admission.load_state_dict(admission.state_dict())
     admission.set_version(0)
     admission.admit()
@@ -95,7 +95,7 @@ def test_other_uses_than_those_of_the_schedule_are_found(index: int, change: Eve
 
 def test_groups_that_are_used_again_after_a_resume_are_recorded() -> None:
     events: list[Event] = []
-    admission = RecordedAdmission(2, Pace(1, 1, 1), record=events.append)
+    admission = Admission(2, Pace(1, 1, 1), record=events.append)
     admission.load_state_dict(admission.state_dict())
     admission.set_version(3)
     assert admission.keep({4: {2, 3}, 0: {3}}) == [4, 0]

@@ -17,7 +17,7 @@ from megarl.config.pace import Pace, pace_of
 from megarl.queue.dump import DumpedBatch
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission import Admission
-from megarl.rollout.schedule import Event, RecordedAdmission
+from megarl.rollout.schedule import Event
 from megarl.rollout.schedule_replay import ScheduledBatch, ScheduleMismatch, replay_schedule
 from megarl.run.step_plan import plan_step
 from tests.support.admission_machine import AdmissionMachine
@@ -43,7 +43,7 @@ class RecordingMachine(AdmissionMachine):
         self.taken: Batches = getattr(self, "taken", {})
         machine = self
 
-        class Noting(RecordedAdmission):
+        class Noting(Admission):
             def commit(self, step: int, *, dropped_stale: int, **others: Any) -> None:
                 ok, failed = self.batch(step) or ([], [])
                 machine.taken[step] = (ok, failed, self.replaced(step), dropped_stale, self.reused(step))
@@ -83,7 +83,7 @@ def recorded() -> tuple[list[Event], Batches]:
         taken[step] = (*batch, admission.replaced(step), ends["dropped_stale"], admission.reused(step))
         admission.commit(step, **ends)
 
-    admission = RecordedAdmission(2, PACE, refill=1, capacity=8, record=events.append)
+    admission = Admission(2, PACE, refill=1, capacity=8, record=events.append)
     admission.load_state_dict(admission.state_dict())
     admission.announce(0)
     admission.set_version(0)
@@ -100,7 +100,7 @@ def recorded() -> tuple[list[Event], Batches]:
     for group in (7, 4, 6):
         admission.finish(group, True, {0, 2})
     take(2, trained=2)
-    admission = RecordedAdmission(2, PACE, refill=1, capacity=8, record=events.append)
+    admission = Admission(2, PACE, refill=1, capacity=8, record=events.append)
     admission.load_state_dict(saved, attempts=12)
     admission.announce(2)
     admission.set_version(2)

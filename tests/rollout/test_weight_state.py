@@ -16,7 +16,7 @@ class TwoTensors:
         self.state = WeightState(has_weights=False)
         self.tensors, self.latest = [0, 0], 0
         self.session: list[int] | None = None  # the weights that the session has loaded
-        self.joining = self.loads = False
+        self.joining = False
 
     def possible(self) -> list[str]:
         """The calls that a leader may make next."""
@@ -24,7 +24,7 @@ class TwoTensors:
             return ["joined", "join"]
         if self.session is None:
             return ["join", "begin"]
-        return ["abandon", "finish", *([] if self.loads else ["keep"]), *(["load"] if len(self.session) < 2 else [])]
+        return ["abandon", *(["finish"] if self.session else []), *(["load"] if len(self.session) < 2 else [])]
 
     def do(self, what: str) -> None:
         state = self.state
@@ -33,24 +33,19 @@ class TwoTensors:
             self.joining = what == "join"
         elif what == "begin":
             state.begin()
-            self.session, self.loads = [], False
+            self.session = []
             self.latest += 1
-        elif what == "keep":
-            state.receive(False)
         elif what == "load":
             assert self.session is not None
-            state.receive(True)
+            state.receive()
             self.tensors[len(self.session)] = self.latest
             self.session.append(self.latest)
-            self.loads = True
         elif what == "abandon":
             state.abandoned()
             self.session = None
         else:
-            assert self.session is not None
-            if self.loads:
-                self.tensors = [self.latest] * 2  # the leader has compared the digests of all buckets
-            state.finished(published=self.loads)
+            self.tensors = [self.latest] * 2  # the leader has compared the digests of all buckets
+            state.finished()
             self.session = None
 
 
@@ -92,14 +87,6 @@ def test_a_complete_sync_after_an_interrupted_one_makes_the_engine_usable_again(
     for interrupted in (["begin", "load", "abandon"], ["begin", "load", "load", "abandon"]):
         engine = replayed(tuple(interrupted))
         assert MIXED in str(engine.state.obstacle) and not engine.state.has_weights
-        for what in ("join", "joined", "begin", "keep", "finish"):  # it keeps what it has, so nothing is mended
-            engine.do(what)
-        assert MIXED in str(engine.state.obstacle)
         for what in ("begin", "load", "load", "finish"):
             engine.do(what)
         assert engine.state.obstacle is None and engine.state.has_weights
-
-
-def test_a_session_in_which_an_engine_keeps_its_weights_can_be_given_up_without_harm() -> None:
-    engine = replayed(("begin", "load", "load", "finish", "begin", "keep", "abandon"))
-    assert engine.state.obstacle is None and engine.tensors == [1, 1]

@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from megarl.common.errors import RolloutError
 from megarl.run import batches
 from megarl.run.batches import PreparedBatch
-from megarl.run.early_logprobs import EarlyLogprobs
 from megarl.run.loop import train
 from tests.support.configs import config as config_of
 from tests.support.fake_session import FakeRun, fake_run
@@ -238,130 +236,13 @@ def test_the_wait_is_hurried_only_while_the_trainer_waits(make_run: Callable[...
 
 
 @pytest.mark.parametrize(("found", "publications"), [(1, 1), (2, 2)])
-@pytest.mark.parametrize("changes", [{}, {"algorithm__kl__coef": 0.1}], ids=["no idle work", "idle work"])
 def test_engines_that_the_publication_in_turn_has_brought_back_need_no_other_one(
-    make_run: Callable[..., FakeRun], found: int, publications: int, changes: dict[str, Any]
+    make_run: Callable[..., FakeRun], found: int, publications: int
 ) -> None:
     """A preparation that began before it says that a publication is needed, and is asked again."""
-    run = make_run(3, **changes)
+    run = make_run(3)
     run.lost = {2: found}
     run.train = lambda: None if "commit 0" not in run.journal else wait_for(lambda: run.lost[2] < found) and None
     train(run.build())
     assert run.journal.count("publish 2") == publications
     assert [line for line in run.journal if line.startswith("commit")] == ["commit 0", "commit 1", "commit 2"]
-
-
-# --- with log-prob passes while the trainer waits
-
-
-PASSES: dict[str, Any] = {"algorithm__kl__coef": 0.1}
-
-
-@pytest.mark.parametrize("section", [{"mode": "sync"}, AHEAD], ids=["sync", "async"])
-def test_idle_work_is_never_beside_an_update(make_run: Callable[..., FakeRun], section: dict[str, Any]) -> None:
-    """It is done by the thread of the updates, of the weights of the step, while another thread waits for the batch."""
-    run = make_run(4, admission=section, **PASSES)
-    updating, threads, waited = threading.Event(), set(), []
-
-    def taking(step: int) -> None:
-        assert run.channel.hurried.wait(WAIT_S), "the trainer never waited"
-
-    def idle(ready: Future[Any]) -> None:
-        assert not updating.is_set(), "beside an update"
-        threads.add(threading.current_thread())
-        waited.append(bool(preparing()) or ready.done())
-
-    def step() -> None:
-        updating.set()
-        threads.add(threading.current_thread())
-        time.sleep(0.02)
-        updating.clear()
-
-    run.taking, run.idle, run.train = taking, idle, step
-    train(run.build())
-    assert threads == {threading.main_thread()} and waited == [True] * 4
-    kinds = ("idle", "collect", "train", "commit", "set version")
-    expected = [
-        line
-        for step in range(4)
-        for line in (
-            f"idle before step {step} of version {step}",
-            f"collect for plan for version {step}",
-            f"train plan for version {step}",
-            f"commit {step}",
-        )
-    ]
-    found = [line for line in run.journal if line.startswith(kinds)]
-    assert [line for line in found if not line.startswith("set")] == expected
-    assert found.index("set version 0") < found.index(expected[0]), "the engines have the weights before"
-    assert run.early == [f"early log-probs of batch {step}" for step in range(4)]
-
-
-def test_idle_work_takes_no_batch_of_synchronous_training_early(make_run: Callable[..., FakeRun]) -> None:
-    run = make_run(3, admission={"mode": "sync"}, **PASSES)
-    taken: list[int] = []
-
-    def step() -> None:
-        taken.append(sum(line.startswith("take") for line in run.journal))
-        assert not preparing()
-
-    run.train = step
-    session = run.build()
-    train(session)
-    assert taken == [1, 2, 3]
-    session.finish()
-    session.close()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {**PASSES, "trainer__idle_logprobs": False},
-        {**PASSES, "run__deterministic": True},
-        {**PASSES, "telemetry__dump_batches": True},
-    ],
-    ids=["no passes", "off", "deterministic", "recorded"],
-)
-@pytest.mark.parametrize("section", [{"mode": "sync"}, AHEAD], ids=["sync", "async"])
-def test_nothing_changes_without_idle_work(
-    make_run: Callable[..., FakeRun], section: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    run = make_run(2, admission=section, **changes)
-    run.idle = lambda ready: pytest.fail("idle work")
-    train(run.build())
-    assert not any(line.startswith(("idle", "collect")) for line in run.journal)
-    assert all(early == EarlyLogprobs() for early in run.early)
-    assert run.channel.hurried.is_set() is (section is AHEAD)
-
-
-def test_a_failure_of_idle_work_ends_the_wait_for_the_batch(make_run: Callable[..., FakeRun]) -> None:
-    """The thread that waits would otherwise be inside Ray when the process leaves it."""
-    run = make_run(3, admission={"mode": "sync"}, **PASSES)
-
-    def taking(step: int) -> None:
-        assert run.channel.closed.wait(WAIT_S), "nothing ended the wait"
-        raise RolloutError("closed")
-
-    def idle(ready: Future[Any]) -> None:
-        raise ArithmeticError("out of memory")
-
-    run.taking, run.idle = taking, idle
-    session = run.build()
-    with pytest.raises(ArithmeticError):
-        train(session)
-    session.close()
-    assert not preparing() and "end the pool" in run.journal
-
-
-def test_a_batch_that_fails_while_the_trainer_is_busy_is_raised(make_run: Callable[..., FakeRun]) -> None:
-    run = make_run(3, admission={"mode": "sync"}, **PASSES)
-    failure = RolloutError("replica 0: out of memory")
-
-    def taking(step: int) -> None:
-        raise failure
-
-    run.taking, run.idle = taking, lambda ready: ready.exception(WAIT_S) and None
-    with pytest.raises(RolloutError) as caught:
-        train(run.build())
-    assert caught.value is failure and not any(line.startswith("collect") for line in run.journal)

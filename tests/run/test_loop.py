@@ -204,7 +204,7 @@ def evaluations_and_publications(journal: list[str]) -> list[str]:
 
 def test_training_goes_on_while_an_evaluation_runs(make_run: Callable[..., FakeRun]) -> None:
     """None ends before somebody waits for it: the trainer does before the next one, and before the last publication."""
-    journal = evaluations_and_publications(journal_of_training(make_run(5, evaluation__pin=1, **BESIDE)))
+    journal = evaluations_and_publications(journal_of_training(make_run(5, **BESIDE)))
     batches = [line for line in journal if line.startswith("take batch")]
     assert batches == [f"take batch {step} for version {step}" for step in range(5)]
     assert [line for line in journal if line not in batches] == [
@@ -214,7 +214,7 @@ def test_training_goes_on_while_an_evaluation_runs(make_run: Callable[..., FakeR
         "publish 1",
         "publish 2",
         "start evaluation step_2 of version 2",
-        "publish 3 except replica 1",
+        "publish 3",
         "record step_2 at 2 (written at 4) of version 2: ['report of version 2']",
         "publish 4",
         "start evaluation step_4 of version 4",

@@ -76,7 +76,7 @@ def test_it_is_what_the_update_would_pack(
     """The update tells the replicas its samples' lengths; here they are those of the tags."""
     config = config_of(
         "model", trainer__mini_batches=mini_batches, trainer__micro_batch_tokens=limit, sampling__max_tokens=12,
-        algorithm__kl__coef=0.1, sampling__truncated="mask", trainer__idle_logprobs=False,
+        algorithm__kl__coef=0.1, sampling__truncated="mask",
     )  # fmt: skip
     rows = make_batch(step)
     packer = packer_of(config, stages=stages, align=align)
@@ -112,8 +112,7 @@ def test_it_is_what_the_update_would_pack(
     ("changes", "packed"),
     [
         ({}, False),  # there is no pass
-        ({"algorithm__kl__coef": 0.1}, False),  # it is made in idle time, of samples that nobody knows yet
-        ({"algorithm__kl__coef": 0.1, "trainer__idle_logprobs": False}, True),
+        ({"algorithm__kl__coef": 0.1}, True),
     ],
 )
 def test_passes_over_the_whole_step_are_packed_if_there_are_any(changes: dict[str, Any], packed: bool) -> None:

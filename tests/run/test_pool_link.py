@@ -103,10 +103,6 @@ class FakeClient:
         self._note(f"keep {step} of queue {rebuilds}")
         return self.keeps
 
-    def upcoming(self, step: int) -> tuple[dict[int, list[str]], int]:
-        self._note(f"upcoming {step}")
-        return {group: [f"{group}:{index}" for index in range(3)] for group in (2, 0)}, 0
-
     def drain(self) -> None:
         self._note("drain")
         if self._failure is not None:
@@ -137,9 +133,6 @@ class FakeClient:
 
     def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation]:
         return [evaluation_after(wait_s)]
-
-    def leave_out(self) -> list[str]:
-        return ["replica 1"]
 
     def state_dict(self) -> dict[str, Any]:
         return {"admission": {"steps": 1}}
@@ -347,24 +340,6 @@ def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
     assert not any(what.startswith("fetch") for _, what in links.journal.entries)
 
 
-def test_rank_0_learns_which_groups_have_finished_and_each_replica_can_read_them(links: Links) -> None:
-    """Neither waits for the batch; the tags are read by rank 0 only, the rows by the leader that asks for them."""
-    links.config = config_of("model", run__dir=str(links.config.run_dir), batch__samples_per_group=3)
-
-    def look(link: PoolLink) -> tuple[list[int], list[SampleTag], list[Trajectory]]:
-        found, rebuilds = link.upcoming(0)
-        asked = [key for keys_of_group in found.values() for key in keys_of_group]
-        keys = ["0:1", "2:0"] if link._peers.rank < 2 else []
-        return list(found), link.tags_of(asked, rebuilds), link.rows_of(keys, rebuilds)
-
-    first, *others = links.run(look)
-    rows = [ROWS["0:1"], ROWS["2:0"]]
-    assert first == ([2, 0], [ROWS[f"{group}:{index}"].tag for group in (2, 0) for index in range(3)], rows)
-    assert others == [([], [], rows), ([], [], []), ([], [], [])]
-    assert links.journal.of(0)[3:] == ["upcoming 0", "read_tags", "fetch 2"]
-    assert links.journal.of(1) == links.journal.of(3) == []
-
-
 def test_no_batch_is_recorded_unless_that_is_configured(links: Links) -> None:
     assert links.run(lambda link: link.record(batch_of(), link.read_whole(batch_of()))) == [None] * 4
     assert not links.config.run_dir.exists()
@@ -500,12 +475,6 @@ def test_every_rank_learns_that_an_evaluation_beside_training_needs_a_publicatio
     assert links.run(lambda link: link.finish_evaluations()) == [needed] * 4
 
 
-@pytest.mark.parametrize(("pin", "kept"), [(1, ["replica 1"]), (0, [])])
-def test_rank_0_learns_whom_a_publication_leaves_out(links: Links, pin: int, kept: list[str]) -> None:
-    links.config = config_of("model", run__dir=str(links.config.run_dir), evaluation__pin=pin)
-    assert links.run(lambda link: link.leave_out()) == [kept, [], [], []]
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_close_ends_the_pool_unless_it_is_kept(links: Links, keep: bool) -> None:
     assert links.run(lambda link: link.close(keep_pool=keep)) == [None] * 4
@@ -605,10 +574,11 @@ def test_a_leader_reads_no_row_of_another_queue(links: Links) -> None:
         found = []
         for rebuilds in (0, 1, 0):
             try:
-                found.append(f"{len(link.rows_of(['0:1'], rebuilds))} rows of queue {rebuilds}")
+                link.fetch(replace(batch_of(), rebuilds=rebuilds), plan_of(link))
+                found.append(f"rows of queue {rebuilds}")
             except PartsLost:
                 found.append(f"queue {rebuilds} is lost")
         return found
 
-    assert links.run(look) == [["1 rows of queue 0", "1 rows of queue 1", "queue 0 is lost"]] * 4
+    assert links.run(look) == [["rows of queue 0", "rows of queue 1", "queue 0 is lost"]] * 4
     assert links.journal.of(0).count("close the reader") == 1

@@ -35,7 +35,6 @@ from megarl.run.step_plan import plan_step
 from megarl.run.trained_groups import CountersDiffer
 from megarl.telemetry import events, sinks
 from megarl.telemetry.monitor import RUN, Alarm, AlarmRule
-from megarl.telemetry.timer import Phase, PhaseTimer
 from megarl.weights.sync_report import SyncReport
 from tests.support.configs import config as config_of
 from tests.support.growth import growth_per_step, held_bytes
@@ -204,22 +203,6 @@ def test_totals_are_sums_over_the_committed_history(steps: list[dict[str, int]],
     for name, value in sums.items():
         kind, _, short = name.partition("/")
         assert reported[f"total/groups_{short}" if kind == "groups" else f"total/{short}"] == value
-
-
-def test_engine_time_beside_log_probs_in_idle_time_is_counted_once(
-    config: Config, open_recorder: Callable[..., Recorder]
-) -> None:
-    """The trainer has waited for 3 s of the engine's 7 s; it spent the others on log-probs."""
-    recorder, now = open_recorder(), [0.0]
-    recorder.timer = PhaseTimer(lambda: now[0])
-    phases: dict[Phase, float] = {"generate": 3.0, "logprobs": 4.0, "update": 1.0}
-    for name, seconds in phases.items():
-        with recorder.phase(name):
-            now[0] += seconds
-    now[0] += 5.0  # the loop's own time
-    take_step(recorder, config, **{"rollout/engine_seconds": 7.0, "perf/idle_logprobs_seconds": 4.0})
-    [record] = lines(config.run_dir / "metrics.jsonl")
-    assert (record["time/step"], record["time/overhead"]) == (13.0, 5.0)
 
 
 def test_keep_best_gets_the_metrics_of_the_saved_weights_only() -> None:

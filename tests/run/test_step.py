@@ -626,26 +626,16 @@ def test_the_updates_of_a_step(
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(
-    ("case", "idle"),
-    [
-        pytest.param("kl in the loss", True, id="kl in the loss-idle passes"),
-        pytest.param("kl in the loss", False, id="kl in the loss-passes in the step", marks=pytest.mark.slow),
-        pytest.param("corrected, two updates", True, id="corrected, two updates-idle passes", marks=pytest.mark.slow),
-        pytest.param("corrected, two updates", False, id="corrected, two updates-passes in the step"),
-        pytest.param("masked, two updates", True, id="masked, two updates-idle passes"),
-        pytest.param("masked, two updates", False, id="masked, two updates-passes in the step", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("case", ["kl in the loss", "corrected, two updates", "masked, two updates"])
 def test_a_step_that_was_packed_ahead_is_the_same_bit_for_bit(
-    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], case: str, idle: bool
+    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], case: str
 ) -> None:
     model_dir, samples = problem
     rows = [trajectory(sample) for sample in samples.values()]
     late, ahead = (
         world(2).run(
             "tests.support.ranks.step:stepped",
-            model_dir=model_dir, rows=rows, ahead=each, trainer__idle_logprobs=idle, **STEPS[case],
+            model_dir=model_dir, rows=rows, ahead=each, **STEPS[case],
         )
         for each in (False, True)
     )  # fmt: skip

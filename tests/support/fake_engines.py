@@ -112,7 +112,6 @@ class FakeReplica:
         self.version: str | None = None
         self.serving = True
         self.cleared: bool | None = None  # whether the last pause cleared the KV cache
-        self.keeps_weights = False  # as the last pause was told
         self.failed: str | None = None
         self.weights = WeightState(has_weights=False)
         self.on: dict[str, Callable[[], None]] = {}
@@ -142,8 +141,7 @@ class FakeReplica:
 
         self._receivers = list(self._pool.map(join, range(len(self.loaders))))
 
-    def _pause(self, clear_cache: bool, keeps_weights: bool = False) -> None:
-        self.keeps_weights = keeps_weights
+    def _pause(self, clear_cache: bool) -> None:
         self.serving, self.cleared = False, clear_cache
 
     def _start_weight_update(self) -> None:
@@ -151,8 +149,8 @@ class FakeReplica:
 
     def _update_weights(self, info: dict[str, Any]) -> None:
         """Receive; return early if another member fails, as a real engine does."""
-        self.weights.receive(info["load"])
-        plan = {name: info[name] for name in ("layer_span", "plan_hash", "load")}
+        self.weights.receive()
+        plan = {name: info[name] for name in ("layer_span", "plan_hash")}
         futures = [
             self._pool.submit(r.receive, info["sync"], info["version"], info["timeout_s"], **plan)
             for r in self._receivers
@@ -161,9 +159,9 @@ class FakeReplica:
             with contextlib.suppress(SyncAborted, ConnectionLost, PeerTimeout):
                 future.result()
 
-    def _finish_weight_update(self, version: str | None) -> None:
-        self.weights.finished(published=version is not None)
-        self.version = version or self.version
+    def _finish_weight_update(self, version: str) -> None:
+        self.weights.finished()
+        self.version = version
 
     def _abandon_weight_update(self, info: dict[str, Any]) -> None:
         assert info == ABANDON

@@ -111,7 +111,6 @@ def fleet_of(
         restart,  # type: ignore[arg-type]
         describe,
         report_interval_s=interval_s,
-        back_pressure=True,
         sync_restarts=1,
     )
 

@@ -173,12 +173,11 @@ class FakeFleet:
     lost: dict[int, Exception] = field(default_factory=dict)
     resets: int = 0
     joined: int = 0
-    pinned: frozenset[int] = frozenset()
     in_sync: bool = False
     needs_publication: str = ""
     publishes: list[bool] = field(default_factory=list)  # whether a trainer does, as it was told
     drained: list[float] = field(default_factory=list)  # the bounds of all calls
-    taken_over: list[tuple[set[int], bool]] = field(default_factory=list)
+    taken_over: list[bool] = field(default_factory=list)
 
     async def generate(
         self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None,
@@ -222,21 +221,11 @@ class FakeFleet:
         self.joined += 1
         self.in_sync = False
 
-    def pin(self, count: int) -> frozenset[int]:
-        self.pinned = frozenset(range(count))
-        return self.pinned
-
-    def release(self) -> None:
-        self.pinned = frozenset()
-
-    def leave_out(self) -> frozenset[int]:
-        return self.pinned
-
     async def reset(self) -> None:
         self.resets += 1
 
-    async def take_over(self, behind: Iterable[int], *, in_sync: bool) -> None:
-        self.taken_over.append((set(behind), in_sync))
+    async def take_over(self, *, in_sync: bool) -> None:
+        self.taken_over.append(in_sync)
 
 
 @dataclass

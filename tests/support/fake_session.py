@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,9 +188,6 @@ class FakePool(Part):
         finished, self._evaluating = self._evaluating, None
         return [finished] if finished is not None else []
 
-    def leave_out(self) -> list[str]:
-        return ["replica 1"] if self._evaluating is not None and self._run.config.evaluation.pin else []
-
     def close(self, *, keep_pool: bool) -> None:
         self._note("disconnect" if keep_pool else "end the pool")
 
@@ -203,8 +199,8 @@ class FakeSender:
     def connect(self, handles: object) -> None:
         self._note(f"connect the sender to {handles}")
 
-    def publish(self, version: int, keep: Sequence[str]) -> str:
-        self._note(f"publish {version}" + f" except {', '.join(keep)}" * bool(keep))
+    def publish(self, version: int) -> str:
+        self._note(f"publish {version}")
         return f"sync of version {version}"
 
     def close(self) -> None:
@@ -263,21 +259,6 @@ class FakeChannel:
         self.of_replicas: Callable[[str], list[str]] = lambda own: [own]
 
 
-class FakeIdle:
-    """Notes what the trainer does while it waits for a batch; `run.idle` is its work."""
-
-    def __init__(self, run: FakeRun) -> None:
-        self._run = run
-
-    def work_until(self, ready: Future[Any], step: int, version: int) -> None:
-        self._run.journal.append(f"idle before step {step} of version {version}")
-        self._run.idle(ready)
-
-    def collect(self, batch: StepBatch, plan: str) -> str:
-        self._run.journal.append(f"collect for {plan}")
-        return f"early log-probs of batch {batch.step}"
-
-
 class FakeRun:
     """The state of one run: what its checkpointer restores, when it is asked to stop, which saves fail."""
 
@@ -301,8 +282,6 @@ class FakeRun:
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
         self.taking: Callable[[int], None] = lambda step: None  # before the batch of a step is taken
-        self.idle: Callable[[Future[Any]], None] = lambda ready: None  # while the trainer waits for a batch
-        self.early: list[object] = []  # the early log-probs that each step was given
         self.packing: Callable[[str], None] = lambda plan: None  # before the batch of a plan is packed
         self.packed: list[object] = []  # what was packed for each step
         self.channel = FakeChannel()
@@ -331,11 +310,8 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         note(f"pack {plan}")
         return f"packed {plan}"
 
-    def train_step(
-        policy: object, plan: str, *rest: object, step: int, early: object, packed: object, watch: object
-    ) -> TrainedGroups:
+    def train_step(policy: object, plan: str, *rest: object, step: int, packed: object, watch: object) -> TrainedGroups:
         note(f"train {plan}")
-        run.early.append(early)
         run.packed.append(packed)
         run.train()
         return TRAINED
@@ -365,7 +341,6 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "HFExporter": lambda chunks, info, dtype: None,
         "save_hf": save_hf,
         "PoolLink": lambda config, peers, recorder: FakePool(run),
-        "IdleLogprobs": lambda config, policy, peers, pool, recorder: FakeIdle(run),
         "WeightSender": lambda config, exporter: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
         "StopVote": lambda run_dir, peers, signals: SimpleNamespace(

@@ -1,4 +1,4 @@
-"""An agent worker in a process of its own whose loops fork or flood: `python -m tests.support.hostile_worker DIR HOW`.
+"""An agent worker in a process of its own whose loops flood: `python -m tests.support.hostile_worker DIR`.
 
 It runs two groups, in which the second sample misbehaves, and prints what came of that as one JSON object.
 """
@@ -41,26 +41,17 @@ GROUPS = (3, 4)
 LOG_BYTES = 1 << 20  # after which the worker's log is begun anew
 LINE, LINES = "x" * 100_000, 100  # of a flood: ten times as much
 ENDS_S = 5.0  # what has been killed takes a moment to end; a child that waits would stay
-HOWS = ("fork-returns", "fork-raises", "fork-waits", "flood")
 
 
 class Hostile(SingleTurn):
-    """A loop whose second sample floods the worker's output, or forks a child that goes on as if it were the worker."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
+    """A loop whose second sample floods the worker's output."""
 
     async def run(self, ctx: AgentContext) -> Any:
-        """Return the row of one response; a child returns it a second time."""
+        """Return the row of one response."""
         row = await super().run(ctx)
-        if ctx.sample_index == 1 and self.how == "flood":
+        if ctx.sample_index == 1:
             for _ in range(LINES):
                 print(LINE)
-        elif ctx.sample_index == 1 and os.fork() == 0:
-            if self.how == "fork-raises":
-                raise LookupError("in the child")
-            if self.how == "fork-waits":
-                await asyncio.sleep(0.01)
         return row
 
 
@@ -117,9 +108,9 @@ def living() -> list[list[str]]:
 
 def main() -> None:
     """Run the worker, and print what came of it."""
-    directory, how, told = Path(sys.argv[1]), sys.argv[2], os.dup(1)
+    directory, told = Path(sys.argv[1]), os.dup(1)
     tree = tiny_config(directory)
-    tree["agent"] = {"loop": "tests.support.hostile_worker:Hostile", "kwargs": {"how": how}}
+    tree["agent"] = {"loop": "tests.support.hostile_worker:Hostile"}
     tree["rollout"] |= {"agent_workers": 1}
     queue = WorkerQueue()
     attached = SimpleNamespace(attach=lambda *args, **options: queue)

@@ -91,7 +91,7 @@ class LiveReplica:
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
-    async def _pause(self, clear_cache: bool, keeps_weights: bool = False) -> None:
+    async def _pause(self, clear_cache: bool) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
 
     async def _start_weight_update(self) -> None:
@@ -101,7 +101,7 @@ class LiveReplica:
     async def _update_weights(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self.weights.receive(info["load"])
+        self.weights.receive()
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def _abandon_weight_update(self, info: dict[str, Any]) -> None:
@@ -112,9 +112,9 @@ class LiveReplica:
         await self._engine.finish_weight_update(None)
         self.weights.abandoned()
 
-    async def _finish_weight_update(self, version: str | None) -> None:
+    async def _finish_weight_update(self, version: str) -> None:
         await self._engine.finish_weight_update(version)
-        self.weights.finished(published=version is not None)
+        self.weights.finished()
 
     async def _resume(self) -> None:
         if self.weights.obstacle is not None:

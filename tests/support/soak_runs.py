@@ -16,8 +16,10 @@ from megarl.config.schema import Config
 from megarl.data.cursor import Cursor
 from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.rollout.admission import Admission
 from megarl.rollout.group_end import usable_samples
-from megarl.rollout.schedule import RecordedAdmission, ScheduleFile
+from megarl.rollout.journal_file import JournalFile
+from megarl.rollout.schedule import ScheduleFile
 from megarl.run.batch_metrics import record_batch
 from megarl.run.recorder import Totals
 from megarl.run.step_plan import plan_step
@@ -53,7 +55,7 @@ class _Run:
         self._config, self._run_dir, self._rng, self._skipped = config, run_dir, rng, skipped
         self._pace = pace_of(config)
         self._file = ScheduleFile(run_dir / "schedule.jsonl")
-        self._admission = RecordedAdmission(
+        self._admission = Admission(
             config.batch.groups,
             self._pace,
             refill=refill_groups(config),
@@ -77,7 +79,7 @@ class _Run:
                 self._publish()
         self._file.close()
         (self._run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (self._run_dir / "attempts.json").write_text(json.dumps({"attempts": admission.attempts}))
+        JournalFile(self._run_dir / "rollout.journal").count(admission.attempts)
 
     def _publish(self) -> None:
         self._admission.announce(self._version)

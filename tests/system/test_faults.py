@@ -27,7 +27,7 @@ LOST_ENGINES = [
 ]  # fmt: skip
 LOST_PARTS = [
     "kill-controller", "kill-queue", "kill-reward", "hang-reward", "fork-reward", "flood-reward", "kill-agent-worker",
-    "hang-agent-worker", "fork-agent-worker", "flood-agent-worker", "drain-replica",
+    "hang-agent-worker", "flood-agent-worker", "drain-replica",
 ]  # fmt: skip
 LOST_RANKS = ["kill-rank", "damage-job"]
 

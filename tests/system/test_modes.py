@@ -26,24 +26,21 @@ ENDS = ("trained", "filtered", "dropped_stale", "failed")
 
 
 @pytest.mark.parametrize(
-    ("section", "updates", "published", "bound", "pin", "partial"),
+    ("section", "updates", "published", "bound", "partial"),
     [
-        pytest.param({"mode": "one_step_off"}, 1, 1, 1, 0, False, marks=pytest.mark.slow),
-        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7, 1, True),
+        pytest.param({"mode": "one_step_off"}, 1, 1, 1, False, marks=pytest.mark.slow),
+        ({"mode": "async", "sync_interval": 4, "max_staleness": 7}, 2, 4, 7, True),
     ],
     ids=["one_step_off", "async"],
 )
 def test_generation_runs_ahead_within_the_bound(
-    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int, pin: int, partial: bool
+    tmp_path: Path, section: dict[str, Any], updates: int, published: int, bound: int, partial: bool
 ) -> None:
-    """It evaluates meanwhile; with `pin`, one of two replicas keeps its version for that.
-
-    Without partial rollouts each response is of one version.
-    """
+    """It evaluates meanwhile. Without partial rollouts each response is of one version."""
     config = tiny_config(tmp_path, steps=STEPS)
     config["admission"] = section
-    config["evaluation"] |= {"every": 2, "pin": pin}
-    config["rollout"]["replicas"] = 1 + pin
+    config["evaluation"] |= {"every": 2}
+    config["rollout"]["replicas"] = 2 if partial else 1
     config["trainer"]["mini_batches"] = updates
     config["rollout"]["partial_rollout"] = partial
     config["telemetry"] = {"dump_batches": True}
@@ -66,15 +63,15 @@ def test_generation_runs_ahead_within_the_bound(
         version for version in range(updates, STEPS * updates + 1, updates) if version % published == 0
     ]
     assert records[-1]["total/groups_dropped_stale"] == 0
-    check_evaluations(run.directory, updates, every=2, pinned=pin > 0)
+    check_evaluations(run.directory, updates, every=2)
     assert (sum(record["time/drain"] for record in records) > 0) is not partial
     if partial:
         assert all(record["sync/buckets"] > 3 for record in records if "sync/version" in record)
         check_replay(run, tmp_path / "replay")
 
 
-def check_evaluations(run_dir: Path, updates: int, *, every: int, pinned: bool) -> None:
-    """Each is reported once, with the versions of its tokens; those of pinned replicas are of one version."""
+def check_evaluations(run_dir: Path, updates: int, *, every: int) -> None:
+    """Each is reported once, with the versions of its tokens; those that are waited for are of one version."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     reports = [line for line in lines if "eval/version" in line]
     assert [report["eval/step"] for report in reports] == list(range(0, STEPS + 1, every))
@@ -82,7 +79,7 @@ def check_evaluations(run_dir: Path, updates: int, *, every: int, pinned: bool) 
         began, version = report["eval/step"], report["eval/version"]
         oldest, newest = report["eval/oldest_version"], report["eval/newest_version"]
         assert version == began * updates and report["step"] >= began
-        waited = pinned or began in (0, STEPS)
+        waited = began in (0, STEPS)
         assert version <= oldest <= newest <= report["step"] * updates and (newest == version or not waited)
     assert any(report["step"] > report["eval/step"] for report in reports), "the trainer waited for every evaluation"
 

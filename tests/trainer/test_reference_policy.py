@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 
-from megarl.trainer.policy import Policy
 from megarl.trainer.reference_policy import Placement
 
 
@@ -63,12 +61,3 @@ def test_otherwise_nothing_moves(device: torch.device, where: Literal["gpu", "cp
     before = storages(layer)
     with placement.resident():
         assert storages(layer) == before
-
-
-@pytest.mark.parametrize(("reference", "uploads"), [("cpu_offload", True), ("gpu", False), (None, False)])
-def test_a_policy_tells_if_its_reference_model_is_uploaded_for_each_pass(reference: Any, uploads: bool) -> None:
-    policy = object.__new__(Policy)
-    placement = FakeDevice([module()], GPU, reference)
-    policy.reference = SimpleNamespace(placement=placement) if reference else None  # type: ignore[assignment]
-    policy.teachers = {}
-    assert policy.uploads_reference is uploads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ class Setup:
         tensors = load_file(self.models[version] / "model.safetensors")
         return dict(sorted(tensors.items(), key=lambda item: ("layers." in item[0], item[0])))
 
-    def publish(self, version: int, keep: Sequence[str] = ()) -> None:
+    def publish(self, version: int) -> None:
         self.exporter.tensors = self.weights(version)
-        self.sender.publish(version, keep)
+        self.sender.publish(version)
 
     def assert_serves(self, version: int) -> None:
         futures = [self.replica.generate(p, f"{version}-{i}-{time.time()}") for i, p in enumerate(PROMPTS)]
@@ -106,23 +106,6 @@ def test_the_processes_of_an_engine_end_with_their_parents(engine: Setup) -> Non
     assert len(found) == len(engine.workers) and {number for _, number in found} == {signal.SIGKILL}
     kind = "VllmWorker" if len(found) > 1 else "EngineCore"
     assert all(name.startswith(kind) for name, _ in found), found
-
-
-@on("dense", "dense TP2")
-def test_an_engine_can_keep_its_version(engine: Setup) -> None:
-    """Requests that it had begun go on with the same weights, and it takes the next version as if nothing had been."""
-    engine.publish(1)
-    futures = [engine.replica.generate(p, f"kept-{i}", max_tokens=400) for i, p in enumerate(PROMPTS)]
-    time.sleep(0.4)
-    assert not any(future.done() for future in futures), "the sync must fall into the generation"
-    engine.publish(2, keep=["replica 0"])
-    for prompt, future in zip(PROMPTS, futures, strict=True):
-        response: Response = future.result(120)
-        assert response.versions == [("1", 0, 400)]
-        assert response.ids == reference(engine.models[1], prompt, response.ids)[0]
-    engine.assert_serves(1)
-    engine.publish(2)
-    engine.assert_serves(2)
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept caches"])

@@ -72,28 +72,6 @@ def test_every_worker_receives_every_bit_and_versions_advance(dtype: torch.dtype
     assert pool.replicas()[0].calls == ["world_size", "init_weight_transfer", *session * 3]
 
 
-def test_a_replica_that_keeps_its_version_takes_part_and_gets_a_later_one() -> None:
-    """Its digests are compared too. One that has to be restarted in the sync has nothing to keep."""
-    pool = FakePool(1, 2, 1)
-    sender, exporter = make_sender(pool, with_settings(restarts=1))
-    first = exporter.tensors
-    sender.publish(0)
-    kept, others = pool.replicas()[1], [pool.replicas()[0], pool.replicas()[2]]
-    exporter.tensors = random_tensors(seed=1)
-    sender.publish(1, keep=["replica 1"])
-    assert [replica.version for replica in pool.replicas()] == ["1", "0", "1"]
-    assert [replica.cleared for replica in pool.replicas()] == [True, False, True]
-    assert [replica.keeps_weights for replica in pool.replicas()] == [False, True, False], "its cache stays valid"
-    assert all(torch.equal(loader.tensors[name], first[name]) for loader in kept.loaders for name in first)
-    assert all(torch.equal(each.loaders[0].tensors["head"], exporter.tensors["head"]) for each in others)
-    sender.publish(2)
-    assert_received(pool, exporter.tensors)
-    kept.failed = "a test says so"
-    sender.publish(3, keep=["replica 1"])
-    assert pool.restarted == ["replica 1"] and [replica.version for replica in pool.replicas()] == ["3"] * 3
-    assert_received(pool, exporter.tensors)
-
-
 def test_replicas_that_join_and_leave_change_the_group_at_the_next_sync_only() -> None:
     """A new one gets every bit; one that was removed is not called any more, and may be dead."""
     pool = FakePool(1, 1)
@@ -105,8 +83,8 @@ def test_replicas_that_join_and_leave_change_the_group_at_the_next_sync_only() -
     assert sender._former.generation == formed, "the group was formed anew although nothing had changed"
     new = pool.add("replica 2", workers=2)
     exporter.tensors = random_tensors(seed=1)
-    sender.publish(2, keep=["replica 1"])
-    assert [replica.version for replica in pool.replicas()] == ["2", "1", "2"]
+    sender.publish(2)
+    assert [replica.version for replica in pool.replicas()] == ["2"] * 3
     assert all(torch.equal(loader.tensors["head"], exporter.tensors["head"]) for loader in new.loaders)
     gone = pool.remove("replica 0")
     gone.failed, calls = "its engine has ended", len(gone.calls)
@@ -167,10 +145,10 @@ def test_all_replicas_that_have_ended_are_restarted_although_one_is_known_first(
     pool.replicas()[1].on[known_at] = end_later
     exporter.tensors = random_tensors(seed=1)
     formed = sender._former.generation
-    report = sender.publish(1, keep=["replica 1"])
+    report = sender.publish(1)
     assert sender._former.generation == formed + attempts
     assert pool.restarted == ["replica 0", "replica 1"] == list(report.restarted), "each start of an engine is counted"
-    assert [replica.version for replica in pool.replicas()] == ["1"] * 3, "a new one has nothing to keep"
+    assert [replica.version for replica in pool.replicas()] == ["1"] * 3
     assert_received(pool, exporter.tensors)
 
 
@@ -256,15 +234,6 @@ def test_a_failure_of_the_sender_itself_is_raised_even_if_the_version_is_publish
     assert_received(pool, exporter.tensors)
 
 
-def test_a_kept_replica_that_receives_other_bytes_fails_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = FakePool(1, 1)
-    sender, _ = make_sender(pool)
-    sender.publish(0)
-    corrupt(monkeypatch, flip_bit)
-    with pytest.raises(WeightSyncError, match=r"version 1 failed.*bucket 5 of version 1 .*digest"):
-        sender.publish(1, keep=["replica 0", "replica 1"])
-
-
 @pytest.mark.parametrize(("obstacle", "span"), [(None, None), ("its weights are packed", RELOAD_LAYER_SPAN)])
 def test_buckets_mix_layers_if_every_worker_loads_in_place(obstacle: str | None, span: int | None) -> None:
     pool = FakePool(1, 2)
@@ -278,7 +247,7 @@ def test_buckets_mix_layers_if_every_worker_loads_in_place(obstacle: str | None,
 
 
 def test_the_leader_logs_in_which_ways_the_engines_load_when_that_changes(caplog: pytest.LogCaptureFixture) -> None:
-    """No engine worker has a log of its own that a user finds. A replica that keeps its version changes nothing."""
+    """No engine worker has a log of its own that a user finds."""
     caplog.set_level(logging.INFO, loading_ways.__name__)
     pool = FakePool(1, 2)
     sender, _ = make_sender(pool)
@@ -286,9 +255,7 @@ def test_the_leader_logs_in_which_ways_the_engines_load_when_that_changes(caplog
     sender.publish(1)
     pool.replicas()[1].loaders[1].way = "layer-wise reload: a test says so"
     sender.publish(2)
-    sender.publish(3, keep=["replica 0"])
-    sender.publish(4, keep=["replica 0", "replica 1"])
-    sender.publish(5)
+    sender.publish(3)
     assert [record.getMessage() for record in caplog.records if record.name == loading_ways.__name__] == [
         "weights of version 0: copies (all 3 engine workers)",
         "weights of version 2: copies (engine replica 0 worker 0, engine replica 1 worker 0); "
@@ -697,20 +664,6 @@ def test_a_failure_that_nobody_has_caused_costs_all_replicas(monkeypatch: pytest
     assert sender.publish(1).restarted == ("replica 0", "replica 1")
     assert set(pool.restarted) == {"replica 0", "replica 1"} and pool.replaced_later == []
     assert_received(pool, exporter.tensors)
-
-
-def test_a_replica_that_keeps_its_version_keeps_it_through_an_interrupted_sync() -> None:
-    pool = FakePool(1, 1, 1)
-    sender, exporter = make_sender(pool, with_settings(restarts=1))
-    first = exporter.tensors
-    sender.publish(0)
-    break_replica(pool.replicas()[1], "load")
-    exporter.tensors = random_tensors(seed=5)
-    sender.publish(1, keep=["replica 2"])
-    assert pool.names() == ["replica 0", "replica 2"] and all(replica.serving for replica in pool.replicas())
-    assert [replica.version for replica in pool.replicas()] == ["1", "0"]
-    assert all(torch.equal(pool.replicas()[1].loaders[0].tensors[name], first[name]) for name in first)
-    assert all(torch.equal(pool.replicas()[0].loaders[0].tensors[name], exporter.tensors[name]) for name in first)
 
 
 def test_when_no_attempt_is_left_no_replica_serves_half_of_the_weights() -> None:

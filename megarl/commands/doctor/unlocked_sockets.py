@@ -6,7 +6,6 @@ follows from the groups that Megatron-Core, vLLM and megarl form, and one more s
 
 from __future__ import annotations
 
-from megarl.config.old_logprobs import computes_logprobs_early
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.config.trainer_layout import trainer_layout
@@ -41,7 +40,7 @@ def of_trainer_rank(config: Config, rank: int, *, has_saved: bool) -> int:
     """
     layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
     groups = 2 + megatron_groups(layout, rank) + sends_weights(layout, rank)
-    if pace_of(config).runs_ahead or computes_logprobs_early(config):
+    if pace_of(config).runs_ahead:
         groups += 1 + (layout.tensor * layout.pipeline > 1)
     return groups + (2 + has_saved if rank == 0 else 0)
 

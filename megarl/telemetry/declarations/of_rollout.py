@@ -93,8 +93,8 @@ ROLLOUT = [
         "rollout/prefetch_seconds",
         "s",
         "sum",
-        "Time to plan, fetch and pack the batch in a thread, if generation runs ahead or log-probs are computed in "
-        "idle time. `time/generate` contains the part of it for which the trainer waited.",
+        "Time to plan, fetch and pack the batch in a thread, if generation runs ahead. `time/generate` contains the "
+        "part of it for which the trainer waited.",
         True,
     ),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", faults=True),

@@ -32,8 +32,7 @@ TIME = [
         "time/generate",
         "s",
         "sum",
-        "Time the trainer waited for rollouts; if generation runs ahead, for the batch that a thread prepares. Without "
-        "the log-prob passes that it made meanwhile.",
+        "Time the trainer waited for rollouts; if generation runs ahead, for the batch that a thread prepares.",
         True,
     ),
     Metric(
@@ -44,7 +43,7 @@ TIME = [
         "part of `time/generate`.",
         True,
     ),
-    Metric("time/logprobs", "s", "sum", "Old-policy and reference passes, those made in idle time included.", True),
+    Metric("time/logprobs", "s", "sum", "Old-policy and reference passes.", True),
     Metric("time/update", "s", "sum", "Forward, backward and optimizer.", True),
     Metric(
         "time/drain",
@@ -62,8 +61,7 @@ TIME = [
         "time/overhead",
         "s",
         "sum",
-        "`time/step` minus engine, log-prob, update and sync time. `perf/idle_logprobs_seconds`, in which engines ran "
-        "beside the trainer, are taken off the engine time.",
+        "`time/step` minus engine, log-prob, update and sync time.",
         True,
     ),
     Metric("time/overhead_share", "share", "last", "`time/overhead` over `time/step`.", True),
@@ -109,23 +107,6 @@ PERF = [
         "GiB",
         "max",
         "Peak device memory (resident memory on CPU) of the trainer rank with the most.",
-        True,
-    ),
-    Metric(
-        "perf/idle_logprobs_samples_share",
-        "share",
-        "last",
-        "Share of the step's old-policy and reference passes over its samples that were made while the trainer waited "
-        "for the batch (`trainer.idle_logprobs`).",
-        True,
-    ),
-    Metric("perf/idle_logprobs_tokens_share", "share", "last", "The same by tokens, prompts included.", True),
-    Metric(
-        "perf/idle_logprobs_seconds",
-        "s",
-        "sum",
-        "Part of `time/logprobs` that passes in idle time took, those in vain included. The last one may end after the "
-        "batch has come.",
         True,
     ),
     Metric("perf/host_memory_gib", "GiB", "max", "Resident memory of a trainer rank.", True),

@@ -80,7 +80,7 @@ def test_gloo_opens_one_socket_for_each_group_of_a_process(world: Callable[[int]
     ],
 )
 def test_the_sockets_of_each_rank_of_two(changes: dict[str, Any], numbers: list[int]) -> None:
-    own = config("model", trainer__gpus=2, trainer__idle_logprobs=False, **changes)
+    own = config("model", trainer__gpus=2, **changes)
     assert [of_trainer_rank(own, rank, has_saved=True) for rank in range(2)] == numbers
     assert of_trainer_rank(own, 0, has_saved=False) == numbers[0] - 1
 
