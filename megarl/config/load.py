@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.common.errors import ConfigError
+from megarl.config.removed_keys import Tree, advice_on
 from megarl.config.schema import Config
 from megarl.config.verl_names import REFUSED, target_of, translate
 
@@ -176,7 +177,7 @@ def config_from_tree(tree: dict[str, Any]) -> Config:
         # Strict validation refuses "5" for 5 and true for 1; from JSON it accepts lists as tuples and strings as paths.
         return Config.model_validate_json(json.dumps(translate(tree), default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError([explain(detail) for detail in error.errors(include_url=False)]) from None
+        raise ConfigError([explain(detail, tree) for detail in error.errors(include_url=False)]) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -252,8 +253,8 @@ _TYPES = {
 }
 
 
-def explain(detail: ErrorDetails) -> str:
-    """Return one pydantic error as `key: what is wrong; how to fix it`."""
+def explain(detail: ErrorDetails, tree: Tree | None = None) -> str:
+    """Return one pydantic error as `key: what is wrong; how to fix it`; `tree`: the values of the whole config."""
     key = ".".join(str(part) for part in detail["loc"])
     kind, value = detail["type"], detail["input"]
     context: dict[str, Any] = dict(detail.get("ctx") or {})
@@ -261,7 +262,8 @@ def explain(detail: ErrorDetails) -> str:
         key, value = f"{key}.{context['name']}", context["value"]
     if kind == "extra_forbidden":
         plain = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
-        return f"{key}: no such key{suggest(plain)}"
+        advice = advice_on(plain, tree or {})
+        return f"{key}: no such key{suggest(plain)}" if advice is None else f"{key}: no longer a key; {advice}"
     if kind == "missing":
         return f"{key}: required; {_meaning(detail['loc'])}"
     if kind in _TYPES:

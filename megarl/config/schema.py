@@ -141,14 +141,6 @@ class TrainerConfig(Section):
         "come, which changes the last bits of the log-probs: without effect with `run.deterministic` and "
         "`telemetry.dump_batches`.",
     )
-    compile_logprobs: bool | None = Field(
-        None, description="Compile the log-prob head with torch.compile; default: true on GPUs. Falls back if it fails."
-    )
-    fused_weight_gradients: bool = Field(
-        True,
-        description="Transformer Engine adds weight gradients to the fp32 sums inside its matrix products. No effect "
-        "on other modules.",
-    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
 
     @property

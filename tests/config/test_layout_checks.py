@@ -116,7 +116,7 @@ MEGATRON: list[tuple[str, dict[str, Any], str]] = [
     # Trap 5: what dist checkpointing could not save in a form that another layout loads.
     ("ddp", {"num_distributed_optimizer_instances": 2}, "cannot be saved"),
     ("ddp", {"overlap_param_gather": True, "overlap_grad_reduce": False}, "needs overlap_grad_reduce"),
-    ("transformer", {"gradient_accumulation_fusion": True}, "set trainer.fused_weight_gradients"),
+    ("transformer", {"gradient_accumulation_fusion": True}, "modules fuse weight gradients without it"),
     ("ddp", {"bucket_size": 1.5}, "must be Optional[int]"),
 ]
 
