@@ -20,7 +20,6 @@ from pydantic_core import ErrorDetails
 from megarl.common.errors import ConfigError
 from megarl.config.removed_keys import Tree, advice_on
 from megarl.config.schema import Config
-from megarl.config.verl_names import REFUSED, target_of, translate
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,8 +86,8 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def overridden_tree(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what the overrides alone say, with megarl's keys; they are valid on the tree to which they belong."""
-    return translate(apply_overrides({}, overrides))
+    """Return what the overrides alone say; they are valid on the tree to which they belong."""
+    return apply_overrides({}, overrides)
 
 
 def _section_at(tree: dict[str, Any], path: list[str]) -> dict[str, Any]:
@@ -169,13 +168,10 @@ def _problems(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 
 def config_from_tree(tree: dict[str, Any]) -> Config:
-    """Validate nested plain values, as read from YAML or JSON, with verl's names or megarl's.
-
-    Raises ConfigError that lists every problem.
-    """
+    """Validate nested plain values, as read from YAML or JSON. Raises ConfigError that lists every problem."""
     try:
         # Strict validation refuses "5" for 5 and true for 1; from JSON it accepts lists as tuples and strings as paths.
-        return Config.model_validate_json(json.dumps(translate(tree), default=str), strict=True)
+        return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError([explain(detail, tree) for detail in error.errors(include_url=False)]) from None
 
@@ -205,10 +201,6 @@ def suggest(key: str) -> str:
     """Return `; did you mean ...?` for an unknown dotted key, or the list of its section's keys."""
     known = list(walk_keys())
     leaf = key.rsplit(".", 1)[-1]
-    if (reason := REFUSED.get(leaf)) is not None:
-        return f", it is verl's: {reason}"
-    if leaf not in {name.rsplit(".", 1)[-1] for name in known} and (meant := target_of(leaf)) is not None:
-        return f", it is verl's name of {meant}"
     if (usual := USUAL_NAMES.get(leaf)) is not None:
         return f"; did you mean {usual}?"
     parent = key.rpartition(".")[0]
@@ -263,7 +255,7 @@ def explain(detail: ErrorDetails, tree: Tree | None = None) -> str:
     if kind == "extra_forbidden":
         plain = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
         advice = advice_on(plain, tree or {})
-        return f"{key}: no such key{suggest(plain)}" if advice is None else f"{key}: no longer a key; {advice}"
+        return f"{key}: no such key{suggest(plain) if advice is None else f'; {advice}'}"
     if kind == "missing":
         return f"{key}: required; {_meaning(detail['loc'])}"
     if kind in _TYPES:

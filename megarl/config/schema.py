@@ -28,7 +28,8 @@ from megarl.config.teacher_sections import TeacherConfig
 
 # What the backward pass of the trainer computes again; a number: the first layers of each stage.
 Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]
-# How far modes that publish less often than each step run ahead by default: `sync_interval`, `staleness_threshold`.
+# How far modes that publish less often than each step run ahead by default: `sync_interval`, and its part that is added
+# to `max_staleness`.
 DEFAULT_INTERVAL, DEFAULT_QUOTA = 4, 0.5
 
 
@@ -306,18 +307,6 @@ class AdmissionConfig(Section):
         "it; at least sync_interval - 1, the default; with one_step_off one step more; with async "
         f"{DEFAULT_QUOTA} * sync_interval more, rounded up, "
         "and at least one step.",
-    )
-    trigger_parameter_sync_step: int | None = Field(
-        None,
-        ge=1,
-        description="verl's name of `sync_interval`. verl counts fetches: the number is the same if it makes one "
-        "update per fetch (`require_batches: 1`). Give `require_batches` beside it and it is multiplied by that, else "
-        "multiply it by the updates per fetch.",
-    )
-    staleness_threshold: float | None = Field(
-        None,
-        ge=0,
-        description="verl's quota s, with async: `max_staleness` is sync_interval - 1 + ceil(s * sync_interval).",
     )
     refill: bool = Field(
         False,
