@@ -89,7 +89,7 @@ MEGATRON: list[tuple[str, dict[str, Any], str]] = [
     ("transformer", {"recompute_num_layers": True}, "must be Optional[int]"),
     ("transformer", {"moe_aux_loss_coeff": "a"}, "must be Union[float, List[float]]"),
     ("transformer", {"recompute_modules": "mlp"}, "must be Optional[List[str]]"),
-    ("transformer", {"init_method": "normal"}, "cannot be given in YAML"),
+    ("transformer", {"init_method": "normal"}, "must be Optional[Callable], not 'normal'"),
     ("transformer", {"hidden_size": 64}, "it comes from model.path's config.json"),
     ("transformer", {"tensor_model_parallel_size": 2}, "set it in trainer.parallel"),
     ("transformer", {"bf16": True}, "set it in trainer.precision"),
