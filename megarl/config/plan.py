@@ -1,6 +1,7 @@
 """The plan of a run, computed from its config: ranks, layout, replicas, devices, samples per step, memory per GPU.
 
-`make_plan` checks everything and starts nothing; it imports neither torch nor vLLM nor Ray.
+`make_plan` checks everything and starts nothing. It imports neither vLLM nor Ray, and torch only if `megatron` passes
+fields.
 """
 
 from __future__ import annotations

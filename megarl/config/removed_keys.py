@@ -17,6 +17,15 @@ Advice = str | Callable[[Tree], str]  # a function computes what to write from t
 REMOVED: dict[str, Advice] = {
     "trainer.compile_logprobs": "remove it: GPUs compile the log-prob head, and run it uncompiled where that fails",
     "trainer.fused_weight_gradients": "remove it: Transformer Engine's modules always fuse weight gradients",
+    **{
+        f"sampling.{name}": "remove it: responses to train on are sampled from the whole distribution, or every "
+        "importance ratio would be wrong; evaluation.sampling has top_p, top_k and repetition_penalty"
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    },
+    "agent.act_attempts": "remove it: a sample is begun three times if its door dies",
+    "checkpoint.keep_best_mode": "remove it: the checkpoint with the largest value is kept",
+    "ray.num_cpus": "remove it: Ray's logical CPUs are those that the plan needs",
+    "timeouts.queue_s": "write timeouts.rpc_s, which bounds reads and writes of the queue too",
 }
 
 

@@ -175,16 +175,10 @@ class BatchConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of the training responses."""
+    """Sampling of the training responses, always from the whole distribution: the trainer could not rebuild another."""
 
     temperature: float = Field(1.0, gt=0, description="Temperature; the trainer divides its logits by it as well.")
     max_tokens: int = Field(..., ge=1, description="Upper bound of response tokens, EOS included.")
-    top_p: float = Field(1.0, description="Must be 1 in training: the trainer does not know the set of kept tokens.")
-    top_k: int = Field(-1, description="Must be -1 in training.")
-    min_p: float = Field(0.0, description="Must be 0 in training.")
-    repetition_penalty: float = Field(1.0, description="Must be 1 in training.")
-    presence_penalty: float = Field(0.0, description="Must be 0 in training.")
-    frequency_penalty: float = Field(0.0, description="Must be 0 in training.")
     stop_token_ids: list[int] | None = Field(
         None, description="Token ids that end a response; default: from generation config, tokenizer and chat template."
     )
