@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.common.errors import ConfigError
+from megarl.config.key_levels import level
 from megarl.config.removed_keys import Tree, advice_on
 from megarl.config.schema import Config
 
@@ -212,7 +213,11 @@ def suggest(key: str) -> str:
     if close:
         return f"; did you mean {' or '.join(close)}?"
     where = parent or "the top level"
-    return f"; keys of {where}: {', '.join(sorted(by_leaf))}" if by_leaf else ""
+    return (
+        f"; keys of {where}: {', '.join(sorted(by_leaf, key=lambda name: (level(by_leaf[name]), name)))}"
+        if by_leaf
+        else ""
+    )
 
 
 # What other trainers call a key, where neither its own name nor its section is like it.

@@ -75,7 +75,10 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("trainer.optimizer.learning_rate=1", "did you mean trainer.optimizer.lr?"),
         ("run.steps=0", "run.steps: must be at least 1, not 0 (on the command line: run.steps=0)"),
         ("sampling.max_token=4", "sampling.max_tokens"),
-        ("nonsense.x=1", "nonsense: no such key; keys of the top level: admission"),
+        (
+            "nonsense.x=1",
+            "nonsense: no such key; keys of the top level: admission, agent, algorithm, batch,",
+        ),
         ("run.steps=many", "run.steps: must be an integer, not 'many'"),
         ("run.steps=1.5", "run.steps: must be an integer, not 1.5"),
         ("run.steps=true", "run.steps: must be an integer, not True"),
