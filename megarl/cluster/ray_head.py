@@ -93,7 +93,7 @@ def rollout_share(config: Config, *, cuda: bool) -> RayShare:
     """Return the share of a rollout node: its engines, and room for controller, queue controller and storage units."""
     per_node = resolve_pools(config).rollout.gpus_per_node
     engines = engines_per_node(config)
-    cpus = config.ray.num_cpus or engines + 1 + 1 + config.queue.storage_units + 2
+    cpus = engines + 1 + 1 + config.queue.storage_units + 2
     # Engines are counted by a resource of their own: without GPUs Ray would pack them onto one node.
     return RayShare(cpus, per_node if cuda else 0, {ROLLOUT_RESOURCE: 10000, ENGINE_RESOURCE: engines})
 

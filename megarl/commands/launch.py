@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     from megarl.cluster.nodes.batch_script import local_script, slurm_script
     from megarl.cluster.nodes.node_commands import user_environment
     from megarl.config.load import load_config
-    from megarl.config.plan_tables import print_dry_run
+    from megarl.config.plan import print_dry_run
 
     config = load_config(options.config, options.overrides)
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"

@@ -63,9 +63,6 @@ class AgentConfig(Section):
         description="Seconds of one call of `act`; a sample that takes longer has failed. Below `timeouts.generate_s`, "
         "after which a trainer that waits for the sample ends the run.",
     )
-    act_attempts: int = Field(
-        3, ge=1, description="How often a sample is acted for if the door dies meanwhile; its group fails after that."
-    )
     max_turns: int | None = Field(
         None,
         ge=1,

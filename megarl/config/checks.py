@@ -48,16 +48,6 @@ PARQUET_SUFFIXES = (".parquet", ".pq")
 
 DeviceType = Literal["cuda", "cpu"]
 
-# Keys of `sampling` and the values that training needs: others change the distribution that the engine samples from.
-_PLAIN_SAMPLING = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-
 
 def detect_device() -> DeviceType:
     """Return the device that a run on this machine uses: cuda if there are a GPU and a torch that is built for it."""
@@ -210,14 +200,6 @@ def _sizes(config: Config) -> Iterator[str]:
 
 
 def _sampling(config: Config) -> Iterator[str]:
-    for name, neutral in _PLAIN_SAMPLING.items():
-        value = getattr(config.sampling, name)
-        if value != neutral:
-            yield (
-                f"sampling.{name}: must be {neutral} in training, not {value}: the engine's log-probs would be of "
-                "a distribution that the trainer cannot rebuild, and every importance ratio would be wrong; "
-                "remove it (evaluation.sampling may use it)"
-            )
     if config.sampling.stop_token_ids is not None and not config.sampling.stop_token_ids:
         yield "sampling.stop_token_ids: empty, so no response would end by itself; list ids or remove the key"
 

@@ -1,17 +1,19 @@
-"""Checks the fields of `rollout.engine_kwargs` against vLLM's source, without importing vLLM."""
+"""Checks the fields of `rollout.engine_kwargs` against those of vLLM, and a model against its attention on CPU."""
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
-import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from megarl.config.schema import Config
 from megarl.models.info import ModelInfo
 
+IMPORT_S = 600.0  # for the import of vLLM, which takes seconds, on a busy machine a minute
+# The sizes of heads that vLLM's attention on CPU takes (v1/attention/backends/cpu_attn.py).
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Fields that megarl sets itself, each with the reason or the key to use instead. Plan and replica refuse them.
 RESERVED: dict[str, str] = {
     "model": "set model.path",
@@ -39,21 +41,19 @@ RESERVED: dict[str, str] = {
 
 def engine_problems(config: Config) -> Iterator[str]:
     """Yield a problem for each reserved field, and for each unknown one if vLLM is installed."""
-    known = engine_fields()
     for name in config.rollout.engine_kwargs:
         key = f"rollout.engine_kwargs.{name}"
         if name in RESERVED:
             yield f"{key}: reserved; {RESERVED[name]}"
-        elif known and name not in known:
+        elif (known := engine_fields()) and name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             yield f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"
 
 
 def head_size_problems(info: ModelInfo, device: str) -> Iterator[str]:
     """Yield a problem if vLLM has no attention for the model's heads. On GPUs one of its backends takes any size."""
-    sizes = cpu_head_sizes() if device == "cpu" and info.mla is None else ()
-    if sizes and info.head_dim not in sizes:
-        listed = ", ".join(map(str, sizes))
+    if device == "cpu" and info.mla is None and info.head_dim not in CPU_HEAD_SIZES:
+        listed = ", ".join(map(str, CPU_HEAD_SIZES))
         yield (
             f"model.path: its attention heads have {info.head_dim} channels (head_dim), and vLLM's attention without a "
             f"GPU takes {listed} only; use a model with one of these"
@@ -61,35 +61,19 @@ def head_size_problems(info: ModelInfo, device: str) -> Iterator[str]:
 
 
 @functools.cache
-def cpu_head_sizes() -> tuple[int, ...]:
-    """Return the sizes of heads that the installed vLLM's attention on CPU takes; empty if that is unknown."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return ()
-    path = Path(spec.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
-    if not path.is_file():
-        return ()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
-            returned = node.body[-1]
-            if isinstance(returned, ast.Return) and isinstance(returned.value, ast.List):
-                return tuple(each.value for each in returned.value.elts if isinstance(each, ast.Constant))  # type: ignore[misc]
-    return ()
-
-
-@functools.cache
 def engine_fields() -> frozenset[str]:
-    """Return the names of AsyncEngineArgs' fields in the installed vLLM; empty if vLLM is not installed."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    path = Path(spec.origin).parent / "engine" / "arg_utils.py"
-    names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
-            names |= {
-                line.target.id
-                for line in node.body
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-            }
-    return frozenset(names)
+    """Return the names of AsyncEngineArgs' fields in the installed vLLM; empty if vLLM cannot be imported.
+
+    A child process imports it, because `import vllm` changes settings of torch's compiler and of NVML.
+    """
+    listing = (
+        "import dataclasses; from vllm.engine.arg_utils import AsyncEngineArgs; "
+        "print(*[field.name for field in dataclasses.fields(AsyncEngineArgs)])"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=IMPORT_S
+        )
+    except (subprocess.SubprocessError, OSError):
+        return frozenset()  # the engine refuses an unknown field when it starts
+    return frozenset(done.stdout.splitlines()[-1].split())

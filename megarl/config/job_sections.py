@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
@@ -80,9 +79,10 @@ class CheckpointConfig(Section):
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     keep_every: int = Field(0, ge=0, description="Also keep every step divisible by this; 0 = none.")
     keep_best: str | None = Field(
-        None, description="Also keep the best checkpoint by this evaluation metric, e.g. `eval/heldout/greedy`."
+        None,
+        description="Also keep the checkpoint with the largest value of this evaluation metric, e.g. "
+        "`eval/heldout/greedy`.",
     )
-    keep_best_mode: Literal["max", "min"] = Field("max", description="Whether larger or smaller is better.")
     hf_export_every: int = Field(
         0,
         ge=0,
@@ -99,8 +99,9 @@ class TimeoutsConfig(Section):
     rpc_s: float = Field(
         120.0,
         gt=0,
-        description="Any other actor call; a report of an engine that is due; one step of a busy engine; a thread of "
-        "the controller that decodes a response, or writes the journal before a tool is called.",
+        description="One read or write of the queue; any other actor call; a report of an engine that is due; one step "
+        "of a busy engine; a thread of the controller that decodes a response, or writes the journal before a tool is "
+        "called.",
     )
     generate_s: float = Field(
         1800.0,
@@ -108,7 +109,6 @@ class TimeoutsConfig(Section):
         description="One step's rollouts, or one evaluation. A response that an engine has not ended by then fails its "
         "group, unless the trainer has waited for it from its start; then the run ends. The engine stays if it works.",
     )
-    queue_s: float = Field(120.0, gt=0, description="One queue read or write.")
     weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")
     collective_s: float = Field(600.0, gt=0, description="One trainer collective.")
     shutdown_s: float = Field(30.0, gt=0, description="Shutdown of everything the supervisor started.")
@@ -149,9 +149,6 @@ class RayConfig(Section):
         None,
         description="Attach to a running cluster instead; its rollout nodes must offer the resources `megarl_rollout` "
         "(10000 each) and `megarl_engine` (one per engine). Its nodes and the run need the same `RAY_AUTH_TOKEN_PATH`.",
-    )
-    num_cpus: int | None = Field(
-        None, ge=1, description="Logical CPUs of each rollout node; default: what the plan needs."
     )
 
 

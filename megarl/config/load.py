@@ -18,8 +18,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.common.errors import ConfigError
+from megarl.config.key_levels import level
+from megarl.config.removed_keys import Tree, advice_on
 from megarl.config.schema import Config
-from megarl.config.verl_names import REFUSED, target_of, translate
 
 
 class _Loader(yaml.SafeLoader):
@@ -86,8 +87,8 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def overridden_tree(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what the overrides alone say, with megarl's keys; they are valid on the tree to which they belong."""
-    return translate(apply_overrides({}, overrides))
+    """Return what the overrides alone say; they are valid on the tree to which they belong."""
+    return apply_overrides({}, overrides)
 
 
 def _section_at(tree: dict[str, Any], path: list[str]) -> dict[str, Any]:
@@ -168,15 +169,12 @@ def _problems(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 
 def config_from_tree(tree: dict[str, Any]) -> Config:
-    """Validate nested plain values, as read from YAML or JSON, with verl's names or megarl's.
-
-    Raises ConfigError that lists every problem.
-    """
+    """Validate nested plain values, as read from YAML or JSON. Raises ConfigError that lists every problem."""
     try:
         # Strict validation refuses "5" for 5 and true for 1; from JSON it accepts lists as tuples and strings as paths.
-        return Config.model_validate_json(json.dumps(translate(tree), default=str), strict=True)
+        return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError([explain(detail) for detail in error.errors(include_url=False)]) from None
+        raise ConfigError([explain(detail, tree) for detail in error.errors(include_url=False)]) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -204,10 +202,6 @@ def suggest(key: str) -> str:
     """Return `; did you mean ...?` for an unknown dotted key, or the list of its section's keys."""
     known = list(walk_keys())
     leaf = key.rsplit(".", 1)[-1]
-    if (reason := REFUSED.get(leaf)) is not None:
-        return f", it is verl's: {reason}"
-    if leaf not in {name.rsplit(".", 1)[-1] for name in known} and (meant := target_of(leaf)) is not None:
-        return f", it is verl's name of {meant}"
     if (usual := USUAL_NAMES.get(leaf)) is not None:
         return f"; did you mean {usual}?"
     parent = key.rpartition(".")[0]
@@ -219,7 +213,11 @@ def suggest(key: str) -> str:
     if close:
         return f"; did you mean {' or '.join(close)}?"
     where = parent or "the top level"
-    return f"; keys of {where}: {', '.join(sorted(by_leaf))}" if by_leaf else ""
+    return (
+        f"; keys of {where}: {', '.join(sorted(by_leaf, key=lambda name: (level(by_leaf[name]), name)))}"
+        if by_leaf
+        else ""
+    )
 
 
 # What other trainers call a key, where neither its own name nor its section is like it.
@@ -252,8 +250,8 @@ _TYPES = {
 }
 
 
-def explain(detail: ErrorDetails) -> str:
-    """Return one pydantic error as `key: what is wrong; how to fix it`."""
+def explain(detail: ErrorDetails, tree: Tree | None = None) -> str:
+    """Return one pydantic error as `key: what is wrong; how to fix it`; `tree`: the values of the whole config."""
     key = ".".join(str(part) for part in detail["loc"])
     kind, value = detail["type"], detail["input"]
     context: dict[str, Any] = dict(detail.get("ctx") or {})
@@ -261,7 +259,8 @@ def explain(detail: ErrorDetails) -> str:
         key, value = f"{key}.{context['name']}", context["value"]
     if kind == "extra_forbidden":
         plain = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
-        return f"{key}: no such key{suggest(plain)}"
+        advice = advice_on(plain, tree or {})
+        return f"{key}: no such key{suggest(plain) if advice is None else f'; {advice}'}"
     if kind == "missing":
         return f"{key}: required; {_meaning(detail['loc'])}"
     if kind in _TYPES:

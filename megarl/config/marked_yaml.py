@@ -1,4 +1,7 @@
-"""A config as YAML in which only what the user has set are lines; the defaults of each section are a comment below."""
+"""A config as YAML in which only what the user has set are lines; the defaults of each section are comments below.
+
+Basic keys come first.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from megarl.config.key_levels import level, ordered
 from megarl.config.schema import Config
 
 WIDTH = 100
@@ -21,31 +25,36 @@ def marked_yaml(given: Config, resolved: Config) -> str:
     `given`: the config as it was loaded, which knows what its file and the overrides have set. A value that the plan
     has chosen in place of `auto` is a line as well, and says so.
     """
-    return "".join(f"{line}\n" for line in _lines(given, resolved, ""))
+    return "".join(f"{line}\n" for line in _lines(given, resolved))
 
 
-def _lines(given: BaseModel, resolved: BaseModel, indent: str) -> Iterator[str]:
-    """Yield the lines of a section: what is set, and one comment with the defaults of everything else."""
-    plain, defaults = resolved.model_dump(mode="json"), []
-    for name in type(resolved).model_fields:
+def _lines(given: BaseModel, resolved: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yield the lines of a section: what is set, and comments with the defaults of everything else.
+
+    `prefix`: the section's key and a dot.
+    """
+    plain, indent = resolved.model_dump(mode="json"), "  " * prefix.count(".")
+    defaults: dict[str, list[str]] = {"basic": [], "expert": []}
+    for name in ordered(type(resolved), prefix):
         own, value = getattr(given, name), getattr(resolved, name)
         if isinstance(value, BaseModel) and isinstance(own, BaseModel):
             if _is_set(own) or own != value:
                 yield f"{indent}{name}:"
-                yield from _lines(own, value, indent + "  ")
+                yield from _lines(own, value, f"{prefix}{name}.")
             else:
-                defaults.append(f"{name}: {_flow(plain[name])}")
+                defaults[level(prefix + name)].append(f"{name}: {_flow(plain[name])}")
         elif own != value:
             yield from (f"{indent}{line}{FROM_AUTO}" for line in _block({name: plain[name]}))
         elif name in given.model_fields_set:
             shown = given.model_dump(mode="json", include={name}, exclude_unset=True)
             yield from (f"{indent}{line}" for line in _block(shown))
         else:
-            defaults.append(f"{name}: {_flow(plain[name])}")
-    if defaults and indent:
-        yield from _comment("default: " + ", ".join(defaults), indent)
-    else:
-        yield from (line for each in defaults for line in _comment(each, indent))
+            defaults[level(prefix + name)].append(f"{name}: {_flow(plain[name])}")
+    for each, values in defaults.items():
+        if values and prefix:
+            yield from _comment(f"{'expert default' if each == 'expert' else 'default'}: {', '.join(values)}", indent)
+        else:
+            yield from (line for value in values for line in _comment(value, indent))
 
 
 def _comment(text: str, indent: str) -> list[str]:

@@ -39,7 +39,7 @@ def passes_recompute(config: Config) -> bool:
 
 
 def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
-    """Return Megatron's fields; an unresolved `auto` recomputes nothing (megarl/config/fit.py resolves it)."""
+    """Return Megatron's fields; an unresolved `auto` recomputes nothing (megarl/config/memory.py resolves it)."""
     if recompute in ("auto", "none"):
         return {}
     if recompute == "selective":

@@ -55,8 +55,8 @@ _TRANSFORMER = {
     "different lengths (the loss is normalised by global token counts)",
     "variable_seq_lengths": "megarl needs it true: packed micro-batches differ in length",
     "moe_router_force_load_balancing": "it routes at random and ignores the router, for benchmarks",
-    "gradient_accumulation_fusion": "set trainer.fused_weight_gradients: Megatron's field also concerns the output "
-    "layer, where it needs Apex",
+    "gradient_accumulation_fusion": "Transformer Engine's modules fuse weight gradients without it; Megatron's field "
+    "also concerns the output layer, where it needs Apex",
     "defer_embedding_wgrad_compute": "the output layer is projected in chunks, outside Megatron",
     "test_mode": "it is for Megatron's own tests",
 }

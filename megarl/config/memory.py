@@ -1,18 +1,22 @@
-"""Estimates the memory per GPU of both pools by named terms, from the config and the model's sizes only."""
+"""Estimates the memory per GPU of both pools by named terms, and chooses by that what `auto` stands for. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megarl.common.byte_units import GIB, MIB
-from megarl.config import activations
+from megarl.config.megatron_defaults import Recompute, passes_recompute
 from megarl.config.parameters import (
     FP32,
     bytes_per_element,
     chunk_parameters,
+    forward_per_token,
+    logits_bytes,
     model_parameters,
     padded_vocabulary,
+    peak_bytes,
+    recompute_bytes,
     state_bytes,
 )
 from megarl.config.schema import Config
@@ -27,6 +31,12 @@ ENGINE_OVERHEAD = 4 * GIB
 # Rows of the experts of the most loaded rank relative to the mean, over all layers of a micro-batch. An estimate.
 EXPERT_LOAD = 1.25
 ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large GPUs
+
+FREE = 0.1  # share of the device memory that the plan must leave
+TOKENS_STEP = 1024
+# Larger micro-batches gain nothing measurable: their matrices fill a GPU long before.
+MOST_TOKENS = 65536
+UNKNOWN_MEMORY_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Memory:
 def trainer_memory(
     config: Config, info: ModelInfo, layout: Layout, *, cuda: bool, fused: bool, limit: int | None
 ) -> Memory:
-    """Return the memory of the trainer rank that needs most, over all pipeline stages; `fused` as in `activations`."""
+    """Return the memory of the trainer rank that needs most, over all pipeline stages; `fused` as in `parameters`."""
     stages = (_stage_memory(config, info, layout, stage, cuda, fused, limit) for stage in range(layout.pipeline))
     return max(stages, key=lambda memory: memory.peak)
 
@@ -89,23 +99,21 @@ def _stage_memory(
 ) -> Memory:
     state = state_bytes(config, info, layout, stage)
     where = f"stage {stage}" if layout.pipeline > 1 else ""
-    size = activations.peak_bytes
     terms = [
         Term("weights", state.weights, note=where),
         Term("gradients", state.gradients),
         Term("optimizer", state.optimizer),
-        Term("activations", int(size(config, info, layout, stage, fused=fused)), "update"),
+        Term("activations", int(peak_bytes(config, info, layout, stage, fused=fused)), "update"),
     ]
     if layout.expert > 1:
-        more = size(config, info, layout, stage, fused=fused, load=EXPERT_LOAD) - terms[-1].bytes
+        more = peak_bytes(config, info, layout, stage, fused=fused, load=EXPERT_LOAD) - terms[-1].bytes
         terms.append(Term("uneven experts", int(more), "update", note="estimate"))
-    again = activations.recompute_bytes(config, info, layout, stage, fused=fused)
+    again = recompute_bytes(config, info, layout, stage, fused=fused)
     if again:
         terms.append(Term("recompute", int(again), "update"))
     if stage == layout.pipeline - 1:
-        logits = activations.logits_bytes
-        terms.append(Term("logits chunk", logits(config, info, layout, update=True), "update"))
-        terms.append(Term("logits chunk", logits(config, info, layout, update=False), "log-probs"))
+        terms.append(Term("logits chunk", logits_bytes(config, info, layout, update=True), "update"))
+        terms.append(Term("logits chunk", logits_bytes(config, info, layout, update=False), "log-probs"))
     teachers = known_models(config)
     widest = max(forward_bytes(config, each, layout, fused=fused) for each in (info, *teachers.values()))
     terms.append(Term("forward of one layer", int(widest), "log-probs"))
@@ -176,7 +184,7 @@ def _largest_tensor(config: Config, info: ModelInfo) -> int:
 def forward_bytes(config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> float:
     """Return the bytes that live at one time while a micro-batch runs through the widest layer without gradients."""
     layers = range(info.num_layers)
-    widest = max(activations.forward_per_token(config, info, layout, layer, fused) for layer in layers)
+    widest = max(forward_per_token(config, info, layout, layer, fused) for layer in layers)
     return widest * config.trainer.token_limit
 
 
@@ -250,3 +258,86 @@ def _reloaded(info: ModelInfo, ranks: int) -> int:
     experts = (info.num_experts or 0) * 3 * info.moe_ffn * info.hidden
     whole = max(dense, experts, info.vocab_size * info.hidden)
     return whole + whole // ranks
+
+
+@dataclass(frozen=True)
+class Device:
+    """The trainer's device as the plan sees it; `limit`: its memory in bytes, None if unknown."""
+
+    cuda: bool
+    fused: bool
+    limit: int | None
+
+
+def resolve_auto(config: Config, info: ModelInfo, layout: Layout, device: Device, longest: int) -> Config:
+    """Return `config` with a value for each `auto` under `trainer`. `longest`: tokens of the longest sample.
+
+    Recomputation is the cheapest that leaves a tenth of the memory free: none, selective, the first n layers of each
+    stage (the smallest n), all layers. A micro-batch gets the most tokens that leave as much with that recomputation,
+    and at least the longest sample. Without a GPU nothing is recomputed; on GPUs of unknown memory every layer is.
+    """
+    wants_tokens = config.trainer.micro_batch_tokens == "auto"
+    if wants_tokens:
+        config = with_trainer(config, micro_batch_tokens=longest)
+    if config.trainer.recompute == "auto" and not passes_recompute(config):
+        config = with_trainer(config, recompute=_cheapest(config, info, layout, device))
+    if wants_tokens:
+        least = longest if device.limit is not None else max(longest, UNKNOWN_MEMORY_TOKENS)
+        config = with_trainer(config, micro_batch_tokens=most_tokens(config, info, layout, device) or least)
+    return config
+
+
+def with_trainer(config: Config, **fields: object) -> Config:
+    """Return `config` with other fields of the section `trainer`."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=fields)})
+
+
+def most_tokens(config: Config, info: ModelInfo, layout: Layout, device: Device) -> int | None:
+    """Return the most tokens of a micro-batch that leave a tenth of the memory free, in steps of TOKENS_STEP.
+
+    It is at least `trainer.micro_batch_tokens`. None if even that does not fit, or if the memory is unknown.
+    """
+    least = config.trainer.token_limit
+
+    def fits(tokens: int) -> bool:
+        return _fits(with_trainer(config, micro_batch_tokens=tokens), info, layout, device)
+
+    if device.limit is None or not fits(least):
+        return None
+    steps = range(-(-least // TOKENS_STEP) * TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
+    passed = _first(len(steps), lambda index: not fits(steps[index]))
+    return steps[passed - 1] if passed else least
+
+
+def _cheapest(config: Config, info: ModelInfo, layout: Layout, device: Device) -> Recompute:
+    if device.limit is None:
+        return "full" if device.cuda else "none"
+
+    def fits(kind: Recompute) -> bool:
+        return _fits(with_trainer(config, recompute=kind), info, layout, device)
+
+    if fits("none"):
+        return "none"
+    if fits("selective"):
+        return "selective"
+    layers = info.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
+    # The more layers are recomputed, the less is kept.
+    count = 1 + _first(layers - 1, lambda index: fits(index + 1))
+    return count if count < layers else "full"
+
+
+def _fits(config: Config, info: ModelInfo, layout: Layout, device: Device) -> bool:
+    memory = trainer_memory(config, info, layout, cuda=device.cuda, fused=device.fused, limit=device.limit)
+    return memory.limit is not None and memory.peak <= (1 - FREE) * memory.limit
+
+
+def _first(count: int, holds: Callable[[int], bool]) -> int:
+    """Return the first index below `count` for which `holds` is true, else `count`. `holds` changes once, to true."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.losses import LOSSES
 from megarl.algorithms.registry import FunctionRegistry
+from megarl.config.key_levels import level, ordered
 from megarl.config.load import section_of
 from megarl.config.megatron_reserved import RESERVED
 from megarl.config.schema import Config
@@ -29,7 +30,8 @@ fix, before any process starts:
 
     megarl plan --config run.yaml trainer.optimizer.lr=1e-5    # the resolved config and the plan; nothing starts
 
-A key without a default is required. Sections may be left out if all their keys have defaults.
+A key without a default is required. Sections may be left out if all their keys have defaults. `basic` keys come first:
+most runs need no others.
 """
 
 _TAIL = """
@@ -81,7 +83,8 @@ These fields are set by megarl itself and refused here:
 def configuration_page() -> str:
     """Return the whole page in Markdown."""
     parts = [_HEAD]
-    for name, field in Config.model_fields.items():
+    for name in ordered(Config):
+        field = Config.model_fields[name]
         section = section_of(field.annotation)
         if section is not None:
             parts += list(_section(section, f"{name}[]" if get_origin(field.annotation) is list else name))
@@ -118,7 +121,9 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
     yield f"\n## `{prefix}`\n\n{(section.__doc__ or '').strip()}\n\n"
     inner: list[tuple[type[BaseModel], str]] = []
     rows = []
-    for name, field in section.model_fields.items():
+    dotted = prefix.replace("[]", "")
+    for name in ordered(section, f"{dotted}."):
+        field = section.model_fields[name]
         nested = section_of(field.annotation)
         key = f"{prefix}.{name}"
         if nested is not None and get_origin(field.annotation) is not list:
@@ -126,9 +131,10 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
             continue
         if nested is not None:
             inner.append((nested, f"{key}[]"))
-        rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |\n")
+        described = f"{_type(field)} | {_default(field)} | {_cell(field.description or '')}"
+        rows.append(f"| `{name}` | {level(f'{dotted}.{name}')} | {described} |\n")
     if rows:
-        yield "| key | type | default | meaning |\n|---|---|---|---|\n"
+        yield "| key | level | type | default | meaning |\n|---|---|---|---|---|\n"
         yield from rows
     for nested, key in inner:
         yield from _section(nested, key)

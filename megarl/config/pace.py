@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 from megarl.config.schema import DEFAULT_INTERVAL, DEFAULT_QUOTA, Config
 
@@ -64,7 +63,7 @@ def pace_of(config: Config) -> Pace:
             "sync": 0,
             "one_step_off": updates,
             "stream": 0,
-            "async": _ahead(config, interval),
+            "async": max(math.ceil(DEFAULT_QUOTA * interval), updates),
         }[config.admission.mode]
         bound = interval - 1 + ahead
     return Pace(updates, interval, bound)
@@ -91,20 +90,10 @@ def _sync_interval(config: Config) -> int:
     section, updates = config.admission, config.trainer.mini_batches
     if section.sync_interval is not None:
         return section.sync_interval
-    if section.trigger_parameter_sync_step is not None:
-        return section.trigger_parameter_sync_step
     if section.mode in ("sync", "one_step_off"):
         return updates
     least = 2 if section.mode == "stream" else 1  # with one step per publication, stream would be sync
     return max(math.ceil(DEFAULT_INTERVAL / updates), least) * updates
-
-
-def _ahead(config: Config, interval: int) -> int:
-    """Return the updates that `mode: async` adds to the bound: verl's quota, and by default at least one step."""
-    quota = config.admission.staleness_threshold
-    if quota is None:
-        return max(math.ceil(DEFAULT_QUOTA * interval), config.trainer.mini_batches)
-    return math.ceil(Fraction(str(quota)) * interval)  # the decimal of the config: 0.28 * 25 is above 7 in floats
 
 
 def pace_notes(config: Config) -> Iterator[str]:
@@ -122,7 +111,6 @@ def pace_notes(config: Config) -> Iterator[str]:
             f"and max_staleness is {pace.max_staleness}: generation and training take turns; for more, set "
             f"admission.max_staleness to at least {2 * updates - 1}"
             + (f" and admission.sync_interval to at least {2 * updates}" if config.admission.mode == "stream" else "")
-            + (", and remove staleness_threshold" if config.admission.staleness_threshold is not None else "")
         )
 
     held, samples, groups = capacity_groups(config), config.batch.samples_per_group, config.batch.groups
@@ -144,16 +132,6 @@ def pace_notes(config: Config) -> Iterator[str]:
 def pace_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the section `admission`, each with its fix."""
     section, updates, interval = config.admission, config.trainer.mini_batches, _sync_interval(config)
-    aliases = (
-        ("sync_interval", "trigger_parameter_sync_step", section.trigger_parameter_sync_step),
-        ("max_staleness", "staleness_threshold", interval - 1 + _ahead(config, interval)),
-    )
-    for name, alias, meant in aliases:
-        own = getattr(section, name)
-        if own is not None and getattr(section, alias) is not None and own != meant:
-            yield f"admission.{alias}: it means {name}: {meant}, which is given as {own}; remove one of them"
-    if section.staleness_threshold is not None and section.mode != "async":
-        yield f"admission.staleness_threshold: it has no effect with mode: {section.mode}; use mode: async"
     if interval % updates:
         yield (
             f"admission.sync_interval: {interval} updates are no whole number of steps of "

@@ -28,7 +28,8 @@ from megarl.config.teacher_sections import TeacherConfig
 
 # What the backward pass of the trainer computes again; a number: the first layers of each stage.
 Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]
-# How far modes that publish less often than each step run ahead by default: `sync_interval`, `staleness_threshold`.
+# How far modes that publish less often than each step run ahead by default: `sync_interval`, and its part that is added
+# to `max_staleness`.
 DEFAULT_INTERVAL, DEFAULT_QUOTA = 4, 0.5
 
 
@@ -133,14 +134,6 @@ class TrainerConfig(Section):
         "ends the run.",
     )
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
-    compile_logprobs: bool | None = Field(
-        None, description="Compile the log-prob head with torch.compile; default: true on GPUs. Falls back if it fails."
-    )
-    fused_weight_gradients: bool = Field(
-        True,
-        description="Transformer Engine adds weight gradients to the fp32 sums inside its matrix products. No effect "
-        "on other modules.",
-    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
 
     @property
@@ -174,16 +167,10 @@ class BatchConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of the training responses."""
+    """Sampling of the training responses, always from the whole distribution: the trainer could not rebuild another."""
 
     temperature: float = Field(1.0, gt=0, description="Temperature; the trainer divides its logits by it as well.")
     max_tokens: int = Field(..., ge=1, description="Upper bound of response tokens, EOS included.")
-    top_p: float = Field(1.0, description="Must be 1 in training: the trainer does not know the set of kept tokens.")
-    top_k: int = Field(-1, description="Must be -1 in training.")
-    min_p: float = Field(0.0, description="Must be 0 in training.")
-    repetition_penalty: float = Field(1.0, description="Must be 1 in training.")
-    presence_penalty: float = Field(0.0, description="Must be 0 in training.")
-    frequency_penalty: float = Field(0.0, description="Must be 0 in training.")
     stop_token_ids: list[int] | None = Field(
         None, description="Token ids that end a response; default: from generation config, tokenizer and chat template."
     )
@@ -300,18 +287,6 @@ class AdmissionConfig(Section):
         "it; at least sync_interval - 1, the default; with one_step_off one step more; with async "
         f"{DEFAULT_QUOTA} * sync_interval more, rounded up, "
         "and at least one step.",
-    )
-    trigger_parameter_sync_step: int | None = Field(
-        None,
-        ge=1,
-        description="verl's name of `sync_interval`. verl counts fetches: the number is the same if it makes one "
-        "update per fetch (`require_batches: 1`). Give `require_batches` beside it and it is multiplied by that, else "
-        "multiply it by the updates per fetch.",
-    )
-    staleness_threshold: float | None = Field(
-        None,
-        ge=0,
-        description="verl's quota s, with async: `max_staleness` is sync_interval - 1 + ceil(s * sync_interval).",
     )
     refill: bool = Field(
         False,

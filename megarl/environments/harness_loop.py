@@ -56,6 +56,8 @@ class ActEnd:
 
 # Of the loop's time after the group's deadline, until `act` must have ended: the session is read after that.
 GRACE_SHARE = 0.5
+# How often a sample is begun if the door dies meanwhile; its group fails after that.
+ATTEMPTS = 3
 
 
 class Harness:
@@ -86,7 +88,7 @@ class Harness:
             raise ValueError(
                 f"agent.act: {path!r} cannot be called with (base_url, token, session, row) and agent.kwargs: {error}"
             ) from error
-        return cls(functools.partial(found, **kwargs), agent.act_timeout_s, agent.act_attempts)
+        return cls(functools.partial(found, **kwargs), agent.act_timeout_s, ATTEMPTS)
 
     async def run(self, ctx: AgentContext) -> list[Trajectory]:
         """Act for one sample; begin again in a new session if the door dies. See `AgentLoop.run`.

@@ -143,7 +143,7 @@ def start_queue(
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"TransferQueue did not start within {timeout_s:.0f} s: it needs {needed} actors of 1 CPU each; "
-                f"{available:g} logical CPUs were free in Ray; raise ray.num_cpus or timeouts.engine_start_s"
+                f"{available:g} logical CPUs were free in Ray; raise timeouts.engine_start_s"
             )
         time.sleep(0.1)
     _await_names([f"TransferQueueStorageUnit#{unit}" for unit in range(storage_units)], namespace, deadline)
@@ -266,7 +266,7 @@ class _Client:
                 raise TimeoutError(self._late(what))
 
     def _late(self, what: str) -> str:
-        return f"{self._who} waited {self.timeout_s:.0f} s (timeouts.queue_s) for the trajectory queue to {what}"
+        return f"{self._who} waited {self.timeout_s:.0f} s (timeouts.rpc_s) for the trajectory queue to {what}"
 
     def close(self) -> None:
         self._client.close()

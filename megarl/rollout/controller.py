@@ -122,7 +122,7 @@ class RolloutController(PoolController):
             QueueWriter.attach,
             self.partition,
             namespace=self.spec.namespace,
-            timeout_s=timeouts.queue_s,
+            timeout_s=timeouts.rpc_s,
             who="the rollout controller",
         )
         if config.rollout.agent_workers:

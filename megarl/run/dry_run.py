@@ -10,8 +10,7 @@ from typing import Any, TextIO
 from megarl.common.findings import Findings
 from megarl.config.checks import DeviceType, absent_files, planned_elsewhere
 from megarl.config.load import overridden_tree
-from megarl.config.plan import RunPlan, make_plan
-from megarl.config.plan_tables import print_dry_run
+from megarl.config.plan import RunPlan, make_plan, print_dry_run
 from megarl.config.schema import Config
 from megarl.data.check_files import Tell
 from megarl.run.check_elsewhere import elsewhere_findings

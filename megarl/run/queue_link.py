@@ -54,7 +54,7 @@ class QueueLink:
         return QueueReader.attach(
             handle.partition,
             namespace=handle.namespace,
-            timeout_s=self._timeouts.queue_s,
+            timeout_s=self._timeouts.rpc_s,
             check=handle.check_parts,
             who=f"trainer rank {os.environ.get('RANK', '0')}",
         )

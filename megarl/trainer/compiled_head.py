@@ -17,14 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl import platforms
-
 logger = logging.getLogger(__name__)
-
-
-def is_compiled(wanted: bool | None) -> bool:
-    """Tell whether this process compiles the passes. `wanted`: the config's choice; None: on GPUs only."""
-    return platforms.current().is_cuda if wanted is None else wanted
 
 
 class RowTerms(NamedTuple):
@@ -98,9 +91,10 @@ def _run(function: Callable[..., Tensor], *args: object) -> Tensor | None:
     except _compile_errors() as error:  # not errors of the GPU, which may stem from earlier work, nor mistakes here
         _State.usable = False
         logger.warning(
-            "the log-prob head could not be compiled and runs uncompiled, which is slower (trainer.compile_logprobs: "
-            "false avoids the attempt): %s: %s", type(error).__name__, error,
-        )  # fmt: skip
+            "the log-prob head could not be compiled and runs uncompiled, which is slower: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return None
 
 

@@ -62,8 +62,7 @@ def data_parallel_wrap(
     """Wrap each chunk in Megatron's DDP with the fields of `ddp_fields`.
 
     Also sets the functions in `tf_config` by which the pipeline schedules scale, reduce and finalise gradients, and
-    lets Transformer Engine's modules accumulate weight gradients in DDP's buffers, unless
-    `trainer.fused_weight_gradients` is false.
+    lets Transformer Engine's modules accumulate weight gradients in DDP's buffers.
     """
     ddp_config = DistributedDataParallelConfig(**ddp_fields(config))
     wrapped = [
@@ -71,8 +70,7 @@ def data_parallel_wrap(
         DistributedDataParallel(tf_config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
-    if config.trainer.fused_weight_gradients:
-        fuse_weight_gradients(wrapped)
+    fuse_weight_gradients(wrapped)
     tf_config.grad_scale_func = partial(torch.mul, aux_loss_scale(tf_config))
     tf_config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:

@@ -40,7 +40,6 @@ from megarl.models.provider import build_model, transformer_config
 from megarl.models.read_config import load_info
 from megarl.queue.streams import OLD_LOGPROBS, ROLLOUT_LOGPROBS, SOURCES
 from megarl.trainer.batch import MicroBatch, TrainSample, agreed_streams, common_streams, unpack
-from megarl.trainer.compiled_head import is_compiled
 from megarl.trainer.head import response_logprobs, return_hidden_states
 from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
@@ -93,7 +92,7 @@ class Policy:
         self.config, self.layout, self.info = config, layout, info
         self._objective = objective_of(config)
         self._loss = loss or self._configured_loss
-        self._compiled_head = is_compiled(config.trainer.compile_logprobs)
+        self._compiled_head = platforms.current().is_cuda
         # A loss that the caller brought may need the entropy; the configured one needs it for its bonus only.
         self._needs_entropy = loss is not None or self._objective.entropy_coef != 0
         self._needed_streams = needed_streams(config, self._objective) if loss is None else []

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from megarl.common.byte_units import GIB
 from megarl.common.errors import ConfigError
-from megarl.config import fit
 from megarl.config.load import config_from_tree
 from megarl.config.megatron_defaults import transformer_fields
-from megarl.config.memory import trainer_memory
+from megarl.config.memory import MOST_TOKENS, TOKENS_STEP, Device, resolve_auto, trainer_memory, with_trainer
 from megarl.config.plan import RunPlan, make_plan
 from megarl.config.schema import Config
 from megarl.models.layout import Layout
@@ -32,7 +31,7 @@ LONGEST = 2560
 def resolved(gib: float | None, tokens: int | str = "auto", *, cuda: bool = True, **changes: Any) -> Config:
     chosen = config(SHAPE, trainer__micro_batch_tokens=tokens, trainer__precision="bf16", **changes)
     limit = None if gib is None else int(gib * GIB)
-    return fit.resolve(chosen, load_info(SHAPE), LAYOUT, fit.Device(cuda, True, limit), LONGEST)
+    return resolve_auto(chosen, load_info(SHAPE), LAYOUT, Device(cuda, True, limit), LONGEST)
 
 
 LAYOUT = Layout(tensor=4, sequence=True, world_size=8)
@@ -41,7 +40,7 @@ ORDER = ["none", "selective", *range(1, LAYERS), "full"]
 
 
 def peak(chosen: Config, **changes: Any) -> int:
-    chosen = fit.with_trainer(chosen, **changes)
+    chosen = with_trainer(chosen, **changes)
     return trainer_memory(chosen, load_info(SHAPE), LAYOUT, cuda=True, fused=True, limit=1).peak
 
 
@@ -63,10 +62,10 @@ def test_the_largest_micro_batch_that_leaves_a_tenth_free(gib: float) -> None:
     limit, tokens = 0.9 * int(gib * GIB), chosen.trainer.token_limit
     assert tokens >= LONGEST
     if tokens == LONGEST:  # the longest sample is never split, whether or not it leaves a tenth free
-        assert peak(chosen, micro_batch_tokens=LONGEST + fit.TOKENS_STEP) > limit
+        assert peak(chosen, micro_batch_tokens=LONGEST + TOKENS_STEP) > limit
     else:
-        assert tokens % fit.TOKENS_STEP == 0 and peak(chosen) <= limit
-        assert tokens == fit.MOST_TOKENS or peak(chosen, micro_batch_tokens=tokens + fit.TOKENS_STEP) > limit
+        assert tokens % TOKENS_STEP == 0 and peak(chosen) <= limit
+        assert tokens == MOST_TOKENS or peak(chosen, micro_batch_tokens=tokens + TOKENS_STEP) > limit
 
 
 def test_without_known_memory() -> None:
@@ -86,7 +85,7 @@ def test_what_the_user_chose_stays(given_fields: dict[str, Any]) -> None:
 
 def test_a_resolved_config_is_resolved() -> None:
     once = resolved(79)
-    again = fit.resolve(once, load_info(SHAPE), LAYOUT, fit.Device(True, True, 200 * GIB), LONGEST)
+    again = resolve_auto(once, load_info(SHAPE), LAYOUT, Device(True, True, 200 * GIB), LONGEST)
     assert again == once and "auto" not in (once.trainer.recompute, once.trainer.micro_batch_tokens)
 
 

@@ -89,7 +89,7 @@ MEGATRON: list[tuple[str, dict[str, Any], str]] = [
     ("transformer", {"recompute_num_layers": True}, "must be Optional[int]"),
     ("transformer", {"moe_aux_loss_coeff": "a"}, "must be Union[float, List[float]]"),
     ("transformer", {"recompute_modules": "mlp"}, "must be Optional[List[str]]"),
-    ("transformer", {"init_method": "normal"}, "cannot be given in YAML"),
+    ("transformer", {"init_method": "normal"}, "must be Optional[Callable], not 'normal'"),
     ("transformer", {"hidden_size": 64}, "it comes from model.path's config.json"),
     ("transformer", {"tensor_model_parallel_size": 2}, "set it in trainer.parallel"),
     ("transformer", {"bf16": True}, "set it in trainer.precision"),
@@ -116,7 +116,7 @@ MEGATRON: list[tuple[str, dict[str, Any], str]] = [
     # Trap 5: what dist checkpointing could not save in a form that another layout loads.
     ("ddp", {"num_distributed_optimizer_instances": 2}, "cannot be saved"),
     ("ddp", {"overlap_param_gather": True, "overlap_grad_reduce": False}, "needs overlap_grad_reduce"),
-    ("transformer", {"gradient_accumulation_fusion": True}, "set trainer.fused_weight_gradients"),
+    ("transformer", {"gradient_accumulation_fusion": True}, "modules fuse weight gradients without it"),
     ("ddp", {"bucket_size": 1.5}, "must be Optional[int]"),
 ]
 

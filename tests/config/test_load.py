@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import re
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.correction_config import MaskConfig
 from megarl.common.errors import ConfigError
 from megarl.config.load import USUAL_NAMES, apply_overrides, load_config, parse_override, parse_yaml, to_yaml, walk_keys
-from megarl.config.verl_names import ALIASES, REFUSED
 
 GOOD = """
 run: {name: a, steps: 3}
@@ -79,7 +75,10 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("trainer.optimizer.learning_rate=1", "did you mean trainer.optimizer.lr?"),
         ("run.steps=0", "run.steps: must be at least 1, not 0 (on the command line: run.steps=0)"),
         ("sampling.max_token=4", "sampling.max_tokens"),
-        ("nonsense.x=1", "nonsense: no such key; keys of the top level: admission"),
+        (
+            "nonsense.x=1",
+            "nonsense: no such key; keys of the top level: admission, agent, algorithm, batch,",
+        ),
         ("run.steps=many", "run.steps: must be an integer, not 'many'"),
         ("run.steps=1.5", "run.steps: must be an integer, not 1.5"),
         ("run.steps=true", "run.steps: must be an integer, not True"),
@@ -101,23 +100,8 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("reward.kwargs={a: 1, b: [2.0, {c: .inf}]}", "reward.kwargs.b.1.c: must be a finite number, not inf"),
         ("megatron.optimizer.eps=.nan", "megatron.optimizer.eps: must be a finite number"),
         ("admission.max_staleness=-1", "admission.max_staleness: must be at least 0"),
-        ("algorithm.rollout_rs=token_k1", "algorithm.rollout_rs_threshold: must be a bound for each of token_k1, not"),
-        ("algorithm.rollout_rs=token_k9", "algorithm.rollout_rs: must be of token_k1, token_k2, token_k3, seq_sum_k1,"),
-        ("algorithm.correction.rollout_rs_threshold=2", "rollout_rs_threshold: there is no rollout_rs beside it"),
-        (
-            "algorithm.rollout_is_threshold='0.5_2'",
-            "algorithm.rollout_is_threshold: two bounds need rollout_is: token or sequence beside them",
-        ),
-        ("algorithm.rollout_is_threshold=0.5_2", "must be at least 1, not 0.52; quote two bounds, '0.5_2.0'"),
-        ("algorithm.bypass_mode=true", "it is verl's: the ratio to the engine's log-probs is `algorithm.old_logprobs`"),
-        (
-            "rollout.require_batches=2",
-            "rollout.require_batches: no such key, it is verl's name of trainer.mini_batches",
-        ),
-        ("algorithm.rollout_is=7", "algorithm.rollout_is: must be 'token', 'sequence' or null, not 7"),
-        ("algorithm.use_rollout_log_probs=1", "algorithm.use_rollout_log_probs: must be true or false, not 1"),
-        ("admission.require_batches=0", "trainer.mini_batches: must be at least 1, not 0"),
-        ("algorithm.rollout_is_threshold=much", "algorithm.correction.cap: must be a number, not 'much'"),
+        ("algorithm.correction.cap=much", "algorithm.correction.cap: must be a number, not 'much'"),
+        ("admission.partial_rollout=false", "no such key; did you mean rollout.partial_rollout?"),
         ("run.steps", "override 'run.steps': write section.key=value"),
         ("=3", "write section.key=value"),
         ("run..steps=3", "write section.key=value"),
@@ -134,126 +118,15 @@ def test_one_clear_message_per_mistake(good: Path, override: str, told: str) -> 
 
 def test_a_problem_is_told_with_the_override_that_made_it_and_the_file_with_its_own(good: Path) -> None:
     good.write_text(GOOD.replace("max_tokens: 12", "max_tokens: 0"))
-    overrides = ["run.steps=0", "run.steps=-1", "run.name=other", "algorithm.rollout_is_threshold=much"]
+    overrides = ["run.steps=0", "run.steps=-1", "run.name=other", "algorithm.correction.cap=much"]
     assert complaint(good, *overrides) == (
         f"{good}: 3 problems"
         "\n  - run.steps: must be at least 1, not -1 (on the command line: run.steps=-1)"
         "\n  - algorithm.correction.cap: must be a number, not 'much' (on the command line: "
-        "algorithm.rollout_is_threshold=much)"
+        "algorithm.correction.cap=much)"
         "\n  - sampling.max_tokens: must be at least 1, not 0"
     )
     assert str(good) not in complaint(good, "sampling.max_tokens=4", "trainer.gpus=0")
-
-
-VERL: dict[str, tuple[list[str], dict[str, object]]] = {
-    "require_batches": (["admission.require_batches=4"], {"trainer.mini_batches": 4}),
-    "a sync after every fetch": (
-        ["admission.require_batches=4", "admission.trigger_parameter_sync_step=3", "admission.mode=async"],
-        {"trainer.mini_batches": 4, "admission.sync_interval": 12, "admission.trigger_parameter_sync_step": None},
-    ),
-    "a sync after every update": (
-        ["admission.trigger_parameter_sync_step=3", "admission.mode=async"],
-        {"admission.sync_interval": None, "admission.trigger_parameter_sync_step": 3},
-    ),
-    "use_rollout_log_probs": (["algorithm.use_rollout_log_probs=true"], {"algorithm.old_logprobs": "rollout"}),
-    "in the asynchronous section": (["admission.use_rollout_log_probs=false"], {"algorithm.old_logprobs": "trainer"}),
-    "rollout_is": (["algorithm.rollout_is=token"], {"algorithm.correction.kind": "token_tis"}),
-    "no rollout_is": (["algorithm.correction.rollout_is="], {"algorithm.correction.kind": "none"}),
-    "rollout_is_threshold": (["algorithm.correction.rollout_is_threshold=3"], {"algorithm.correction.cap": 3.0}),
-    "a product": (
-        ["algorithm.rollout_is=sequence", "algorithm.rollout_is_threshold=4.0"],
-        {"algorithm.correction.kind": "sequence_tis", "algorithm.correction.cap": 4.0},
-    ),
-    "IcePop": (
-        ["algorithm.rollout_is=token", "algorithm.rollout_is_threshold='0.5_5.0'"],
-        {"algorithm.correction.kind": "icepop", "algorithm.correction.low": 0.5, "algorithm.correction.high": 5.0},
-    ),
-    "masked sequences": (
-        ["algorithm.rollout_is=sequence", "algorithm.rollout_is_threshold='0.25_4'"],
-        {"algorithm.correction.kind": "sequence_mis", "algorithm.correction.low": 0.25},
-    ),
-    "rejection": (
-        ["algorithm.rollout_rs='token_k1, seq_mean_k3'", "algorithm.rollout_rs_threshold='0.5_2.0,0.01'"],
-        {
-            "algorithm.correction.masks": [
-                MaskConfig(kind="token_k1", low=0.5, high=2.0),
-                MaskConfig(kind="seq_mean_k3", high=0.01),
-            ],
-            "algorithm.correction.denominator": "kept",
-        },
-    ),
-    "one bound for all": (
-        ["algorithm.rollout_rs=seq_max_k2,seq_mean_k3", "algorithm.rollout_rs_threshold=0.1"],
-        {
-            "algorithm.correction.masks": [
-                MaskConfig(kind="seq_max_k2", high=0.1),
-                MaskConfig(kind="seq_mean_k3", high=0.1),
-            ],
-        },
-    ),
-    "both names": (
-        ["algorithm.rollout_is_threshold=3.0", "algorithm.correction.cap=3.0", "algorithm.rollout_is=token"],
-        {"algorithm.correction.cap": 3.0, "algorithm.correction.kind": "token_tis"},
-    ),
-    "partial_rollout": (["admission.partial_rollout=false"], {"rollout.partial_rollout": False}),
-}
-
-
-@pytest.mark.parametrize("name", VERL)
-def test_names_of_verl_stand_for_keys_with_the_same_meaning(good: Path, tmp_path: Path, name: str) -> None:
-    overrides, expected = VERL[name]
-    config = load_config(good, overrides)
-    for key, value in expected.items():
-        assert attrgetter(key)(config) == value, key
-    again = tmp_path / "again.yaml"
-    again.write_text(to_yaml(config))
-    assert load_config(again) == config and "require_batches" not in again.read_text()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            ["admission.require_batches=4", "trainer.mini_batches=2"],
-            "admission.require_batches: it means trainer.mini_batches: 4, which is given as 2; remove one of them",
-        ),
-        (
-            ["algorithm.rollout_is_threshold=3.0", "algorithm.correction.cap=2.0"],
-            "algorithm.rollout_is_threshold: it means algorithm.correction.cap: 3.0, which is given as 2.0; remove one",
-        ),
-        (
-            ["algorithm.use_rollout_log_probs=true", "algorithm.old_logprobs=trainer"],
-            "algorithm.use_rollout_log_probs: it means algorithm.old_logprobs: rollout, which is given as trainer",
-        ),
-        (
-            ["admission.require_batches=4", "admission.trigger_parameter_sync_step=3", "admission.sync_interval=3"],
-            "3 fetches of require_batches=4 updates are sync_interval: 12, which is given as 3; remove one of them",
-        ),
-    ],
-)
-def test_two_names_with_different_values_are_one_error(good: Path, overrides: list[str], told: str) -> None:
-    message = complaint(good, *overrides)
-    assert told in message and "problems" not in message
-
-
-def test_every_name_of_verl_stands_for_a_key_that_exists() -> None:
-    known = set(walk_keys())
-    assert {alias.target for alias in ALIASES} <= known
-    assert not {alias.key for alias in ALIASES} & known
-    named = {name for text in REFUSED.values() for name in re.findall(r"`([a-z_.]+)", text)}
-    assert named <= known
-
-
-@pytest.mark.parametrize("value", ["[1]", "7"])
-def test_a_name_of_verl_beside_a_section_that_is_none_hides_no_mistake(good: Path, value: str) -> None:
-    message = complaint(good, f"algorithm={value}", "admission.use_rollout_log_probs=true")
-    assert "algorithm: must be a section" in message
-
-
-def test_a_name_of_verl_makes_the_section_that_is_left_out(good: Path) -> None:
-    assert (
-        load_config(good, ["algorithm=", "admission.use_rollout_log_probs=false"]).algorithm.old_logprobs == "trainer"
-    )
 
 
 def test_all_problems_at_once(good: Path) -> None:

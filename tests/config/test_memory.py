@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config import activations
 from megarl.config.memory import forward_bytes
-from megarl.config.parameters import state_bytes
+from megarl.config.parameters import logits_bytes, peak_bytes, recompute_bytes, state_bytes
 from megarl.config.trainer_layout import trainer_layout
 from megarl.models.layout import Layout
 from megarl.models.read_config import load_info
@@ -82,8 +81,8 @@ def assert_plan_equals_measurement(world: Any, size: int, model: Path, case: Cas
         for kind in ("weights", "gradients", "optimizer"):
             measured = max(rank[kind] for rank in real)
             assert getattr(state, kind) == pytest.approx(measured, rel=0.01), f"{kind} of stage {stage}"
-        expected = activations.peak_bytes(planned, info, layout, stage, fused=False)
-        expected += activations.recompute_bytes(planned, info, layout, stage, fused=False)
+        expected = peak_bytes(planned, info, layout, stage, fused=False)
+        expected += recompute_bytes(planned, info, layout, stage, fused=False)
         measured = max(rank["activations"] for rank in real)
         assert expected == pytest.approx(measured, rel=0.15), f"activations of stage {stage}"
 
@@ -128,7 +127,7 @@ def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monke
         logprobs, found = linear_token_logprobs(hidden, weight, targets, with_entropy=entropy != "never", **options)
         (logprobs.sum() + (found.sum() if found is not None and entropy == "weighed" else 0.0)).backward()
     for live, whole in ((forward, False), (update, True)):
-        expected = activations.logits_bytes(planned, load_info(model), Layout(), update=whole)
+        expected = logits_bytes(planned, load_info(model), Layout(), update=whole)
         assert expected == pytest.approx(live.peak, rel=0.05), "update" if whole else "log-probs"
 
 

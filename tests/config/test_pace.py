@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.pace import Pace, pace_notes, pace_of, pace_problems
@@ -30,28 +30,11 @@ from tests.support.configs import config
         ({"mode": "async"}, 8, Pace(8, 8, 15)),
         ({"mode": "stream"}, 4, Pace(4, 8, 7)),
         ({"mode": "async", "sync_interval": 2, "max_staleness": 7}, 1, Pace(1, 2, 7)),
-        # verl's names; its quota s is relative to the updates per publication
-        ({"mode": "async", "trigger_parameter_sync_step": 4, "staleness_threshold": 0.5}, 1, Pace(1, 4, 5)),
-        ({"mode": "async", "trigger_parameter_sync_step": 4, "staleness_threshold": 0.1}, 1, Pace(1, 4, 4)),
-        ({"mode": "async", "staleness_threshold": 0}, 1, Pace(1, 4, 3)),
-        # The products 7.000000000000001 of floats are no whole numbers.
-        ({"mode": "async", "trigger_parameter_sync_step": 25, "staleness_threshold": 0.28}, 1, Pace(1, 25, 31)),
-        ({"mode": "async", "trigger_parameter_sync_step": 50, "staleness_threshold": 0.14}, 1, Pace(1, 50, 56)),
     ],
 )
 def test_modes(section: dict[str, Any], updates: int, expected: Pace) -> None:
     settings = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)
     assert list(pace_problems(settings)) == [] and pace_of(settings) == expected
-
-
-@given(interval=st.sampled_from([1, 5, 25, 50, 100, 125, 200]), thousandths=st.integers(0, 2000))
-@settings(max_examples=300)
-def test_the_quota_is_the_decimal_that_the_config_says(interval: int, thousandths: int) -> None:
-    """The bound is k - 1 + ceil(s * k), computed in whole numbers; s * k is often a whole number."""
-    for digits in (thousandths, thousandths - thousandths % (1000 // interval)):
-        section = {"mode": "async", "sync_interval": interval, "staleness_threshold": digits / 1000}
-        ahead = -(-digits * interval // 1000)
-        assert pace_of(config("model", admission=section)).max_staleness == interval - 1 + ahead
 
 
 @pytest.mark.parametrize(
@@ -64,17 +47,6 @@ def test_the_quota_is_the_decimal_that_the_config_says(interval: int, thousandth
         ({"max_staleness": 0}, 2, "admission.max_staleness: 0 is below 1"),
         ({"mode": "one_step_off", "max_staleness": 3}, 1, "admission.mode: one_step_off publishes after every step"),
         ({"mode": "stream", "max_staleness": 4}, 1, "admission.mode: stream generates nothing ahead"),
-        ({"mode": "stream", "staleness_threshold": 0.5}, 1, "admission.staleness_threshold: it has no effect"),
-        (
-            {"mode": "async", "sync_interval": 4, "trigger_parameter_sync_step": 8},
-            1,
-            "admission.trigger_parameter_sync_step: it means sync_interval: 8, which is given as 4; remove one",
-        ),
-        (
-            {"mode": "async", "max_staleness": 5, "staleness_threshold": 0.1},
-            1,
-            "admission.staleness_threshold: it means max_staleness: 4, which is given as 5; remove one of them",
-        ),
         ({"max_uses": 2}, 1, "admission.max_uses: 2 steps cannot train one group, because max_staleness 0 leaves each"),
         (
             {"mode": "async", "sync_interval": 2, "max_staleness": 3, "max_uses": 3},
@@ -87,11 +59,6 @@ def test_contradictions_are_refused(section: dict[str, Any], updates: int, probl
     settings = config("model", trainer__mini_batches=updates, batch__groups=8, admission=section)
     [found] = pace_problems(settings)
     assert found.startswith(problem)
-
-
-def test_both_names_with_the_same_meaning_are_accepted() -> None:
-    both = {"mode": "async", "sync_interval": 4, "trigger_parameter_sync_step": 4, "max_staleness": 4}
-    assert not list(pace_problems(config("model", batch__groups=8, admission=both | {"staleness_threshold": 0.1})))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -110,7 +77,7 @@ def test_by_default_every_mode_but_sync_runs_ahead(mode: str, updates: int) -> N
 @pytest.mark.parametrize(
     ("section", "updates", "least"),
     [
-        ({"mode": "async", "staleness_threshold": 0.5}, 4, 7),
+        ({"mode": "async", "max_staleness": 5}, 4, 7),
         ({"mode": "async", "sync_interval": 1, "max_staleness": 0}, 1, 1),
         ({"mode": "stream", "sync_interval": 2}, 2, 3),
     ],
@@ -120,8 +87,7 @@ def test_a_mode_that_generates_nothing_ahead_is_noted_with_the_least_bound_that_
 ) -> None:
     [note] = pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=section))
     assert f"admission.max_staleness to at least {least}" in note and "generates nothing ahead" in note
-    assert ("remove staleness_threshold" in note) is ("staleness_threshold" in section)
-    better = {**section, "mode": "async", "max_staleness": least, "staleness_threshold": None}
+    better = {**section, "mode": "async", "max_staleness": least}
     assert not list(pace_notes(config("model", trainer__mini_batches=updates, batch__groups=8, admission=better)))
 
 

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from megarl.common.byte_units import GIB
 from megarl.common.errors import ConfigError
-from megarl.config.activations import in_flight_chunks
-from megarl.config.parameters import chunk_layers, chunk_parameters, model_parameters
-from megarl.config.plan import RunPlan, make_plan
-from megarl.config.plan_tables import print_dry_run
+from megarl.config.parameters import chunk_layers, chunk_parameters, in_flight_chunks, model_parameters
+from megarl.config.plan import RunPlan, make_plan, print_dry_run
 from megarl.models.info import ModelInfo
 from megarl.models.layout import Layout
 from megarl.models.read_config import info_from_config

@@ -140,7 +140,8 @@ def test_how_far_each_recipe_runs_ahead(name: str, pace: Pace, correction: str |
 @pytest.mark.parametrize("name", [name for name in RECIPES if "dapo" in name])
 def test_the_settings_of_the_published_script_are_accepted(name: str) -> None:
     """The DAPO recipes' headers name them."""
-    changes = {"run__steps": 200, "batch__groups": 128, "trainer__mini_batches": 4, "admission__sync_interval": 16}
+    changes = {"run__steps": 200, "batch__groups": 128, "trainer__mini_batches": 4, "admission__sync_interval": 16,
+               "admission__max_staleness": 23}  # fmt: skip
     assert pace_of(config_of(with_changes(recipe(name), changes))) == Pace(4, 16, 23)
     assert all(
         f"{key.replace('__', '.')}={value}" in RECIPES[name].read_text().partition("\nrun:")[0]

@@ -395,7 +395,7 @@ def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -
     reader._client.timeout_s = 0.2
     with pytest.raises(
         TimeoutError,
-        match=r"trainer rank 3 waited 0 s \(timeouts.queue_s\) for the trajectory queue to tell the tags of 1 rows",
+        match=r"trainer rank 3 waited 0 s \(timeouts.rpc_s\) for the trajectory queue to tell the tags of 1 rows",
     ):
         reader.read_tags(["0:0"])
     release.set()

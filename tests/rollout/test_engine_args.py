@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from vllm.config.compilation import PassConfig
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from megarl.config.engine_checks import engine_problems
+from megarl.config.engine_checks import CPU_HEAD_SIZES, engine_problems
 from megarl.config.schema import RolloutConfig
 from megarl.rollout.engine_args import _whole_prompts, engine_args, engine_environment
 from tests.support.live_engine import LiveReplica
@@ -27,6 +28,10 @@ def test_on_cpu_one_process_runs_the_model_eagerly(tmp_path: Path) -> None:
     assert args["dtype"] == "float32" and args["logprobs_mode"] == "processed_logprobs" and args["max_model_len"] == 80
     environment = engine_environment(config(tmp_path), cuda=False)
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and "VLLM_CPU_OMP_THREADS_BIND" not in environment
+
+
+def test_the_sizes_of_heads_on_cpu_are_those_of_vllm() -> None:
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 def test_tensor_parallel_engines_get_workers_and_cores(tmp_path: Path) -> None:

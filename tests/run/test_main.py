@@ -20,8 +20,8 @@ from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.cluster.nodes.rendezvous_mark import SERVED_BY_VARIABLE
 from megarl.common import processes
 from megarl.common.run_files import read_exit
-from megarl.config.fit import with_trainer
 from megarl.config.load import load_config
+from megarl.config.memory import with_trainer
 from megarl.config.plan import make_plan
 from megarl.platforms import Platform
 from megarl.run import main, peers, rank_watch, stop_signals

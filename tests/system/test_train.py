@@ -523,7 +523,7 @@ def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: flo
         ("trainer.parallel.tensr=2", "did you mean"),
         ("trainer.gpus=3", "torchrun started 2 ranks"),
         ("model.path=no/such/model", "no/such/model"),
-        ("sampling.top_p=0.9", "sampling.top_p"),
+        ("sampling.top_p=0.9", "sampling.top_p: no such key; remove it"),
     ],
 )
 def test_mistakes_end_before_anything_starts(tmp_path: Path, override: str, message: str) -> None:

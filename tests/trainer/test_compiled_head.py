@@ -12,26 +12,11 @@ import pytest
 import torch
 from torch._inductor.exc import InvalidCxxCompiler
 
-from megarl import platforms
-from megarl.platforms import Platform
 from megarl.trainer import compiled_head
 from megarl.trainer.compiled_head import RowTerms
 from megarl.trainer.logprobs import _grad_logits, _reduce_rows, _scale
 from tests.support.checkout import ROOT, environment
 from tests.support.head_results import results
-
-
-@pytest.mark.parametrize(
-    ("wanted", "is_cuda", "compiled"),
-    [(None, True, True), (None, False, False), (True, True, True), (True, False, True), (False, True, False),
-     (False, False, False)],
-)  # fmt: skip
-def test_the_head_is_compiled_on_gpus_unless_the_config_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, wanted: bool | None, is_cuda: bool, compiled: bool
-) -> None:
-    device = torch.device("cuda" if is_cuda else "cpu")
-    monkeypatch.setattr(platforms, "current", lambda: Platform(device, is_cuda, "nccl" if is_cuda else "gloo"))
-    assert compiled_head.is_compiled(wanted) is compiled
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +95,7 @@ def test_what_cannot_be_compiled_runs_eagerly_with_one_warning(
     expected = results(False, torch.float32, 23)
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
     [record] = caplog.records
-    assert (
-        "InvalidCxxCompiler: No working C++ compiler" in record.message and "trainer.compile_logprobs" in record.message
-    )
+    assert "InvalidCxxCompiler: No working C++ compiler" in record.message
 
 
 COMPILE = """

@@ -24,7 +24,7 @@ class CheckpointRetention:
             steps = self._directory.steps()
             metric = self._settings.keep_best
             values = self._values(steps, metric) if metric else {}
-            best = best_step(values, self._settings.keep_best_mode)
+            best = best_step(values)
             obsolete = to_delete(
                 [step for step in steps if step <= newest],
                 keep_last=self._settings.keep_last,
@@ -86,9 +86,6 @@ def to_delete(
     return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
 
 
-def best_step(values: dict[int, float], mode: str) -> int | None:
-    """Return the step with the largest (`mode` max) or smallest (min) value, the earliest of equals; None if empty."""
-    if not values:
-        return None
-    sign = 1.0 if mode == "max" else -1.0
-    return max(sorted(values), key=lambda step: sign * values[step])
+def best_step(values: dict[int, float]) -> int | None:
+    """Return the step with the largest value, the earliest of equals; None if empty."""
+    return max(sorted(values), key=lambda step: values[step], default=None)

@@ -118,7 +118,7 @@ class AgentWorker:
                 QueueWriter.attach,
                 self.spec.partition,
                 namespace=self.spec.pool.namespace,
-                timeout_s=config.timeouts.queue_s,
+                timeout_s=config.timeouts.rpc_s,
                 who=f"agent worker {self.spec.index}",
             ),
             self._rewards.start(),

@@ -145,7 +145,6 @@ def keep_best(
     root: Path,
     metric: str,
     values: list[float | None],
-    mode: str,
     later: bool,
 ) -> list[list[int]]:
     """Saves of steps 1, 2, ... whose newest evaluation had these values, None without one: the steps that are kept.
@@ -153,7 +152,7 @@ def keep_best(
     `later`: the evaluation ends after the save. What must not count has the best value: an evaluation of a checkpoint
     that is not the newest one any more, and the metrics of the other ranks.
     """
-    changes = {"checkpoint__keep_last": 1, "checkpoint__keep_best": metric, "checkpoint__keep_best_mode": mode}
+    changes = {"checkpoint__keep_last": 1, "checkpoint__keep_best": metric}
     kept = []
     with run_under(model_dir, {}, root, **changes) as (policy, checkpointer):
         update(policy, samples, 1)
@@ -161,7 +160,7 @@ def keep_best(
             metrics = {} if value is None else {metric: value, "eval/other/greedy": -value}
             assert checkpointer.save(step, {"metrics": {} if later else metrics}, wait=True), checkpointer.said
             if later:
-                best = {metric: 9.0 if mode == "max" else -9.0}
+                best = {metric: 9.0}
                 checkpointer.add_evaluation(step - 1, best)
                 for rank in range(torch.distributed.get_world_size()):
                     if rank == torch.distributed.get_rank():

@@ -1,0 +1,155 @@
+"""Keys that configs of earlier versions could have, and verl's names: each is refused with what to do instead."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from megarl.config.schema import DEFAULT_INTERVAL
+
+Tree = Mapping[str, Any]  # a config's plain values
+Advice = str | Callable[[Tree], str]  # a function computes what to write from the values of the config
+
+# By dotted key, without the places in lists. A removed section is one row: the keys below it are not looked at.
+REMOVED: dict[str, Advice] = {
+    "trainer.compile_logprobs": "remove it: GPUs compile the log-prob head, and run it uncompiled where that fails",
+    "trainer.fused_weight_gradients": "remove it: Transformer Engine's modules always fuse weight gradients",
+    **{
+        f"sampling.{name}": "remove it: responses to train on are sampled from the whole distribution, or every "
+        "importance ratio would be wrong; evaluation.sampling has top_p, top_k and repetition_penalty"
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    },
+    "agent.act_attempts": "remove it: a sample is begun three times if its door dies",
+    "checkpoint.keep_best_mode": "remove it: the checkpoint with the largest value is kept",
+    "ray.num_cpus": "remove it: Ray's logical CPUs are those that the plan needs",
+    "trainer.idle_logprobs": "remove it: a step computes its log-probs when its batch is complete",
+    "evaluation.pin": "remove it: an evaluation next to training reports the versions of its tokens; "
+    "evaluation.concurrent: false evaluates one version",
+    "rollout.back_pressure": "remove it: requests are always held back from an engine whose KV cache is full",
+    "launch.allow_open_torchrun": "remove it: start torchrun with --rdzv-backend megarl; another rendezvous over "
+    "several hosts is refused (SECURITY.md)",
+    "launch.node_gpus": 'remove it and write launch.sbatch: ["--gpus-per-node=N"]',
+    "monitor.hysteresis": "remove it: an alarm ends when its value is better than the threshold by 10%",
+    **{
+        f"monitor.{name}": f"write monitor.rules.{name}"
+        for name in ("ess", "k3_kl", "ratio_tail", "logprob_gap", "truncated", "no_signal", "entropy")
+    },
+    "monitor.replica_gap": "write monitor.rules.replica_gap, and monitor.most_quarantines; its floor is 0.03 nats",
+    **{f"telemetry.{name}_gib": "write telemetry.keep_gib" for name in ("metrics", "samples", "tensorboard")},
+    "telemetry.events": "write telemetry.events_mib: the MiB of each process, 0 for none",
+    "timeouts.queue_s": "write timeouts.rpc_s, which bounds reads and writes of the queue too",
+}
+
+
+def advice_on(key: str, tree: Tree) -> str | None:
+    """Return what to do instead of setting `key`, a dotted key without places in lists; None if nothing is known.
+
+    `tree`: the values of the whole config.
+    """
+    advice = REMOVED.get(key)
+    if advice is None and (advice := VERL.get(key.rpartition(".")[2])) is None:
+        return None
+    try:
+        return advice(tree) if callable(advice) else advice
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # the value is none that the key could have
+        return "docs/architecture.md has a table of verl's names"
+
+
+def _interval(tree: Tree) -> str:
+    return f"write admission.sync_interval: {_sync_interval(tree)}; megarl counts updates and verl fetches"
+
+
+def _staleness(tree: Tree) -> str:
+    interval = _sync_interval(tree)
+    # The decimal of the config: 0.28 * 25 is above 7 in floats.
+    ahead = math.ceil(Fraction(str(_given(tree, "staleness_threshold"))) * interval)
+    return f"write admission.max_staleness: {interval - 1 + ahead}, with admission.mode: async"
+
+
+def _mini_batches(tree: Tree) -> str:
+    return f"write trainer.mini_batches: {json.dumps(_given(tree, 'require_batches'))}"
+
+
+def _old_logprobs(tree: Tree) -> str:
+    return f"write algorithm.old_logprobs: {'rollout' if _given(tree, 'use_rollout_log_probs') else 'trainer'}"
+
+
+def _weight(tree: Tree) -> str:
+    """Name the weight by verl's kind, and by its threshold: one bound, or two as "low_high"."""
+    kind, threshold = _given(tree, "rollout_is"), _given(tree, "rollout_is_threshold")
+    low, banded, high = str(threshold).partition("_")
+    kinds = {"token": ("token_tis", "icepop"), "sequence": ("sequence_tis", "sequence_mis"), "None": ("none", "none")}
+    values: dict[str, object] = {}
+    if kind is not None or threshold is None:
+        values["kind"] = kinds[str(kind)][bool(banded)]
+    if banded:
+        values |= {"low": float(low), "high": float(high)}
+    elif threshold is not None:
+        values["cap"] = float(str(threshold))
+    return f"write algorithm.correction: {_flow(values)}"
+
+
+def _masks(tree: Tree) -> str:
+    """Name the masks: verl's kinds and bounds are strings with commas, and a bound may be two, as "low_high"."""
+    kinds = [kind.strip() for kind in str(_given(tree, "rollout_rs")).split(",")]
+    bounds = [bound.strip() for bound in str(_given(tree, "rollout_rs_threshold")).split(",")]
+    masks = []
+    for kind, bound in zip(kinds, bounds * len(kinds) if len(bounds) == 1 else bounds, strict=True):
+        low, banded, high = bound.rpartition("_")
+        masks.append({"kind": kind} | ({"low": float(low)} if banded else {}) | {"high": float(high)})
+    return f"write algorithm.correction: {_flow({'masks': masks, 'denominator': 'kept'})}"
+
+
+def _sync_interval(tree: Tree) -> int:
+    """Return the updates from one publication to the next that verl's names, or megarl's own, stand for."""
+    own, fetches, required = (
+        _count(_given(tree, name)) for name in ("sync_interval", "trigger_parameter_sync_step", "require_batches")
+    )
+    if own is not None:
+        return own
+    if fetches is not None:
+        return fetches * (required or 1)
+    updates = required or _count(_section(tree, "trainer").get("mini_batches")) or 1
+    return math.ceil(DEFAULT_INTERVAL / updates) * updates
+
+
+def _count(value: object) -> int | None:
+    if value is not None and type(value) is not int:
+        raise TypeError(f"{value!r} is no integer")
+    return value
+
+
+def _given(tree: Tree, name: str) -> object:
+    """Return the value of a name in the sections where verl's names are looked for; None if it has none."""
+    algorithm = _section(tree, "algorithm")
+    sections = (_section(tree, "admission"), algorithm, _section(algorithm, "correction"))
+    return next((section[name] for section in sections if name in section), None)
+
+
+def _section(tree: Tree, name: str) -> Tree:
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _flow(value: object) -> str:
+    return json.dumps(value).replace('"', "")
+
+
+# verl's names (0.9.1), wherever they stand. Those that are keys of megarl too are not among them.
+VERL: dict[str, Advice] = {
+    "trigger_parameter_sync_step": _interval,
+    "staleness_threshold": _staleness,
+    "require_batches": _mini_batches,
+    "use_rollout_log_probs": _old_logprobs,
+    "rollout_is": _weight,
+    "rollout_is_threshold": _weight,
+    "rollout_rs": _masks,
+    "rollout_rs_threshold": _masks,
+    "rollout_is_batch_normalize": "remove it: weights are not divided by their mean, which would undo what a low mean "
+    "tells; algorithm.correction.cap bounds them",
+    "bypass_mode": "write algorithm.old_logprobs: rollout with algorithm.correction: {kind: none}, which is the ratio "
+    "to the engine's log-probs",
+}
