@@ -63,7 +63,8 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
     if (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
         return None
-    refuse_claimed(config.run_dir)
+    if not options.force:
+        refuse_claimed(config.run_dir)
     check_endpoint(config)
     for warning in check_start(config, plan.info, mistake_printer(options)):
         sys.stderr.write(f"megarl: warning: {warning}\n")

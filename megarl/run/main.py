@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         if rank == 0 and not _is_restart():
             _check_first_start(config, plan, mistake_printer(options))
-        claim = claim_for_ranks(config, rank)
+        claim = claim_for_ranks(config, rank, force=options.force and not _is_restart())
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
             # Rank 0 reports the mistake. torchrun ends all ranks when the first one exits, so rank 0 must exit first.

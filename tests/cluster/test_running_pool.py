@@ -320,11 +320,6 @@ def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
         assert float((torch.tensor(result.logprobs).double() - expected).abs().max()) <= 1e-4
 
 
-def test_the_run_directory_of_a_living_run_is_refused(pool: TestPool) -> None:
-    with pytest.raises(ValueError, match="in use by another run"):
-        launch_supervisor(pool.config.model_dump_json(), pool.config.run_dir, os.getpid())
-
-
 def test_no_port_of_the_pool_is_beyond_loopback(pool: TestPool) -> None:
     check_on_loopback(pool.config.run_dir, "gcs_server", "raylet", "ray::TransferQueueController", "cluster.supervisor")
 

@@ -23,7 +23,7 @@ from megarl.cluster.nodes.node_commands import ENTRY, exports
 from megarl.cluster.nodes.prepare import prepare, status
 from megarl.common.errors import ConfigError
 from megarl.common.notices import write_notice
-from megarl.config.arguments import add_config_arguments
+from megarl.config.arguments import add_config_arguments, add_force_argument
 from megarl.config.load import load_config
 
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     before.add_argument("--scheduler", choices=["slurm", "local"], required=True)
     before.add_argument("--hosts", help="comma-separated, for --scheduler local on several machines")
     before.add_argument("--signal-s", type=int, help="seconds before the time limit at which SLURM signals the script")
+    add_force_argument(before)
     before.add_argument("--entry", default=ENTRY, help=argparse.SUPPRESS)
     before.set_defaults(run=_prepare)
     after = commands.add_parser(
@@ -83,7 +84,7 @@ def _prepare(options: argparse.Namespace) -> int:
     else:
         allocation = local_allocation(tuple((options.hosts or "127.0.0.1").split(",")))
         launch_id = uuid.uuid4().hex[:8]
-    spec = prepare(config, allocation, launch_id, entry=options.entry)
+    spec = prepare(config, allocation, launch_id, entry=options.entry, force=options.force)
     sys.stdout.write(f"{spec.path}\n")
     return 0
 
