@@ -163,10 +163,9 @@ lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
 
-docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json, docs/images and the scripts in launch/.
+docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and docs/images.
 	$(VENV)/bin/megarl docs
 	$(PY) -m tools.images
-	$(PY) -m megarl.cluster.nodes scripts
 
 # Without a server, build/site/index.html shows everything but the search. The variable silences a notice about the future of MkDocs, which is no warning of the build.
 site: $(VENV)/.ready-docs  ## Build the documentation as a site into build/site (mkdocs.yml); a broken link or anchor ends it.

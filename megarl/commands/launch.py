@@ -76,8 +76,11 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError([
             f"the config needs {plan.pools.nodes} nodes: use --scheduler slurm, or launch/multinode.sh with a host list"
         ])  # fmt: skip
-    render = slurm_script if slurm else local_script
-    script = render(config, options.config, options.overrides, cuda=plan.device == "cuda")
+    arguments = [*options.overrides, *(["--force"] if options.force else [])]
+    if slurm:
+        script = slurm_script(config, options.config, arguments, cuda=plan.device == "cuda")
+    else:
+        script = local_script(config, options.config, arguments)
     if options.dry_run:
         sys.stdout.write(script)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`python -m megarl.cluster.nodes prepare|status|fail|environment|scripts`: the commands that launch scripts call.
+"""`python -m megarl.cluster.nodes prepare|status|fail|environment`: the commands that launch scripts call.
 
 Users call `megarl launch`.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megarl.checkpoint.format.finished import already_finished
 from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
-from megarl.cluster.nodes.batch_script import shipped_scripts
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.lost_nodes import can_lose
@@ -68,8 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     passed = commands.add_parser("environment", help="print shell commands that set what the agents of hosts need")
     passed.add_argument("launch", type=Path)
     passed.set_defaults(run=_environment)
-    shipped = commands.add_parser("scripts", help="regenerate the scripts in launch/; run it in the repository's root")
-    shipped.set_defaults(run=_scripts)
     return parser
 
 
@@ -108,14 +105,6 @@ def _fail(options: argparse.Namespace) -> int:
 
 def _environment(options: argparse.Namespace) -> int:
     sys.stdout.write(exports(LaunchSpec.load(options.launch).config, os.environ))
-    return 0
-
-
-def _scripts(options: argparse.Namespace) -> int:
-    for path, text in shipped_scripts(Path.cwd()).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
     return 0
 
 
