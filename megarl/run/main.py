@@ -40,12 +40,7 @@ from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.dry_run import dry_run
 from megarl.run.failure import FailureReport, report_and_close, set_aside
 from megarl.run.stop_signals import StopSignals, end_before_start
-from megarl.run.torchrun_start import (
-    SAFE_TORCHRUN,
-    notice_of_open_stores,
-    notice_of_short_end,
-    refuse_open_stores,
-)
+from megarl.run.torchrun_start import SAFE_TORCHRUN, notice_of_open_stores, refuse_open_stores
 from megarl.run.trainer_events import begin_events, end_with_failure
 from megarl.telemetry import events
 from megarl.telemetry.prometheus import check_endpoint
@@ -88,8 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"megarl: {error}\n")
         sys.exit(2)
     if rank == 0 and (notice := notice_of_open_stores(os.environ, sys.argv)) is not None:
-        sys.stderr.write(f"megarl: {notice}\n")
-    if rank == 0 and (notice := notice_of_short_end(os.environ, config.timeouts.shutdown_s)) is not None:
         sys.stderr.write(f"megarl: {notice}\n")
     sys.exit(run(config, plan, claim))
 
@@ -230,8 +223,8 @@ def _train(
     that a restart of the ranks finds it unchanged and keeps the pool. `report`: as in `_run`.
     """
     from megarl.cluster.nodes.network import one_node_environment
+    from megarl.cluster.nodes.rendezvous import tell_seconds_to_stop
     from megarl.cluster.nodes.topology import stop_seconds
-    from megarl.cluster.nodes.torchrun_end import tell_seconds_to_stop
     from megarl.common.processes import die_with_parent
 
     die_with_parent()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl import platforms
-from megarl.cluster.nodes import torchrun_end
+from megarl.cluster.nodes import rendezvous
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.cluster.nodes.rendezvous_mark import SERVED_BY_VARIABLE
 from megarl.common import processes
@@ -85,7 +85,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     monkeypatch.setattr(peers, "join_peers", lambda *_: ("here", 1))
     monkeypatch.setattr(platforms, "activate", lambda index: Platform(torch.device("cpu"), False, "gloo"))
-    monkeypatch.setattr(torchrun_end, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
+    monkeypatch.setattr(rendezvous, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
     monkeypatch.setattr(main, "_launch_pool", lambda config: None)
     monkeypatch.setattr(main, "begin_events", begin_events)
