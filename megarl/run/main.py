@@ -142,8 +142,7 @@ def _check_launch(config: Config) -> None:
             f"torchrun started {world} ranks, but trainer.gpus is {gpus}: use --nproc-per-node {gpus} "
             f"or set trainer.gpus={world}"
         )
-    if not config.launch.allow_open_torchrun:
-        refuse_open_stores(os.environ, sys.argv, config.run_dir)
+    refuse_open_stores(os.environ, sys.argv, config.run_dir)
 
 
 def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:

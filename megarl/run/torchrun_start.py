@@ -11,7 +11,6 @@ from megarl.cluster.nodes.rendezvous_mark import NAME, SERVED_BY_VARIABLE
 from megarl.common.run_secret import RUN_DIR_VARIABLE
 
 SAFE_TORCHRUN = f"torchrun --rdzv-backend {NAME}"
-ALLOW = "launch.allow_open_torchrun"
 
 
 def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[str]) -> str | None:
@@ -50,8 +49,7 @@ def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str],
     )
     raise ValueError(
         f"this torchrun's store at {host} can be reached by other hosts, and whoever reaches it can run code as you "
-        f"(SECURITY.md). Start the same run by: {command}   If a network that keeps strangers out protects its ports, "
-        f"{ALLOW}=true allows it"
+        f"(SECURITY.md). Start the same run by: {command}"
     )
 
 

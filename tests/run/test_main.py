@@ -172,13 +172,12 @@ def test_the_first_rank_says_once_if_torchruns_stores_are_open(
     assert all(line.endswith("--rdzv-backend megarl --nproc-per-node 2 train_rl.py --config C") for line in said)
 
 
-@pytest.mark.parametrize(("allowed", "served", "code"), [(False, False, 2), (True, False, 0), (False, True, 0)])
-def test_an_open_torchrun_over_several_hosts_is_refused_unless_the_config_allows_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], allowed: bool, served: bool, code: int
+@pytest.mark.parametrize(("served", "code"), [(False, 2), (True, 0)])
+def test_an_open_torchrun_over_several_hosts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: bool, code: int
 ) -> None:
     ended, told = start_under_torchrun(
         monkeypatch, capsys, served=served, variables={"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2"},
-        launch={"allow_open_torchrun": allowed},
     )  # fmt: skip
     assert ended == code
     assert told.count("torchrun's store at 10.0.0.7 can be reached by other hosts") == (code == 2)
@@ -204,7 +203,7 @@ def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
 
 def start_under_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, rank: int = 0, served: bool,
-    variables: Mapping[str, str] | None = None, **sections: dict[str, Any],
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[Any, str]:  # fmt: skip
     """Start a rank of two that does nothing; return its exit status and what it has told."""
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "none"}
@@ -212,7 +211,7 @@ def start_under_torchrun(
     started |= {SERVED_BY_VARIABLE: os.getppid()} if served else {}
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}, **sections))
+    monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}))
     monkeypatch.setattr(main, "make_plan", lambda config: None)
     monkeypatch.setattr(main, "already_finished", lambda config: None)
     monkeypatch.setattr(main, "_check_first_start", lambda config, plan, tell: None)

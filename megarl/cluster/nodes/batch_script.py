@@ -47,7 +47,7 @@ def directives(config: Config, *, cuda: bool) -> list[str]:
         f"--nodes={len(topology.nodes)}",
     ]
     if cuda:
-        options.append(f"--gpus-per-node={launch.node_gpus or topology.node_gpus}")
+        options.append(f"--gpus-per-node={topology.node_gpus}")
     if launch.node_cpus is None:
         options += ["--exclusive", "--mem=0"]
     else:

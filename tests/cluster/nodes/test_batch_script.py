@@ -98,11 +98,11 @@ def test_a_config_decides_everything() -> None:
     chosen = config(
         "model", run={"name": "mine", "steps": 4}, trainer={"gpus": 2, "gpus_per_node": 1},
         rollout={"replicas": 2, "gpus_per_node": 1, "nodes": "separate"},
-        launch={"time_limit": "1-00:00:00", "stop_before_s": 650, "requeue": False, "node_cpus": 24, "node_gpus": 2,
+        launch={"time_limit": "1-00:00:00", "stop_before_s": 650, "requeue": False, "node_cpus": 24,
                 "sbatch": ["--account=x"], "setup": ["module load y"]},
     )  # fmt: skip
     text = slurm_script(chosen, Path("a b.yaml"), ["run.name=it's"])
-    for line in ("#SBATCH --nodes=4", "#SBATCH --gpus-per-node=2", "#SBATCH --time=1-00:00:00", "#SBATCH --account=x",
+    for line in ("#SBATCH --nodes=4", "#SBATCH --gpus-per-node=1", "#SBATCH --time=1-00:00:00", "#SBATCH --account=x",
                  "#SBATCH --signal=B:USR1@650", "#SBATCH --cpus-per-task=24", "#SBATCH --job-name=mine",
                  "requeue=no", "module load y", "config='a b.yaml'"):  # fmt: skip
         assert line in text.splitlines()
