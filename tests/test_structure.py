@@ -282,7 +282,7 @@ def test_an_unknown_name_is_told(line: str, told: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        'mock.patch("megarl.checkpoint.format.faults.reached")',
+        'mock.patch("megarl.common.processes.is_alive")',
         "megarl.commands.cli:main, megarl.common.processes.ProcessId.of and megarl.cluster.nodes.",
         "from megarl.common import processes, errors as known",
         "python -m megarl.quickstart --out x; python -m megarl plan",
