@@ -115,7 +115,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument(
         "--nodes",
         action="store_true",
-        help="under srun or torchrun, one process per node or GPU: measure every path between the nodes instead",
+        help="under torchrun, one process per node or GPU: measure every path between the nodes instead",
     )
     doctor.add_argument("--interface", help="with --nodes: the network interface of a run, as launch.interface")
     doctor.add_argument("--mib", type=float, default=64, help="with --nodes: MiB per message (default: %(default)s)")
@@ -175,10 +175,8 @@ def _sandbox_users(options: argparse.Namespace) -> list[str]:
 
 def _doctor_of_nodes(options: argparse.Namespace) -> int:
     from megarl.commands.doctor.between_nodes import try_nodes
-    from megarl.commands.doctor.members import this_member
 
     return try_nodes(
-        this_member(os.environ),
         interface=options.interface,
         mib=options.mib,
         timeout_s=options.timeout,
