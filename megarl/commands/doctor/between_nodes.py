@@ -39,7 +39,6 @@ _START = (
     "--nnodes N --nproc-per-node 1 --rdzv-endpoint FIRST_NODE:29400 --local-addr THIS_NODE'S_ADDRESS -m megarl doctor "
     "--nodes   Whoever reaches the store of another torchrun can run code as you (SECURITY.md)"
 )
-_DOCTOR = "megarl.commands.doctor.between_nodes"
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,14 @@ def try_nodes(
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     facts = Member(host, interfaces(), route, torch.cuda.is_available())
     members = [Member(**each) for each in meeting.gather("facts", asdict(facts))]
-    hosts, results = [member.host for member in members], []
+    hosts = [member.host for member in members]
+    results: list[tuple[Path, list[Outcome]]] = []
     leaders = ",".join(str(rank) for rank, host in enumerate(hosts) if hosts.index(host) == rank)  # first of each node
     for number, path in enumerate(plan_paths(members, configured=interface is not None)):
         device = "cpu" if path.backend == "gloo" else f"cuda:{meeting.local}"
         probe = (meeting.host, meeting.port, f"path-{number}", meeting.rank, meeting.size, path.backend, device, mib)
-        command = [sys.executable, "-m", _DOCTOR, *map(str, probe), str(timeout_s), leaders]
+        module = "megarl.commands.doctor.between_nodes"
+        command = [sys.executable, "-m", module, *map(str, probe), str(timeout_s), leaders]
         own = run_probe(command, {**os.environ, **path.environment[meeting.rank]}, timeout_s)
         told = meeting.gather(f"outcome {number}", asdict(own), REPORT_S)
         results.append((path, [Outcome(**each) for each in told]))
@@ -156,7 +157,9 @@ def plan_paths(members: Sequence[Member], *, configured: bool) -> list[Path]:
 
 def run_probe(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Outcome:
     """Run a probe and read its lines; one that does not end in time is ended, with the stage that it had reached."""
-    error, rates, stage = None, {}, "start"
+    error: str | None = None
+    rates: dict[str, float] = {}
+    stage = "start"
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
         try:
@@ -240,7 +243,6 @@ def probe(arguments: Sequence[str]) -> None:
             raise RuntimeError(f"an all-reduce of ones over {size} ranks gave {message_N[0].item()}")
         rate = message_N.numel() * message_N.element_size() / min(seconds[1:]) / 1e9
         print(json.dumps({"stage": name, "gb_per_second": rate}), flush=True)
-    print(json.dumps({"stage": "end"}), flush=True)
     os._exit(0)  # the groups' threads may still wait for peers that have already ended
 
 
