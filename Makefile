@@ -196,10 +196,9 @@ lint: setup-test  ## ruff, mypy, the layers (import-linter), and what the tree, 
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) -m pytest tests/test_*.py -n 2
 
-docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json, docs/images and the scripts in launch/.
+docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and docs/images.
 	$(VENV)/bin/megarl docs
 	$(PY) -m tools.images
-	$(PY) -m megarl.cluster.nodes scripts
 
 # Without a server, build/site/index.html shows everything but the search. The variable silences a notice about the future of MkDocs, which is no warning of the build.
 site: $(VENV)/.ready-docs  ## Build the documentation as a site into build/site (mkdocs.yml); a broken link or anchor ends it.

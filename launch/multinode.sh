@@ -2,7 +2,7 @@
 # Any config on several machines without a scheduler: launch/multinode.sh HOST,HOST,... CONFIG [section.key=value ...]
 # Run it on a machine that reaches all hosts by ssh without a password. The repository, the Python environment and the
 # run directory must be at the same path on every host, on a shared file system. Name the trainer nodes first, then the
-# rollout nodes (`megarl launch --config CONFIG --scheduler slurm --dry-run` shows what each node runs).
+# rollout nodes.
 # MEGARL_RSH replaces ssh: a command that takes a host and one shell command line, and passes its standard input on. The
 # login shell on the hosts must be a POSIX shell (bash, dash, zsh).
 set -euo pipefail

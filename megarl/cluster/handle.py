@@ -212,8 +212,7 @@ def launch_supervisor(
     A supervisor that the previous attempt of the same agent left running is reused if it was started with the same
     config and finds controller and queue alive from now on. `agent_pid`: the process whose end ends the pool
     (torchrun's agent). `timeout_s`: default timeouts.ray_start_s. `serves` and `door_token_file`: see SupervisorSpec.
-    Raises SupervisorFailed if the head does not start,
-    ValueError if another run is using `run_dir`.
+    Raises SupervisorFailed if the head does not start.
     """
     run_dir = Path(run_dir).resolve()
     timeouts = Config.model_validate_json(config_json).timeouts
@@ -275,9 +274,9 @@ def start_supervisor(
     serves: bool = False,
     door_token_file: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the supervisor's process in a session of its own. Raises ValueError if another run is using `run_dir`."""
+    """Start the supervisor's process in a session of its own."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    previous = _retire_previous(run_dir, agent_pid)
+    previous = _retire_previous(run_dir)
     spec = SupervisorSpec(
         config_json=config_json,
         run_dir=str(run_dir),
@@ -322,23 +321,15 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in exact and not k.startswith(torchrun)}
 
 
-def _retire_previous(run_dir: Path, agent_pid: int) -> int:
-    """End a supervisor that an earlier attempt of the same run left, and return its attempt number (-1: none).
-
-    Raises ValueError if another run is using `run_dir`.
-    """
+def _retire_previous(run_dir: Path) -> int:
+    """End a supervisor that an earlier attempt left in the claimed `run_dir`; return its attempt number (-1: none)."""
     state = read_state_again(run_dir)
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     if state is None:
         return -1
-    process, agent = ProcessId(**state["process"]), ProcessId(**state["agent"])
+    process = ProcessId(**state["process"])
     # Pids of another node mean nothing here: there the node's agent ends the supervisor.
     if state["host"] == platform.node() and is_alive(process):
-        if is_alive(agent) and agent.pid != agent_pid:
-            raise ValueError(
-                f"{run_dir} is in use by another run (launcher pid {agent.pid}, supervisor pid {process.pid}): "
-                "choose another run.dir or end that run"
-            )
         stop_supervisor(run_dir, process, state["launch_id"], timeout_s=60.0, host=state["host"])
     return int(state["attempt"])
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from megarl.cluster.handle import REBUILDING, STATE_FILE, STOP_FILE, SupervisorSpec
 from megarl.cluster.nodes.network import one_node_environment
 from megarl.cluster.pool_actors import PoolActors, cause_of
-from megarl.cluster.pool_commands import PoolCommands
 from megarl.cluster.pool_state import PoolState
 from megarl.cluster.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.common.errors import RolloutError
@@ -71,7 +70,6 @@ class Supervisor:
         self._private = private
         self._head: RayHead | None = None
         self._actors = PoolActors(spec, self.config, lambda: self.stop_reason)
-        self._commands = PoolCommands(self.run_dir, spec.launch_id)
         self._rebuilt_at: list[float] = []  # when controller and queue were started anew (`time.monotonic`)
         self._heartbeats = 0
         self._ending_since: float | None = None
@@ -148,7 +146,7 @@ class Supervisor:
     def _serve(self) -> None:
         """Call the controller at intervals until asked to stop, and count the answers in the state.
 
-        Commands of `megarl pool` are read meanwhile. Raises RolloutError if the controller, Ray or a process of the
+        Raises RolloutError if the controller, Ray or a process of the
         queue does not answer, and if the controller cannot be reached for `timeouts.rpc_s`.
         """
         import ray
@@ -157,7 +155,6 @@ class Supervisor:
         asked_at: float | None = None  # since when there is no answer
         next_beat = time.monotonic() + HEARTBEAT_S
         while not self._stop.wait(WATCH_S):
-            self._commands.look(self._actors.controller)
             if self._actors.door is not None:
                 self._actors.door.look()
             if time.monotonic() < next_beat:
@@ -305,7 +302,6 @@ class Supervisor:
         self._actors.start()
         if self._actors.door is not None:
             self._state.publish(door=self._actors.door.url)
-        self._commands.look(self._actors.controller)  # makes their directory, before the pool is ready for them
 
     def _tear_down(self, failure: BaseException | None) -> None:
         """End the engines first (bounded), then Ray, then every process that is left, by pid and start time."""

@@ -115,15 +115,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument(
         "--nodes",
         action="store_true",
-        help="under srun or torchrun, one process per node or GPU: measure every path between the nodes instead",
-    )
-    doctor.add_argument(
-        "--run",
-        type=Path,
-        dest="run_dir",
-        metavar="RUN_DIR",
-        help="list the sockets on which the run's processes listen on this host, and what protects each, instead; "
-        "exit status 1 if one is unknown or on all interfaces",
+        help="under torchrun, one process per node or GPU: measure every path between the nodes instead",
     )
     doctor.add_argument("--interface", help="with --nodes: the network interface of a run, as launch.interface")
     doctor.add_argument("--mib", type=float, default=64, help="with --nodes: MiB per message (default: %(default)s)")
@@ -165,8 +157,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if options.nodes:
         return _doctor_of_nodes(options)
-    if options.run_dir is not None:
-        return _doctor_of_run(options)
     report = examine(installation_only=options.installation, sandbox_users=_sandbox_users(options))
     sys.stdout.write(report.to_json() if options.json else render(report))
     return 0 if report.can_start else 1
@@ -185,22 +175,14 @@ def _sandbox_users(options: argparse.Namespace) -> list[str]:
 
 def _doctor_of_nodes(options: argparse.Namespace) -> int:
     from megarl.commands.doctor.between_nodes import try_nodes
-    from megarl.commands.doctor.members import this_member
 
     return try_nodes(
-        this_member(os.environ),
         interface=options.interface,
         mib=options.mib,
         timeout_s=options.timeout,
         as_json=options.json,
         write=sys.stdout.write,
     )
-
-
-def _doctor_of_run(options: argparse.Namespace) -> int:
-    from megarl.commands.doctor.run_sockets import examine_run
-
-    return examine_run(options.run_dir, as_json=options.json, write=sys.stdout.write)
 
 
 def _docs(options: argparse.Namespace) -> int:

@@ -27,9 +27,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Check a config, render the script that runs it and submit (slurm) or run (local) it. With "
         "--dry-run the script goes to stdout and the plan to stderr, and nothing starts.",
     )
-    from megarl.config.arguments import add_config_arguments
+    from megarl.config.arguments import add_config_arguments, add_force_argument
 
     add_config_arguments(parser)
+    add_force_argument(parser)
     parser.add_argument(
         "--scheduler",
         choices=["slurm", "local"],
@@ -75,14 +76,17 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError([
             f"the config needs {plan.pools.nodes} nodes: use --scheduler slurm, or launch/multinode.sh with a host list"
         ])  # fmt: skip
-    render = slurm_script if slurm else local_script
-    script = render(config, options.config, options.overrides, cuda=plan.device == "cuda")
+    arguments = [*options.overrides, *(["--force"] if options.force else [])]
+    if slurm:
+        script = slurm_script(config, options.config, arguments, cuda=plan.device == "cuda")
+    else:
+        script = local_script(config, options.config, arguments)
     if options.dry_run:
         sys.stdout.write(script)
         sys.stdout.flush()
         print_dry_run(plan, config, sys.stderr, notes)
         return 0
-    if not slurm:  # a job may be queued while another one of the same run runs
+    if not slurm and not options.force:  # a job may be queued while another one of the same run runs
         refuse_claimed(config.run_dir)
     path = Path(config.run_dir) / "launch" / ("train.sbatch" if slurm else "local.sh")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,7 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
     Raises ConfigError, before anything starts, for a wrong config.
     """
     from megarl.checkpoint.format.finished import already_finished
+    from megarl.cluster.nodes.topology import stop_seconds
     from megarl.common.claim import refuse_claimed
     from megarl.common.errors import ConfigError
     from megarl.config.load import load_config
@@ -63,10 +64,12 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
     if (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
         return None
-    refuse_claimed(config.run_dir)
+    if not options.force:
+        refuse_claimed(config.run_dir)
     check_endpoint(config)
     for warning in check_start(config, plan.info, mistake_printer(options)):
         sys.stderr.write(f"megarl: warning: {warning}\n")
     mark_checked(os.environ)
-    ranks = ("--nproc-per-node", str(config.trainer.gpus))
+    # After a stop signal the ranks need this time to end their step and save.
+    ranks = ("--shutdown-timeout", str(stop_seconds(config)), "--nproc-per-node", str(config.trainer.gpus))
     return [sys.executable, *TORCHRUN, *ranks, "-m", "megarl", "train", *arguments]

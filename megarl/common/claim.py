@@ -1,30 +1,26 @@
 """The claim on a run directory: RUN_DIR/claim.json names the one run that may write there.
 
 A start claims the directory before it moves or writes anything in it. It is refused, and changes nothing, while the
-holder is known to run: on the same host by its pid and start time, on another one because it renews the file's
-modification time. A holder on another host that has been silent for `timeouts.node_s` has lost its claim.
+holder runs: on the same host that is its process, on another one its heartbeat, the file's modification time. One whose
+process is gone, or whose heartbeat is older than `timeouts.node_s`, loses its claim to the next start.
 
-The directory is locked (flock) while a start decides, which some shared file systems do for one host only, or not at
-all. So the first claim is a hard link, which only one start can make, and whoever replaces the claim of another run
-reads it again after `SETTLE_S`. Last, the holder's own check finds a claim that was overwritten (`RunClaim.renew`), and
-ends that run.
+The file is created with O_EXCL, so one start alone has it. Whoever takes a claim over first moves the old one aside: a
+holder that finds another claim than its own (`RunClaim.renew`) was suspended, or lost it to `--force`, and ends.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import logging
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+
+import msgspec
 
 from megarl.common.errors import ConfigError
 from megarl.common.processes import ProcessId, is_alive
@@ -33,18 +29,8 @@ logger = logging.getLogger(__name__)
 
 CLAIM_FILE = "claim.json"
 RENEW_S = 2.0
-# How long a claim of another host is watched at least, however old the file is by this host's clock.
-WATCH_S = 5 * RENEW_S
-LOCK_S = 30.0
-# After which a start that has replaced another run's claim looks if a third one has done the same.
-SETTLE_S = 1.0
-_NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-
-# Of a file system without hard links.
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
-
-ClaimVerdict = Literal["free", "held", "unclear"]
-ClaimOutcome = Literal["sure", "lost", "contested"]
+# For how long a claim of another host is watched at least, because the clocks of two hosts may differ.
+WATCH_S = 3 * RENEW_S
 
 
 @dataclass(frozen=True)
@@ -78,19 +64,6 @@ class Holder:
         launch = f", launch {self.launch}" if self.launch is not None else ""
         return f"{self.what} (pid {self.process.pid} on {self.host}{launch}, since {self.since})"
 
-    def to_text(self) -> str:
-        """Return the content of the claim's file."""
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    @classmethod
-    def from_text(cls, text: str) -> Holder:
-        """Return the holder that `to_text` has written. Raises ValueError for anything else."""
-        try:
-            fields = json.loads(text)
-            return cls(**{**fields, "process": ProcessId(**fields["process"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"not a claim: {error}") from None
-
 
 def this_place() -> str:
     """Name host, boot and pid namespace of this process: two processes of one place see each other's pids."""
@@ -106,39 +79,31 @@ class Sighting:
     renewed_ns: int
 
     @classmethod
-    def of(cls, run_dir: Path) -> Sighting | None:
+    def of(cls, run_dir: Path, name: str = CLAIM_FILE) -> Sighting | None:
         """Read the claim on `run_dir`; None if there is none."""
-        path = run_dir / CLAIM_FILE
         try:
-            with path.open(encoding="utf-8", errors="replace") as file:  # damaged content is no reason to fail
-                renewed_ns, text = os.fstat(file.fileno()).st_mtime_ns, file.read()
+            with (run_dir / name).open("rb") as file:
+                renewed_ns, content = os.fstat(file.fileno()).st_mtime_ns, file.read()
         except FileNotFoundError:
             return None
         try:
-            return cls(Holder.from_text(text), renewed_ns)
-        except ValueError:
+            return cls(msgspec.json.decode(content, type=Holder), renewed_ns)
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return cls(None, renewed_ns)
 
+    def is_of(self, run: Holder) -> bool:
+        """Tell whether this is the claim of that run."""
+        return self.holder is not None and self.holder.same_run(run)
 
-def judge(
-    seen: Sighting | None, first: Sighting | None, mine: Holder, *, watched_s: float, age_s: float, node_s: float
-) -> ClaimVerdict:
-    """Tell whether the directory is free for `mine`: `seen` is the claim now, `first` when the start began to watch.
+    def runs_here(self) -> bool | None:
+        """Tell whether the holder, a process of this host, is alive; None if it is of another place or unknown."""
+        if self.holder is None or self.holder.place != this_place():
+            return None
+        return is_alive(self.holder.process)
 
-    `watched_s`: for how long it has watched; `age_s`: the time since the last renewal, by this host's clock, which may
-    differ from the holder's. "unclear" means that it has to be watched for longer.
-    """
-    if seen is None:
-        return "free"
-    holder = seen.holder
-    if holder is not None and holder.same_run(mine):
-        return "free"
-    if holder is not None and holder.place == mine.place:
-        return "held" if is_alive(holder.process) else "free"
-    if seen != first:
-        return "held"
-    enough_s = min(WATCH_S, node_s) if age_s >= node_s else node_s
-    return "free" if watched_s >= enough_s else "unclear"
+    def describe(self) -> str:
+        """Return the holder in words."""
+        return "an unknown run" if self.holder is None else self.holder.describe()
 
 
 class RunClaim:
@@ -146,7 +111,6 @@ class RunClaim:
 
     def __init__(self, run_dir: Path, holder: Holder) -> None:
         self.run_dir, self.holder = run_dir, holder
-        self._path = run_dir / CLAIM_FILE
         self._released = threading.Event()
         self._failing = False
 
@@ -157,12 +121,12 @@ class RunClaim:
         """
         try:
             seen = Sighting.of(self.run_dir)
-            if seen is not None and seen.holder is not None and not seen.holder.same_run(self.holder):
+            if seen is not None and seen.holder is not None and not seen.is_of(self.holder):
                 return seen.holder
             if seen is None:  # it was deleted, and a start may be about to make its own
-                _take(self.run_dir, None, self.holder)
+                _create(self.run_dir, self.holder)
             else:
-                os.utime(self._path)  # needs no space on a full disk
+                os.utime(self.run_dir / CLAIM_FILE)  # needs no space on a full disk
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -186,85 +150,91 @@ class RunClaim:
         """Give the directory up, if it is still this run's."""
         self._released.set()
         try:
-            with _locked(self.run_dir):
-                seen = Sighting.of(self.run_dir)
-                if seen is not None and seen.holder is not None and seen.holder.same_run(self.holder):
-                    self._path.unlink(missing_ok=True)
-        except (OSError, ConfigError) as error:
+            seen = Sighting.of(self.run_dir)
+            if seen is not None and seen.is_of(self.holder):
+                (self.run_dir / CLAIM_FILE).unlink(missing_ok=True)
+        except OSError as error:
             logger.warning("the claim on %s could not be removed: %s", self.run_dir, error)
 
 
-def claim(run_dir: Path, mine: Holder, node_s: float, say: Callable[[str], object] = lambda text: None) -> RunClaim:
+def claim(
+    run_dir: Path, mine: Holder, node_s: float, say: Callable[[str], object] = lambda text: None, *, force: bool = False
+) -> RunClaim:
     """Claim `run_dir`, which is made if it does not exist. A restart of the same run keeps its claim.
 
-    While it is unclear whether a holder on another host still runs, `say` gets one line and the call waits, `node_s`
-    at most. Raises ConfigError, and has changed nothing, if another run holds the directory or it cannot be written.
+    While a holder on another host may still run, `say` gets one line and the call waits, `node_s` at most. `force`:
+    take the directory whoever holds it.
+
+    Raises ConfigError, and has changed nothing, if another run holds the directory or it cannot be written.
     """
     run_dir = Path(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return _claim(run_dir, mine, node_s, say)
+        first, started, said = Sighting.of(run_dir), time.monotonic(), False
+        while True:
+            seen = Sighting.of(run_dir)
+            if seen is None:
+                if _create(run_dir, mine):
+                    return RunClaim(run_dir, mine)
+                continue  # another start was first
+            if seen.is_of(mine):
+                if seen.holder is not None and seen.holder.process != mine.process:  # a launch's agent takes over
+                    temporary = run_dir / f".{CLAIM_FILE}"
+                    temporary.write_bytes(msgspec.json.encode(replace(mine, since=seen.holder.since)))
+                    temporary.replace(run_dir / CLAIM_FILE)
+                return RunClaim(run_dir, mine)
+            held = False if force else _is_held(seen, first, time.monotonic() - started, node_s)
+            if held:
+                raise ConfigError([in_use(run_dir, seen)])
+            if held is False:
+                _move_aside(run_dir, seen)
+                continue
+            if not said:
+                said = True
+                say(
+                    f"{run_dir} was claimed by {seen.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) to "
+                    "see whether that run is still alive"
+                )
+            time.sleep(min(RENEW_S / 2, node_s / 4))
     except OSError as error:
         raise ConfigError([f"run.dir: {run_dir} cannot be claimed: {error}"]) from None
 
 
-def _claim(run_dir: Path, mine: Holder, node_s: float, say: Callable[[str], object]) -> RunClaim:
-    started, first, told = time.monotonic(), Sighting.of(run_dir), False
-    while True:
-        with _locked(run_dir):
-            seen = Sighting.of(run_dir)
-            age_s = time.time() - seen.renewed_ns / 1e9 if seen is not None else 0.0
-            watched_s = time.monotonic() - started
-            verdict = judge(seen, first, mine, watched_s=watched_s, age_s=age_s, node_s=node_s)
-            if verdict == "free":
-                taken = _take(run_dir, seen, mine)
-        if verdict == "free":
-            if taken == "lost":  # another start was first: judge its claim
-                continue
-            if taken == "contested":
-                _settle(run_dir, mine)
-            return RunClaim(run_dir, mine)
-        if verdict == "held":
-            raise ConfigError([in_use(run_dir, seen)])
-        if not told:
-            told = True
-            say(
-                f"{run_dir} was claimed by {_who(seen)}; waiting up to {node_s:.0f} s (timeouts.node_s) to see whether "
-                "that run is still alive"
-            )
-        time.sleep(min(RENEW_S / 2, node_s / 4))
+def _is_held(seen: Sighting, first: Sighting | None, watched_s: float, node_s: float) -> bool | None:
+    """Tell whether the holder of another run's claim is alive; None while that has to be watched for longer.
 
-
-def _take(run_dir: Path, seen: Sighting | None, mine: Holder) -> ClaimOutcome:
-    """Write the claim of `mine`, unless it is there already. A node's agent takes over from its launch script.
-
-    "sure": no other start can have it; "lost": another one has made its claim since `seen`; "contested": another start,
-    which saw the same, may write its own too.
+    `first`: the claim as it was when the start began to watch, `watched_s` ago.
     """
-    before = seen.holder if seen is not None else None
-    if before is not None and before.same_run(mine):
-        if before.process != mine.process:
-            _write(run_dir, replace(mine, since=before.since))
-        return "sure"
-    if seen is None:
-        try:
-            _write(run_dir, mine, first=True)
-            return "sure"
-        except FileExistsError:
-            return "lost"
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-    _write(run_dir, mine)
-    return "contested"
+    if (here := seen.runs_here()) is not None:
+        return here
+    if seen != first:
+        return True
+    silent_s = max(time.time() - seen.renewed_ns / 1e9, watched_s)
+    return False if silent_s >= node_s and watched_s >= min(WATCH_S, node_s) else None
 
 
-def _settle(run_dir: Path, mine: Holder) -> None:
-    """Raise ConfigError unless the claim is still that of `mine` after `SETTLE_S`."""
-    time.sleep(SETTLE_S)
-    seen = Sighting.of(run_dir)
-    if seen is None or seen.holder is None or not seen.holder.same_run(mine):
-        raise ConfigError([in_use(run_dir, seen)])
+def _create(run_dir: Path, mine: Holder) -> bool:
+    """Make the claim; return False if there is one."""
+    try:
+        with (run_dir / CLAIM_FILE).open("xb") as file:
+            file.write(msgspec.json.encode(mine))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _move_aside(run_dir: Path, dead: Sighting) -> None:
+    """Remove the claim that was judged, and no other: one that a third start has made since is put back."""
+    aside = run_dir / f".{CLAIM_FILE}.{platform.node()}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        os.rename(run_dir / CLAIM_FILE, aside)
+    except FileNotFoundError:
+        return  # another start has done it
+    moved = Sighting.of(run_dir, aside.name)
+    if moved is not None and moved.holder != dead.holder:
+        with suppress(FileExistsError):
+            os.link(aside, run_dir / CLAIM_FILE)  # the same file, which its start may still be writing
+    aside.unlink(missing_ok=True)
 
 
 def other_holder(run_dir: Path, mine: Holder) -> Holder | None:
@@ -277,27 +247,21 @@ def other_holder(run_dir: Path, mine: Holder) -> Holder | None:
     except OSError as error:
         logger.warning("the claim on %s cannot be read: %s", run_dir, error)
         return None
-    holder = seen.holder if seen is not None else None
-    return None if holder is None or holder.same_run(mine) else holder
+    return None if seen is None or seen.is_of(mine) else seen.holder
 
 
-def _who(seen: Sighting | None) -> str:
-    return "an unknown run" if seen is None or seen.holder is None else seen.holder.describe()
-
-
-def in_use(run_dir: Path, seen: Sighting | None) -> str:
+def in_use(run_dir: Path, seen: Sighting) -> str:
     """Return the message for a start that is refused: who holds the directory, and what to do."""
     return (
-        f"run.dir: {run_dir} is in use by {_who(seen)}; nothing was changed. Wait for that run, make it save and end "
-        f"(touch {run_dir / 'stop'}), or choose another run.dir"
+        f"run.dir: {run_dir} is in use by {seen.describe()}; nothing was changed. Wait for that run, make it save and "
+        f"end (touch {run_dir / 'stop'}), or choose another run.dir; --force of megarl train and launch ends that run"
     )
 
 
 def refuse_claimed(run_dir: Path) -> None:
     """Raise ConfigError if a process of this host that runs holds `run_dir`. Changes nothing and does not wait."""
     seen = Sighting.of(run_dir)
-    holder = seen.holder if seen is not None else None
-    if holder is not None and holder.place == this_place() and is_alive(holder.process):
+    if seen is not None and seen.runs_here():
         raise ConfigError([in_use(run_dir, seen)])
 
 
@@ -308,53 +272,16 @@ def await_claim(run_dir: Path, mine: Holder, timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     while True:
+        late = time.monotonic() > deadline
         try:
             seen = Sighting.of(run_dir)
         except OSError:
-            if time.monotonic() > deadline:
+            if late:
                 raise
             seen = None
-        if seen is not None and seen.holder is not None and seen.holder.same_run(mine):
+        if seen is not None and seen.is_of(mine):
             return
-        if time.monotonic() > deadline:
-            who = "nobody" if seen is None else _who(seen)
+        if late:
+            who = "nobody" if seen is None else seen.describe()
             raise TimeoutError(f"this rank waited {timeout_s:.0f} s for its run to claim {run_dir}, which {who} holds")
         time.sleep(0.1)
-
-
-def _write(run_dir: Path, holder: Holder, *, first: bool = False) -> None:
-    """Write the claim whole or not at all. Raises FileExistsError if it is to be the `first` one, and is not."""
-    temporary = run_dir / f".{CLAIM_FILE}.{platform.node()}.{os.getpid()}"
-    try:
-        temporary.write_text(holder.to_text(), encoding="utf-8")
-        if first:
-            os.link(temporary, run_dir / CLAIM_FILE)
-        else:
-            os.replace(temporary, run_dir / CLAIM_FILE)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of the directory itself, which needs no file. Do without it where the file system has no locks."""
-    descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        deadline = time.monotonic() + LOCK_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        [f"run.dir: another start has been deciding about {run_dir} for {LOCK_S:.0f} s; try again"]
-                    ) from None
-                time.sleep(0.05)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                break
-        yield
-    finally:
-        os.close(descriptor)

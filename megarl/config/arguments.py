@@ -51,6 +51,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", metavar="auto|PATH|never", help="which checkpoint to resume from (default: checkpoint.resume)"
     )
     parser.add_argument("--dump-batches", action="store_true", help="keep whole batches for `megarl replay`")
+    add_force_argument(parser)
+
+
+def add_force_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--force` to a command that claims the run directory."""
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="take the run directory even if another run holds it, which then ends without saving",
+    )
 
 
 def run_overrides(options: argparse.Namespace) -> list[str]:
@@ -67,6 +77,7 @@ def run_arguments(options: argparse.Namespace) -> list[str]:
         "--dry-run": options.dry_run,
         "--all-mistakes": options.all_mistakes,
         "--dump-batches": options.dump_batches,
+        "--force": options.force,
     }
     given = [name for name, is_given in flags.items() if is_given]
     return ["--config", str(options.config), *resume, *given, *options.overrides]

@@ -153,10 +153,7 @@ class RayConfig(Section):
 
 
 class LaunchConfig(Section):
-    """The job's request for nodes, and its behaviour at the time limit; read by `megarl launch`.
-
-    Only `allow_open_torchrun` is for a torchrun that the user starts.
-    """
+    """The job's request for nodes, and its behaviour at the time limit; read by `megarl launch`."""
 
     time_limit: str | None = Field(
         None,
@@ -173,14 +170,12 @@ class LaunchConfig(Section):
     max_restarts: int = Field(
         1, ge=0, description="Times torchrun restarts the ranks after a failure, from the newest checkpoint."
     )
-    node_gpus: int | None = Field(
-        None, ge=1, description="GPUs to request on each node; default: those that the run uses."
-    )
     node_cpus: int | None = Field(
         None, ge=1, description="CPUs to request on each node; default: all CPUs of an exclusive node."
     )
     sbatch: list[str] = Field(
-        default_factory=list, description="Further #SBATCH options, e.g. `--account=x`, `--partition=y`."
+        default_factory=list,
+        description="Further #SBATCH options, e.g. `--account=x`, `--partition=y`; they come last and take precedence.",
     )
     setup: list[str] = Field(
         default_factory=list, description="Shell lines that run before anything else, e.g. `module load x`."
@@ -190,9 +185,4 @@ class LaunchConfig(Section):
     )
     runtime_env: Path | None = Field(
         None, description="YAML with `env_vars`, set for every process of the job (launch/runtime_env.yaml)."
-    )
-    allow_open_torchrun: bool = Field(
-        False,
-        description="Accept a torchrun over several hosts without `--rdzv-backend megarl`: whoever reaches its port "
-        "can run code (SECURITY.md).",
     )

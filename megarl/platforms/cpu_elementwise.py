@@ -5,7 +5,8 @@ tensors that are larger than a core's caches, and each slice of a tensor costs a
 one autograd function, whose backward pass is written out. Values and gradients are those of the formulas: of SwiGLU to
 the last bit, of the others but for rounding.
 
-`MEGARL_CPU_MATMUL=torch` (see cpu_matmul.py) keeps torch's functions here as well.
+`MEGARL_CPU_MATMUL=torch` keeps torch's functions, to compare runs bit for bit with those of older commits, in which it
+kept torch's matrix products too.
 
 Shapes: X any axes, E channels that are normalized, D channels of a head, F channels of each half of a gated layer.
 """
@@ -24,8 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.common.errors import InstallationError
-from megarl.platforms.cpu_matmul import VARIABLE
 from megarl.platforms.patches import rebind
+
+VARIABLE = "MEGARL_CPU_MATMUL"
 
 
 @functools.cache

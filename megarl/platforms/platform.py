@@ -51,10 +51,9 @@ def _make_megatron_usable() -> None:
     keep_kernels(lambda: make_private_directory() / "tmp")  # a later start of the user removes it
     cuda.check_transformer_engine()
     if not current().is_cuda:
-        from megarl.platforms import cpu, cpu_matmul
+        from megarl.platforms import cpu
 
         cpu.install()
-        cpu_matmul.install()
     megatron_versions.check_imported()
     from megarl.platforms import patches
 

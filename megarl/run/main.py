@@ -40,12 +40,7 @@ from megarl.run.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.dry_run import dry_run
 from megarl.run.failure import FailureReport, report_and_close, set_aside
 from megarl.run.stop_signals import StopSignals, end_before_start
-from megarl.run.torchrun_start import (
-    SAFE_TORCHRUN,
-    notice_of_open_stores,
-    notice_of_short_end,
-    refuse_open_stores,
-)
+from megarl.run.torchrun_start import SAFE_TORCHRUN, notice_of_open_stores, refuse_open_stores
 from megarl.run.trainer_events import begin_events, end_with_failure
 from megarl.telemetry import events
 from megarl.telemetry.prometheus import check_endpoint
@@ -79,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         if rank == 0 and not _is_restart():
             _check_first_start(config, plan, mistake_printer(options))
-        claim = claim_for_ranks(config, rank)
+        claim = claim_for_ranks(config, rank, force=options.force and not _is_restart())
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
             # Rank 0 reports the mistake. torchrun ends all ranks when the first one exits, so rank 0 must exit first.
@@ -88,8 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"megarl: {error}\n")
         sys.exit(2)
     if rank == 0 and (notice := notice_of_open_stores(os.environ, sys.argv)) is not None:
-        sys.stderr.write(f"megarl: {notice}\n")
-    if rank == 0 and (notice := notice_of_short_end(os.environ, config.timeouts.shutdown_s)) is not None:
         sys.stderr.write(f"megarl: {notice}\n")
     sys.exit(run(config, plan, claim))
 
@@ -149,8 +142,7 @@ def _check_launch(config: Config) -> None:
             f"torchrun started {world} ranks, but trainer.gpus is {gpus}: use --nproc-per-node {gpus} "
             f"or set trainer.gpus={world}"
         )
-    if not config.launch.allow_open_torchrun:
-        refuse_open_stores(os.environ, sys.argv, config.run_dir)
+    refuse_open_stores(os.environ, sys.argv, config.run_dir)
 
 
 def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
@@ -230,8 +222,8 @@ def _train(
     that a restart of the ranks finds it unchanged and keeps the pool. `report`: as in `_run`.
     """
     from megarl.cluster.nodes.network import one_node_environment
+    from megarl.cluster.nodes.rendezvous import tell_seconds_to_stop
     from megarl.cluster.nodes.topology import stop_seconds
-    from megarl.cluster.nodes.torchrun_end import tell_seconds_to_stop
     from megarl.common.processes import die_with_parent
 
     die_with_parent()

@@ -7,11 +7,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.cluster.nodes.rendezvous_mark import CHOSEN_VARIABLE, NAME, SERVED_BY_VARIABLE
+from megarl.cluster.nodes.rendezvous_mark import NAME, SERVED_BY_VARIABLE
 from megarl.common.run_secret import RUN_DIR_VARIABLE
 
 SAFE_TORCHRUN = f"torchrun --rdzv-backend {NAME}"
-ALLOW = "launch.allow_open_torchrun"
 
 
 def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[str]) -> str | None:
@@ -50,24 +49,7 @@ def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str],
     )
     raise ValueError(
         f"this torchrun's store at {host} can be reached by other hosts, and whoever reaches it can run code as you "
-        f"(SECURITY.md). Start the same run by: {command}   If a network that keeps strangers out protects its ports, "
-        f"{ALLOW}=true allows it"
-    )
-
-
-def notice_of_short_end(environment: Mapping[str, str], shutdown_s: float) -> str | None:
-    """Return the notice that torchrun may cut a save; None unless the user has given it less than `shutdown_s`.
-
-    `environment`: that of a rank. None also for a rank that torchrun has restarted, as in `notice_of_open_stores`.
-    """
-    chosen = environment.get(CHOSEN_VARIABLE)
-    if chosen is None or environment.get(SERVED_BY_VARIABLE) != str(os.getppid()) or int(chosen) >= shutdown_s:
-        return None
-    if _is_restart(environment):
-        return None
-    return (
-        f"this torchrun kills its ranks {chosen} s after a stop signal (--shutdown-timeout), sooner than "
-        f"timeouts.shutdown_s ({shutdown_s:.0f} s), so it may cut a save: without that option it waits long enough"
+        f"(SECURITY.md). Start the same run by: {command}"
     )
 
 

@@ -232,7 +232,7 @@ def test_a_start_reads_the_state_of_the_attempt_before_again(tmp_path: Path, mon
     left = failing_reads(monkeypatch, 2)
     assert launch._kept_supervisor(tmp_path, os.getpid(), "") is None and not left
     left += [OSError(errno.ESTALE, "Stale file handle")]
-    assert launch._retire_previous(tmp_path, os.getpid()) == 4 and not left
+    assert launch._retire_previous(tmp_path) == 4 and not left
     left += [OSError(errno.ESTALE, "Stale file handle")] * 100
     with pytest.raises(OSError, match="Stale"):
         launch.read_state_again(tmp_path, timeout_s=0.2)
@@ -284,10 +284,10 @@ def test_a_state_that_cannot_be_read_does_not_keep_a_supervisor_from_its_end(
 
 
 def test_a_run_directory_of_a_dead_run_is_taken_over_with_the_next_attempt(tmp_path: Path) -> None:
-    assert launch._retire_previous(tmp_path, os.getpid()) == -1
+    assert launch._retire_previous(tmp_path) == -1
     launch.write_state(tmp_path, state(GONE, agent=asdict(ProcessId.own())))
     (tmp_path / launch.STOP_FILE).write_text("old")
-    assert launch._retire_previous(tmp_path, os.getpid()) == 4
+    assert launch._retire_previous(tmp_path) == 4
     assert not (tmp_path / launch.STOP_FILE).exists()
 
 
@@ -298,7 +298,7 @@ def test_a_supervisor_of_this_very_launcher_is_asked_to_stop_first(tmp_path: Pat
     assert old.stdout is not None and old.stdout.readline()
     left = ProcessId.of(old.pid)
     launch.write_state(tmp_path, state(left, agent=asdict(ProcessId.own())))
-    assert launch._retire_previous(tmp_path, os.getpid()) == 4 and not is_alive(left)
+    assert launch._retire_previous(tmp_path) == 4 and not is_alive(left)
     assert old.wait(timeout=10) == 0
 
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ import pytest
 import torch
 
 from megarl.cluster.handle import launch_supervisor, read_state
-from megarl.commands.cli import main
 from megarl.common import held_outputs
 from megarl.common.errors import BatchNotReady, ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.processes import descendants, is_alive
@@ -46,6 +44,7 @@ from tests.support.leftovers import (
     sockets_and_temporary_files,
     survivors,
 )
+from tests.support.open_sockets import check_on_loopback
 from tests.support.pool import TestPool, pool_config, start_pool
 from tests.support.pool_checks import (
     GONE_S,
@@ -321,24 +320,8 @@ def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
         assert float((torch.tensor(result.logprobs).double() - expected).abs().max()) <= 1e-4
 
 
-def test_the_run_directory_of_a_living_run_is_refused(pool: TestPool) -> None:
-    with pytest.raises(ValueError, match="in use by another run"):
-        launch_supervisor(pool.config.model_dump_json(), pool.config.run_dir, os.getpid())
-
-
-def test_every_socket_of_the_pool_is_known_and_locked(pool: TestPool, capsys: pytest.CaptureFixture[str]) -> None:
-    """The kernel's list: nothing listens beyond loopback, and nothing that is not named."""
-    status = main(["doctor", "--run", str(pool.config.run_dir), "--json"])
-    sockets = json.loads(capsys.readouterr().out)["sockets"]
-    assert status == 0, [each for each in sockets if each["level"] == "fail"]
-    found = Counter((each["listener"]["role"], each["lock"]) for each in sockets if each["listener"]["kind"] != "unix")
-    assert found[("queue controller", "curve")] == 2 and found[("queue controller", "token")] == 1
-    assert found[("queue storage", "curve")] == found[("queue storage", "token")] == 1
-    assert found[("Ray's raylet", "token")] == 2 and found[("supervisor", "token")] == 1
-    ports = [each["address"] for each in sockets if each["listener"]["kind"] != "unix"]
-    assert ports and [each for each in ports if each.rpartition(":")[0] not in {"127.0.0.1", "::1"}] == []
-    main(["doctor", "--run", str(pool.config.run_dir)])
-    assert "sockets are known" in capsys.readouterr().out
+def test_no_port_of_the_pool_is_beyond_loopback(pool: TestPool) -> None:
+    check_on_loopback(pool.config.run_dir, "gcs_server", "raylet", "ray::TransferQueueController", "cluster.supervisor")
 
 
 def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:

@@ -13,8 +13,10 @@ import pytest
 from megarl.cluster.nodes.__main__ import main as launch_step
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.commands import cli
-from megarl.common.claim import Holder, claim
+from megarl.commands import train as train_command
+from megarl.common.claim import Holder, Sighting, claim
 from megarl.common.processes import ProcessId
+from megarl.config.arguments import run_arguments
 from megarl.run import main as trainer
 from tests.support.checkout import ROOT
 from tests.support.configs import tree, write_problems
@@ -100,3 +102,12 @@ def test_a_second_start_in_a_living_runs_directory_changes_nothing(
     error = capsys.readouterr().err
     assert error.count("megarl: ") == 1 and "is in use by torchrun (pid " in error and "nothing was changed" in error
     assert tree_of(run_dir) == before
+
+
+def test_force_takes_the_directory_of_a_living_run(config: Path, run_dir: Path) -> None:
+    assert launch_step(["prepare", "--scheduler", "local", "--config", str(config), "--force"]) == 0
+    seen = Sighting.of(run_dir)
+    assert seen is not None and seen.holder is not None and seen.holder.what == "megarl launch"
+    options = cli.build_parser().parse_args(["train", "--config", str(config), "--force"])
+    command = train_command.torchrun_command(options, run_arguments(options))
+    assert command is not None and command[-1] == "--force"

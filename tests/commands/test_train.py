@@ -50,6 +50,7 @@ def test_it_becomes_torchrun_with_the_ranks_of_the_config(config: Path) -> None:
     python, *arguments = became.value.args[1:]
     assert python == became.value.args[0] == sys.executable
     torchrun = ["-m", "megarl.cluster.nodes.torchrun", "--rdzv-backend", "megarl", "--log-dir", "/dev/null"]
+    torchrun += ["--shutdown-timeout", "900"]
     assert arguments == [*torchrun, "--nproc-per-node", "2", "-m", "megarl", "train", *given]
 
 

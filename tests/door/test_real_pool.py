@@ -22,11 +22,11 @@ import openai
 import pytest
 
 from megarl.cluster.handle import read_state
-from megarl.commands.cli import main
 from megarl.common.errors import RolloutError
 from megarl.common.processes import descendants
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from tests.support.leftovers import of_private_directory
+from tests.support.open_sockets import check_on_loopback
 from tests.support.pool import TestPool, start_pool
 from tests.support.pool_checks import (
     GONE_S,
@@ -157,12 +157,12 @@ def test_a_publication_in_mid_request(pool: TestPool, client: Client) -> None:
     raise AssertionError("no publication came in the middle of a request")
 
 
-def test_strangers_are_refused_and_the_port_is_locked(pool: TestPool, client: Client) -> None:
+def test_strangers_are_refused_and_the_port_is_on_loopback(pool: TestPool, client: Client) -> None:
     for headers in ({}, {"Authorization": "Bearer nothing"}):
         assert httpx.get(f"{client.door['url']}/v1/models", headers=headers, timeout=60).status_code == 401
     assert Path(client.door["token_file"]).stat().st_mode & 0o777 == 0o600
     assert (pool.config.run_dir / "door.json").stat().st_mode & 0o777 == 0o600
-    assert main(["doctor", "--run", str(pool.config.run_dir)]) == 0
+    check_on_loopback(pool.config.run_dir, "ray::DoorActor")
 
 
 def door_process(pool: TestPool) -> int:

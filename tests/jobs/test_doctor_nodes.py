@@ -17,13 +17,19 @@ from tests.support.slurm import Slurm
 pytestmark = pytest.mark.cluster
 
 
-def test_doctor_under_srun(slurm: Slurm) -> None:
+def test_doctor_under_srun(slurm: Slurm, tmp_path: Path) -> None:
+    torchrun = (
+        f"exec {shlex.quote(sys.executable)} -m megarl.cluster.nodes.torchrun --rdzv-backend megarl --nnodes 2 "
+        "--nproc-per-node 1 --rdzv-endpoint 127.0.0.1:29433 --local-addr 127.0.0.1 --rdzv-conf "
+        "is_host=$([ $SLURM_PROCID = 0 ] && echo true || echo false) "
+        "-m megarl doctor --nodes --json --mib 1 --timeout 45"
+    )
     text = slurm.run(
-        "srun", "--nodes=2", "--ntasks-per-node=1", "--chdir", str(ROOT), sys.executable, "-m", "megarl", "doctor",
-        "--nodes", "--json", "--mib", "1", "--timeout", "45", **environment(),
+        "srun", "--nodes=2", "--ntasks-per-node=1", "--chdir", str(ROOT), "bash", "-c", torchrun,
+        **environment(MEGARL_RUN_DIR=str(tmp_path)),
     )  # fmt: skip
-    report = json.loads(text)
-    assert report["nodes"] == ["n1", "n2"] and report["can_start"]
+    report = json.loads(text[text.index("{") :])
+    assert sorted(report["nodes"]) == ["n1", "n2"] and report["can_start"]
     assert report["paths"][0]["gb_per_second"].keys() == {
         "all-reduce", "broadcast from node 0", "broadcast from node 1",
     }  # fmt: skip

@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from megarl.common.errors import InstallationError
 from megarl.platforms import cpu_elementwise
-from megarl.platforms.cpu_elementwise import rms_norm, rope, swiglu_back
-from megarl.platforms.cpu_matmul import VARIABLE
+from megarl.platforms.cpu_elementwise import VARIABLE, rms_norm, rope, swiglu_back
 from tests.support.checkout import ROOT, environment
 from tests.support.family_models import family_models, make_batch
 from tests.support.world import World

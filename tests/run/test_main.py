@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl import platforms
-from megarl.cluster.nodes import torchrun_end
+from megarl.cluster.nodes import rendezvous
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.cluster.nodes.rendezvous_mark import SERVED_BY_VARIABLE
 from megarl.common import processes
@@ -85,7 +85,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     monkeypatch.setattr(peers, "join_peers", lambda *_: ("here", 1))
     monkeypatch.setattr(platforms, "activate", lambda index: Platform(torch.device("cpu"), False, "gloo"))
-    monkeypatch.setattr(torchrun_end, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
+    monkeypatch.setattr(rendezvous, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
     monkeypatch.setattr(main, "_launch_pool", lambda config: None)
     monkeypatch.setattr(main, "begin_events", begin_events)
@@ -172,13 +172,12 @@ def test_the_first_rank_says_once_if_torchruns_stores_are_open(
     assert all(line.endswith("--rdzv-backend megarl --nproc-per-node 2 train_rl.py --config C") for line in said)
 
 
-@pytest.mark.parametrize(("allowed", "served", "code"), [(False, False, 2), (True, False, 0), (False, True, 0)])
-def test_an_open_torchrun_over_several_hosts_is_refused_unless_the_config_allows_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], allowed: bool, served: bool, code: int
+@pytest.mark.parametrize(("served", "code"), [(False, 2), (True, 0)])
+def test_an_open_torchrun_over_several_hosts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: bool, code: int
 ) -> None:
     ended, told = start_under_torchrun(
         monkeypatch, capsys, served=served, variables={"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2"},
-        launch={"allow_open_torchrun": allowed},
     )  # fmt: skip
     assert ended == code
     assert told.count("torchrun's store at 10.0.0.7 can be reached by other hosts") == (code == 2)
@@ -204,7 +203,7 @@ def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
 
 def start_under_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, rank: int = 0, served: bool,
-    variables: Mapping[str, str] | None = None, **sections: dict[str, Any],
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[Any, str]:  # fmt: skip
     """Start a rank of two that does nothing; return its exit status and what it has told."""
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "none"}
@@ -212,11 +211,11 @@ def start_under_torchrun(
     started |= {SERVED_BY_VARIABLE: os.getppid()} if served else {}
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}, **sections))
+    monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}))
     monkeypatch.setattr(main, "make_plan", lambda config: None)
     monkeypatch.setattr(main, "already_finished", lambda config: None)
     monkeypatch.setattr(main, "_check_first_start", lambda config, plan, tell: None)
-    monkeypatch.setattr(main, "claim_for_ranks", lambda config, rank: None)
+    monkeypatch.setattr(main, "claim_for_ranks", lambda config, rank, force: None)
     monkeypatch.setattr(main, "end_before_start", lambda speaks: sys.stderr.write(f"tells of signals: {speaks}\n"))
     monkeypatch.setattr(main, "run", lambda config, plan, claim: 0)
     monkeypatch.setattr(sys, "argv", ["train_rl.py", "--config", "C"])

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from megarl.commands.train import TORCHRUN
+
 ROOT = Path(__file__).resolve().parents[2]
 EXCERPTS = Path(__file__).parent / "excerpts"
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
@@ -19,6 +21,5 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:
-    """A command line, as the README has it: torchrun starts `ranks` processes on this machine, at a free port."""
-    return [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl", "--nproc-per-node", str(ranks),
-            *arguments]  # fmt: skip
+    """A command line, what `megarl train` becomes: torchrun starts `ranks` processes here, at a free port."""
+    return [sys.executable, *TORCHRUN, "--nproc-per-node", str(ranks), *arguments]

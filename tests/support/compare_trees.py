@@ -10,8 +10,8 @@ second run that goes on from that checkpoint. It compares exported weights, the 
 drawn, all recorded trajectories, answers and metrics; timings, the number of buckets and fields that the old tree has
 not are left out, and these fields are named. With `--quickstart` it compares a few steps of the quickstart's own job
 instead, with the model and the data of that directory. Exit status 1 names the first difference. The variable makes
-both trees use torch's own float32 products, RMSNorm, SwiGLU and RoPE (`megarl/platforms/cpu_matmul.py`,
-`cpu_elementwise.py`), as trees did that know nothing of it. With `--ascending` both trees lay the sequences of a
+both trees use torch's own RMSNorm, SwiGLU and RoPE (`megarl/platforms/cpu_elementwise.py`), and older ones torch's own
+float32 products, as trees did that know nothing of it. With `--ascending` both trees lay the sequences of a
 micro-batch in ascending order of their samples, as trees before 596367d did.
 """
 

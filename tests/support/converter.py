@@ -14,6 +14,7 @@ from unittest import mock
 
 from megarl.checkpoint.convert import command_line as cli
 from megarl.checkpoint.convert import units
+from tests.support.kill_points import kill_points
 
 ITEM_BYTES, UNIT_BYTES = 6_000, (40_000, 40_000)
 
@@ -54,7 +55,8 @@ def run_forked(*arguments: Any, kill_after: float | None = None, stdout: Path | 
 
     def child() -> None:
         os.setsid()
-        code, out, err = run(*arguments, **environment)
+        with kill_points():
+            code, out, err = run(*arguments, **environment)
         if stdout is not None:
             stdout.write_text(out + err)
         os._exit(code)

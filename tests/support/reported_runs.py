@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from megarl.common.claim import CLAIM_FILE, Holder
@@ -87,7 +88,7 @@ def write_run(
 ) -> Path:
     """Write a run directory with these metrics and samples, which this process holds; return it."""
     run_dir.mkdir(parents=True)
-    (run_dir / CLAIM_FILE).write_text(Holder.here("a test", ProcessId.of(os.getpid())).to_text())
+    (run_dir / CLAIM_FILE).write_bytes(msgspec.json.encode(Holder.here("a test", ProcessId.of(os.getpid()))))
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run_dir / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))

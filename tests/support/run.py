@@ -19,6 +19,7 @@ from tests.support.tiny import make_tiny_model
 
 # Bounds of |engine - trainer| of log-probs in a run on policy in fp32: the mean and the largest of a step.
 ON_POLICY_MEAN, ON_POLICY_MAX = 1e-5, 1e-4
+ENTRY = (str(ROOT / "examples/rl/train_rl.py"),)
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,11 @@ def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: floa
     return Run(process.returncode, output, directory)
 
 
-def start(config: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
+def start(
+    config: Path, *overrides: str, ranks: int = 2, restarts: int = 0, script: Sequence[str] = ENTRY
+) -> subprocess.Popen[str]:
     """torchrun in a session of its own; stdout and stderr together in its pipe."""
-    script = ROOT / "examples/rl/train_rl.py"
-    command = torchrun(ranks, "--max-restarts", str(restarts), str(script), "--config", str(config), *overrides)
+    command = torchrun(ranks, "--max-restarts", str(restarts), *script, "--config", str(config), *overrides)
     chosen = [each.removeprefix("run.dir=") for each in overrides if each.startswith("run.dir=")]
     return popen(command, chosen[-1] if chosen else yaml.safe_load(config.read_text())["run"]["dir"])
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.support.checkout import ROOT, environment, torchrun
 from tests.support.configs import with_sections
 from tests.support.fault_table import GO_ON_S
 from tests.support.leftovers import assert_nothing_left, survivors
-from tests.support.run import Run, start, step_records, tiny_config
+from tests.support.run import ENTRY, Run, start, step_records, tiny_config
 from tests.support.tensors import Tensors, differing, read_hf
 
 
@@ -57,10 +57,12 @@ def replay(
     return read_hf(out / "hf")
 
 
-def start_run(config: dict[str, Any], *overrides: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
+def start_run(
+    config: dict[str, Any], *overrides: str, ranks: int = 2, restarts: int = 0, script: Sequence[str] = ENTRY
+) -> subprocess.Popen[str]:
     path = Path(config["run"]["dir"]).parent / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    return start(path, *overrides, ranks=ranks, restarts=restarts)
+    return start(path, *overrides, ranks=ranks, restarts=restarts, script=script)
 
 
 def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 240.0) -> None:

@@ -18,7 +18,7 @@ from megarl.telemetry.event_files import read_events
 from tests.support.chat_templates import CHATML_TOOLS
 from tests.support.checkout import ROOT
 from tests.support.leftovers import assert_nothing_left
-from tests.support.open_sockets import check_sockets
+from tests.support.open_sockets import check_on_loopback
 from tests.support.run import Run, tiny_config
 from tests.support.whole_runs import (
     actors,
@@ -45,7 +45,7 @@ def test_a_loop_a_tool_data_sets_and_rewards_of_ones_own(tmp_path: Path, monkeyp
     run_dir, process = tmp_path / "run", start_run(config)
     try:
         wait_for((run_dir / "eval_before.jsonl").exists, process)  # the run is too short to wait for its first step
-        check_sockets(run_dir, {"agent worker", "engine", "trainer rank"})
+        check_on_loopback(run_dir, "ray::AgentWorker", "train_rl.py")
         output, _ = process.communicate(timeout=240)
     finally:
         if process.poll() is None:

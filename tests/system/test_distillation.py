@@ -11,7 +11,7 @@ from megarl.queue.dump import read_batch
 from megarl.queue.streams import TEACHER_LOGPROBS
 from tests.support.digit_teacher import make_digit_teacher
 from tests.support.leftovers import assert_nothing_left
-from tests.support.open_sockets import check_sockets
+from tests.support.open_sockets import check_on_loopback
 from tests.support.run import Run, step_records, tiny_config, train
 from tests.support.whole_runs import actors, check_every_group_once, kill_everything, start_run, wait_for
 
@@ -47,7 +47,7 @@ def test_a_student_learns_from_a_teacher_with_an_engine_of_its_own(tmp_path: Pat
     run_dir, process = tmp_path / "run", start_run(distilled(tmp_path, make_digit_teacher(tmp_path / "teacher")))
     try:
         wait_for(lambda: len(step_records(run_dir)) >= 1, process)
-        check_sockets(run_dir, {"teacher's engine", "engine", "trainer rank"})
+        check_on_loopback(run_dir, "ray::TeacherEngine", "train_rl.py")
         output, _ = process.communicate(timeout=400)
     finally:
         if process.poll() is None:

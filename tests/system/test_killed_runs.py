@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.checkpoint.format.faults import POINTS
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.cluster.handle import read_state
+from tests.support.kill_points import POINTS
 from tests.support.leftovers import assert_nothing_left
 from tests.support.run import Run, train
 from tests.support.whole_runs import (
@@ -34,6 +34,7 @@ from tests.support.whole_runs import (
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 12
+KILLED_ENTRY = ("-m", "tests.support.kill_points")
 KILLS = 10
 
 
@@ -58,12 +59,13 @@ def test_every_fault_point_of_a_save(unbroken: Run, tmp_path: Path, monkeypatch:
     """In one run the trainer is killed once at each point, and the pool is kept. It ends as the unbroken run."""
     marks = tmp_path / "marks"
     marks.mkdir()
-    monkeypatch.setenv("MEGARL_KILL_AT", ",".join(POINTS))
-    monkeypatch.setenv("MEGARL_KILL_MARKS", str(marks))
+    monkeypatch.setenv("KILL_AT", ",".join(POINTS))
+    monkeypatch.setenv("KILL_MARKS", str(marks))
     # `never` holds for the first start only: the restarts resume.
     wanted = {"every": 1, "resume": "never"}
     config = config_of(tmp_path, unbroken.directory.parent / "model", steps=STEPS, checkpoint=wanted)
-    run = finish(start_run(config, restarts=len(POINTS)), tmp_path / "run")
+    process = start_run(config, restarts=len(POINTS), script=KILLED_ENTRY)
+    run = finish(process, tmp_path / "run")
     assert run.code == 0, run.output[-6000:]
     assert sorted(path.name for path in marks.iterdir()) == sorted(POINTS)
     state = read_state(run.directory)

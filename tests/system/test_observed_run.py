@@ -24,6 +24,7 @@ from megarl.telemetry.prometheus import read_endpoint
 from megarl.telemetry.prometheus_names import all_names
 from tests.support.checkout import ROOT, environment
 from tests.support.leftovers import assert_nothing_left
+from tests.support.open_sockets import check_on_loopback
 from tests.support.run import popen, step_records, tiny_config
 from tests.support.waiting import wait_until
 
@@ -80,10 +81,7 @@ def test_a_living_run_is_scraped_shown_and_its_endpoint_is_known_and_ends_with_i
         assert values["megarl_reward_mean"] == record["reward/mean"]
         assert values["megarl_time_step_seconds"] == record["time/step"]
 
-        sockets = megarl("doctor", "--run", str(run_dir))
-        assert sockets.returncode == 0, sockets.stdout + sockets.stderr
-        (line,) = [line for line in sockets.stdout.splitlines() if "Prometheus endpoint" in line]
-        assert f"127.0.0.1:{port}" in line and "trainer rank" in line and line.split()[-1] == "token"
+        check_on_loopback(run_dir, "train_rl.py")
 
         shown = megarl("top", str(run_dir))
         assert shown.returncode == 0 and "tiny  running" in shown.stdout and f"/{STEPS}" in shown.stdout, shown.stdout

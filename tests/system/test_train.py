@@ -26,7 +26,7 @@ from megarl.telemetry.event_files import read_events
 from tests.support import perfetto
 from tests.support.leftovers import assert_nothing_left
 from tests.support.needs import NODE, left_out
-from tests.support.open_sockets import check_sockets
+from tests.support.open_sockets import check_on_loopback
 from tests.support.random_moment import moments
 from tests.support.reward_functions import digit_share
 from tests.support.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
@@ -393,7 +393,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path, monkeypatch: pytest.Mon
     run_dir = tmp_path / "run"
     try:
         wait_for_steps(run_dir, process)
-        check_sockets(run_dir, {"trainer rank", "torchrun", "queue controller", "queue storage", "engine"})
+        check_on_loopback(run_dir, "train_rl.py", "ray::TransferQueueController", "ray::SimpleStorageUnit")
         everybody = family(run_dir, process)
         check_command_lines(run_dir, everybody, password)
         engine, start_s = first_engine(run_dir)

@@ -26,7 +26,6 @@ from megarl.checkpoint.convert.planner import LazySavePlanner
 from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
-from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.hf_files import HFDirectory, fingerprint
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
@@ -116,7 +115,6 @@ class HFToMegatron:
     def finish(self, partial: Path, results: dict[int, UnitFile]) -> None:
         """Write index, common state, Hugging Face files, manifest and tracker, in this order."""
         step = partial / RELEASE
-        faults.reached("metadata")
         written = [[_write_result(result, place) for place in result["places"]] for result in results.values()]
         with writing(step / SHARD_INDEX):
             _Writer(step).finish(self._metadata, written)
@@ -129,7 +127,6 @@ class HFToMegatron:
             copy_side_files(self.source.path, step / HF_FILES, self.dtype or self._dtypes[self.stored[0].key])
         Output.sync((step / HF_FILES).iterdir())
         write_durably(step / FORMAT_FILE, json.dumps(_FORMAT).encode())
-        faults.reached("manifest")
         files = {result["file"]: FileEntry(result["bytes"], result["blake3"]) for result in results.values()}
         others = [step / name for name in (SHARD_INDEX, COMMON_FILE, FORMAT_FILE)] + sorted((step / HF_FILES).iterdir())
         files |= {str(path.relative_to(step)): FileEntry.of(path) for path in others}

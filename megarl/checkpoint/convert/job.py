@@ -16,7 +16,6 @@ from megarl.checkpoint.convert.byte_progress import ByteProgress, size
 from megarl.checkpoint.convert.ranks import Ranks
 from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.workers import ReportBytes, run_units
-from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.os_errors import from_os_error
 from megarl.common.byte_units import MIB
 from megarl.common.errors import ConversionError
@@ -141,7 +140,6 @@ def _write(job: Job[R], output: Output, options: Options, ranks: Ranks, done: Ma
     def work(number: int, report: ReportBytes) -> None:
         result = job.write_unit(output.partial, number, report)
         output.finish_unit(number, result)
-        faults.reached("shard")
 
     try:
         run_units(left, work, options.workers, progress.add if ranks.rank == 0 else lambda _: None)

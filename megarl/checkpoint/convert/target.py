@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import fsync_directory, write_durably
 from megarl.common.errors import ConversionError
 
@@ -126,7 +125,6 @@ class Output:
         """Rename the output to OUT and delete an old OUT. Raises ConversionError if that may not be replaced."""
         for directory, _, _ in os.walk(self.partial):
             fsync_directory(Path(directory))
-        faults.reached("rename")
         self._refuse_replacing()
         if self._occupied():
             os.replace(self.out, self._old)

@@ -22,7 +22,6 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed import ProcessGroup
 
-from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
@@ -289,7 +288,6 @@ class Checkpointer:
         small = (path for path in partial.rglob("*") if path.is_file())
         names = {str(path.relative_to(partial)) for path in small} - files.keys()
         files |= {name: FileEntry.of(partial / name) for name in sorted(names)}
-        faults.reached("manifest")
         Manifest(pending.step, files).write(partial)
         path = self.directory.complete(pending.step)
         if self.settings.hf_export_every and pending.step % self.settings.hf_export_every == 0:

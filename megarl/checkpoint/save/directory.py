@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import MANIFEST, fsync_directory, write_durably
 from megarl.common.processes import ProcessId, is_alive
 from megarl.config.schema import Config
@@ -64,7 +63,6 @@ class CheckpointDirectory:
         path = self.path(step)
         if path.exists():
             self.set_aside(step, "replaced")
-        faults.reached("rename")
         os.replace(self.partial(step), path)
         fsync_directory(self.root)
         self.write_tracker(step)
@@ -93,7 +91,6 @@ class CheckpointDirectory:
         """Delete a checkpoint. It is renamed first, so that an incomplete deletion is not found as a checkpoint."""
         obsolete = self.root / f".{step_name(step)}.deleted"
         os.replace(self.path(step), obsolete)
-        faults.reached("retention")
         shutil.rmtree(obsolete)
 
     def state(self, step: int) -> dict[str, Any]:

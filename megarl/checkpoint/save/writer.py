@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl import platforms
-from megarl.checkpoint.format import faults
 from megarl.checkpoint.format.manifest import FileEntry
 from megarl.common.garbage import collections_paused
 from megarl.common.megatron_versions import imported_is
@@ -121,7 +120,6 @@ class BackgroundWrite:
 
     def finish(self, items: list[list[WrittenItem]]) -> None:
         """Write torch's `.metadata`, on rank 0, after the threads of all ranks have ended. Raises OSError."""
-        faults.reached("metadata")
         self._writer.finish(self.metadata, [[item.result() for item in of_rank] for of_rank in items])
 
     def _write_all(self) -> Written:
@@ -146,7 +144,6 @@ class BackgroundWrite:
         bucket = self._buckets[index]
         results = self._write(index, bucket)
         entry = FileEntry.of(Path(bucket[0]))
-        faults.reached("shard")
         return bucket[1], entry, results
 
     def _write(self, index: int, bucket: WriteBucket) -> list[WriteResult]:

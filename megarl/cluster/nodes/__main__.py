@@ -1,4 +1,4 @@
-"""`python -m megarl.cluster.nodes prepare|status|fail|environment|scripts`: the commands that launch scripts call.
+"""`python -m megarl.cluster.nodes prepare|status|fail|environment`: the commands that launch scripts call.
 
 Users call `megarl launch`.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megarl.checkpoint.format.finished import already_finished
 from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
-from megarl.cluster.nodes.batch_script import shipped_scripts
 from megarl.cluster.nodes.board import NodeBoard, NodeFailure
 from megarl.cluster.nodes.launch_spec import LaunchSpec
 from megarl.cluster.nodes.lost_nodes import can_lose
@@ -23,7 +22,7 @@ from megarl.cluster.nodes.node_commands import ENTRY, exports
 from megarl.cluster.nodes.prepare import prepare, status
 from megarl.common.errors import ConfigError
 from megarl.common.notices import write_notice
-from megarl.config.arguments import add_config_arguments
+from megarl.config.arguments import add_config_arguments, add_force_argument
 from megarl.config.load import load_config
 
 
@@ -52,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     before.add_argument("--scheduler", choices=["slurm", "local"], required=True)
     before.add_argument("--hosts", help="comma-separated, for --scheduler local on several machines")
     before.add_argument("--signal-s", type=int, help="seconds before the time limit at which SLURM signals the script")
+    add_force_argument(before)
     before.add_argument("--entry", default=ENTRY, help=argparse.SUPPRESS)
     before.set_defaults(run=_prepare)
     after = commands.add_parser(
@@ -67,8 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     passed = commands.add_parser("environment", help="print shell commands that set what the agents of hosts need")
     passed.add_argument("launch", type=Path)
     passed.set_defaults(run=_environment)
-    shipped = commands.add_parser("scripts", help="regenerate the scripts in launch/; run it in the repository's root")
-    shipped.set_defaults(run=_scripts)
     return parser
 
 
@@ -83,7 +81,7 @@ def _prepare(options: argparse.Namespace) -> int:
     else:
         allocation = local_allocation(tuple((options.hosts or "127.0.0.1").split(",")))
         launch_id = uuid.uuid4().hex[:8]
-    spec = prepare(config, allocation, launch_id, entry=options.entry)
+    spec = prepare(config, allocation, launch_id, entry=options.entry, force=options.force)
     sys.stdout.write(f"{spec.path}\n")
     return 0
 
@@ -107,14 +105,6 @@ def _fail(options: argparse.Namespace) -> int:
 
 def _environment(options: argparse.Namespace) -> int:
     sys.stdout.write(exports(LaunchSpec.load(options.launch).config, os.environ))
-    return 0
-
-
-def _scripts(options: argparse.Namespace) -> int:
-    for path, text in shipped_scripts(Path.cwd()).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
     return 0
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from types import TracebackType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
@@ -32,21 +30,3 @@ def tell_failure(error: ChildFailedError) -> int:
     name = signal.Signals(-failure.exitcode).name
     sys.stderr.write(f"megarl: rank {rank} was killed by {name} (pid {failure.pid}), and the others were ended\n")
     return 1
-
-
-def replace_report() -> None:
-    """Let this process, a torchrun that the user started, end with `tell_failure` in place of torch's long report.
-
-    Of a stop signal, which torchrun passes on and raises as an exception, the ranks tell.
-    The exit status stays torchrun's own, 1: Python decides it before it calls the hook.
-    """
-    quieten_torchrun()
-    shown_before = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, ChildFailedError):
-            tell_failure(error)
-        elif not isinstance(error, SignalException):
-            shown_before(kind, error, trace)
-
-    sys.excepthook = show

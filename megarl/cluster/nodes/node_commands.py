@@ -62,11 +62,6 @@ def torchrun_environment(run_dir: Path) -> dict[str, str]:
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", RUN_DIR_VARIABLE: str(run_dir)}
 
 
-def node_command(python: str, launch: str, index: str) -> list[str]:
-    """Return the command of the agent that runs one node's share."""
-    return [python, "-m", "megarl.cluster.nodes.agent", launch, index]
-
-
 def raylet_command(launch: str, index: int, agent_pid: int) -> list[str]:
     """Return the command of a raylet that joins the run's Ray cluster and dies with the agent."""
     return [sys.executable, "-m", "megarl.cluster.nodes.raylet", launch, str(index), str(agent_pid)]

@@ -32,8 +32,12 @@ CURRENT_FILE = "current"
 LaunchEnd = Literal["finished", "preempted", "unsaved", "failed"]
 
 
-def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: str = ENTRY) -> LaunchSpec:
+def prepare(
+    config: Config, allocation: Allocation, launch_id: str, *, entry: str = ENTRY, force: bool = False
+) -> LaunchSpec:
     """Check everything, then write the launch file and remove what an earlier launch left.
+
+    `force`: take the run directory even if another run holds it.
 
     Raises ConfigError listing what is wrong with config, files or allocation, or naming the launch that is using the
     run directory. Nothing is written then.
@@ -45,10 +49,12 @@ def prepare(config: Config, allocation: Allocation, launch_id: str, *, entry: st
         raise ConfigError([f"{Path.cwd() / entry} does not exist: start from the repository's root"])
     topology = make_topology(config)
     check_allocation(config, topology, allocation, cuda=cuda)
-    refuse_running(config.run_dir)
+    if not force:
+        refuse_running(config.run_dir)
     # The holder is the launch script, until the first node's agent takes over.
     script = Holder.here("megarl launch", ProcessId.of(os.getppid()), launch_id)
-    claim(config.run_dir, script, config.timeouts.node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"))
+    node_s = config.timeouts.node_s
+    claim(config.run_dir, script, node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"), force=force)
     directory = launch_directory(config.run_dir, launch_id)
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")

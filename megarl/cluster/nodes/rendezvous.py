@@ -10,12 +10,16 @@ nodes needs MEGARL_RUN_DIR, whose secret the agents have in common; a single age
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
+import signal
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -30,7 +34,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from megarl.cluster.nodes import torchrun_end
 from megarl.cluster.nodes.rendezvous_mark import NAME, SERVED_BY_VARIABLE
 from megarl.common.bound_store import connect_store, serve_store
 from megarl.common.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
 
 RANKS_STORE_TIMEOUT_S = 300.0  # of one request; torch's own default
 _CODE_BYTES = 32
+SHUTDOWN_S = 30  # torchrun's --shutdown-timeout if the user has not chosen one
+MOST_STOP_S = 86400
+STOP_KEY = "seconds that the ranks need to stop"
+_shutdown = LocalElasticAgent._shutdown
 
 
 class SignedBackend(C10dRendezvousBackend):
@@ -94,8 +101,42 @@ class BoundHandler(DynamicRendezvousHandler):
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         store = serve_store(master_addr, master_port, RANKS_STORE_TIMEOUT_S)
-        torchrun_end.serves(store)
+        wait_for_ranks(store)
         return store
+
+
+def wait_for_ranks(store: Store) -> None:
+    """Let the torchrun of this process wait after its first stop signal as long as its ranks have told it in `store`.
+
+    torchrun (torch 2.13, elastic/agent/server/api.py) kills its ranks 30 s after it has passed a signal on, which may
+    cut a save. A --shutdown-timeout of the user's holds. Who else writes to the store can only lengthen the wait for
+    ranks that hang, and a second signal ends it: torch then calls `_shutdown` without a signal.
+    """
+
+    def shutdown(agent: LocalElasticAgent, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_S) -> None:
+        if death_sig is None:
+            _shutdown(agent, timeout=timeout)
+            return
+        told = 0
+        with contextlib.suppress(ValueError, RuntimeError):  # torch's errors of stores are RuntimeErrors
+            if timeout == SHUTDOWN_S and store.check([STOP_KEY]):
+                told = min(MOST_STOP_S, int(store.get(STOP_KEY)))
+        _shutdown(agent, death_sig, max(timeout, told))
+
+    LocalElasticAgent._shutdown = shutdown  # type: ignore[method-assign,assignment]
+
+
+def tell_seconds_to_stop(environment: Mapping[str, str], seconds: int, timeout_s: float) -> None:
+    """Tell the torchrun that has started this rank how long its ranks may need after a stop signal.
+
+    `environment`: that of the rank; one without torchrun's store, or of another rendezvous, tells nothing. `timeout_s`:
+    of a request to the store.
+    """
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get(SERVED_BY_VARIABLE) == str(
+        os.getppid()
+    ):
+        store = connect_store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timeout_s)
+        store.set(STOP_KEY, str(seconds))
 
 
 def open_rendezvous(params: RendezvousParameters) -> RendezvousHandler:

@@ -12,19 +12,9 @@ if TYPE_CHECKING:
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Return the handler of one agent, see `megarl.cluster.nodes.rendezvous`.
+    """Return the handler of one agent, see `megarl.cluster.nodes.rendezvous`. torchrun calls it in its own process."""
+    from megarl.cluster.nodes.rendezvous import open_rendezvous  # torch's modules import this one
 
-    torchrun calls it in its own process, whose report of failed ranks becomes short (see `failed_ranks`), and which
-    then leaves no directory (see `torchrun_logs`) and does not cut a save after a stop signal (see `torchrun_end`).
-    """
-    from megarl.cluster.nodes.failed_ranks import replace_report  # torch's modules import this one
-    from megarl.cluster.nodes.rendezvous import open_rendezvous
-    from megarl.cluster.nodes.torchrun_end import wait_for_ranks
-    from megarl.cluster.nodes.torchrun_logs import keep_no_logs
-
-    replace_report()
-    keep_no_logs()
-    wait_for_ranks()
     return open_rendezvous(params)
 
 

@@ -3,5 +3,3 @@
 NAME = "megarl"
 # The pid of the torchrun whose rendezvous this backend serves, set in its environment, which its ranks inherit.
 SERVED_BY_VARIABLE = "MEGARL_RENDEZVOUS_AGENT"
-# The seconds that the user has given to that torchrun, after which it kills its ranks when it is stopped.
-CHOSEN_VARIABLE = "MEGARL_TORCHRUN_SHUTDOWN_TIMEOUT"

@@ -52,7 +52,7 @@ def test_killed_at_a_named_point(
     out, marks = tmp_path / "out", tmp_path / "marks"
     marks.mkdir()
     command = [*arguments(kind, models, out), "--workers", workers]
-    code = run_forked(*command, MEGARL_KILL_AT=point, MEGARL_KILL_MARKS=str(marks))
+    code = run_forked(*command, KILL_AT=point, KILL_MARKS=str(marks))
     assert (marks / point).exists(), "the point was not reached"
     assert code == (1 if workers == 2 else -9)
     assert not out.exists()

@@ -20,6 +20,7 @@ from megarl.checkpoint.convert import hf_to_megatron as importing
 from megarl.checkpoint.convert import megatron_to_hf as exporting
 from megarl.checkpoint.convert.command_line import main
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
+from tests.support import kill_points
 from tests.support.converter import convert, refused, run
 from tests.support.tensors import differing
 
@@ -362,7 +363,11 @@ def test_a_small_file_on_a_full_disk_is_named(kind: str, name: str, source: Path
         if self == full.parent and "hf/" in name:
             full.symlink_to("/dev/full")
 
-    with mock.patch("megarl.checkpoint.format.faults.reached", reached), mock.patch.object(Path, "mkdir", mkdir_with):
+    with (
+        mock.patch.object(kill_points, "reached", reached),
+        mock.patch.object(Path, "mkdir", mkdir_with),
+        kill_points.kill_points(),
+    ):
         err = refused(*command)
     assert "the disk is full" in err and f"(writing {place}" in err and "--resume" in err
     assert not out.exists()

@@ -42,7 +42,7 @@ def killed(point: str, *arguments: Any, marks: Path) -> None:
     """Run a command until it is killed at the point."""
     shutil.rmtree(marks, ignore_errors=True)
     marks.mkdir()
-    assert run_forked(*arguments, "--workers", 1, MEGARL_KILL_AT=point, MEGARL_KILL_MARKS=str(marks)) == -9
+    assert run_forked(*arguments, "--workers", 1, KILL_AT=point, KILL_MARKS=str(marks)) == -9
 
 
 @pytest.mark.parametrize("out", ["hf", ".", "../models/hf", "hf/model.safetensors", "link"])

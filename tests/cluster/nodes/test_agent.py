@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 
 from megarl.cluster.nodes import agent as module
@@ -450,7 +451,7 @@ def test_a_stop_signal_does_not_stop_the_run_that_has_taken_the_directory(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler that ends a suspended job continues it and signals it at the same time."""
-    (job.run_dir / CLAIM_FILE).write_text(Holder.here("torchrun", ProcessId.own()).to_text())
+    (job.run_dir / CLAIM_FILE).write_bytes(msgspec.json.encode(Holder.here("torchrun", ProcessId.own())))
     agent = agent_of(job)
     with pytest.raises(module.DirectoryLost, match="was taken by torchrun"):
         agent._on_signal(signal.SIGTERM, None)
@@ -475,7 +476,7 @@ def test_nothing_is_written_into_a_directory_that_is_another_runs(
     job: Job, monkeypatch: pytest.MonkeyPatch, bystander: subprocess.Popen[bytes], found: str
 ) -> None:
     other = Holder.here("torchrun", ProcessId.own())
-    (job.run_dir / CLAIM_FILE).write_text(other.to_text())
+    (job.run_dir / CLAIM_FILE).write_bytes(msgspec.json.encode(other))
     agent = agent_of(job)
     supervisor: Any = FakeSupervisor()
     agent._processes.supervisor = supervisor
@@ -492,7 +493,7 @@ def test_nothing_is_written_into_a_directory_that_is_another_runs(
             signal.signal(number, handler)
     assert supervisor.terminated and bystander.poll() is None
     assert sorted(path.name for path in job.run_dir.iterdir()) == [CLAIM_FILE, "launch", "logs"]
-    assert (job.run_dir / CLAIM_FILE).read_text() == other.to_text()
+    assert (job.run_dir / CLAIM_FILE).read_bytes() == msgspec.json.encode(other)
     failure = job.board.failure()
     told = {"at_the_start": "is in use by torchrun", "later": "taken", "by_another_failure": "no such thing"}
     assert failure is not None and told[found] in failure.reason

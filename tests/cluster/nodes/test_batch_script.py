@@ -1,4 +1,4 @@
-"""The launch scripts: what is shipped is what is rendered, and what the shell makes of it."""
+"""The launch scripts: what they ask for, and what the shell makes of them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.nodes.batch_script import generic_local_script, local_script, shipped_scripts, slurm_script
+from megarl.cluster.nodes.batch_script import directives, local_script, slurm_script
 from megarl.commands import cli
+from megarl.config.load import load_config
 from tests.support.checkout import ROOT
 from tests.support.configs import config
 
+LOCAL = (ROOT / "launch/local.sh").read_text()
 RECIPES = sorted(path.stem for path in (ROOT / "launch/slurm").glob("*.sbatch") if path.stem != "train")
 
 
-def test_shipped_scripts_are_the_rendered_ones() -> None:
-    """If this fails, run `make docs`."""
-    rendered = shipped_scripts(ROOT)
-    assert {str(path) for path in rendered} == {
-        str(path.relative_to(ROOT)) for path in (*ROOT.glob("launch/slurm/*"), ROOT / "launch/local.sh")
-    }
-    for path, text in rendered.items():
-        assert (ROOT / path).read_text() == text, path
-        assert os.access(ROOT / path, os.X_OK)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shipped_script_asks_for_what_its_config_plans(name: str) -> None:
+    """It holds nothing else but its config: the body is launch/slurm/job.sh."""
+    path = Path(f"examples/rl/configs/{name}.yaml")
+    lines = (ROOT / f"launch/slurm/{name}.sbatch").read_text().splitlines()
+    asked = [line for line in lines if line.startswith("#SBATCH")]
+    assert asked == directives(load_config(ROOT / path), cuda=True)
+    rest = [line for line in lines if line not in asked]
+    assert rest == ["#!/usr/bin/env bash", "", f"config={path}", 'source "$SLURM_SUBMIT_DIR/launch/slurm/job.sh"']
+    assert len(lines) <= 20
+
+
+def test_every_recipe_has_a_script() -> None:
+    """A recipe is a config with launch settings of its own."""
+    paths = (ROOT / "examples/rl/configs").glob("*.yaml")
+    assert sorted(path.stem for path in paths if "launch" in load_config(path).model_fields_set) == RECIPES
 
 
 def test_every_script_is_valid_shell() -> None:
@@ -39,7 +48,7 @@ def test_every_script_is_valid_shell() -> None:
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])
 def test_a_signal_before_the_agent_has_started_only_asks_to_stop(tmp_path: Path, name: str) -> None:
-    before, agent, _ = generic_local_script().partition('"$PYTHON" -m megarl.cluster.nodes.agent')
+    before, agent, _ = LOCAL.partition('"$PYTHON" -m megarl.cluster.nodes.agent')
     assert agent
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho {tmp_path}/launch/1/launch.json\n")
@@ -63,7 +72,7 @@ def test_recipes_are_accepted_with_plan_and_memory(
     status = cli.main(["launch", "--config", f"examples/rl/configs/{name}.yaml", "--scheduler", "slurm", "--dry-run"])
     output = capsys.readouterr()
     assert status == 0, output.err
-    assert output.out == (ROOT / f"launch/slurm/{name}.sbatch").read_text()
+    assert output.out == (ROOT / f"launch/slurm/{name}.sbatch").read_text(), "the shipped script is the rendered one"
     totals = [line for line in output.err.splitlines() if line.split()[:1] == ["total"]]
     assert len(totals) == 2 and all("of 79.00 GiB" in line for line in totals)
     assert "# resolved config" in output.err and "samples_per_group: " in output.err
@@ -90,11 +99,11 @@ def test_a_config_decides_everything() -> None:
     chosen = config(
         "model", run={"name": "mine", "steps": 4}, trainer={"gpus": 2, "gpus_per_node": 1},
         rollout={"replicas": 2, "gpus_per_node": 1, "nodes": "separate"},
-        launch={"time_limit": "1-00:00:00", "stop_before_s": 650, "requeue": False, "node_cpus": 24, "node_gpus": 2,
+        launch={"time_limit": "1-00:00:00", "stop_before_s": 650, "requeue": False, "node_cpus": 24,
                 "sbatch": ["--account=x"], "setup": ["module load y"]},
     )  # fmt: skip
     text = slurm_script(chosen, Path("a b.yaml"), ["run.name=it's"])
-    for line in ("#SBATCH --nodes=4", "#SBATCH --gpus-per-node=2", "#SBATCH --time=1-00:00:00", "#SBATCH --account=x",
+    for line in ("#SBATCH --nodes=4", "#SBATCH --gpus-per-node=1", "#SBATCH --time=1-00:00:00", "#SBATCH --account=x",
                  "#SBATCH --signal=B:USR1@650", "#SBATCH --cpus-per-task=24", "#SBATCH --job-name=mine",
                  "requeue=no", "module load y", "config='a b.yaml'"):  # fmt: skip
         assert line in text.splitlines()
@@ -138,12 +147,12 @@ class Shell:
         environment: dict[str, Any] = {
             **os.environ, "PATH": f"{self.directory}:{os.environ['PATH']}", "RECORD": str(record), "STATUS": status,
             "RUN": str(self.run_dir), "NODE": node, "PYTHON": str(self.directory / "python"), "SLURM_JOB_ID": "77",
-            "SLURM_JOB_NUM_NODES": "4", "SLURM_SUBMIT_DIR": str(self.directory),
+            "SLURM_JOB_NUM_NODES": "4", "SLURM_SUBMIT_DIR": str(ROOT),
         }  # fmt: skip
         path = self.directory / "script.sh"
         path.write_text(script)
         done = subprocess.run(
-            ["bash", str(path), *arguments], env=environment, cwd=self.directory, capture_output=True, text=True,
+            ["bash", str(path), *arguments], env=environment, cwd=ROOT, capture_output=True, text=True,
             timeout=30, check=False,
         )  # fmt: skip
         return done.returncode, done.stderr, record.read_text().splitlines()
@@ -198,16 +207,16 @@ def test_a_job_that_fails(shell: Shell) -> None:
 
 
 def test_local_scripts(shell: Shell) -> None:
-    code, _, calls = shell.run(generic_local_script(), "my.yaml", "run.steps=9", status="finished")
+    code, _, calls = shell.run(LOCAL, "my.yaml", "run.steps=9", status="finished")
     assert code == 0 and calls[0].endswith("prepare --scheduler local --config my.yaml run.steps=9")
     assert calls[1].endswith("launch.json 0")
     for status, ends in (("preempted", 0), ("unsaved", 1), ("failed", 1)):
-        assert shell.run(generic_local_script(), "x", status=status)[0] == ends
-    chosen = local_script(config("model"), Path("c.yaml"), cuda=False)
-    assert shell.run(chosen, status="finished")[2][0].endswith("--config c.yaml")
+        assert shell.run(LOCAL, "x", status=status)[0] == ends
+    chosen = local_script(config("model"), Path("c.yaml"), ["run.name=a b", "--force"])
+    assert shell.run(chosen, status="finished")[2][0].endswith("--config c.yaml run.name=a b --force")
 
 
-@pytest.mark.parametrize("script", [generic_local_script(), (ROOT / "launch/multinode.sh").read_text()])
+@pytest.mark.parametrize("script", [LOCAL, (ROOT / "launch/multinode.sh").read_text()])
 def test_a_run_that_has_finished_starts_no_agent(tmp_path: Path, script: str) -> None:
     """`prepare` has said so, and prints no launch file."""
     python = tmp_path / "python"

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megarl.cluster.nodes.allocation import local_allocation
@@ -110,7 +111,7 @@ def test_the_exit_record_of_a_run_that_has_taken_the_directory_is_left_alone(cho
     spec = prepare(chosen, HERE, "1")
     NodeBoard(Path(spec.directory)).claim_failure(NodeFailure("n7", "the directory was taken"))
     other = Holder.here("megarl launch", ProcessId.own(), "2")
-    (spec.run_dir / CLAIM_FILE).write_text(other.to_text())
+    (spec.run_dir / CLAIM_FILE).write_bytes(msgspec.json.encode(other))
     word, text = status(spec)
     assert word == "failed" and stopping.read_exit(spec.run_dir) is None
     assert text.startswith(f"node n7 failed: the directory was taken; {spec.run_dir} is now held by megarl launch")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megarl.cluster.nodes.rendezvous_mark import SERVED_BY_VARIABLE
 from megarl.commands import cli
-from megarl.commands.doctor.between_nodes import run_probe
-from megarl.commands.doctor.paths import PathResult, PathToTry, advice
+from megarl.commands.doctor.between_nodes import Meeting, Member, Outcome, plan_paths, render, run_probe, summary
+from megarl.commands.doctor.between_nodes import Path as PathToTry
+from megarl.common.bound_store import serve_store
+from megarl.common.errors import ConfigError
 from megarl.common.reserved_ports import ReservedPorts
-from tests.support.attack import addresses
+from megarl.common.run_secret import RUN_DIR_VARIABLE
 from tests.support.checkout import ROOT, environment, torchrun
 
 pytestmark = pytest.mark.slow
 
 DOCTOR = ("-m", "megarl", "doctor", "--nodes", "--mib", "1")
-LIMIT_S = 120
+LIMIT_S = 240
 
 
 @pytest.fixture
@@ -45,41 +46,13 @@ def test_two_processes_of_torchrun_on_the_chosen_interface() -> None:
     assert all(rate > 0 for rate in path["gb_per_second"].values())
 
 
-def start(rank: int, size: int, port: int, *options: str, **variables: str) -> subprocess.Popen[str]:
-    """One member, as torchrun would start it."""
-    return subprocess.Popen(
-        [sys.executable, *DOCTOR, *options], env=environment(**place(rank, size, port), **variables), cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def place(rank: int, size: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets; the members meet at `port`, the one after torchrun's own."""
-    return {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port - 1),
-    }  # fmt: skip
-
-
-def test_while_it_waits_its_store_listens_at_one_address(port: int) -> None:
-    waiting = start(0, 2, port, "--interface", "lo", "--timeout", "60")
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while not (found := addresses(port, waiting.pid)) and time.monotonic() < deadline and waiting.poll() is None:
-            time.sleep(0.1)
-        assert found == {"127.0.0.1"}
-    finally:
-        waiting.kill()
-        waiting.communicate(timeout=LIMIT_S)
-
-
 @pytest.mark.parametrize("backend", ["megarl", "c10d"])
 def test_two_nodes_of_a_torchrun_whose_store_is_closed_and_of_one_that_is_open(
     backend: str, port: int, tmp_path: Path
 ) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+            [sys.executable, "-m", "megarl.cluster.nodes.torchrun", "--nnodes", "2", "--nproc-per-node", "1",
              "--rdzv-backend", backend, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1",
              "--rdzv-conf", f"is_host={first}", *DOCTOR, "--interface", "lo", "--timeout", "60"],
             env=environment(MEGARL_RUN_DIR=str(tmp_path), SLURMD_NODENAME=f"node-{first}"), cwd=ROOT,
@@ -97,86 +70,104 @@ def test_two_nodes_of_a_torchrun_whose_store_is_closed_and_of_one_that_is_open(
     if backend == "megarl":
         assert codes == [0, 0], outputs
         assert "2 processes on 2 nodes: node-" in told and (tmp_path / "secret").exists()
+        assert "broadcast from node 1" in told and "the nodes can run together" in told
     else:
         assert 0 not in codes and not told, outputs
-        assert report.count("run code as you (SECURITY.md). Start the same on every node by: MEGARL_RUN_DIR=") == 1
-        assert "torchrun --rdzv-backend megarl --nnodes 2 --nproc-per-node 1 --rdzv-endpoint 127.0.0.1:29400" in report
+        assert "run code as you (SECURITY.md)" in report and "torchrun --rdzv-backend megarl" in report
 
 
-def test_three_nodes_have_a_rate_for_each_pair(port: int) -> None:
-    options = ("--interface", "lo", "--timeout", "60")
-    processes = [start(rank, 3, port, *options, SLURMD_NODENAME=f"node-{rank}") for rank in range(3)]
-    outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    table = outputs[0][0]
-    assert "3 processes on 3 nodes: node-0, node-1, node-2" in table
-    for operation in ("broadcast from node 2", "all-reduce of nodes 0 and 1", "all-reduce of nodes 2 and 0"):
-        assert operation in table
-    assert outputs[1][0] == "" == outputs[2][0]  # rank 0 reports
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The variables of rank 0 of two, whose torchrun serves a store; they share a secret."""
+    store = serve_store("127.0.0.1", 0, 30.0)
+    yield {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        SERVED_BY_VARIABLE: str(os.getppid()), RUN_DIR_VARIABLE: str(tmp_path),
+    }  # fmt: skip
+    del store
 
 
-def refused_here(rank: int, size: int, port: int, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    """Run the command in this process as one member; return its exit status. No probe is reached."""
-    for name, value in place(rank, size, port).items():
-        monkeypatch.setenv(name, value)
-    return cli.main(["doctor", "--nodes", *options])
+def test_a_member_that_never_comes_is_named_within_the_deadline(rank: dict[str, str]) -> None:
+    meeting = Meeting(rank, timeout_s=0.2)
+    with pytest.raises(ConfigError, match=r"waited 0 s for facts of ranks \[1\]"):
+        meeting.gather("facts", {})
 
 
-def test_a_member_that_never_comes_is_named_within_the_deadline(
-    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started = time.monotonic()
-    assert refused_here(0, 2, port, monkeypatch, "--interface", "lo", "--timeout", "2") == 2
-    assert "waited 2 s for member of ranks [1], 1 of 2 have answered" in capsys.readouterr().err
-    assert time.monotonic() - started < 60
+def test_what_no_member_has_signed_is_refused(rank: dict[str, str]) -> None:
+    first, second = Meeting(rank, 30.0), Meeting({**rank, "RANK": "1"}, 30.0)
+    first._store.set("doctor/0/facts-0", json.dumps("forged"))
+    with pytest.raises(ConfigError, match=f"every rank needs the same {RUN_DIR_VARIABLE}"):
+        second.gather("facts", "mine")
+    assert first.gather("facts", "own") == ["own", "mine"]
+
+
+@pytest.mark.parametrize("changes", [{SERVED_BY_VARIABLE: "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}])
+def test_another_torchrun_is_refused_with_the_command_to_use(rank: dict[str, str], changes: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"torchrun --rdzv-backend megarl --nnodes N .*SECURITY\.md"):
+        Meeting({**rank, **changes}, 30.0)
 
 
 def test_an_unknown_interface_is_a_mistake_of_the_user(
-    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused_here(0, 1, port, monkeypatch, "--interface", "nope0", "--timeout", "30") == 2
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", "--nodes", "--interface", "nope0", "--timeout", "30"]) == 2
     error = capsys.readouterr().err
     assert "--interface: this node has no 'nope0'" in error and "lo" in error
 
 
 def test_a_hanging_probe_is_ended_and_its_stage_told() -> None:
-    code = 'print(\'{"stage": "all-reduce"}\', flush=True); import time; time.sleep(60)'
-    outcome = run_probe([sys.executable, "-c", code], environment(), 1.5)
-    assert outcome.error == "no end within 2 s" and outcome.stage == "all-reduce"
+    code = 'print(\'{"stage": "all-reduce"}\', flush=True); import time; time.sleep(600)'
+    outcome = run_probe([sys.executable, "-c", code], environment(), 5.0)
+    assert outcome == Outcome({}, "all-reduce: no end within 5 s")
 
 
-def test_a_process_that_holds_the_output_of_a_killed_probe_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megarl.commands.doctor.between_nodes.REAP_S", 0.5)
-    started, pid = time.monotonic(), tmp_path / "pid"
-    script = f'sleep 300 & echo $! > {pid}; echo \'{{"stage": "all-reduce"}}\'; wait'
-    try:
-        outcome = run_probe(["bash", "-c", script], environment(), 5)
-    finally:
-        os.kill(int(pid.read_text()), signal.SIGKILL)
-    assert outcome.stage == "all-reduce" and time.monotonic() - started < 100
-    assert outcome.error == (
-        "no end within 5 s; the doctor waited 0.5 s more for a process that holds the output of the killed probe"
-    )
+def test_a_probe_that_fails_tells_its_error() -> None:
+    code = """print('{"stage": "connect"}'); raise RuntimeError("Unable to find address for: ib9")"""
+    outcome = run_probe([sys.executable, "-c", code], environment(), 60.0)
+    assert outcome == Outcome({}, "connect: RuntimeError: Unable to find address for: ib9")
 
 
-@pytest.mark.parametrize(
-    ("variables", "told"), [({"GLOO_SOCKET_IFNAME": "nope0"}, "not on every node"), ({}, "open all TCP ports")]
-)
-def test_a_probe_that_cannot_connect_names_the_fix(port: int, variables: dict[str, str], told: str) -> None:
-    """The causes are a wrong interface, and a rank 0 that nobody can reach."""
-    from torch import distributed
+def member(host: str, *interfaces: str, cuda: bool = False, route: str = "eth0") -> Member:
+    return Member(host, {name: "10.0.0.1" for name in interfaces or ("eth0",)}, route, cuda)
 
-    listening = bool(variables)
-    store = distributed.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if listening else None
-    command = [
-        sys.executable, "-m", "megarl.commands.doctor.path_probe", "127.0.0.1", str(port), "x", "0", "1", "gloo", "cpu",
-        "1", "2", "0",
-    ]  # fmt: skip
-    outcome = run_probe(command, environment(**variables), 60)
-    del store
-    path = PathToTry("gloo", "gloo", ({},), True)
-    assert outcome.error is not None and outcome.stage == "connect"
-    assert told in advice(path, [outcome]), outcome
-    assert not PathResult(path, (outcome,)).ok
+
+def test_a_cpu_run_uses_gloo_on_its_route_and_other_shared_interfaces_are_tried() -> None:
+    paths = plan_paths([member("a", "eth0", "ib0", "only-a"), member("b", "eth0", "ib0")], configured=False)
+    assert [(path.name, path.required) for path in paths] == [("gloo on eth0", True), ("gloo on ib0", False)]
+    first, *rest = plan_paths([member("a", "x", route="x"), member("b", "y", route="y")], configured=False)
+    assert first.name == "gloo on x/y" and not rest
+    assert [each["GLOO_SOCKET_IFNAME"] for each in first.environment] == ["x", "y"]
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_gpus_add_nccl(configured: bool) -> None:
+    paths = plan_paths([member(host, cuda=True) for host in "ab"], configured=configured)
+    assert [path.name for path in paths] == ["gloo on eth0", "NCCL as it chooses"]
+    chosen = {"NCCL_SOCKET_IFNAME": "eth0"} if configured else {}
+    assert paths[1].environment == (chosen, chosen)
+
+
+WORKS, SLOW = Outcome({"all-reduce": 2.0}), Outcome({"all-reduce": 0.5})
+BROKEN = Outcome({}, "connect: no end within 5 s")
+
+
+def path(required: bool = True) -> PathToTry:
+    return PathToTry("gloo on eth0", "gloo", ({}, {}), required)
+
+
+def test_the_slowest_rank_counts() -> None:
+    content = summary([member("a"), member("b")], [(path(), [WORKS, SLOW])])
+    assert content["paths"][0]["gb_per_second"] == {"all-reduce": 0.5} and content["can_start"]
+    assert "0.500  ok" in render(content) and "the nodes can run together" in render(content)
+
+
+def test_a_path_that_a_run_uses_fails_the_command_and_another_one_does_not() -> None:
+    members = [member("node-a"), member("node-b")]
+    needed = summary(members, [(path(), [WORKS, BROKEN])])
+    assert not needed["can_start"] and "node-b at connect: no end within 5 s" in render(needed)
+    assert "fail" in render(needed) and "the nodes cannot run together" in render(needed)
+    other = summary(members, [(path(), [WORKS, WORKS]), (path(required=False), [BROKEN, BROKEN])])
+    assert other["can_start"] and "-  warn" in render(other)

@@ -71,7 +71,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A run of 200 steps that has done 40 of them, and is alive."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "config.yaml").write_text("run:\n  name: small one\n  steps: 200\n")
-    (tmp_path / "claim.json").write_text(Holder.here("a test", ProcessId.of(os.getpid())).to_text())
+    (tmp_path / "claim.json").write_bytes(msgspec.json.encode(Holder.here("a test", ProcessId.of(os.getpid()))))
     write_rows(tmp_path, *map(row, range(1, 41)))
     return tmp_path
 
@@ -162,9 +162,9 @@ def test_the_status_of_runs(run_dir: Path) -> None:
     assert status_of(run_dir, 5000.0)[0] == "silent"
     ask_to_stop(run_dir, "the time limit")
     assert status_of(run_dir, 1.0) == ("running", "stops at the next step: the time limit")
-    claim.write_text(Holder.here("a test", DEAD).to_text())
+    claim.write_bytes(msgspec.json.encode(Holder.here("a test", DEAD)))
     assert status_of(run_dir, 1.0)[0] == "ended"
-    claim.write_text(replace(Holder.here("a test", DEAD), place="elsewhere").to_text())
+    claim.write_bytes(msgspec.json.encode(replace(Holder.here("a test", DEAD), place="elsewhere")))
     assert status_of(run_dir, 1.0)[0] == "running"
     write_exit(run_dir, ExitRecord("preempted", 40, "the time limit"))
     assert status_of(run_dir, 1.0) == ("preempted", "the time limit")
