@@ -97,7 +97,6 @@ BOUNDED_ELSEWHERE = {
     "sandbox/runner.py:Sandbox.run": "the program, its time limit",
     "tools/class_tool.py:ClassTool.close": "`ClassTool._end`, CLOSE_S and JOIN_S",
     "tools/function_worker.py:_awaited": "the process that has called, which kills this one at the tool's time limit",
-    "tools/make.py:make_tools": "the supervisor or the controller that starts the process, timeouts.engine_start_s",
     "tools/python_tool.py:PythonTool.close": "the programs, which were killed",
     "tools/user_function.py:UserFunctionTool.close": "the processes, which were killed",
 }
