@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from megarl.common.child_process import StartError
 from megarl.common.secret_references import resolved
 from megarl.config.agent_sections import SHIPPED_TOOLS, SINGLE_TURN, TOOL_AGENT, ToolConfig
 from megarl.config.datasets import HeldOutSet, TrainSet
@@ -19,12 +20,11 @@ from megarl.data.tool_calls import HERMES
 from megarl.data.tool_format import tool_format
 from megarl.rollout.toolbox import Toolbox
 from megarl.sandbox.bounds import Limits, SandboxError
-from megarl.tools.class_tool import ClassTool
-from megarl.tools.class_worker import made
 from megarl.tools.http_tool import HttpTool
+from megarl.tools.process_tool import class_tool, function_tool
+from megarl.tools.process_worker import made
 from megarl.tools.python_tool import PythonTool
 from megarl.tools.tool import Tool
-from megarl.tools.user_function import UserFunctionTool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,9 +111,9 @@ def make_tool(chosen: ToolConfig, key: str) -> Tool:
             return _shipped(chosen, kwargs)
         found = _imported(chosen.kind)
         if not inspect.isclass(found):
-            return UserFunctionTool(chosen.kind, name=chosen.name, **resolved(chosen.kwargs, f"{key}.kwargs"))
-        return ClassTool(chosen.kind, name=chosen.name, kwargs=resolved(chosen.kwargs, f"{key}.kwargs"))
-    except (TypeError, ValueError, TimeoutError, SandboxError) as error:
+            return function_tool(chosen.kind, name=chosen.name, **resolved(chosen.kwargs, f"{key}.kwargs"))
+        return class_tool(chosen.kind, name=chosen.name, kwargs=resolved(chosen.kwargs, f"{key}.kwargs"))
+    except (TypeError, ValueError, TimeoutError, StartError, SandboxError) as error:
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {error}") from error
     except Exception as error:  # whatever the values of its arguments lead to
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {type(error).__name__}: {error}") from error
@@ -133,7 +133,7 @@ def _in_worker(chosen: ToolConfig, key: str) -> Tool:
     """Return a class's object in this process."""
     if chosen.kind in SHIPPED_TOOLS or not inspect.isclass(_imported(chosen.kind)):
         raise ValueError("in_worker is for tools that are classes: remove it")
-    return made({"path": chosen.kind, "name": chosen.name, "kwargs": resolved(chosen.kwargs, f"{key}.kwargs")})
+    return made(chosen.kind, chosen.name, resolved(chosen.kwargs, f"{key}.kwargs"))
 
 
 def _imported(path: str) -> object:

@@ -77,7 +77,7 @@ def test_functions_and_shipped_tools_are_made_under_their_names() -> None:
     remote = make_tool(http, "tools.1")
     computer = make_tool(ToolConfig(**CALCULATOR, name="compute"), "tools.2")
     assert [type(each).__name__ for each in (function, remote, computer)] == [
-        "UserFunctionTool", "HttpTool", "Calculator"
+        "ProcessTool", "HttpTool", "Calculator"
     ]  # fmt: skip
     assert [each.name for each in (function, remote, computer)] == ["own", "far", "compute"]
 
@@ -114,6 +114,7 @@ def test_a_tool_that_cannot_be_made_is_told(kind: str, kwargs: dict[str, Any], t
     [
         ("tests.support.half_tools:NoSchema", "has no parameters, idempotent, async call, which a tool needs"),
         ("tests.support.half_tools:FailsToStart", "its class failed with KeyError: 'server'"),
+        ("tests.support.half_tools:WrongSchema", "it is no tool: parameters is wrong or missing"),
     ],
 )
 def test_a_class_that_is_no_tool_is_refused_with_its_key(path: str, told: str) -> None:
