@@ -151,9 +151,9 @@ class DoorRoutes:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked, request_id = read_chat_request(await _body(request)), uuid.uuid4().hex
-        self._check_model(asked.model)
+        self._check_model(asked.fields.model or None)
         with recording_in(self._sessions, _session_of(request), request_id) as recording:
-            if not asked.stream:
+            if not asked.fields.stream:
                 return _json(await self._chats.answer(asked, request_id, recording))
             return await self._stream(request, asked, request_id, recording)
 
