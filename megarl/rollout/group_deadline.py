@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from megarl.config.deadlines import group_deadline_s
 from megarl.config.schema import Config
@@ -19,9 +20,10 @@ SPARE_SHARE = 0.9
 CANCEL_S = 8.0  # less than those wait who cancel a group
 
 
-@dataclass(frozen=True)
-class GroupDeadline:
+class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The time `at` which a group has run for `seconds`, on the caller's monotonic clock.
+
+    It travels to another process as `sent` returns it, and is `received` there.
 
     `spare_s`: the seconds from then until a trainer that has waited for the group from its start gives up.
     """
@@ -48,6 +50,14 @@ class GroupDeadline:
     def cancel_s(self) -> float:
         """The seconds that loops may take to end after they were cancelled, which follow the grace."""
         return min(CANCEL_S, (self.spare_s - self.grace_s) / 2)
+
+    def sent(self, now: float) -> GroupDeadline:
+        """Return it for a process with another clock: `at` is the seconds that are left `now`."""
+        return GroupDeadline(max(0.0, self.at - now), self.seconds, self.policy)
+
+    def received(self, now: float) -> GroupDeadline:
+        """Return one that was `sent` on the clock that says `now`."""
+        return GroupDeadline(now + self.at, self.seconds, self.policy)
 
     def settle(self, responses: ResponsesSoFar) -> None:
         """Cut the unfinished responses. Raises RolloutError naming them if the policy is to fail."""
