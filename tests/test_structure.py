@@ -92,11 +92,9 @@ BOUNDED_ELSEWHERE = {
     "environments/env_server.py:EnvironmentServer._tell_end": "nobody but `close`, which kills the process",
     "queue/transfer.py:QueueWriter.put_group": "the put that has the group, timeouts.rpc_s",
     "sandbox/runner.py:Sandbox.run": "the program, its time limit",
-    "tools/class_tool.py:ClassTool.close": "`ClassTool._end`, CLOSE_S and JOIN_S",
-    "tools/function_worker.py:_awaited": "the process that has called, which kills this one at the tool's time limit",
-    "tools/make.py:make_tools": "the supervisor or the controller that starts the process, timeouts.engine_start_s",
+    "tools/process_tool.py:ProcessTool.close": "`ProcessTool._end`, CLOSE_S and JOIN_S",
+    "tools/process_worker.py:_awaited": "the process that has called, which kills this one at the tool's time limit",
     "tools/python_tool.py:PythonTool.close": "the programs, which were killed",
-    "tools/user_function.py:UserFunctionTool.close": "the processes, which were killed",
 }
 
 
@@ -144,8 +142,7 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "run/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",
     "telemetry/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",
     "telemetry/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",
-    "tools/class_tool.py:ClassTool._started": "no wait: the task has ended",
-    "tools/user_function.py:UserFunctionTool.__init__": "`UserFunctionTool._child`, `start_timeout_s`",
+    "tools/process_tool.py:_Place._started": "no wait: the task has ended",
     "weights/background_call.py:BackgroundCall.result": "the call, whose deadline the class demands",
     "weights/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",
     "weights/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",

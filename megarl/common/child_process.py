@@ -1,4 +1,10 @@
-"""A Python program as a child that talks through a socket and can be killed together with all that it started."""
+"""A Python program as a child that talks through a socket and can be killed together with all that it started.
+
+The protocol is the same for all: the parent sends a setup, and the child answers with a report, whose `problem` says
+why it cannot work. Every later message is a frame too (`megarl.common.frames`), bounded in size and time. The child
+runs code of users, so nothing that it sends is unpickled: it is JSON, and checked. Its side is
+`megarl.common.child_program`.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +15,44 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from megarl.common.frames import FrameError, receive_frame, send_frame
 from megarl.common.processes import descendants, kill
 
+MAX_REPORT = 1 << 24  # bytes
 REAP_S = 10.0
+
+CheckedAnswer = TypeVar("CheckedAnswer")
+_REPORT = TypeAdapter(dict[str, Any])
+
+
+class AnswerError(ValueError):
+    """A message of a child is not the answer that is waited for."""
+
+
+class StartError(RuntimeError):
+    """A child ended during its start, or sent what is no report."""
+
+
+def checked_answer(encoded: bytes, kind: TypeAdapter[CheckedAnswer]) -> CheckedAnswer:
+    """Return a message of a child. Raises AnswerError if it is not of that kind."""
+    try:
+        return kind.validate_json(encoded, strict=True)
+    except ValidationError as error:
+        raise AnswerError(f"a message that is no answer: {encoded[:60]!r}") from error
 
 
 class ChildProcess:
     """`python -m MODULE FD PID`, with one end of a socket pair as FD and the pid of this process. It is not waited for.
 
-    The program is expected to call `die_with_parent`, so the kernel kills it when the thread that made it ends.
+    The kernel kills it when the thread that made it ends (`die_with_parent`). `what` names it in messages.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, what: str = "a child process") -> None:
+        self._what = what
         self.connection, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
@@ -38,6 +69,26 @@ class ChildProcess:
         """The pid of the program."""
         return self._process.pid
 
+    def handshake(self, setup: bytes, timeout_s: float) -> dict[str, Any]:
+        """Send the setup, and return the report. It may be called in any thread.
+
+        Raises ValueError with the problem that the report names, TimeoutError after `timeout_s`, and StartError.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            send_frame(self.connection, setup, timeout_s)
+            encoded = receive_frame(self.connection, MAX_REPORT, max(0.01, deadline - time.monotonic()))
+            report = checked_answer(encoded, _REPORT)
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._what} was not ready after {timeout_s:g} s") from error
+        except (EOFError, OSError) as error:
+            raise StartError(f"{self._what} ended at its start: {self.ending()}") from error
+        except (AnswerError, FrameError) as error:
+            raise StartError(f"{self._what} sent {error} at its start") from error
+        if problem := report.get("problem"):
+            raise ValueError(str(problem))
+        return report
+
     def kill(self) -> None:
         """Send SIGKILL to the process and to all that it started, and reap it. Any thread may call it, also repeatedly.
 
@@ -46,11 +97,7 @@ class ChildProcess:
         """
         if self._process.returncode is not None:
             return
-        apart = descendants(self._process.pid)  # those that have left the session, too
-        # The process has not been reaped, so no other one can have its number.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        kill(apart, signal.SIGKILL)
+        kill_session(self._process.pid)  # it has not been reaped, so no other one can have its number
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=REAP_S)
 
@@ -71,6 +118,14 @@ class ChildProcess:
                     return _ending(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
             time.sleep(0.005)
         return "it closed its connection"
+
+
+def kill_session(pid: int) -> None:
+    """Send SIGKILL to a process that leads a session, and to all that it has started, outside of the session too."""
+    apart = descendants(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    kill(apart, signal.SIGKILL)
 
 
 def _ending(code: int) -> str:

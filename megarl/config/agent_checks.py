@@ -20,6 +20,8 @@ from megarl.config.datasets import all_sets
 from megarl.config.pace import most_in_flight, pace_problems
 from megarl.config.schema import Config
 
+_CALCULATOR = "examples.rl.tools.calculator:Calculator"
+
 
 def agent_problems(config: Config) -> Iterator[str]:
     """Yield the problems of `agent` and of all lists of tools."""
@@ -103,7 +105,9 @@ def tool_lists(config: Config) -> dict[str, list[ToolConfig]]:
 
 def _tool_problems(key: str, tools: list[ToolConfig]) -> Iterator[str]:
     for index, tool in enumerate(tools):
-        if tool.kind not in SHIPPED_TOOLS:
+        if tool.kind == "calculator":
+            yield f"{key}.{index}.kind: the calculator is an example now; write {_CALCULATOR}, and in_worker: true"
+        elif tool.kind not in SHIPPED_TOOLS:
             yield from import_path_problems(f"{key}.{index}.kind", tool.kind, f"neither {', '.join(SHIPPED_TOOLS)} nor")
     for name, count in Counter(tool.called for tool in tools).items():
         if count > 1:

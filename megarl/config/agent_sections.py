@@ -14,7 +14,7 @@ SHIPPED_LOOPS = (SINGLE_TURN, TOOL_AGENT)  # those in which only megarl's own co
 TOOL_AGENT_TURNS = 8  # if the config says nothing
 LOOP_TURNS = 1000  # of any other loop, and of a harness: far more than any makes that comes to an end
 ACT_TIMEOUT_S = 1500.0  # of `act`, and of a run of a verifiers environment
-SHIPPED_TOOLS = ("calculator", "python", "http")
+SHIPPED_TOOLS = ("python", "http")
 
 
 class ToolConfig(Section):
@@ -22,7 +22,7 @@ class ToolConfig(Section):
 
     kind: str = Field(
         ...,
-        description="`calculator`, `python`, `http`, or the import path `package.module:function` of a function with "
+        description="`python`, `http`, or the import path `package.module:function` of a function with "
         "typed arguments, or `package.module:Class` of a tool; both run in processes of their own.",
     )
     name: str | None = Field(

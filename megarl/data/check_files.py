@@ -17,11 +17,6 @@ MOST_SHOWN = 10  # rows with the same mistake
 Tell = Callable[[RowMistake], object]  # takes one mistake, and keeps nothing
 
 
-def check_data_files(config: Config, tell: Tell | None = None) -> None:
-    """Raise ConfigError with the bad rows of all training and evaluation sets, as `data_file_findings`."""
-    data_file_findings(config, tell).refuse()
-
-
 def data_file_findings(config: Config, tell: Tell | None = None, *, only_present: bool = False) -> Findings:
     """Find each kind of mistake in the rows of all training and evaluation sets, with the first rows that have it.
 

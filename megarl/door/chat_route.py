@@ -3,182 +3,172 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from megarl.data.tool_calls import MalformedCall, ToolCall, ToolFormat, ToolSchemas
 from megarl.door.api_errors import refused
 from megarl.door.sampling_fields import (
-    READ,
-    Fields,
+    HARMLESS,
     ModelLimits,
     SamplingChoice,
-    check_fields,
-    flag,
-    sampling_of,
-    stop_strings,
-    text,
-    whole,
+    SamplingFields,
+    checked,
+    read_fields,
 )
-from megarl.door.token_route import finite, wire_spans
+from megarl.door.token_route import PRIORITY, finite, wire_spans
 from megarl.rollout.response_parts import ResponsePart
 
-_ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 # Labels and hints of OpenAI's API that change nothing here.
 _LABELS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-     "request_id", "cache_salt", "add_generation_prompt", "continue_final_message")
+     "request_id", "cache_salt")
 )  # fmt: skip
-_KNOWN = READ | _LABELS | frozenset(
-    ("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stop", "stream", "stream_options",
-     "max_completion_tokens", "top_logprobs", "response_format", "chat_template_kwargs", "return_token_ids", "priority",
-     "modalities")
-)  # fmt: skip
+_READ_HARMLESS = frozenset(("skip_special_tokens", "include_stop_str_in_output"))
+# Why a field must have its default.
+_ONLY_DEFAULT = {
+    "top_logprobs": "the door returns the log-prob of the sampled token only; remove it",
+    "parallel_tool_calls": "the door cannot keep the model from several calls in a turn; remove it",
+    "add_generation_prompt": "the door only begins turns of the model; remove it",
+    "continue_final_message": "the door only begins turns of the model; remove it",
+    "priority": PRIORITY,
+    "response_format": 'the door supports {"type": "text"} only; remove it',
+    "modalities": "the door answers with text only; remove it",
+    "include_stop_str_in_output": "the door leaves stop strings out; remove it",
+    "skip_special_tokens": "the door leaves special tokens out; return_token_ids gives them as ids",
+}
+_Text = Annotated[str, Meta(min_length=1)]
+
+
+class ChatFields(SamplingFields):
+    """The fields of a chat. Those of `_ONLY_DEFAULT` must have their defaults."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    model: str = ""
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    stop: _Text | Annotated[list[_Text], Meta(max_length=16)] = msgspec.field(default_factory=list)
+    stream: bool = False
+    stream_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    return_token_ids: bool = False
+    top_logprobs: int = 0
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    priority: int = 0
+    response_format: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "text"})
+    modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Named(msgspec.Struct):
+    name: _Text
+    arguments: Any = msgspec.field(default_factory=dict)
+
+
+class _Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: _Named
+
+
+class _Call(msgspec.Struct):
+    function: _Named
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    function_call: object = None
+    audio: object = None
 
 
 @dataclass(frozen=True)
 class ChatRequest:
     """Holds a chat. `messages` have text for content and objects for the arguments of tool calls, as templates need."""
 
-    model: str | None
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    template_kwargs: dict[str, Any]
     stops: tuple[str, ...]
-    logprobs: bool
-    stream: bool
     stream_usage: bool
-    return_tokens: bool
-    fields: Fields
+    fields: ChatFields
 
     def sampling(self, limits: ModelLimits, prompt_tokens: int) -> SamplingChoice:
         """Return what is asked of the engine. Raises ApiError."""
-        fields = dict(self.fields)
-        if fields.get("max_completion_tokens") is not None:
-            fields["max_tokens"] = whole(fields, "max_completion_tokens", 1, 1, 2**63 - 1)
-        return sampling_of(fields, limits, prompt_tokens)
+        return self.fields.choice(limits, prompt_tokens)
 
 
-def read_chat_request(body: Fields) -> ChatRequest:
+def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """Read a chat. Raises ApiError naming the field that is wrong or not supported."""
-    check_fields(body, _KNOWN)
-    if whole(body, "top_logprobs", 0, 0, 20):
-        raise refused("top_logprobs", "the door returns the log-prob of the sampled token only; remove it")
-    if not flag(body, "parallel_tool_calls", True):
-        raise refused("parallel_tool_calls", "the door cannot keep the model from several calls in a turn; remove it")
-    if not flag(body, "add_generation_prompt", True) or flag(body, "continue_final_message", False):
-        raise refused("continue_final_message", "the door only begins turns of the model; remove it")
-    if whole(body, "priority", 0, -(2**63), 2**63 - 1):
-        raise refused("priority", "requests of the door rank like those of training; remove it")
-    _check_forms(body)
-    options = body.get("stream_options") or {}
-    kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict) or not isinstance(options, dict):
-        raise refused("chat_template_kwargs" if isinstance(options, dict) else "stream_options", "must be an object")
+    given = read_fields(body, ChatFields, ignored=_LABELS | HARMLESS - _READ_HARMLESS)
+    for name, why in _ONLY_DEFAULT.items():
+        if getattr(given, name) != getattr(_DEFAULTS, name):
+            raise refused(name, why)
+    given.max_tokens = given.max_completion_tokens or given.max_tokens
+    if given.tool_choice not in ("auto", "none"):
+        raise refused("tool_choice", 'must be "auto" or "none": the door cannot force the model to call a tool')
+    checked(given.tools, list[_Tool], "tools")
     return ChatRequest(
-        model=text(body, "model", "") or None,
-        messages=_messages(body.get("messages")),
-        tools=_tools(body),
-        template_kwargs=kwargs,
-        stops=stop_strings(body),
-        logprobs=flag(body, "logprobs", False),
-        stream=flag(body, "stream", False),
-        stream_usage=flag(options, "include_usage", False),
-        return_tokens=flag(body, "return_token_ids", False),
-        fields={name: value for name, value in body.items() if name in READ | {"max_completion_tokens"}},
+        messages=[_message(f"messages[{index}]", each) for index, each in enumerate(given.messages)],
+        tools=[] if given.tool_choice == "none" else given.tools,
+        stops=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop),
+        stream_usage=bool(checked(given.stream_options, _StreamOptions, "stream_options").include_usage),
+        fields=given,
     )
 
 
-def _check_forms(body: Fields) -> None:
-    form = body.get("response_format")
-    if form is not None and form != {"type": "text"}:
-        raise refused("response_format", 'the door supports {"type": "text"} only; remove it')
-    if body.get("modalities") not in (None, ["text"]):
-        raise refused("modalities", "the door answers with text only; remove it")
-    if flag(body, "include_stop_str_in_output", False):
-        raise refused("include_stop_str_in_output", "the door leaves stop strings out; remove it")
-    if not flag(body, "skip_special_tokens", True):
-        raise refused("skip_special_tokens", "the door leaves special tokens out; return_token_ids gives them as ids")
-
-
-def _tools(body: Fields) -> list[dict[str, Any]]:
-    """Return the tools that the model is shown."""
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise refused("tool_choice", 'must be "auto" or "none": the door cannot force the model to call a tool')
-    given = body.get("tools") or []
-    if not isinstance(given, list):
-        raise refused("tools", "must be a list")
-    for index, tool in enumerate(given):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function" or not _is_text(function.get("name")):
-            raise refused(f"tools[{index}]", "must be a function with a name; other tools are not supported")
-    return [] if choice == "none" else given
-
-
-def _messages(given: object) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not given:
-        raise refused("messages", "must be a list of at least one message")
-    return [_message(f"messages[{index}]", each) for index, each in enumerate(given)]
-
-
-def _message(where: str, given: object) -> dict[str, Any]:
+def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates read it. Raises ApiError."""
-    if not isinstance(given, dict) or not _is_one_of(given.get("role"), _ROLES):
-        raise refused(where, f"must be an object whose role is one of {', '.join(sorted(_ROLES))}")
-    message = {name: value for name, value in given.items() if value is not None}
-    message["content"] = _content(where, message.get("content"))
+    read = checked(given, _Message, where)
     for name in ("function_call", "audio"):
-        if message.get(name):
+        if getattr(read, name):
             raise refused(f"{where}.{name}", "is not supported; use tool_calls and text")
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise refused(f"{where}.tool_calls", "must be a list")
-        message["tool_calls"] = [_given_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
-    else:
-        message.pop("tool_calls", None)
+    message = {name: value for name, value in given.items() if value is not None and name != "tool_calls"}
+    message["content"] = _content(where, read.content)
+    if read.tool_calls:
+        calls = zip(given["tool_calls"], read.tool_calls, strict=True)
+        message["tool_calls"] = [_given_call(f"{where}.tool_calls[{i}]", *call) for i, call in enumerate(calls)]
     return message
 
 
-def _is_one_of(value: object, known: Container[str]) -> bool:
-    return isinstance(value, str) and value in known
+def _content(where: str, content: str | list[_Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part.refusal if part.text is None else part.text for part in content]
+    if None in texts:
+        raise refused(f"{where}.content[{texts.index(None)}]", "has no text")
+    return "".join(text for text in texts if text is not None)
 
 
-def _content(where: str, content: object) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refused(f"{where}.content", "must be a text or a list of parts")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or not _is_one_of(part.get("type"), {"text", "refusal"}):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise refused(f"{where}.content", f"parts of the type {kind!r} are not supported; the door reads text only")
-        value = part.get("text", part.get("refusal"))
-        if not isinstance(value, str):
-            raise refused(f"{where}.content", "a part has no text")
-        texts.append(value)
-    return "".join(texts)
-
-
-def _given_call(where: str, call: object) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not _is_text(function.get("name")):
-        raise refused(where, "must be a call of a function with a name")
-    arguments = function.get("arguments", {})
+def _given_call(where: str, given: dict[str, Any], call: _Call) -> dict[str, Any]:
+    arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             raise refused(f"{where}.function.arguments", "is no JSON") from None
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    return {**given, "type": "function", "function": {**given["function"], "arguments": arguments}}
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+_DEFAULTS = ChatFields(messages=[])
 
 
 # --- answers

@@ -69,10 +69,10 @@ class Chats:
                 "finish_reason": finish_of(turn, part, stopped),
                 "logprobs": await self._logprobs(chat, part),
             }
-            choices.append(choice | (token_fields(part) if request.return_tokens else {}))
+            choices.append(choice | (token_fields(part) if request.fields.return_token_ids else {}))
         answer = head_of(request_id, self._model, int(time.time()), chunk=False)
         answer |= {"choices": choices, "usage": usage_of(len(chat.prompt_ids), [part for part, _, _ in parts])}
-        if request.return_tokens:
+        if request.fields.return_token_ids:
             answer["prompt_token_ids"] = chat.prompt_ids
         return answer | recording.fields()
 
@@ -99,15 +99,15 @@ class Chats:
 
     async def _prepare(self, request: ChatRequest, request_id: str, recording: Recording) -> _Chat:
         """Make the prompt of a chat. Raises ApiError."""
-        keys = keys_of(root_key(request.tools, request.template_kwargs), request.messages)
+        keys = keys_of(root_key(request.tools, request.fields.chat_template_kwargs), request.messages)
         parent, known = _continued(recording, keys)
         added: tuple[tuple[str, str], ...] = ()
         if parent is None:
-            prompt = await self._text.prompt(request.messages, request.tools, request.template_kwargs)
+            prompt = await self._text.prompt(request.messages, request.tools, request.fields.chat_template_kwargs)
         else:
             before, messages = recording.ids_through(parent), request.messages[known:]
             response = parent.response_ids.tolist()
-            prompt = await self._text.next_prompt(before, response, messages, request.template_kwargs)
+            prompt = await self._text.next_prompt(before, response, messages, request.fields.chat_template_kwargs)
             added = tuple((each["role"], each["content"]) for each in messages)
         format_ = await self._text.tool_format() if request.tools else None
         sampling = recording.sampling(request.sampling(self._limits, len(prompt)))
@@ -153,7 +153,7 @@ class Chats:
         return read_turn(cut_at(text, chat.request.stops)[0], chat.format, chat.request.tools, name)
 
     async def _logprobs(self, chat: _Chat, part: ResponsePart) -> dict[str, Any] | None:
-        if not chat.request.logprobs:
+        if not chat.request.fields.logprobs:
             return None
         return chat_logprobs(await self._text.token_texts(part.response_ids), part.logprobs)
 
@@ -172,7 +172,7 @@ class Chats:
                 break
             piece = stream.piece(await self._text.text(part.response_ids, tools=tools))
             new, known = tokens_from(part, known), len(part.response_ids)
-            if piece or chat.request.logprobs:
+            if piece or chat.request.fields.logprobs:
                 yield delta_choice(index, _content(piece)) | await self._more(chat, new)
         whole = cut or part
         turn = await self._turn(chat, whole, index)
@@ -183,11 +183,11 @@ class Chats:
         if turn.calls:
             calls = [{"index": number, **call} for number, call in enumerate(turn.calls)]
             yield delta_choice(index, {"tool_calls": calls})
-        end = token_fields(whole) if chat.request.return_tokens else {}
+        end = token_fields(whole) if chat.request.fields.return_token_ids else {}
         yield delta_choice(index, {}, finish_of(turn, whole, cut is not None), **end)
 
     async def _more(self, chat: _Chat, new: ResponsePart) -> dict[str, Any]:
-        return {"logprobs": await self._logprobs(chat, new)} if chat.request.logprobs else {}
+        return {"logprobs": await self._logprobs(chat, new)} if chat.request.fields.logprobs else {}
 
 
 def _told(chat: _Chat, turn: ChatText) -> ChatTurn:

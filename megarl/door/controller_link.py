@@ -35,14 +35,13 @@ class Generation:
     """The response to one request, as far as the door knows it."""
 
     def __init__(self, request: ForeignRequest) -> None:
+        """`request`: its deadline is on the clock of this process."""
         self.request = request
         self.part = ResponsePart()
         self.replica = -1
         self.failure: Failure = ""
         self.error = ""
-        now = time.monotonic()
-        self.until = now + request.timeout_s
-        self.deadline = None if request.group is None else request.group.deadline(now)
+        self.until = time.monotonic() + request.timeout_s
         self._news: asyncio.Event = asyncio.Event()
 
     @property
@@ -179,11 +178,14 @@ class ControllerLink:
         """Return a request as the present controller gets it: from the tokens so far, with the time that is left."""
         generation = self._open[name]
         request = replace(generation.request.request, request_id=name)
-        now, group = time.monotonic(), generation.request.group
-        if group is not None and generation.deadline is not None:
-            group = replace(group, left_s=max(0.0, generation.deadline.at - now))
-        left_s = max(0.0, generation.until - now)
-        return replace(generation.request, request=request, timeout_s=left_s, so_far=generation.part, group=group)
+        now, deadline = time.monotonic(), generation.request.deadline
+        return replace(
+            generation.request,
+            request=request,
+            timeout_s=max(0.0, generation.until - now),
+            so_far=generation.part,
+            deadline=None if deadline is None else deadline.sent(now),
+        )
 
     async def _connect(self) -> None:
         """Find the controller, and begin everything that is open there under new names.

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from megarl.door.api_errors import ApiError, not_generated
 from megarl.door.controller_link import ControllerLink, Generation
 from megarl.door.sampling_fields import SamplingChoice
-from megarl.rollout.foreign_requests import ForeignRequest, GroupTerms
+from megarl.rollout.foreign_requests import ForeignRequest
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, request_seed
 from megarl.rollout.response_parts import ResponsePart
 
@@ -22,11 +23,12 @@ MARGIN_S = 15.0
 
 @dataclass(frozen=True)
 class SessionPlace:
-    """Holds where a request belongs; see `ForeignRequest`."""
+    """Holds where a request belongs; see `ForeignRequest`. The deadline is on the clock of this process."""
 
     prefix: str
     replica: int | None = None
-    group: GroupTerms | None = None
+    of_group: bool = False
+    deadline: GroupDeadline | None = None
 
 
 class Generations:
@@ -51,7 +53,8 @@ class Generations:
             self._link.open(
                 ForeignRequest(
                     GenerateRequest("", prompt_ids, sampling.spec, _seed(sampling.seed, index)),
-                    place.prefix, self._timeout_s, place.replica, interval_s, group=place.group,
+                    place.prefix, self._timeout_s, place.replica, interval_s, of_group=place.of_group,
+                    deadline=place.deadline,
                 )
             )
             for index in range(sampling.n)

@@ -26,7 +26,7 @@ from megarl.door.controller_link import ControllerLink
 from megarl.door.generations import Generations, ends_of
 from megarl.door.recording import Recording, recording_in, session_content
 from megarl.door.sampling_fields import ModelLimits, parse_object
-from megarl.door.session_terms import RUN_SESSIONS, SessionTerms, read_opening
+from megarl.door.session_terms import RUN_SESSIONS, read_terms
 from megarl.door.sessions import NoRoom, NotOpened, SessionExists, Sessions
 from megarl.door.token_route import read_token_request, token_answer
 
@@ -151,9 +151,9 @@ class DoorRoutes:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked, request_id = read_chat_request(await _body(request)), uuid.uuid4().hex
-        self._check_model(asked.model)
+        self._check_model(asked.fields.model or None)
         with recording_in(self._sessions, _session_of(request), request_id) as recording:
-            if not asked.stream:
+            if not asked.fields.stream:
                 return _json(await self._chats.answer(asked, request_id, recording))
             return await self._stream(request, asked, request_id, recording)
 
@@ -181,10 +181,10 @@ class DoorRoutes:
         return _json(session_content(session))
 
     async def _open_session(self, request: web.Request) -> web.Response:
-        name, opening = _checked_name(request.match_info["name"]), read_opening(await _body(request))
+        name, body = _checked_name(request.match_info["name"]), await _body(request)
         now = time.monotonic()
         try:
-            self._sessions.open(name, SessionTerms.of(opening, now), now, opening.replaces)
+            self._sessions.open(name, read_terms(body, now), now)
         except SessionExists as error:
             raise ApiError(409, str(error), code="session_exists") from None
         return _json({"opened": True})

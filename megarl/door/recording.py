@@ -39,10 +39,12 @@ class Recording:
     def place(self, parent: RecordedTurn | None) -> SessionPlace:
         """Return where a request belongs that continues `parent`."""
         terms, prefix = self._terms, self._prefix
-        if terms is not None and terms.prefix is not None and parent is None:
+        replica = None if parent is None else parent.replica
+        if terms is None:
+            return SessionPlace(prefix, replica)
+        if terms.prefix is not None and parent is None:
             prefix = terms.prefix
-        group = None if terms is None else terms.group(time.monotonic())
-        return SessionPlace(prefix, None if parent is None else parent.replica, group)
+        return SessionPlace(prefix, replica, terms.prefix is not None, terms.deadline)
 
     def by_key(self, key: str) -> RecordedTurn | None:
         """Return the turn that ended the conversation with this key."""

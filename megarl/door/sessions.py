@@ -178,15 +178,12 @@ class Sessions:
         """Return a session; None if there is none."""
         return self._sessions.get(name)
 
-    def open(self, name: str, terms: SessionTerms, now: float, replaces: str = "") -> None:
-        """Begin a session that fixes `terms` for its requests. Raises SessionExists, and NoRoom as `using`.
-
-        It takes the place of the sessions whose names begin with `replaces`, unless that is "".
-        """
+    def open(self, name: str, terms: SessionTerms, now: float) -> None:
+        """Begin a session that fixes `terms` for its requests. Raises SessionExists, and NoRoom as `using`."""
         if name in self._sessions:
             raise SessionExists(f"there is a session {name!r} already; open each session once, under a name of its own")
-        if replaces:
-            for left in [each for each in self._sessions if each.startswith(replaces)]:
+        if terms.replaces:
+            for left in [each for each in self._sessions if each.startswith(terms.replaces)]:
                 self.end(left)
         self._check_room(name, now)
         self._sessions[name] = DoorSession(name, now, terms)

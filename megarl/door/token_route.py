@@ -9,33 +9,41 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from megarl.door.api_errors import refused
-from megarl.door.sampling_fields import (
-    READ,
-    Fields,
-    ModelLimits,
-    SamplingChoice,
-    check_fields,
-    flag,
-    sampling_of,
-    text,
-    token_list,
-    whole,
-)
+from megarl.door.sampling_fields import ModelLimits, SamplingChoice, SamplingFields, check_tokens, read_fields
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.response_parts import ResponsePart
 
 # A log-prob that the engine does not have, as vLLM writes it. Do not train on such a token.
 NO_LOGPROB = -9999.0
-LARGEST_PRIORITY = 2**63 - 1
-_KNOWN = frozenset(
-    ("request_id", "token_ids", "sampling_params", "model", "stream", "return_token_ids", "output_mode", "priority",
-     "cache_salt")
-)  # fmt: skip
+PRIORITY = "requests of the door rank like those of training; remove it"
+# Those that change nothing here.
+_IGNORED = frozenset(("cache_salt", "token_offsets", "stream_options", "reasoning_ended", "reasoning_parser_kwargs"))
+
+
+class TokenFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of a request."""
+
+    token_ids: list[int] = []
+    sampling_params: dict[str, Any] = {}
+    request_id: str | None = None
+    model: str = ""
+    stream: bool = False
+    return_token_ids: bool = False
+    output_mode: str = "tokens"
+    priority: int = 0
+
+
+class TokenSampling(SamplingFields):
+    """The sampling parameters of a request; it may ask for no `stop` strings."""
+
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    stop: str | list[str] = ""
 
 
 @dataclass(frozen=True)
@@ -111,35 +119,30 @@ class TokenAnswer(msgspec.Struct):
     session: dict[str, Any] | None = None
 
 
-def read_token_request(body: Fields, limits: ModelLimits, new_id: str) -> TokenRequest:
+def read_token_request(body: Mapping[str, Any], limits: ModelLimits, new_id: str) -> TokenRequest:
     """Read a request. `new_id`: its id if it names none. Raises ApiError naming the field that is wrong."""
-    check_fields(body, _KNOWN | {"token_offsets", "stream_options", "reasoning_ended", "reasoning_parser_kwargs"})
-    prompt_ids = token_list(body, "token_ids", limits)
-    if not prompt_ids:
+    given = read_fields(body, TokenFields, ignored=_IGNORED)
+    if not given.token_ids:
         raise refused("token_ids", "is empty or missing; give the token ids of the prompt")
-    if flag(body, "stream", False):
+    if given.stream:
         raise refused("stream", "this route answers as a whole; /v1/chat/completions streams")
-    if text(body, "output_mode", "tokens") != "tokens":
+    if given.output_mode != "tokens":
         raise refused("output_mode", "this route answers with token ids; /v1/chat/completions with text")
-    if whole(body, "priority", 0, -(2**63), LARGEST_PRIORITY):
-        raise refused("priority", "requests of the door rank like those of training; remove it")
-    fields = body.get("sampling_params")
-    fields = {} if fields is None else fields
-    if not isinstance(fields, dict):
-        raise refused("sampling_params", "must be an object")
-    where = "sampling_params."
-    if fields.get("stop") not in (None, [], ""):
-        raise refused(f"{where}stop", "needs text, and this route has none; use stop_token_ids")
-    check_fields(fields, READ | {"stop"}, where)
-    if whole(fields, "logprobs", 0, 0, 2**31, where) > 1:
-        raise refused(f"{where}logprobs", "the door returns the log-prob of the sampled token only; use 1")
+    if given.priority:
+        raise refused("priority", PRIORITY)
+    sampling = read_fields(given.sampling_params, TokenSampling, where="sampling_params")
+    if sampling.stop:
+        raise refused("sampling_params.stop", "needs text, and this route has none; use stop_token_ids")
+    if (sampling.logprobs or 0) > 1:
+        raise refused("sampling_params.logprobs", "the door returns the log-prob of the sampled token only; use 1")
+    prompt_ids = check_tokens("token_ids", given.token_ids, limits)
     return TokenRequest(
-        request_id=text(body, "request_id", new_id),
-        model=text(body, "model", "") or None,
+        request_id=new_id if given.request_id is None else given.request_id,
+        model=given.model or None,
         prompt_ids=prompt_ids,
-        sampling=sampling_of(fields, limits, len(prompt_ids), where),
-        logprobs=fields.get("logprobs") is not None,
-        return_prompt=flag(body, "return_token_ids", False),
+        sampling=sampling.choice(limits, len(prompt_ids), "sampling_params"),
+        logprobs=sampling.logprobs is not None,
+        return_prompt=given.return_token_ids,
     )
 
 

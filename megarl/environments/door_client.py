@@ -14,7 +14,7 @@ import msgspec
 
 from megarl.common.errors import RolloutError
 from megarl.door.access import read_door_file
-from megarl.door.session_terms import SessionOpening
+from megarl.door.session_terms import SessionTerms
 from megarl.environments.session_rows import SessionTurn, read_turns
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ class DoorClient:
         """Close the connection."""
         await self._http.close()
 
-    async def open(self, session: str, opening: SessionOpening) -> None:
+    async def open(self, session: str, terms: SessionTerms) -> None:
         """Open a session that fixes the sampling of its requests. Raises as `turns`."""
-        await self._call("PUT", session, msgspec.json.encode(opening))
+        await self._call("PUT", session, msgspec.json.encode(terms))
 
     async def turns(self, session: str) -> list[SessionTurn]:
         """Return the turns of a session. Raises DoorLost, and RolloutError with the message of any other failure."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.common.child_process import kill_session
 from megarl.common.errors import RolloutError
 from megarl.common.private_directory import VARIABLE
 from megarl.environments.env_client import EnvironmentClient, EnvironmentLost, TraceSoFar
@@ -67,7 +67,7 @@ class EnvironmentServer:
     async def close(self) -> None:
         """Kill the server with all that it has started."""
         if self._process is not None:
-            _kill(self._process)
+            kill_session(self._process.pid)
             await self._process.wait()
         if self._watch is not None:
             await self._watch
@@ -108,7 +108,7 @@ class EnvironmentServer:
         try:
             await self._answers(process, client)
         except BaseException:
-            _kill(process)
+            kill_session(process.pid)
             await client.close()
             raise
         self._watch = asyncio.get_running_loop().create_task(self._tell_end(process, client))
@@ -130,7 +130,7 @@ class EnvironmentServer:
 
     async def _tell_end(self, process: asyncio.subprocess.Process, client: EnvironmentClient) -> None:
         code = await process.wait()
-        _kill(process)  # what it has started
+        kill_session(process.pid)  # what it has started
         client.lose(f"the environment server has ended with {code}; see {self._log}")
 
     def _variables(self) -> dict[str, str]:
@@ -150,12 +150,6 @@ class EnvironmentServer:
         with contextlib.suppress(OSError):
             return self._log.read_text(errors="replace")[-_TAIL:]
         return "nothing"
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill the group of a process that leads its own session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 __all__ = ["EnvironmentLost", "EnvironmentServer", "EnvironmentSpec"]

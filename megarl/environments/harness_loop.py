@@ -23,7 +23,7 @@ from typing import Any
 from megarl.common.errors import RolloutError, ToolFailed
 from megarl.common.secret_references import resolved
 from megarl.config.agent_sections import LOOP_TURNS, AgentConfig
-from megarl.door.session_terms import RUN_SESSIONS, GroupOpening, SessionOpening
+from megarl.door.session_terms import RUN_SESSIONS, SessionTerms
 from megarl.environments.door_client import AttemptLost, DoorClient, DoorLost, wait_for_door
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
 from megarl.queue.trajectory import Trajectory
@@ -114,7 +114,7 @@ class Harness:
         # Unique: an attempt before, or a controller that has died, may have left a session of this sample.
         name = f"{_stem(ctx)}{uuid.uuid4().hex}"
         async with DoorClient(run_dir) as door:
-            await door.open(name, opening_of(ctx))
+            await door.open(name, terms_of(ctx))
             try:
                 end = await self._call(ctx, door, name)
                 turns = await door.turns(name)
@@ -150,7 +150,7 @@ class Harness:
             return ActEnd(failure=f"{told} (agent.on_overflow)" if fails else "", overflow=True)
 
 
-def opening_of(ctx: AgentContext) -> SessionOpening:
+def terms_of(ctx: AgentContext) -> SessionTerms:
     """Return what the session of a sample fixes: the sampling of its set, its turns, and the deadline of its group.
 
     That of a sample of training takes the place of those that an attempt before has left in the door when it died. A
@@ -158,12 +158,10 @@ def opening_of(ctx: AgentContext) -> SessionOpening:
     """
     most = ctx.toolbox.bounds.max_turns or LOOP_TURNS
     if not ctx.trains:
-        return SessionOpening(ctx.prompt.sampling, ctx.seed, most_turns=most)
-    group = GroupOpening(prefix=f"group {ctx.group_id}")
-    if (deadline := ctx.deadline) is not None:
-        left_s = max(0.0, deadline.at - time.monotonic())
-        group = GroupOpening(group.prefix, left_s, deadline.seconds, deadline.policy)
-    return SessionOpening(ctx.prompt.sampling, ctx.seed, group, replaces=_stem(ctx), most_turns=most)
+        return SessionTerms(ctx.prompt.sampling, ctx.seed, most_turns=most)
+    deadline = None if ctx.deadline is None else ctx.deadline.sent(time.monotonic())
+    prefix = f"group {ctx.group_id}"
+    return SessionTerms(ctx.prompt.sampling, ctx.seed, prefix, deadline, replaces=_stem(ctx), most_turns=most)
 
 
 def _stem(ctx: AgentContext) -> str:

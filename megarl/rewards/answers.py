@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
+from megarl.common.child_process import AnswerError, checked_answer
+from megarl.common.child_program import json_bytes
 from megarl.rewards.types import ErrorReason, RewardResult
 
 MAX_ANSWER_BYTES = 1 << 16  # of an encoded answer; a real one has a few hundred
-
-
-class AnswerError(ValueError):
-    """A message of a reward process is not the answer that the pool waits for."""
 
 
 @dataclass(frozen=True)
@@ -31,32 +28,21 @@ class RewardAnswer:
     trace: str = ""
 
 
-@dataclass(frozen=True)
-class StartReport:
-    """The first message of a reward process; `problem` is empty if it is ready, else why it cannot start."""
-
-    problem: str = ""
-
-
 _ANSWER = TypeAdapter(RewardAnswer)
-_START = TypeAdapter(StartReport)
 
 
 def encode_answer(answer: RewardAnswer) -> bytes:
     """Return the bytes of an answer; one that would be too long becomes an answer that says so."""
-    encoded = _encode(answer)
+    encoded = json_bytes(asdict(answer))
     if len(encoded) <= MAX_ANSWER_BYTES:
         return encoded
     message = f"the result has {len(encoded)} bytes as JSON, and at most {MAX_ANSWER_BYTES} are allowed: return less"
-    return _encode(RewardAnswer(answer.task, None, "invalid", message))
+    return json_bytes(asdict(RewardAnswer(answer.task, None, "invalid", message)))
 
 
 def decode_answer(encoded: bytes, task: int) -> RewardAnswer:
     """Return the answer for the sample `task`. Raises AnswerError for anything else."""
-    try:
-        answer = _ANSWER.validate_json(encoded, strict=True)
-    except ValidationError as error:
-        raise AnswerError(f"a message that is no answer: {encoded[:60]!r}") from error
+    answer = checked_answer(encoded, _ANSWER)
     if answer.task != task:
         raise AnswerError(f"an answer for sample {answer.task} where that for sample {task} was due")
     if (answer.result is None) == (answer.reason is None):
@@ -66,35 +52,3 @@ def decode_answer(encoded: bytes, task: int) -> RewardAnswer:
             if not math.isfinite(score):
                 raise AnswerError(f"an answer with the score {score}, which is no finite number")
     return answer
-
-
-def encode_start(report: StartReport) -> bytes:
-    """Return the bytes of a start report."""
-    return _encode(report)
-
-
-def decode_start(encoded: bytes) -> StartReport:
-    """Return a start report. Raises AnswerError for anything else."""
-    try:
-        return _START.validate_json(encoded, strict=True)
-    except ValidationError as error:
-        raise AnswerError(f"a message that is no start report: {encoded[:60]!r}") from error
-
-
-def _encode(message: RewardAnswer | StartReport) -> bytes:
-    return _clean(json.dumps(asdict(message)))
-
-
-def _clean(text: str) -> bytes:
-    r"""Return the bytes of JSON text, with lone surrogates, which are no Unicode text, replaced."""
-    if "\\ud" not in text:
-        return text.encode()
-    return json.dumps(_replace(json.loads(text))).encode()
-
-
-def _replace(value: object) -> object:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_replace(key): _replace(each) for key, each in value.items()}
-    return value

@@ -42,20 +42,6 @@ def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
     return RewardResult(float(correct), components, found)
 
 
-def comparison_key(sample: RewardInput, require_box: bool = False) -> str:
-    """Return what decides how long `math` takes for a sample: the pair of reference and answer.
-
-    It reads the response from its last box on, and all of it if that box is not closed, which takes milliseconds for
-    a long response. So the pool asks only while something has timed out.
-    """
-    start = max(sample.response.rfind(box) for box in (r"\boxed", r"\fbox"))
-    content = last_boxed(sample.response[start:]) if start >= 0 else None
-    if start >= 0 and content is None:  # the braces of the last one are not closed
-        content = last_boxed(sample.response)
-    answer = _answer(sample.response, content, require_box)
-    return f"{len(sample.answer)} {sample.answer} {answer}"
-
-
 def _answer(response: str, content: str | None, require_box: bool) -> str:
     """Return the text in which the final answer is looked for; `content`: that of the last box."""
     if content is not None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import time
 from collections.abc import Sequence
 
-from megarl.common.child_process import ChildProcess
+from megarl.common.child_process import AnswerError, ChildProcess, StartError
 from megarl.common.frames import FrameError, receive_frame, send_frame
-from megarl.rewards.answers import MAX_ANSWER_BYTES, AnswerError, RewardAnswer, decode_answer, decode_start
+from megarl.rewards.answers import MAX_ANSWER_BYTES, RewardAnswer, decode_answer
 from megarl.rewards.types import RewardSpec, Setup
-
-
-class StartError(RuntimeError):
-    """The process ended during its start, or was not ready in time."""
 
 
 class WorkerDiedError(RuntimeError):
@@ -40,10 +35,9 @@ class RewardProcess:
     def __init__(
         self, functions: Sequence[RewardSpec], start_timeout_s: float, memory_bytes: int | None = None
     ) -> None:
-        self.name = ", ".join(repr(each.function) for each in functions)
+        names = ", ".join(repr(each.function) for each in functions)
         self._start_timeout_s = start_timeout_s
-        self._deadline = time.monotonic() + start_timeout_s
-        self._child = ChildProcess("megarl.rewards.worker")
+        self._child = ChildProcess("megarl.rewards.worker", f"a reward process for {names}")
         self._connection = self._child.connection
         self._setup = Setup(tuple(functions), [entry or os.getcwd() for entry in sys.path], memory_bytes)
 
@@ -53,23 +47,9 @@ class RewardProcess:
         Raises ValueError if one cannot be used, and StartError if the process ends or is not ready in time.
         """
         try:
-            send_frame(self._connection, pickle.dumps(self._setup), self._left_s())
-            report = decode_start(receive_frame(self._connection, MAX_ANSWER_BYTES, self._left_s()))
+            self._child.handshake(pickle.dumps(self._setup), self._start_timeout_s)
         except TimeoutError as error:
-            limit = f"{self._start_timeout_s:g} s"
-            raise StartError(
-                f"a reward process was not ready to run {self.name} after {limit}; raise timeouts.engine_start_s"
-            ) from error
-        except (EOFError, OSError) as error:
-            raise StartError(f"a reward process for {self.name} ended at its start: {self._child.ending()}") from error
-        except (AnswerError, FrameError) as error:
-            raise StartError(f"a reward process for {self.name} sent {error} at its start") from error
-        if report.problem:
-            raise ValueError(report.problem)
-
-    def _left_s(self) -> float:
-        """Return the seconds that are left for the start."""
-        return max(0.01, self._deadline - time.monotonic())
+            raise StartError(f"{error}; raise timeouts.engine_start_s") from error
 
     def send(self, batch: Sequence[tuple[int, bytes]], timeout_s: float) -> None:
         """Send a batch of numbers and pickled samples; raises WorkerDiedError if the process does not take it in time.

@@ -1,36 +1,26 @@
-"""The program of a reward process: `python -m megarl.rewards.worker FD PARENT_PID`.
+"""The program of a reward process (`megarl.common.child_program`).
 
-Protocol over the inherited socket FD: the pool sends a pickled `Setup`, the worker answers with a `StartReport`. The
-pool then sends pickled lists of (number of the sample, pickled pair of the function's number and the sample). The
-worker scores them one at a time and sends one `RewardAnswer` per sample, in order and without delay, so the pool always
-knows the sample that it waits for.
-
-A reward function may fork. A child that returns from the function would serve the samples of its parent a second time,
-so the child has no socket, and ends where the function returns.
+The setup is a pickled `Setup`. The pool then sends pickled lists of (number of the sample, pickled pair of the
+function's number and the sample). The worker scores them one at a time and sends one `RewardAnswer` per sample, in
+order and without delay, so the pool always knows the sample that it waits for.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import resource
-import socket
-import sys
 import traceback
 from collections.abc import Sequence
 
-from megarl.common.frames import receive_frame, send_frame
-from megarl.common.processes import die_with_parent
+from megarl.common.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
 from megarl.common.secret_references import resolved
-from megarl.rewards.answers import RewardAnswer, StartReport, encode_answer, encode_start
+from megarl.rewards.answers import RewardAnswer, encode_answer
 from megarl.rewards.resolve import as_result, resolve
 from megarl.rewards.types import ErrorReason, RewardFunction, Setup
 
 Batch = list[tuple[int, bytes]]
-MAX_BATCH_BYTES = (1 << 32) - 1
 TRACE_FRAMES = 6
 TRACE_CHARACTERS = 2000
-PROBLEM_CHARACTERS = 4000
 
 
 def score(functions: Sequence[RewardFunction], task: int, payload: bytes) -> RewardAnswer:
@@ -68,31 +58,25 @@ def _trace(error: BaseException) -> str:
     return f"{lines}{type(error).__name__}: {_text(error)}"[-TRACE_CHARACTERS:]
 
 
-def serve(connection: socket.socket) -> None:
+def serve(program: ChildProgram) -> None:
     """Receive the setup, then score samples until the pool closes the connection."""
-    own_pid = os.getpid()
-    setup: Setup = pickle.loads(receive_frame(connection, MAX_BATCH_BYTES))
-    if setup.memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
+    setup: Setup = pickle.loads(program.receive())
+    prepare(setup.path, setup.memory_bytes)
     functions, problem = _resolve(setup)
-    _end_if_forked(own_pid)  # a module that is imported may fork, too
-    send_frame(connection, encode_start(StartReport(problem[:PROBLEM_CHARACTERS])))
+    program.send(json_bytes({"problem": problem[:PROBLEM_CHARACTERS]}))
     if problem:
         return
     while True:
         try:
-            batch: Batch = pickle.loads(receive_frame(connection, MAX_BATCH_BYTES))
+            batch: Batch = pickle.loads(program.receive())
         except (EOFError, ConnectionResetError):
             return
         for task, payload in batch:
-            answer = score(functions, task, payload)
-            _end_if_forked(own_pid)
-            send_frame(connection, encode_answer(answer))
+            program.send(encode_answer(score(functions, task, payload)))
 
 
 def _resolve(setup: Setup) -> tuple[list[RewardFunction], str]:
     """Return the functions; and what is wrong with the first one that cannot be used, else an empty text."""
-    sys.path += [entry for entry in setup.path if entry not in sys.path]
     functions = []
     for spec in setup.functions:
         place = "" if spec.key == "reward" else f"{spec.key}: "  # the messages themselves name the keys of `reward`
@@ -106,25 +90,10 @@ def _resolve(setup: Setup) -> tuple[list[RewardFunction], str]:
     return functions, ""
 
 
-def _end_if_forked(own_pid: int) -> None:
-    """End this process if it is a child of the worker that has come back from a reward function."""
-    if os.getpid() != own_pid:
-        os.write(2, b"a child that a reward function had forked came back from the function: it was ended\n")
-        os._exit(0)
-
-
 def main() -> None:
-    """Score what comes through the inherited socket until it is closed. Arguments: its descriptor, the parent's pid."""
-    descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent_pid)
-    os.dup2(2, 1)  # output that a function prints belongs into the log, not into the output of a command
-    os.set_inheritable(descriptor, False)
-    with socket.socket(fileno=descriptor) as connection:
-        # No child has the socket: it could write into it, and the pool would not see that this process has ended.
-        os.register_at_fork(after_in_child=connection.close)
-        serve(connection)
-    # Threads that a function started could prevent the interpreter from ending.
-    os._exit(0)
+    """Score what comes until the connection is closed."""
+    serve(ChildProgram())
+    os._exit(0)  # threads that a function started could prevent the interpreter from ending
 
 
 if __name__ == "__main__":

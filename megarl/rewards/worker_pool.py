@@ -21,21 +21,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from megarl.common.byte_units import GIB
+from megarl.common.child_process import StartError
 from megarl.common.errors import RolloutError
 from megarl.common.thread_results import ThreadResults
 from megarl.rewards.answers import RewardAnswer
 from megarl.rewards.error_limit import ErrorLimit
 from megarl.rewards.error_report import ErrorReport
-from megarl.rewards.math import comparison_key
-from megarl.rewards.process import (
-    ForeignAnswerError,
-    RewardProcess,
-    StartError,
-    WorkerDiedError,
-    WorkerTimeoutError,
-)
-from megarl.rewards.remembered import RememberedTimeouts
-from megarl.rewards.resolve import SHIPPED, import_path
+from megarl.rewards.process import ForeignAnswerError, RewardProcess, WorkerDiedError, WorkerTimeoutError
+from megarl.rewards.resolve import import_path
 from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardOutcome, RewardSpec
 
 log = logging.getLogger(__name__)
@@ -57,15 +50,15 @@ class RewardPoolError(RolloutError):
 
 
 class _Task:
-    """A sample, also pickled, and the future of its outcome.
+    """A pickled sample, and the future of its outcome.
 
     `redone`: how often it is scored again; `not_taken`: how often a process ended before it had taken the sample.
     """
 
-    __slots__ = ("function", "future", "not_taken", "number", "payload", "redone", "sample")
+    __slots__ = ("function", "future", "not_taken", "number", "payload", "redone")
 
-    def __init__(self, number: int, function: int, sample: RewardInput, payload: bytes) -> None:
-        self.number, self.function, self.sample, self.payload = number, function, sample, payload
+    def __init__(self, number: int, function: int, payload: bytes) -> None:
+        self.number, self.function, self.payload = number, function, payload
         self.redone = self.not_taken = 0
         self.future: Future[RewardOutcome] = Future()
 
@@ -118,7 +111,6 @@ class RewardPool:
         self.max_error_share = max_error_share
         self._limits = [ErrorLimit(max_error_share, min_errors) for _ in self.functions]
         self._reports = [ErrorReport(_name(each), on_error, report) for each in self.functions]
-        self._timeouts = RememberedTimeouts()
         self._numbers = itertools.count(1)
         self._redone = 0
         self._tasks: deque[_Task] = deque()
@@ -153,50 +145,15 @@ class RewardPool:
         """Score one sample without an event loop. A sample that cannot be pickled raises at once."""
         self._launch()
         payload = pickle.dumps((function, sample), protocol=pickle.HIGHEST_PROTOCOL)
-        task = _Task(next(self._numbers), function, sample, payload)
-        known = self._known(task)
+        task = _Task(next(self._numbers), function, payload)
         with self._changed:
             failure = self._failure
-            if failure is None and known is None:
+            if failure is None:
                 self._tasks.append(task)
                 self._changed.notify()
         if failure is not None:
             task.future.set_exception(RewardPoolError(failure))
-        elif known is not None and task.claim():
-            self._finish(task, known)
         return task.future
-
-    def _known(self, task: _Task) -> RewardAnswer | None:
-        """Return the answer of a task whose work has timed out before, more than once; None for any other."""
-        if not self._timeouts or (key := self._key(task)) is None:  # nearly always: nothing has timed out
-            return None
-        with self._changed:
-            message = self._timeouts.get(key)
-        if message is None:
-            return None
-        return RewardAnswer(task.number, None, "timeout", f"the same answer as before: {message}")
-
-    def _key(self, task: _Task) -> str | None:
-        """Return what decides how long the function takes for a sample; None if only the function knows.
-
-        Not for every sample, and not under the lock: it reads the response.
-        """
-        spec = self.functions[task.function]
-        if SHIPPED.get(spec.function, spec.function) != SHIPPED["math"]:
-            return None
-        return f"{task.function} {comparison_key(task.sample, bool(spec.kwargs.get('require_box')))}"
-
-    def _remember(self, task: _Task, answer: RewardAnswer, began: float) -> None:
-        """Count a time-out of a task's work, or forget those that were counted once it has had a result."""
-        late = answer.reason == "timeout"
-        if not late and (answer.result is None or not self._timeouts):
-            return
-        if (key := self._key(task)) is not None:
-            with self._changed:
-                if late:
-                    self._timeouts.add(key, answer.message, began, time.monotonic())
-                else:
-                    self._timeouts.forget(key)
 
     def waiting(self) -> str:
         """Describe what the pool works on and how often its functions have failed, as the end of a sentence."""
@@ -245,7 +202,7 @@ class RewardPool:
         batch: list[_Task] = []
         try:
             while process is not None and (batch := self._take()):
-                alive, unanswered = self._run(index, process, self._without_known(batch))
+                alive, unanswered = self._run(index, process, batch)
                 if not alive:
                     process.close()
                     self._hand_back(unanswered)
@@ -274,20 +231,8 @@ class RewardPool:
                 self._changed.wait(IDLE_WAIT_S)
         return []
 
-    def _without_known(self, batch: list[_Task]) -> list[_Task]:
-        """Finish the tasks whose work has timed out before, and return the others."""
-        others = []
-        for task in batch:
-            if (answer := self._known(task)) is None:
-                others.append(task)
-            else:
-                self._finish(task, answer)
-        return others
-
     def _run(self, index: int, process: RewardProcess, batch: list[_Task]) -> tuple[bool, list[_Task]]:
         """Score a batch; return (whether the process still runs, the tasks without an answer)."""
-        if not batch:
-            return True, []
         try:
             process.send([(task.number, task.payload) for task in batch], min(self.timeout_s, self.start_timeout_s))
         except WorkerDiedError as error:
@@ -339,7 +284,6 @@ class RewardPool:
             answer = RewardAnswer(task.number, None, "foreign", str(error))
         except WorkerDiedError as error:
             answer = RewardAnswer(task.number, None, "crash", str(error))
-        self._remember(task, answer, begin)
         self._sample_seconds += 0.2 * (time.monotonic() - begin - self._sample_seconds)
         return answer, alive
 

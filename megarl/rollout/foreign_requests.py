@@ -34,29 +34,13 @@ Failure = Literal["", "refused", "late", "unavailable"]
 
 
 @dataclass(frozen=True)
-class GroupTerms:
-    """The deadline that a request has from the group of the run for which it is made; a group may have none.
-
-    `left_s`: the seconds until then, from the arrival at the controller; None without a deadline. `seconds` and
-    `policy`: see `GroupDeadline`.
-    """
-
-    left_s: float | None = None
-    seconds: float = 0.0
-    policy: Literal["cut", "fail"] = "cut"
-
-    def deadline(self, now: float) -> GroupDeadline | None:
-        """Return the deadline on the clock that says `now`."""
-        return None if self.left_s is None else GroupDeadline(now + self.left_s, self.seconds, self.policy)
-
-
-@dataclass(frozen=True)
 class ForeignRequest:
     """A request of the door. `timeout_s` counts from its arrival at the controller.
 
     `prefix`: requests with the same one share the beginning of their prompts; `replica` has it in its KV cache, if that
     is known. `interval_s`: the time between two news of its tokens; None: that of training's responses. `so_far`: the
-    tokens that it has from a controller that has died. `group`: None unless it is made for a group of the run.
+    tokens that it has from a controller that has died. `of_group`: it is made for a group of the run; `deadline`: that
+    of the group, if it has one, as `GroupDeadline.sent`.
     """
 
     request: GenerateRequest
@@ -65,7 +49,8 @@ class ForeignRequest:
     replica: int | None = None
     interval_s: float | None = None
     so_far: ResponsePart = field(default_factory=ResponsePart)
-    group: GroupTerms | None = None
+    of_group: bool = False
+    deadline: GroupDeadline | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +136,7 @@ class ForeignRequests:
                 continue
             tokens = _Tokens(name, each.so_far, self._changed, self._wake)
             now = time.monotonic()
-            deadline = None if each.group is None else each.group.deadline(now)
+            deadline = None if each.deadline is None else each.deadline.received(now)
             opened = _Open(each, tokens, now + each.timeout_s, len(each.so_far.response_ids), deadline)
             self._open[name] = opened
             if self._serves:
@@ -230,8 +215,7 @@ class ForeignRequests:
     async def _run(self, opened: _Open) -> None:
         """Bring a request to its end, whatever it is. A cancelled one has none."""
         asked = opened.request
-        of_group = asked.group is not None
-        terms = CallTerms(foreign=True, of_group=of_group, report_interval_s=asked.interval_s)
+        terms = CallTerms(foreign=True, of_group=asked.of_group, report_interval_s=asked.interval_s)
         failure: Failure = ""
         error, replica = "", -1
         try:

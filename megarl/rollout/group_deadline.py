@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from megarl.config.deadlines import group_deadline_s
 from megarl.config.schema import Config
@@ -12,9 +13,10 @@ from megarl.rollout.responses_so_far import ResponsesSoFar
 GRACE_S = 60.0  # at most, after a group's deadline, when its responses have ended: its loops must have ended then
 
 
-@dataclass(frozen=True)
-class GroupDeadline:
+class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The time `at` which a group has run for `seconds`, on the caller's monotonic clock.
+
+    It travels to another process as `sent` returns it, and is `received` there.
 
     `grace_s`: the seconds after it in which the group's loops have to end.
     """
@@ -34,6 +36,14 @@ class GroupDeadline:
         if seconds is None or policy == "finish":
             return None
         return cls(now + seconds, seconds, policy, min(GRACE_S, (config.timeouts.generate_s - seconds) / 2))
+
+    def sent(self, now: float) -> GroupDeadline:
+        """Return it for a process with another clock: `at` is the seconds that are left `now`."""
+        return GroupDeadline(max(0.0, self.at - now), self.seconds, self.policy, self.grace_s)
+
+    def received(self, now: float) -> GroupDeadline:
+        """Return one that was `sent` on the clock that says `now`."""
+        return GroupDeadline(now + self.at, self.seconds, self.policy, self.grace_s)
 
     def settle(self, responses: ResponsesSoFar) -> None:
         """Cut the unfinished responses. Raises RolloutError naming them if the policy is to fail."""

@@ -6,9 +6,11 @@ import asyncio
 import importlib
 import inspect
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
+from megarl.common.child_process import StartError
 from megarl.common.secret_references import resolved
 from megarl.config.agent_sections import SHIPPED_TOOLS, SINGLE_TURN, TOOL_AGENT, ToolConfig
 from megarl.config.datasets import HeldOutSet, TrainSet
@@ -17,10 +19,11 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.tool_calls import HERMES
 from megarl.data.tool_format import tool_format
 from megarl.rollout.toolbox import Toolbox
-from megarl.sandbox.bounds import SandboxError
-from megarl.tools import make
-from megarl.tools.class_tool import ClassTool
-from megarl.tools.class_worker import made
+from megarl.sandbox.bounds import Limits, SandboxError
+from megarl.tools.http_tool import HttpTool
+from megarl.tools.process_tool import class_tool, function_tool
+from megarl.tools.process_worker import made
+from megarl.tools.python_tool import PythonTool
 from megarl.tools.tool import Tool
 
 if TYPE_CHECKING:
@@ -105,23 +108,32 @@ def make_tool(chosen: ToolConfig, key: str) -> Tool:
             kept = {name for name in _KEPT_REFERENCES.get(chosen.kind, ()) if name in chosen.kwargs}
             others = {name: value for name, value in chosen.kwargs.items() if name not in kept}
             kwargs = {**resolved(others, f"{key}.kwargs"), **{name: chosen.kwargs[name] for name in kept}}
-            return make.make_tool(make.ToolSpec(cast(Any, chosen.kind), chosen.name, kwargs))
+            return _shipped(chosen, kwargs)
         found = _imported(chosen.kind)
         if not inspect.isclass(found):
-            kwargs = {"function": chosen.kind, **resolved(chosen.kwargs, f"{key}.kwargs")}
-            return make.make_tool(make.ToolSpec("function", chosen.name, kwargs))
-        return ClassTool(chosen.kind, name=chosen.name, kwargs=resolved(chosen.kwargs, f"{key}.kwargs"))
-    except (TypeError, ValueError, TimeoutError, SandboxError) as error:
+            return function_tool(chosen.kind, name=chosen.name, **resolved(chosen.kwargs, f"{key}.kwargs"))
+        return class_tool(chosen.kind, name=chosen.name, kwargs=resolved(chosen.kwargs, f"{key}.kwargs"))
+    except (TypeError, ValueError, TimeoutError, StartError, SandboxError) as error:
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {error}") from error
     except Exception as error:  # whatever the values of its arguments lead to
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _shipped(chosen: ToolConfig, kwargs: Mapping[str, Any]) -> Tool:
+    """Return a tool of megarl. Arguments of `python` are those of `PythonTool` and the fields of `Limits`."""
+    named: dict[str, Any] = {} if chosen.name is None else {"name": chosen.name}
+    if chosen.kind == "http":
+        return HttpTool(**named, **kwargs)
+    names = {each.name for each in fields(Limits)}
+    limits = Limits(**{name: value for name, value in kwargs.items() if name in names})
+    return PythonTool(limits=limits, **named, **{name: kwargs[name] for name in kwargs.keys() - names})
 
 
 def _in_worker(chosen: ToolConfig, key: str) -> Tool:
     """Return a class's object in this process."""
     if chosen.kind in SHIPPED_TOOLS or not inspect.isclass(_imported(chosen.kind)):
         raise ValueError("in_worker is for tools that are classes: remove it")
-    return made({"path": chosen.kind, "name": chosen.name, "kwargs": resolved(chosen.kwargs, f"{key}.kwargs")})
+    return made(chosen.kind, chosen.name, resolved(chosen.kwargs, f"{key}.kwargs"))
 
 
 def _imported(path: str) -> object:

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.common.child_process import AnswerError
 from megarl.common.frames import FrameError, framed, read_frame, receive_frame, send_frame
-from megarl.rewards.answers import MAX_ANSWER_BYTES, AnswerError, RewardAnswer, decode_answer, encode_answer
+from megarl.rewards.answers import MAX_ANSWER_BYTES, RewardAnswer, decode_answer, encode_answer
 from megarl.rewards.types import RewardResult
 
 Pair = tuple[socket.socket, socket.socket]

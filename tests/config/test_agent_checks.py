@@ -19,7 +19,7 @@ VERIFIERS = "megarl.environments.verifiers_loop:Verifiers"
 HARNESS = {"loop": "harness", "act": "tests.support.acts:two_turns"}
 DOOR = {"enabled": True}
 PACE = {"mode": "async", "sync_interval": 4, "max_staleness": 1}  # of which no numbers can be made
-CALCULATOR = {"kind": "calculator"}
+CALCULATOR = {"kind": "json:calculator"}
 PYTHON = {"kind": "python", "name": "code"}
 SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tools": []}]
 
@@ -75,8 +75,13 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
             "tools: agent.act brings the tools of its own; remove these",
         ),
         (
+            {"agent": {"loop": "tool_agent"}, "tools": [{"kind": "calculator"}]},
+            "tools.0.kind: the calculator is an example now; write examples.rl.tools.calculator:Calculator, and "
+            "in_worker: true",
+        ),
+        (
             {"agent": {"loop": "tool_agent"}, "tools": [CALCULATOR, {"kind": "calc"}]},
-            "tools.1.kind: 'calc' is neither calculator, python, http nor an import path",
+            "tools.1.kind: 'calc' is neither python, http nor an import path",
         ),
         (
             {"agent": {"loop": "tool_agent"}, "tools": [CALCULATOR, {"kind": "python", "name": "calculator"}]},

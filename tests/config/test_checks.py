@@ -147,7 +147,7 @@ def test_what_does_not_fit_together(models: Models, data: Path, changes: dict[st
         {"rollout__max_model_len": 256},
         {"trainer__micro_batch_tokens": 512},
         {"trainer__micro_batch_tokens": "auto"},
-        {"agent__loop": "tool_agent", "tools": [{"kind": "calculator"}]},
+        {"agent__loop": "tool_agent", "tools": [{"kind": "json:calculator"}]},
     ],
 )
 def test_the_trajectories_of_any_loop_fit_a_micro_batch(models: Models, data: Path, changes: dict[str, Any]) -> None:

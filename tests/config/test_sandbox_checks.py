@@ -42,7 +42,7 @@ def test_settings_that_cannot_work(reward: dict[str, Any], told: str) -> None:
 
 
 def test_tools_that_need_a_sandbox_are_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = [{"kind": "calculator"}, {"kind": "python"}]
+    tools = [{"kind": "json:calculator"}, {"kind": "python"}]
     chosen = config("model", agent={"loop": "tool_agent"}, tools=tools)
     monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: "no bubblewrap; install it")
     (problem,) = sandbox_problems(chosen, here=True)

@@ -14,9 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from megarl.commands import cli
-from megarl.common.errors import ConfigError
 from megarl.data import check_files
-from megarl.data.check_files import check_data_files, data_file_findings
+from megarl.data.check_files import data_file_findings
 from tests.support.checkout import environment
 from tests.support.configs import config, tree, write_problems
 from tests.support.tiny import make_tiny_model
@@ -25,7 +24,7 @@ BAD = '{"problem": 3, "answer": "1"}\n\n{"problem": "a", "answer" "1"}\n{"proble
 
 
 def test_sound_files_are_no_problem(tmp_path: Path) -> None:
-    check_data_files(config("model", write_problems(tmp_path / "good.jsonl", 8)))
+    assert data_file_findings(config("model", write_problems(tmp_path / "good.jsonl", 8))).problems == []
 
 
 def test_all_bad_rows_of_all_sets_are_told(tmp_path: Path) -> None:
@@ -34,9 +33,8 @@ def test_all_bad_rows_of_all_sets_are_told(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     sets = [{"name": "held", "path": str(empty)}, {"name": "gone", "path": str(tmp_path / "gone.jsonl")}]
-    with pytest.raises(ConfigError) as raised:
-        check_data_files(config("model", bad, evaluation__sets=sets))
-    assert raised.value.problems == [
+    problems = data_file_findings(config("model", bad, evaluation__sets=sets)).problems
+    assert problems == [
         f"data: {bad}:9: field 'problem' must be a non-empty string, not 3",
         f"data: {bad}:11:27: not JSON: Expecting ':' delimiter",
         f"data: {bad}:13: must be a JSON object, not list",
@@ -49,10 +47,8 @@ def test_with_a_changed_field_the_message_is_about_that_field(tmp_path: Path) ->
     """The row would be recognised without it, so it must not be said that it has no known format."""
     path = tmp_path / "gsm8k.jsonl"
     path.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
-    check_data_files(config("model", path))
-    with pytest.raises(ConfigError) as raised:
-        check_data_files(config("model", path, data__prompt_field="qestion"))
-    [problem] = raised.value.problems
+    assert data_file_findings(config("model", path)).problems == []
+    [problem] = data_file_findings(config("model", path, data__prompt_field="qestion")).problems
     assert "there is no field 'qestion' (data.prompt_field)" in problem and "['answer', 'question']" in problem
     assert "unknown format" not in problem
 
@@ -74,10 +70,9 @@ def with_mistakes(path: Path, count: int) -> list[str]:
 def test_of_each_kind_of_mistake_the_first_rows_are_told_and_all_are_counted(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     with_mistakes(bad, 60)
-    with pytest.raises(ConfigError) as raised:
-        check_data_files(config("model", bad))
+    problems = data_file_findings(config("model", bad)).problems
     left = "and 20 more (megarl plan --all-mistakes prints each)"
-    fields, syntax = (problem.split("\n      ") for problem in raised.value.problems)
+    fields, syntax = (problem.split("\n      ") for problem in problems)
     numbers = [f"{bad}:{2 + 2 * n}, not {n}" for n in range(10)]
     assert fields == ["data: 30 rows: field 'problem' must be a non-empty string", *numbers, left]
     places = [f"{bad}:{3 + 2 * n}:3" for n in range(10)]
@@ -88,12 +83,11 @@ def test_every_mistake_of_the_whole_file_is_told_on_request(tmp_path: Path, monk
     bad = tmp_path / "bad.jsonl"
     expected = with_mistakes(bad, 60)
     monkeypatch.setattr(check_files, "MOST_ROWS", 1)
-    check_data_files(config("model", bad))
+    assert data_file_findings(config("model", bad)).problems == []
     told: list[str] = []
-    with pytest.raises(ConfigError) as raised:
-        check_data_files(config("model", bad), lambda mistake: told.append(str(mistake)))
+    problems = data_file_findings(config("model", bad), lambda mistake: told.append(str(mistake))).problems
     assert told == expected
-    assert [problem.split("\n      ")[-1] for problem in raised.value.problems] == ["and 20 more"] * 2
+    assert [problem.split("\n      ")[-1] for problem in problems] == ["and 20 more"] * 2
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -132,8 +126,7 @@ def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
             told[-1] += 1
 
         tracemalloc.start()
-        with pytest.raises(ConfigError):
-            check_data_files(config("model", bad), tell)
+        assert data_file_findings(config("model", bad), tell).problems
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert told == [2_000, 20_000]
@@ -143,15 +136,11 @@ def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
 
 def test_rows_with_the_same_problem_are_together(tmp_path: Path) -> None:
     path = write_problems(tmp_path / "many.jsonl", 64)
-    with pytest.raises(ConfigError) as raised:
-        check_data_files(config("model", path, data__prompt_field="question"))
-    [problem] = raised.value.problems
+    [problem] = data_file_findings(config("model", path, data__prompt_field="question")).problems
     assert problem.startswith("data: 64 rows: there is no field 'question' (data.prompt_field)")
     assert f"\n      {path}:10; the row has ['answer', 'problem']\n      and 54 more" in problem
     path.write_text(write_problems(tmp_path / "good.jsonl", 1).read_text() + "no\n[1]\nno\n")
-    with pytest.raises(ConfigError) as raised:
-        check_data_files(config("model", path))
-    first, second = raised.value.problems
+    first, second = data_file_findings(config("model", path)).problems
     assert first == f"data: 2 rows: not JSON: Expecting value\n      {path}:2:1\n      {path}:4:1"
     assert second == f"data: {path}:3: must be a JSON object, not list"
 

@@ -100,7 +100,7 @@ def test_a_session_takes_the_place_of_those_that_an_attempt_before_has_left() ->
     for name in ("sample-3-1-a", "sample-3-11-a", "sample-13-1-a"):
         sessions.open(name, terms, 0.0)
     add(sessions, "sample-3-1-a", 5, now=1.0)
-    sessions.open("sample-3-1-b", terms, 2.0, replaces="sample-3-1-")
+    sessions.open("sample-3-1-b", SessionTerms(SamplingSpec(4, 1.0, (2,)), replaces="sample-3-1-"), 2.0)
     assert sessions.get("sample-3-1-a") is None and sessions.tokens == 0
     assert all(sessions.get(name) for name in ("sample-3-1-b", "sample-3-11-a", "sample-13-1-a"))
     with pytest.raises(NoRoom, match="there are 3 sessions"):

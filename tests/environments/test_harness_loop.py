@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from aiohttp import web
@@ -21,10 +22,10 @@ from megarl.config.agent_sections import LOOP_TURNS, AgentConfig
 from megarl.config.job_sections import TimeoutsConfig
 from megarl.data.tokenize import load_tokenizer
 from megarl.door.access import write_door_file, write_token
-from megarl.door.session_terms import SessionOpening, SessionTerms
+from megarl.door.session_terms import SessionTerms, read_terms
 from megarl.environments import door_client, harness_loop
 from megarl.environments.door_client import AttemptLost, DoorLost
-from megarl.environments.harness_loop import Harness, opening_of
+from megarl.environments.harness_loop import Harness, terms_of
 from megarl.environments.verifiers_loop import Verifiers
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout import background
@@ -106,14 +107,13 @@ def test_only_samples_that_are_trained_belong_to_a_group(tmp_path: Path) -> None
     deadline = GroupDeadline(time.monotonic() + 100.0, 200.0, "fail")
     trained, evaluated = Context(tmp_path, deadline), Context(tmp_path)
     evaluated.trains, evaluated.seed = False, None  # type: ignore[misc, assignment]
-    group = opening_of(trained).group  # type: ignore[arg-type]
-    assert group is not None and (group.prefix, group.seconds, group.policy) == ("group 3", 200.0, "fail")
-    assert group.left_s is not None and 90.0 < group.left_s <= 100.0
-    assert opening_of(evaluated) == SessionOpening(SAMPLING, most_turns=LOOP_TURNS)  # type: ignore[arg-type]
-    terms = SessionTerms.of(opening_of(trained), 1000.0)  # type: ignore[arg-type]
-    sent = terms.group(1030.0)
-    assert sent is not None and sent.left_s == pytest.approx(group.left_s - 30.0, abs=1.0)
-    assert SessionTerms.of(opening_of(evaluated), 0.0).group(5.0) is None  # type: ignore[arg-type]
+    sent = terms_of(trained)  # type: ignore[arg-type]
+    assert sent.prefix == "group 3" and sent.deadline is not None and 90.0 < sent.deadline.at <= 100.0
+    assert (sent.deadline.seconds, sent.deadline.policy) == (200.0, "fail")
+    read = read_terms(msgspec.json.decode(msgspec.json.encode(sent)), 1000.0)
+    assert read.deadline is not None and read.deadline.at == pytest.approx(1000.0 + sent.deadline.at)
+    assert read.deadline.sent(1030.0).at == pytest.approx(sent.deadline.at - 30.0)
+    assert terms_of(evaluated) == SessionTerms(SAMPLING, most_turns=LOOP_TURNS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_sample_that_is_begun_again_has_no_session_but_its_own(doors: Any, tmp
     assert left == [False, True, True]
     evaluated = Context(tmp_path)
     evaluated.trains = False  # type: ignore[misc]
-    assert opening_of(evaluated).replaces == ""  # type: ignore[arg-type]
+    assert terms_of(evaluated).replaces == ""  # type: ignore[arg-type]
 
 
 NUMBERS = ("3-1-dead", "3-10-alive", "13-1-alive")
@@ -403,7 +403,7 @@ def test_a_request_beyond_the_turns_of_a_sample_ends_it_by_the_same_policy(
     ctx.toolbox.bounds = AgentConfig(max_turns=3)
     assert {row.status for row in run(harness_of("two_turns"), ctx)} == {"ok"} and ctx.overflows == 2
     ctx.toolbox.bounds = AgentConfig()
-    assert opening_of(ctx).most_turns == LOOP_TURNS  # type: ignore[arg-type]
+    assert terms_of(ctx).most_turns == LOOP_TURNS  # type: ignore[arg-type]
 
 
 def test_a_first_prompt_that_does_not_fit_fails_the_sample_under_every_policy(doors: Any, tmp_path: Path) -> None:

@@ -221,10 +221,10 @@ def test_a_process_that_ends_whenever_it_is_sent_samples_is_not_replaced_for_eve
 
 
 def test_an_error_in_the_pool_itself_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes before anything was sent, where samples that have timed out before are finished."""
+    """The error comes before anything was sent."""
     pool = make_reward_pool(FUNCTION, workers=1)
     asyncio.run(pool.start())
-    monkeypatch.setattr(pool, "_without_known", lambda batch: 1 / 0)
+    monkeypatch.setattr(pool, "_run", lambda *of: 1 / 0)
     try:
         with pytest.raises(RewardPoolError, match="ZeroDivisionError"):
             run(pool, "ok", "ok")

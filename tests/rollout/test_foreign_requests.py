@@ -12,7 +12,8 @@ import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imp
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.foreign_requests import ForeignNews, ForeignRequest, ForeignRequests, GroupTerms
+from megarl.rollout.foreign_requests import ForeignNews, ForeignRequest, ForeignRequests
+from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart, first_tokens, join_parts, tokens_from
 from tests.support.door_stand_in import SpeakingReplica
@@ -214,7 +215,7 @@ def test_a_publication_waits_for_the_requests_of_a_group_of_the_run() -> None:
         replica = SpeakingReplica(0, answer, pace_s=0.001)
         fleet = fleet_of({0: replica})
         requests = ForeignRequests(fleet, serves=True)
-        requests.begin(DOOR, [asked("outside", 10_000), asked("of a group", 300, group=GroupTerms())])
+        requests.begin(DOOR, [asked("outside", 10_000), asked("of a group", 300, of_group=True)])
         await until(lambda: all(each.part.response_ids for each in requests._open.values()))
         await fleet.drain(30.0)
         ended = [name for name, each in requests._open.items() if each.part.finish_reason is not None]
@@ -228,8 +229,8 @@ def test_a_publication_waits_for_the_requests_of_a_group_of_the_run() -> None:
 def test_the_deadline_of_a_group_holds_for_its_requests(policy: Any) -> None:
     async def scenario() -> None:
         requests = ForeignRequests(fleet_of({0: SpeakingReplica(0, answer, pace_s=0.01)}), serves=True)
-        late = GroupTerms(left_s=0.2, seconds=7.0, policy=policy)
-        requests.begin(DOOR, [asked("late", 10_000, group=late)])
+        late = GroupDeadline(at=0.2, seconds=7.0, policy=policy)
+        requests.begin(DOOR, [asked("late", 10_000, of_group=True, deadline=late)])
         end = (await all_news(requests, {"late"}))["late"]
         if policy == "cut":
             assert end.part.finish_reason == "length" and 0 < len(end.part.response_ids) < 10_000 and not end.failure

@@ -14,13 +14,13 @@ from megarl.config.datasets import train_sets
 from megarl.data.dialogue import DialogueError
 from megarl.data.tool_calls import HERMES, BareFormat
 from megarl.rollout.make_toolboxes import Toolboxes, make_tool
-from megarl.tools.calculator import Calculator
 from megarl.tools.tool import ToolAnswer
 from tests.support.chat_templates import chat_tokenizer
 from tests.support.configs import config as config_of
 
 OBJECT = {"type": "object"}
 DIGITS = {"kind": "examples.rl.agents.digits:Digits"}
+CALCULATOR = {"kind": "examples.rl.tools.calculator:Calculator", "in_worker": True}
 
 
 def boxes(family: str, **changes: Any) -> tuple[list[Any], Toolboxes]:
@@ -39,12 +39,10 @@ def test_sets_with_the_same_tool_share_it_and_it_is_closed_once() -> None:
         {"name": "a", "path": "a"}, {"name": "b", "path": "b", "tools": [{**DIGITS, "name": "count"}]},
         {"name": "c", "path": "c", "tools": []}, {"name": "d", "path": "d"},
     ]  # fmt: skip
-    found, made = boxes(
-        "llama3", agent={"loop": "tool_agent"}, tools=[DIGITS, {"kind": "calculator"}], data={"sets": sets}
-    )
+    found, made = boxes("llama3", agent={"loop": "tool_agent"}, tools=[DIGITS, CALCULATOR], data={"sets": sets})
     assert [list(each.tools) for each in found] == [["digits", "calculator"], ["count"], [], ["digits", "calculator"]]
     assert found[0].tools["digits"] is found[3].tools["digits"] is not found[1].tools["count"]
-    assert isinstance(found[0].tools["calculator"], Calculator)
+    assert type(found[0].tools["calculator"]).__name__ == "Calculator"
     assert [schema["function"]["name"] for schema in found[1].schemas] == ["count"]
     assert [each.tool_format for each in found] == [BareFormat(), BareFormat(), HERMES, BareFormat()]
 
@@ -64,7 +62,7 @@ def test_sets_with_the_same_tool_share_it_and_it_is_closed_once() -> None:
 
 def test_a_template_that_writes_no_calls_needs_the_name_of_the_format() -> None:
     agent = {"loop": "tool_agent"}
-    tools = [{"kind": "calculator"}]
+    tools = [CALCULATOR]
     with pytest.raises(DialogueError, match=r"set agent\.tool_format: hermes"):
         boxes("chatml", agent=agent, tools=tools)
     [found], _ = boxes("chatml", agent={**agent, "tool_format": "hermes"}, tools=tools)
@@ -77,9 +75,9 @@ def test_functions_and_shipped_tools_are_made_under_their_names() -> None:
     function = make_tool(ToolConfig(kind="tests.support.tool_functions:add", name="own"), "tools.0")
     http = ToolConfig(kind="http", name="far", kwargs={"url": "http://far:1", "description": "x", "parameters": OBJECT})
     remote = make_tool(http, "tools.1")
-    computer = make_tool(ToolConfig(kind="calculator", name="compute"), "tools.2")
+    computer = make_tool(ToolConfig(**CALCULATOR, name="compute"), "tools.2")
     assert [type(each).__name__ for each in (function, remote, computer)] == [
-        "UserFunctionTool", "HttpTool", "Calculator"
+        "ProcessTool", "HttpTool", "Calculator"
     ]  # fmt: skip
     assert [each.name for each in (function, remote, computer)] == ["own", "far", "compute"]
 
@@ -99,6 +97,8 @@ def test_functions_and_shipped_tools_are_made_under_their_names() -> None:
             "tools.0: 'no_such_module:f' cannot be made: the import failed with ModuleNotFoundError",
         ),
         ("http", {"url": "http://far:1"}, "tools.0: 'http' cannot be made: .*name"),
+        ("python", {"memory_mib": 1}, "tools.0: 'python' cannot be made: .*memory_mib"),
+        ("python", {"colour": 1}, "tools.0: 'python' cannot be made: .*colour"),
         ("examples.rl.agents.digits:Digits", {"x": 1}, "tools.0: .* cannot be made"),
     ],
 )
@@ -114,6 +114,7 @@ def test_a_tool_that_cannot_be_made_is_told(kind: str, kwargs: dict[str, Any], t
     [
         ("tests.support.half_tools:NoSchema", "has no parameters, idempotent, async call, which a tool needs"),
         ("tests.support.half_tools:FailsToStart", "its class failed with KeyError: 'server'"),
+        ("tests.support.half_tools:WrongSchema", "it is no tool: parameters is wrong or missing"),
     ],
 )
 def test_a_class_that_is_no_tool_is_refused_with_its_key(path: str, told: str) -> None:
@@ -148,7 +149,7 @@ def test_a_class_stays_in_this_process_only_if_the_config_says_so(tmp_path: Path
     tool = make_tool(ToolConfig(kind=kind, name="own", kwargs=kwargs, in_worker=True), "tools.0")
     answer = asyncio.run(tool.call({"how": "x"}, timeout_s=60.0))
     assert tool.name == "own" and int(answer.text.split("|")[2]) == os.getpid()
-    for other in ("calculator", "tests.support.tool_functions:add"):
+    for other in ("python", "tests.support.tool_functions:add"):
         with pytest.raises(ValueError, match=r"tools\.0: .*in_worker is for tools that are classes: remove it"):
             make_tool(ToolConfig(kind=other, in_worker=True), "tools.0")
 
@@ -165,7 +166,7 @@ def test_arguments_of_every_kind_may_be_secrets(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tool_that_does_not_close_keeps_no_other_open(caplog: pytest.LogCaptureFixture) -> None:
-    tools = [{"kind": "calculator", "name": name} for name in ("fails", "hangs", "works")]
+    tools = [{**CALCULATOR, "name": name} for name in ("fails", "hangs", "works")]
     [box], made = boxes("llama3", agent={"loop": "tool_agent"}, tools=tools)
     closed = []
 

@@ -269,7 +269,13 @@ def test_prompts_of_agents_show_the_tools_of_their_set(tmp_path: Path) -> None:
     tokenizer.chat_template = CHATML_TOOLS.replace("{{ tools | tojson }}", "{{ tools[0]['function']['name'] }}")
     tokenizer.save_pretrained(model)
     planned = config(tmp_path, model, agent={"loop": "tool_agent", "tool_format": "hermes"})
-    tools = [{"kind": "calculator", "name": "compute"}]
+    tools = [
+        {
+            "kind": "http",
+            "name": "compute",
+            "kwargs": {"url": "http://127.0.0.1:1/", "description": "x", "parameters": {"type": "object"}},
+        }
+    ]
     agents = planned.model_validate({**planned.model_dump(mode="json"), "tools": tools})
     plain, source = PromptSource(planned), PromptSource(agents)
     shown = "<|im_start|>system\ncompute<|im_end|>"

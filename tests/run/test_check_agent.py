@@ -32,7 +32,7 @@ def agent_problems_of(model: Path, data: Path, template: str = "", **changes: An
 
 
 def test_a_tool_agent_needs_a_template_that_shows_tools_and_only_appends(model: Path, data: Path) -> None:
-    tools = [{"kind": "calculator"}]
+    tools = [{"kind": "examples.rl.tools.calculator:Calculator"}]
     [problem] = agent_problems_of(model, data, NO_TOOLS, tools=tools)
     assert problem.startswith("data: the chat template does not show tools to the model; use the template of")
     [problem] = agent_problems_of(model, data, DROPS_TURNS, tools=tools, **ROOMY)
@@ -44,7 +44,10 @@ def test_a_tool_agent_needs_a_template_that_shows_tools_and_only_appends(model: 
 def test_every_tool_that_cannot_be_made_is_told_once_with_the_template_that_fails_the_others(
     model: Path, data: Path
 ) -> None:
-    wrong, unused = {"kind": "calculator", "kwargs": {"x": 3}}, {"kind": "json:no_such_function"}
+    wrong, unused = (
+        {"kind": "examples.rl.tools.calculator:Calculator", "kwargs": {"x": 3}},
+        {"kind": "json:no_such_function"},
+    )
     sets = [
         {"name": "a", "path": str(data), "tools": [wrong, {"kind": DIGITS}]},
         {"name": "b", "path": str(data), "tools": [wrong, {"kind": DIGITS, "kwargs": {"base": 7}, "name": "other"}]},
@@ -58,7 +61,7 @@ def test_every_tool_that_cannot_be_made_is_told_once_with_the_template_that_fail
     ]  # fmt: skip
     assert "does not show tools" in told[0]
     assert "cannot be made with agent.kwargs: " in told[1] and "'tokens'" in told[1]
-    assert "'calculator' cannot be made: " in told[2] and "'x'" in told[2]
+    assert "calculator:Calculator' cannot be made: " in told[2] and "'x'" in told[2]
     assert f"{DIGITS!r} cannot be made: its class failed with TypeError: " in told[3]
 
 

@@ -16,7 +16,7 @@ from megarl import RewardInput
 from megarl.commands.cli import main
 from megarl.config.load import load_config
 from megarl.rewards.resolve import resolve
-from megarl.tools.make import ToolSpec, make_tool
+from megarl.tools.process_tool import function_tool
 from tests.support.run import Run
 from tests.support.tensors import differing
 from tests.support.tutorials import (
@@ -123,7 +123,7 @@ def test_the_reward_of_the_second_data_set(response: str, score: float) -> None:
 
 def test_the_tool_of_agent_with_a_tool() -> None:
     (tool,) = section("agent_with_a_tool", "tools")
-    made = make_tool(ToolSpec("function", kwargs={"function": tool.kind}))
+    made = function_tool(tool.kind)
     try:
         assert made.name == "calculator" and made.parameters["required"] == ["expression"]
         assert "Multiply whole numbers" in made.description

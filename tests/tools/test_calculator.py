@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from examples.rl.tools.calculator import CalculationError, Calculator, calculate
 from megarl.tools.bounded_text import bounded
-from megarl.tools.calculator import CalculationError, Calculator, calculate
 from megarl.tools.tool import schema_of
 
 

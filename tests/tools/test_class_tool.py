@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.tools import class_tool
-from megarl.tools.class_tool import ClassTool, ToolRaisedError
+from megarl.common.child_process import StartError
+from megarl.tools import process_tool
+from megarl.tools.process_tool import ProcessTool, ToolRaisedError, class_tool
 from megarl.tools.tool import ToolAnswer
 from tests.support.sandboxes import processes_with
 from tests.support.waiting import wait_until
@@ -25,10 +26,10 @@ class Made:
     """Tools that are closed at the end, and the file in which their calls are noted."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.tools = path, list[ClassTool]()
+        self.path, self.tools = path, list[ProcessTool]()
 
-    def __call__(self, name: str = "Misbehaving", **kwargs: Any) -> ClassTool:
-        self.tools.append(ClassTool(f"{PLACE}:{name}", kwargs={"path": str(self.path), **kwargs}))
+    def __call__(self, name: str = "Misbehaving", **kwargs: Any) -> ProcessTool:
+        self.tools.append(class_tool(f"{PLACE}:{name}", kwargs={"path": str(self.path), **kwargs}))
         return self.tools[-1]
 
     def noted(self) -> list[str]:
@@ -43,7 +44,7 @@ def make(tmp_path: Path) -> Iterator[Made]:
         asyncio.run(each.close())
 
 
-def call(tool: ClassTool, how: str, timeout_s: float = LONG_S) -> ToolAnswer:
+def call(tool: ProcessTool, how: str, timeout_s: float = LONG_S) -> ToolAnswer:
     return asyncio.run(tool.call({"how": how}, timeout_s=timeout_s))
 
 
@@ -215,7 +216,7 @@ def test_calls_that_are_open_when_the_tool_is_closed_end(make: Made) -> None:
 def test_an_object_that_fails_to_close_is_told_and_one_that_hangs_is_killed(
     make: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(class_tool, "CLOSE_S", 0.5)
+    monkeypatch.setattr(process_tool, "CLOSE_S", 0.5)
     fails, hangs = make("FailsToClose"), make("NeverCloses")
     pids = [pid_of(call(each, "x")) for each in (fails, hangs)]
     with pytest.raises(ToolRaisedError, match="OSError: gone"):
@@ -227,7 +228,7 @@ def test_an_object_that_fails_to_close_is_told_and_one_that_hangs_is_killed(
 @pytest.mark.parametrize(
     ("name", "kind", "told"),
     [
-        ("DiesAtStart", ValueError, "ended at its start: exit code 7"),
+        ("DiesAtStart", StartError, "ended at its start: exit code 7"),
         ("HangsAtStart", TimeoutError, "was not ready after 3 s"),
         ("Misbehaving", ValueError, "its class failed with TypeError: .*path"),
         ("NoSuchClass", ValueError, "its class failed with AttributeError"),
@@ -236,7 +237,7 @@ def test_an_object_that_fails_to_close_is_told_and_one_that_hangs_is_killed(
 def test_a_class_that_cannot_be_made(name: str, kind: type[Exception], told: str) -> None:
     before = {each.pid for each in psutil.Process(os.getpid()).children(recursive=True)}
     with pytest.raises(kind, match=told):
-        ClassTool(f"{PLACE}:{name}", start_timeout_s=3.0 if kind is TimeoutError else LONG_S)
+        class_tool(f"{PLACE}:{name}", start_timeout_s=3.0 if kind is TimeoutError else LONG_S)
     assert not {each.pid for each in psutil.Process(os.getpid()).children(recursive=True)} - before
 
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from megarl.tools.function_schema import describe, import_function
+from megarl.tools.process_tool import ProcessTool, function_tool
 from megarl.tools.tool import ToolAnswer
-from megarl.tools.user_function import UserFunctionTool
 from tests.support import tool_functions
 from tests.support.sandboxes import processes_with
 from tests.support.waiting import wait_until
@@ -21,11 +21,11 @@ LONG_S = 120.0
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., UserFunctionTool]]:
-    made: list[UserFunctionTool] = []
+def make() -> Iterator[Callable[..., ProcessTool]]:
+    made: list[ProcessTool] = []
 
-    def new(function: str, **more: object) -> UserFunctionTool:
-        made.append(UserFunctionTool(f"{PLACE}:{function}", **more))  # type: ignore[arg-type]
+    def new(function: str, **more: object) -> ProcessTool:
+        made.append(function_tool(f"{PLACE}:{function}", **more))  # type: ignore[arg-type]
         return made[-1]
 
     yield new
@@ -33,11 +33,11 @@ def make() -> Iterator[Callable[..., UserFunctionTool]]:
         asyncio.run(each.close())
 
 
-def call(tool: UserFunctionTool, timeout_s: float = LONG_S, **arguments: object) -> ToolAnswer:
+def call(tool: ProcessTool, timeout_s: float = LONG_S, **arguments: object) -> ToolAnswer:
     return asyncio.run(tool.call(arguments, timeout_s=timeout_s))
 
 
-def test_a_typed_function(make: Callable[..., UserFunctionTool]) -> None:
+def test_a_typed_function(make: Callable[..., ProcessTool]) -> None:
     tool = make("add")
     assert (tool.name, tool.description) == ("add", "Add two numbers.")
     assert tool.parameters["required"] == ["first"]
@@ -49,18 +49,18 @@ def test_a_typed_function(make: Callable[..., UserFunctionTool]) -> None:
     assert call(tool, first=2) == ToolAnswer("3")
 
 
-def test_arguments_of_the_wrong_type_are_told_to_the_model(make: Callable[..., UserFunctionTool]) -> None:
+def test_arguments_of_the_wrong_type_are_told_to_the_model(make: Callable[..., ProcessTool]) -> None:
     tool = make("add")
     for wrong in ({}, {"first": "many"}, {"first": 1, "third": 1}, {"first": [1]}):
         answer = call(tool, **wrong)
         assert answer.error and answer.text.startswith("error: add: ")
 
 
-def test_an_async_function_answers_json(make: Callable[..., UserFunctionTool]) -> None:
+def test_an_async_function_answers_json(make: Callable[..., ProcessTool]) -> None:
     assert call(make("slowly"), text="ü") == ToolAnswer('{"text": "ü"}')
 
 
-def test_bound_arguments_are_not_shown(make: Callable[..., UserFunctionTool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_arguments_are_not_shown(make: Callable[..., ProcessTool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOL_SECRET", "s3")
     tool = make("with_secret", kwargs={"secret": {"env": "TOOL_SECRET"}}, name="ask")
     assert tool.name == "ask" and list(tool.parameters["properties"]) == ["question"]
@@ -86,7 +86,7 @@ def test_what_is_no_tool_is_refused(function: str, told: str) -> None:
         describe(path, import_function(path), {})
 
 
-def test_other_paths_are_refused(make: Callable[..., UserFunctionTool]) -> None:
+def test_other_paths_are_refused(make: Callable[..., ProcessTool]) -> None:
     with pytest.raises(ValueError, match="no path"):
         import_function("somewhere")
     with pytest.raises(ValueError, match="importing 'no_such_module_here' failed"):
@@ -114,7 +114,7 @@ def test_a_schema_of_richer_types() -> None:
     ],
 )  # fmt: skip
 def test_failures_are_errors_and_the_next_call_is_answered(
-    make: Callable[..., UserFunctionTool], how: str, told: str
+    make: Callable[..., ProcessTool], how: str, told: str
 ) -> None:
     tool = make("misbehave", memory_gib=1.5)
     answer = call(tool, how=how)
@@ -122,7 +122,7 @@ def test_failures_are_errors_and_the_next_call_is_answered(
     assert call(tool, how="answered").text.startswith("answered by")
 
 
-def test_a_call_that_hangs_is_killed_with_what_it_started(make: Callable[..., UserFunctionTool]) -> None:
+def test_a_call_that_hangs_is_killed_with_what_it_started(make: Callable[..., ProcessTool]) -> None:
     tool = make("misbehave")
     assert call(tool, how="first").text.startswith("first by")
     answer = call(tool, timeout_s=2.0, how="child")
@@ -131,19 +131,19 @@ def test_a_call_that_hangs_is_killed_with_what_it_started(make: Callable[..., Us
     assert call(tool, how="next").text.startswith("next by")
 
 
-def test_a_process_is_reused_and_a_forked_child_answers_nothing(make: Callable[..., UserFunctionTool]) -> None:
+def test_a_process_is_reused_and_a_forked_child_answers_nothing(make: Callable[..., ProcessTool]) -> None:
     tool = make("misbehave")
     pids = {call(tool, how=how).text.rpartition(" ")[2] for how in ("one", "fork", "two", "three")}
     assert len(pids) == 1
 
 
-def test_a_long_answer_is_cut(make: Callable[..., UserFunctionTool]) -> None:
+def test_a_long_answer_is_cut(make: Callable[..., ProcessTool]) -> None:
     answer = call(make("misbehave", max_characters=500), how="long")
     assert len(answer.text) <= 500 and "left out" in answer.text
 
 
 @pytest.mark.slow
-def test_calls_wait_for_a_process_only_within_their_time(make: Callable[..., UserFunctionTool]) -> None:
+def test_calls_wait_for_a_process_only_within_their_time(make: Callable[..., ProcessTool]) -> None:
     tool = make("misbehave")
 
     async def two() -> ToolAnswer:
@@ -160,7 +160,7 @@ def test_calls_wait_for_a_process_only_within_their_time(make: Callable[..., Use
     assert call(tool, how="next").text.startswith("next by")  # the cancelled call gave its process up
 
 
-def test_a_closed_tool_has_no_processes_and_answers_nothing(make: Callable[..., UserFunctionTool]) -> None:
+def test_a_closed_tool_has_no_processes_and_answers_nothing(make: Callable[..., ProcessTool]) -> None:
     before = {each.pid for each in psutil.Process(os.getpid()).children(recursive=True)}
     tool = make("misbehave", processes=2)
     call(tool, how="x")
@@ -168,4 +168,4 @@ def test_a_closed_tool_has_no_processes_and_answers_nothing(make: Callable[..., 
     asyncio.run(tool.close())
     after = psutil.Process(os.getpid()).children(recursive=True)
     assert not {each.pid for each in after if each.is_running()} - before
-    assert call(tool, how="x") == ToolAnswer("error: misbehave is closed", error=True)
+    assert call(tool, how="x") == ToolAnswer("error: misbehave: it is closed", error=True)

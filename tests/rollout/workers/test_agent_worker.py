@@ -55,7 +55,7 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
     tokenizer.save_pretrained(tmp_path / "model")
     tree |= {
         "agent": {"loop": "tool_agent", "tool_format": "hermes"},
-        "tools": [{"kind": "calculator"}],
+        "tools": [{"kind": "examples.rl.tools.calculator:Calculator", "in_worker": True}],
         "sampling": {"max_tokens": 256},
         "reward": {**tree["reward"], "workers": 5},
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from megarl.tools.tool import ToolAnswer
+from megarl import ToolAnswer
 
 MAX_EXPRESSION = 1_000  # characters
 MAX_DEPTH = 50

@@ -1,0 +1,366 @@
+"""A tool of a user's class or function, in processes of its own, which can be killed when a call hangs.
+
+All of it runs in one thread with an event loop, because the kernel kills a process when the thread that made it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from megarl.common.byte_units import GIB
+from megarl.common.child_process import AnswerError, ChildProcess, StartError, checked_answer
+from megarl.common.frames import FrameError, framed, read_frame
+from megarl.tools.bounded_text import MAX_CHARACTERS
+from megarl.tools.process_worker import MAX_MESSAGE
+from megarl.tools.tool import ToolAnswer
+
+GRACE_S = 1.0  # that the wait for the answer of an object is longer than the call
+CLOSE_S = 5.0  # in which the object may close what it has
+JOIN_S = 10.0
+
+WorkResult = TypeVar("WorkResult")
+
+
+class ToolRaisedError(RuntimeError):
+    """The user's class has raised an exception; the message names it."""
+
+
+class ProcessEndedError(Exception):
+    """The process has ended before it answered; the message says how."""
+
+
+@dataclass(frozen=True)
+class ToolReport:
+    """The description of a tool, as its process sends it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    idempotent: bool = False
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """Holds how a call has ended: with an answer, too late, or with the exception of the object."""
+
+    call: int
+    text: str = ""
+    error: bool = False
+    late: bool = False
+    failed: str = ""
+
+
+_REPORT, _OUTCOME = TypeAdapter(ToolReport), TypeAdapter(CallOutcome)
+
+
+class ToolProcess:
+    """A process that answers calls, any number at once. `ended`: why it answers nothing more."""
+
+    def __init__(
+        self, child: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, report: ToolReport
+    ) -> None:
+        self.report, self.ended = report, ""
+        self._child, self._reader, self._writer = child, reader, writer
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[CallOutcome]] = {}
+        self._retired = False
+        self._reading = asyncio.ensure_future(self._read())
+
+    @classmethod
+    async def start(cls, setup: Mapping[str, Any], timeout_s: float) -> ToolProcess:
+        """Start a process and have it make the tool. Raises as `ChildProcess.handshake`."""
+        child = ChildProcess("megarl.tools.process_worker", f"a process of the tool {setup['path']!r}")
+        given = json.dumps(setup).encode()
+        greeting = asyncio.ensure_future(asyncio.to_thread(child.handshake, given, timeout_s))
+        try:
+            report = _REPORT.validate_python(await asyncio.shield(greeting))
+            reader, writer = await asyncio.open_connection(sock=child.connection)
+        except BaseException as error:
+            child.kill()
+            await asyncio.wait([greeting], timeout=GRACE_S)  # nothing reads from a connection that is closed
+            child.close()
+            if isinstance(error, ValidationError):
+                raise ValueError(f"it is no tool: {error.errors()[0]['loc'][-1]} is wrong or missing") from error
+            raise
+        return cls(child, reader, writer, report)
+
+    async def ask(self, content: Mapping[str, Any], timeout_s: float, grace_s: float = GRACE_S) -> CallOutcome:
+        """Send a call and return what it came to.
+
+        Raises TimeoutError if there is no answer within `timeout_s` and `grace_s`, and ProcessEndedError.
+        """
+        if self.ended:
+            raise ProcessEndedError(self.ended)
+        number = next(self._numbers)
+        future = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"call": number, "timeout_s": timeout_s, **content})
+            async with asyncio.timeout(timeout_s + grace_s):
+                return await future
+        except asyncio.CancelledError:
+            if not self.ended:
+                self._send({"call": number, "cancel": True})
+            raise
+        finally:
+            del self._open[number]
+            self._end_if_retired()
+
+    def retire(self) -> None:
+        """End the process as soon as it has no calls; whoever has it makes no new ones."""
+        self._retired = True
+        self._end_if_retired()
+
+    def kill(self, reason: str) -> None:
+        """Kill the process and all that it has started; its calls end with ProcessEndedError. May be repeated."""
+        if self.ended:
+            return
+        self.ended = reason
+        self._writer.transport.abort()
+        self._child.kill()
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(ProcessEndedError(reason))
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._writer.write(framed(json.dumps(message).encode()))
+
+    def _end_if_retired(self) -> None:
+        if self._retired and not self._open:
+            self.kill("it was ended after a call that had taken too long")
+
+    async def _read(self) -> None:
+        """Hand out answers until the process ends, or sends something else."""
+        try:
+            while True:
+                outcome = checked_answer(await read_frame(self._reader, MAX_MESSAGE), _OUTCOME)
+                future = self._open.get(outcome.call)
+                if future is not None and not future.done():
+                    future.set_result(outcome)
+        except (OSError, EOFError):
+            self.kill(self.ended or f"its process ended during the call: {self._child.ending()}")
+        except (FrameError, AnswerError) as error:
+            self.kill(f"its process sent {error}")
+
+
+class _Place:
+    """The place of one process of a tool: it is started when it is needed, and another one when it has ended."""
+
+    def __init__(self, setup: Mapping[str, Any], start_timeout_s: float) -> None:
+        self._setup, self._start_timeout_s = setup, start_timeout_s
+        self.current: ToolProcess | None = None
+        self._starting: asyncio.Future[ToolProcess] | None = None
+        self._all: set[ToolProcess] = set()
+        self._closed = False
+
+    async def process(self) -> ToolProcess:
+        """Return the process that answers calls. Raises what `ToolProcess.start` raises."""
+        if self._closed:
+            raise ValueError("it is closed")
+        if self.current is not None and not self.current.ended:
+            return self.current
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(ToolProcess.start(self._setup, self._start_timeout_s))
+            self._starting.add_done_callback(self._started)
+        return await asyncio.shield(self._starting)
+
+    def _started(self, starting: asyncio.Future[ToolProcess]) -> None:
+        self._starting = None
+        if starting.cancelled() or starting.exception() is not None:
+            return
+        self.current = starting.result()
+        self._all = {each for each in self._all if not each.ended} | {self.current}
+        if self._closed:
+            self.current.kill("it was closed")
+
+    def retire(self, process: ToolProcess) -> None:
+        """Make no further calls of a process; it ends with those that it has."""
+        self.current = None if self.current is process else self.current
+        process.retire()
+
+    def close(self) -> None:
+        """Kill every process; no further one is started."""
+        self._closed = True
+        for each in self._all:
+            each.kill("it was closed")
+        if self._starting is not None:
+            self._starting.cancel()
+
+
+class ProcessTool:
+    """A tool in `processes` processes, which either have one call at a time (a function), or any number (an object).
+
+    A call that does not end in time is an error, and its process is killed with all that it has started: at once if it
+    answers nothing, else as soon as its other calls have ended. So is one whose process ends by itself. The next call
+    has a new process, and what an object kept is lost. A call that was open when its process ended is repeated once if
+    the tool is `idempotent`, else it is an error, because it may have been done.
+
+    Raises ValueError if it is no tool, TimeoutError if a process is not ready within `start_timeout_s`, and StartError.
+    """
+
+    def __init__(self, setup: Mapping[str, Any], *, processes: int, start_timeout_s: float) -> None:
+        """Made by `function_tool` and `class_tool`."""
+        search = [entry or os.getcwd() for entry in sys.path]
+        self._path, self._alone = setup["path"], setup["is_function"]
+        self._places = [_Place({**setup, "search": search}, start_timeout_s) for _ in range(processes)]
+        self._lock, self._closed = threading.Lock(), False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"megarl-tool-{self._path}", daemon=True)
+        self._thread.start()
+        self._free: asyncio.Queue[_Place] = asyncio.Queue()
+        for place in self._places:
+            self._free.put_nowait(place)
+        try:
+            report = self._wait_for(self._places[0].process(), start_timeout_s + JOIN_S).report
+        except BaseException:
+            self._end()
+            raise
+        self.name: str = setup["name"] or report.name
+        self.description, self.parameters = report.description, report.parameters
+        self.idempotent: bool = setup["idempotent"] or report.idempotent
+
+    async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
+        """Call the tool. Raises ToolRaisedError if an object raises: that is a mistake in the tool, not the model's."""
+        with self._lock:
+            if self._closed:
+                return self._error("it is closed")
+            future = asyncio.run_coroutine_threadsafe(self._answer(dict(arguments), timeout_s), self._loop)
+        return await asyncio.wrap_future(future)
+
+    async def close(self) -> None:
+        """Have the object close what it has, and kill the processes. Raises ToolRaisedError if the object raises."""
+        await asyncio.to_thread(self._end)
+
+    def _wait_for(self, work: Coroutine[Any, Any, WorkResult], timeout_s: float) -> WorkResult:
+        """Run a coroutine in the thread of the processes; raises TimeoutError."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._wait_for(self._end_processes(), CLOSE_S + JOIN_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(JOIN_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    async def _end_processes(self) -> None:
+        process, failed = self._places[0].current, ""
+        if process is not None and not self._alone:
+            with contextlib.suppress(TimeoutError, ProcessEndedError):  # it is killed in any case
+                failed = (await process.ask({"close": True}, CLOSE_S)).failed
+        for place in self._places:
+            place.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            await asyncio.wait(tasks, timeout=2 * GRACE_S)
+        if failed:
+            raise ToolRaisedError(failed)
+
+    async def _answer(self, arguments: dict[str, Any], timeout_s: float) -> ToolAnswer:
+        """Answer one call, in the thread of the processes."""
+        deadline = self._loop.time() + timeout_s
+        if not self._alone:
+            return await self._answer_by(self._places[0], arguments, timeout_s, deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                place = await self._free.get()
+        except TimeoutError:
+            return self._error(f"none of its {len(self._places)} processes became free in {timeout_s:g} s")
+        try:
+            return await self._answer_by(place, arguments, timeout_s, deadline)
+        except asyncio.CancelledError:
+            if place.current is not None:
+                place.current.kill("its call was cancelled")
+            raise
+        finally:
+            self._free.put_nowait(place)
+
+    async def _answer_by(
+        self, place: _Place, arguments: dict[str, Any], timeout_s: float, deadline: float
+    ) -> ToolAnswer:
+        repeated, grace_s = False, 0.0 if self._alone else GRACE_S
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    process = await place.process()
+            except TimeoutError:
+                return self._error(f"its process was not ready in {timeout_s:g} s")
+            except (ValueError, OSError, StartError) as error:
+                return self._error(f"its process does not start: {error}")
+            try:
+                left_s = max(0.01, deadline - self._loop.time())
+                outcome = await process.ask({"arguments": arguments}, left_s, grace_s)
+            except TimeoutError:
+                process.kill("its process was killed, because another call of it did not end in time")
+                return self._error(f"it did not answer in {timeout_s:g} s and was killed")
+            except ProcessEndedError as ended:
+                if self.idempotent and not repeated and deadline - self._loop.time() > GRACE_S:
+                    repeated = True
+                    continue
+                return self._error(str(ended))
+            if outcome.late:
+                place.retire(process)
+                return self._error(f"it did not answer in {timeout_s:g} s")
+            if outcome.failed:
+                raise ToolRaisedError(outcome.failed)
+            return ToolAnswer(outcome.text, outcome.error)
+
+    def _error(self, message: str) -> ToolAnswer:
+        return ToolAnswer(f"error: {self.name}: {message}", error=True)
+
+
+def class_tool(
+    path: str, *, name: str | None = None, kwargs: Mapping[str, Any] | None = None, start_timeout_s: float = 120.0
+) -> ProcessTool:
+    """Return the object of the class at an import path, in one process that answers all calls.
+
+    `kwargs`: arguments of the class. Raises as `ProcessTool`.
+    """
+    setup = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "is_function": False, "memory_bytes": None}
+    return ProcessTool({**setup, "idempotent": False}, processes=1, start_timeout_s=start_timeout_s)
+
+
+def function_tool(
+    function: str,
+    *,
+    name: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    processes: int = 1,
+    idempotent: bool = False,
+    memory_gib: float | None = 4.0,
+    start_timeout_s: float = 120.0,
+    max_characters: int = MAX_CHARACTERS,
+) -> ProcessTool:
+    """Return the function at an import path as a tool, in `processes` processes, each with one call at a time.
+
+    `kwargs`: arguments that are bound, and that the model does not see; `{env: NAME}` for a secret. `memory_gib`: what
+    each process may allocate; None: no limit. `idempotent`: whether the function may be called again for a call whose
+    answer was lost. Raises as `ProcessTool`.
+    """
+    if processes < 1:
+        raise ValueError(f"the tool function {function!r} needs at least one process, not {processes}")
+    setup = {
+        "path": function,
+        "name": name,
+        "kwargs": dict(kwargs or {}),
+        "is_function": True,
+        "idempotent": idempotent,
+        "memory_bytes": None if memory_gib is None else int(memory_gib * GIB),
+        "max_characters": max_characters,
+    }
+    return ProcessTool(setup, processes=processes, start_timeout_s=start_timeout_s)

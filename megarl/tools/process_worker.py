@@ -1,0 +1,186 @@
+"""The program of a process that has a tool of a user's (`megarl.common.child_program`), in JSON.
+
+The setup names a class or a function. An object of the class answers any number of calls at once, each under its
+number; a message with `close` closes it, and one with `cancel` gives up the call of that number. A function answers one
+call after the other, outside of any event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import selectors
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.common.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
+from megarl.common.frames import framed, read_frame
+from megarl.common.secret_references import resolved
+from megarl.tools.bounded_text import bounded
+from megarl.tools.function_schema import DescribedFunction, describe, import_function
+from megarl.tools.tool import Tool, ToolAnswer
+
+MAX_MESSAGE = 1 << 24  # bytes
+MAX_CHARACTERS = 1_000_000  # of an answer, whose characters have up to 12 bytes in JSON
+LATE_S = 0.5  # after its time, when a call is given up here: a tool may say in its own words that it was too slow
+_OF_TOOL = ("name", "description", "parameters", "idempotent")
+
+
+def made(path: str, name: str | None, kwargs: Mapping[str, Any]) -> Tool:
+    """Return the tool of the class at an import path. Raises ValueError that says what is wrong with it."""
+    module, _, attribute = path.partition(":")
+    try:
+        tool: Tool = getattr(importlib.import_module(module), attribute)(**kwargs)
+    except Exception as error:
+        raise ValueError(f"its class failed with {type(error).__name__}: {error}") from error
+    if name is not None:
+        tool.name = name
+    missing = [each for each in _OF_TOOL if not hasattr(tool, each)]
+    missing += [
+        f"async {each}" for each in ("call", "close") if not inspect.iscoroutinefunction(getattr(tool, each, None))
+    ]
+    if missing:
+        raise ValueError(f"its class has no {', '.join(missing)}, which a tool needs (megarl/tools/tool.py)")
+    return tool
+
+
+def report_of(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the description of a tool, or the problem that `make` raises."""
+    try:
+        return json.loads(json_bytes(make()))
+    except BaseException as error:
+        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return {"problem": problem[:PROBLEM_CHARACTERS]}
+
+
+# --- a function
+
+
+def serve_function(program: ChildProgram, setup: Mapping[str, Any]) -> None:
+    """Answer calls of a function until the connection is closed."""
+    bound: dict[str, Any] = {}
+    found: list[DescribedFunction] = []
+
+    def make() -> dict[str, Any]:
+        bound.update(resolved(setup["kwargs"], "the tool's kwargs"))
+        found.append(describe(setup["path"], import_function(setup["path"]), bound))
+        return {name: getattr(found[0], name) for name in ("name", "description", "parameters")}
+
+    report = report_of(make)
+    program.send(json_bytes(report))
+    while "problem" not in report:
+        try:
+            message = json.loads(program.receive())
+        except (EOFError, ConnectionResetError):
+            return
+        given = answer(found[0], bound, message["arguments"], setup["max_characters"])
+        program.send(json_bytes({"call": message["call"], **given}))
+
+
+def answer(
+    tool: DescribedFunction, bound: Mapping[str, Any], arguments: Mapping[str, Any], limit: int
+) -> dict[str, Any]:
+    """Call the function; any exception of it is an answer."""
+    try:
+        checked = tool.checked(arguments)
+    except ValueError as error:
+        return {"text": bounded(f"error: {error}", limit), "error": True}
+    try:
+        value = tool.function(**checked, **bound)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return {"text": bounded(text, limit)}
+    except BaseException as error:
+        traceback.print_exc()  # into the log: the model sees only the last line
+        return {"text": bounded(f"error: {type(error).__name__}: {error}", limit), "error": True}
+
+
+async def _awaited(value: Any) -> object:  # noqa: ANN401  # whatever an async function returns
+    return await value
+
+
+# --- an object of a class
+
+
+async def serve_object(program: ChildProgram, setup: Mapping[str, Any]) -> None:
+    """Answer calls of an object until the connection is closed."""
+    found: list[Tool] = []
+
+    def make() -> dict[str, Any]:
+        found.append(made(setup["path"], setup["name"], setup["kwargs"]))
+        return {name: getattr(found[0], name) for name in _OF_TOOL}
+
+    report = report_of(make)
+    program.send(json_bytes(report))
+    if "problem" in report:
+        return
+    reader, writer = await asyncio.open_connection(sock=program.connection)
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(message: Mapping[str, Any]) -> None:
+        try:
+            ended = await outcome(program, found[0], message)
+            writer.write(framed(json_bytes({"call": message["call"], **ended})))
+        finally:
+            running.pop(message["call"], None)
+
+    while True:
+        try:
+            message = json.loads(await read_frame(reader, MAX_MESSAGE))
+        except (EOFError, OSError):
+            return
+        number = message["call"]
+        if "cancel" not in message:
+            running[number] = asyncio.create_task(run(message))
+        elif number in running:
+            running[number].cancel()
+
+
+async def outcome(program: ChildProgram, tool: Tool, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a call, or closing the tool, has come to: an answer, `late`, or `failed` with the exception."""
+    timeout_s = message["timeout_s"]
+    try:
+        async with asyncio.timeout(timeout_s + LATE_S) as limit:
+            if "close" in message:
+                await tool.close()
+                return {}
+            given: object = await tool.call(message["arguments"], timeout_s=timeout_s)
+        if not isinstance(given, ToolAnswer):
+            return {"failed": f"TypeError: call has to return a ToolAnswer, not {type(given).__name__}"}
+        return {"text": bounded(given.text, MAX_CHARACTERS), "error": bool(given.error)}
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            return {"late": True}
+        traceback.print_exc()  # into the log: the run shows the last line only
+        return {"failed": f"{type(error).__name__}: {error}"[:PROBLEM_CHARACTERS]}
+    finally:
+        program.end_if_forked()
+
+
+def main() -> None:
+    """Serve until the connection is closed."""
+    selector = selectors.DefaultSelector()  # its events are the parent's, which a forked child must not take
+    program, code = ChildProgram(selector.close), 1
+    try:
+        setup = json.loads(program.receive())
+        prepare(setup["search"], setup["memory_bytes"])
+        if setup["is_function"]:
+            serve_function(program, setup)
+        else:
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+                runner.run(serve_object(program, setup))
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)  # threads that a tool started could prevent the interpreter from ending
+
+
+if __name__ == "__main__":
+    main()
