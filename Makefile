@@ -155,7 +155,7 @@ test-slow-system: setup-test  ## Slow whole runs: random kills, learning and its
 test-all: test test-system test-environments test-oracles test-slow-models test-slow-trainer test-slow-pool test-slow-system  ## All of the targets above but test-cluster, test-slow-cluster and test-mcore.
 
 soak: setup  ## A run under faults drawn from a table against one without, and its groups counted again, up to 20 minutes.
-	$(PY) benchmarks/soak.py
+	$(PY) -m benchmarks.chaos.soak
 
 lint: setup-test  ## ruff, mypy and the layers (import-linter).
 	$(PY) -m ruff check .

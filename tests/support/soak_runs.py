@@ -77,7 +77,6 @@ class _Run:
                 self._publish()
         self._file.close()
         (self._run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (self._run_dir / "attempts.json").write_text(json.dumps({"attempts": admission.attempts}))
 
     def _publish(self) -> None:
         self._admission.announce(self._version)
@@ -104,7 +103,7 @@ class _Run:
             plan = lost
         metrics = step_metrics()
         record_batch(metrics, plan, trained_as_planned(plan))
-        values = metrics.reduce()
+        values = metrics.reduce() | {"total/groups_rolled_back": self._admission.counters.rolled_back}
         self._admission.commit(step, **vars(plan.outcome))
         return {"step": step + 1, "time/step": 1.0, **values, **self._totals.add(values)}
 
