@@ -35,6 +35,7 @@ from benchmarks.lib.report import Ratio, finish, new_parser
 if TYPE_CHECKING:
     from megarl.models.gather import TensorPart
     from megarl.models.info import ModelInfo
+    from megarl.weights.backends import Backend
     from megarl.weights.buckets import Bucket, BucketPlan
     from megarl.weights.loaders import ModelLoader
 
@@ -304,7 +305,7 @@ def one_sender(plan: BucketPlan, parts: dict[int, TensorPart]) -> Callable[[], N
     from megarl.weights.transport import Group, GroupMembers
     from megarl.weights.watch import end_key
 
-    nothing = BackendKind("cpu", on_streams=True, make=lambda store, place: NoTransfer())
+    nothing = BackendKind("cpu", on_streams=True, make=lambda store, place: cast("Backend", NoTransfer()))
     cpu = torch.device("cpu")
     packer = BucketPacker(plan, 0, cpu)
     gathers = build_gathers(parts, packer.requests(), cpu, GlooWaiter())

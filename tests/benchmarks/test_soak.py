@@ -291,7 +291,7 @@ def uncovered_token(row: dict[str, Any]) -> dict[str, Any]:
         (rows(lambda row: row | {"status": "failed"}), "counts"),
         (rows(lambda row: row | {"reward": 1.0}), "counts"),
         (a_restart_untold, "engines"),
-        (lambda run_dir: (run_dir / "attempts.json").write_text('{"attempts": 27}'), "groups"),
+        (metric("total/groups_rolled_back", 1, step=7), "groups"),
     ],
 )  # fmt: skip
 def test_a_changed_file_is_found(tmp_path: Path, tamper: Callable[[Path], None], check: str) -> None:
