@@ -1,4 +1,4 @@
-"""What tests may use of the soak: its faults, the runs that they hit, and what is judged of them."""
+"""The part of the soak that tests may use: its faults, the runs that they hit, and what is judged of them."""
 
 from __future__ import annotations
 
