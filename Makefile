@@ -187,7 +187,7 @@ nightly-slurm: setup-test  ## Jobs on a real SLURM that are queued again (root, 
 	$(PY) -m pytest -m slow tests/jobs/test_slurm.py tests/jobs/test_slurm_lost_node.py
 
 soak: setup  ## A run under faults drawn from a table against one without, and its groups counted again, up to 20 minutes.
-	$(PY) benchmarks/soak.py
+	$(PY) -m benchmarks.chaos.soak
 
 lint: setup-test  ## ruff, mypy, the layers (import-linter), and what the tree, its waits, locks and pages must be.
 	$(PY) -m ruff check .

@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Asynchronous against synchronous training on response lengths with a long tail.
 
-    python benchmarks/async_vs_sync.py [--json FILE] [--quick]
+    python -m benchmarks.async_vs_sync [--json FILE] [--quick]
 
 Real runs (torchrun, vLLM, Ray) that differ in the sections `admission` and `rollout` only (`MODES`). The trainer has
 one core and the engine another one, in all modes; controller, queue and rewards may use both. The model
-(benchmarks/length_model.py) ends most responses early and a few late; the run's own samples must have a 99th
+(benchmarks/lib/length_model.py) ends most responses early and a few late; the run's own samples must have a 99th
 percentile of at least 10 times the median.
 
 First the number of groups per step is chosen so that generation and training each take about half of a synchronous
@@ -20,6 +19,8 @@ steps follow as rollout may be ahead, so that as many responses are generated in
   and Ttrain (its passes) of the synchronous runs. It would be 1 if the shorter one were hidden completely. It may be
   above 1, because an engine that never runs empty also generates faster;
 - balance and tail: what the two numbers above rest on.
+
+It takes about half an hour, with --quick a few minutes.
 """
 
 from __future__ import annotations
@@ -31,14 +32,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT / "benchmarks"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-from length_model import LengthClass, quantile, write_model, write_prompts  # noqa: E402
-from report import Ratio, add_options, finish  # noqa: E402
-from whole_run import Cores, Window, fresh, measure, median_window, response_lengths, steps_after  # noqa: E402
+from benchmarks.lib.length_model import LengthClass, quantile, write_model, write_prompts
+from benchmarks.lib.report import Ratio, finish, new_parser
+from benchmarks.lib.whole_run import Cores, Window, fresh, measure, median_window, response_lengths, steps_after
 
 SPEED_UP = 1.6
 SHARE_OF_POSSIBLE = 0.9
@@ -73,7 +69,7 @@ def run_config(options: argparse.Namespace, directory: Path, mode: str, groups: 
         "batch": {"groups": groups, "samples_per_group": SAMPLES_PER_GROUP},
         "sampling": {"max_tokens": options.max_tokens},
         "data": {"path": str(directory / "prompts.jsonl")},
-        "reward": {"function": "benchmarks.length_model:letter_share"},
+        "reward": {"function": "benchmarks.lib.length_model:letter_share"},
         "rollout": {"max_num_seqs": options.max_num_seqs},
         "telemetry": {"samples_per_step": groups * SAMPLES_PER_GROUP, "tensorboard": False},
     }
@@ -160,8 +156,7 @@ def tail_row(lengths: Sequence[int]) -> Ratio:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each mode, in turn")
     parser.add_argument("--steps", type=int, default=16, help="steps of a run that are measured, a multiple of 4")
     parser.add_argument("--skip", type=int, default=8, help="steps that are not measured, at the start of a run")

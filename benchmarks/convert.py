@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Checkpoint conversion compared with `cp -r` of the same bytes: speed and private memory, for dense and MoE models.
 
-    python benchmarks/convert.py [--json FILE] [--layers N] [--rounds N] [--workers N] [--dir DIR] [--quick]
+    python -m benchmarks.convert [--json FILE] [--layers N] [--rounds N] [--workers N] [--dir DIR] [--quick]
 
 The bf16 weights are generated: `dense` in the real shape of a 4B model (36 layers, 8.0 GB), `moe` with the 18,867
 tensors of a 30B-A3B (48 layers, 128 experts) at a width that gives 8.4 GB. Numbers are medians of rounds in which the
@@ -14,12 +13,11 @@ whole tree cannot be compared: how many workers copy the interleaved rows of a f
 matter of chance, and a model of few layers has no tensor for each of them.
 
 What a run has made is deleted before the next one begins, so that no more than one copy of a model lies on the disk
-beside the sources: 26 GB at most.
+beside the sources: 26 GB at most. It takes about half an hour; --quick, with small models, two minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -37,17 +35,13 @@ from typing import Any
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from report import Ratio, add_options, finish
-
+from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 from megarl.models.export import ExportedTensor, plan_files
 from megarl.models.info import ModelInfo
 from megarl.models.read_config import info_from_config
 from megarl.models.safetensors_io import SafetensorsWriter, TensorHeader, write_index
 from megarl.models.shards import table
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMAND_TIMEOUT_S = 3600.0  # ends a command that hangs; the slowest one takes minutes
 SPEED_BOUND, MOE_BOUND, MEMORY_BOUND_GIB = 2.0, 1.5, 1.5
 GROWTH_BOUND = 1.25  # of the private memory of a process from a model of 2 GB to one of 8 GB
@@ -194,26 +188,33 @@ def measure_speed(kind: str, models: Sequence[BenchModel], rounds: int) -> list[
             copied[model.name].append(timed(copy_command(source, copy), copy))
             drop_caches([source])
             converted[model.name].append(timed(model.command(kind), model.target(kind)))
-    rows, per_byte = [], {}
+    found = {}
     for model in models:
         source, copy = model.source(kind), model.work / "copy"
         warm_copy = timed(copy_command(source, copy), copy)
         warm = timed(model.command(kind), model.target(kind))
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
-        seconds = statistics.median(converted[model.name])
-        per_byte[model.name] = seconds / size
-        details = {
+        found[model.name] = {
             "bytes": size,
             "seconds": converted[model.name],
             "cp_seconds": copied[model.name],
-            "gb_per_s": size / seconds / 1e9,
             "warm_ratio": warm / warm_copy,
             "caches": how,
             "workers": model.workers,
             "load": os.getloadavg()[0],
         }
-        ratio = seconds / statistics.median(copied[model.name])
-        rows.append(Ratio(f"{model.name}_{kind}", ratio, SPEED_BOUND, details=details))
+    return speed_rows(kind, found)
+
+
+def speed_rows(kind: str, measured: dict[str, dict[str, Any]]) -> list[Ratio]:
+    """Return the rows of a conversion's speed. `measured`: by model, with its bytes and the seconds of the rounds."""
+    rows, per_byte = [], {}
+    for name, found in measured.items():
+        seconds = statistics.median(found["seconds"])
+        per_byte[name] = seconds / found["bytes"]
+        details = {**found, "gb_per_s": found["bytes"] / seconds / 1e9}
+        ratio = seconds / statistics.median(found["cp_seconds"])
+        rows.append(Ratio(f"{name}_{kind}", ratio, SPEED_BOUND, details=details))
     if per_byte.keys() >= {"dense", "moe"}:
         rows.append(Ratio(f"moe_{kind}_per_byte of dense", per_byte["moe"] / per_byte["dense"], MOE_BOUND))
     return rows
@@ -307,13 +308,13 @@ def largest_tensor(info: ModelInfo) -> int:
     return max(2 * torch.Size(entry.shard_shape(0, 1)).numel() for entry in table(info).values())
 
 
-def small_memory(name: str, config: dict[str, Any], work: Path, workers: int) -> dict[str, dict[str, int]]:
-    """Return the peaks of both conversions of a model that is made for this and deleted, of SMALL_RUNS each."""
+def small_memory(name: str, config: dict[str, Any], work: Path, workers: int, count: int) -> dict[str, dict[str, int]]:
+    """Return the peaks of both conversions of a model that is made for this and deleted, of `count` runs each."""
     model = make(name, config, work, workers)
     peaks: dict[str, dict[str, int]] = {}
     for kind in KINDS:
         runs = []
-        for _ in range(SMALL_RUNS):
+        for _ in range(count):
             shutil.rmtree(model.target(kind), ignore_errors=True)
             runs.append(private_memory(model.command(kind)))
         peaks[kind] = {part: max(run[part] for run in runs) for part in runs[0]}
@@ -340,23 +341,25 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=DENSE_LAYERS, help="of the dense model; moe scales with it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4, help="default: the converter's own default")
     parser.add_argument("--dir", type=Path, help="directory for up to 26 GB (default: a temporary directory)")
     parser.add_argument("--only", choices=["dense", "moe"])
     options = parser.parse_args()
+    small_layers, small_runs = SMALL, SMALL_RUNS
     if options.quick:
-        options.layers, options.rounds = 2, 1
+        options.layers, options.rounds, small_layers, small_runs = 2, 1, {"dense": 1, "moe": 1}, 1
     shapes = {"dense": dense_config, "moe": moe_config}
     layers = {"dense": options.layers, "moe": max(1, options.layers * MOE_LAYERS // DENSE_LAYERS)}
     names = [name for name in shapes if options.only in (None, name)]
     rows: list[Ratio] = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="convert-") as directory:
         small = {
-            name: small_memory(name, shapes[name](SMALL[name]), Path(directory, name), options.workers)
+            name: small_memory(
+                name, shapes[name](small_layers[name]), Path(directory, name), options.workers, small_runs
+            )
             for name in names
         }
         models = [make(name, shapes[name](layers[name]), Path(directory, name), options.workers) for name in names]

@@ -1,8 +1,6 @@
-#!/usr/bin/env python3
 """The door against vLLM's own server: the same model, engine settings, requests and machine, in the same run.
 
-    python benchmarks/door.py [--json FILE] [--quick] [--rounds N]
-    python benchmarks/door.py --sessions 2000 [--json FILE] [--quick]
+    python -m benchmarks.door [--json FILE] [--quick] [--rounds N]
 
 Both servers run at the same time, each with one engine, and are asked in turn: 64 clients that send token ids to
 /inference/v1/generate, each as soon as it has its answer, with log-probs. The model is that of the race's long task
@@ -12,18 +10,12 @@ Both servers run at the same time, each with one engine, and are asked in turn: 
 - The door with a session for each client, which records every turn, / the door without, by the same requests.
 - The same for chats in sessions, which the door also renders and decodes; vLLM's server has no chats in this form.
 
-With `--sessions` only the door is measured, over an engine with a small model, so that it is the door that counts: so
-many clients (door_sessions.py), in a process of their own, each with a session of two turns of 16 tokens. The row is
-the share of sessions that the door has recorded whole; its details are the seconds for all of them, the latencies of
-the turns, and the memory of the door's process.
-
 vLLM's server gets the environment of megarl's engines (one thread for the model, and no compilation on a CPU), without
-which it would compute with other settings.
+which it would compute with other settings. It takes about ten minutes, with --quick two.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -42,15 +34,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT / "benchmarks"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+import aiohttp
 
-import aiohttp  # noqa: E402
-import psutil  # noqa: E402
-from length_model import LengthClass, write_model  # noqa: E402
-from report import Ratio, add_options, finish  # noqa: E402
+from benchmarks.lib.length_model import LengthClass, write_model
+from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 
 CONCURRENT = 64
 PROMPT_TOKENS = 32
@@ -59,8 +46,6 @@ START_S = 600.0
 REQUEST_S = 300.0
 SIZE = {"hidden": 448, "layers": 11}
 SESSIONS, CHATS = "the door with sessions", "the door with chats in sessions"
-SESSION_TOKENS = 16  # of a turn of many sessions
-SESSIONS_S = 3600.0
 SMALL = {"hidden": 128, "layers": 2}
 BOUNDS = {128: 1.1, 16: 1.5}  # tokens of a response: bound of door / vLLM's server
 
@@ -220,53 +205,6 @@ def door(model: Path, directory: Path) -> Iterator[Server]:
         yield Server("the door", found["url"], Path(found["token_file"]).read_text().strip())
 
 
-def door_mib(port: int) -> float:
-    """Return the private memory of the process that listens at a port, in MiB."""
-    listening = [each for each in psutil.net_connections("tcp") if each.status == "LISTEN"]
-    [pid] = {each.pid for each in listening if getattr(each.laddr, "port", None) == port}
-    return float(psutil.Process(pid).memory_full_info().uss) / 2**20
-
-
-def recorded_turns(server: Server, count: int) -> int:
-    """Return how many of the clients' sessions have two turns, the second of which continues the first."""
-    import urllib.request
-
-    whole = 0
-    for number in range(count):
-        headers = {"Authorization": f"Bearer {server.token}"}
-        request = urllib.request.Request(f"{server.url}/v1/sessions/many-{number}", headers=headers)
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
-            turns = json.load(answer)["turns"]
-        lengths = [len(turn["response_ids"]) for turn in turns]
-        whole += lengths == [SESSION_TOKENS] * 2 and turns[1]["parent"] == turns[0]["number"]
-    return whole
-
-
-def many_sessions(server: Server, count: int, vocabulary: int, machine: str) -> Ratio:
-    """Let the clients act; return the row."""
-    port = int(server.url.rpartition(":")[2])
-    before = door_mib(port)
-    program = str(ROOT / "benchmarks/door_sessions.py")
-    command = [sys.executable, program, server.url, str(count), "--tokens", str(SESSION_TOKENS)]
-    done = subprocess.run(
-        [*command, "--vocabulary", str(vocabulary)], input=f"{server.token}\n", stdout=subprocess.PIPE, text=True,
-        timeout=SESSIONS_S, check=True,
-    )  # fmt: skip
-    after = door_mib(port)
-    return sessions_row(count, recorded_turns(server, count), json.loads(done.stdout), (before, after), machine)
-
-
-def sessions_row(count: int, whole: int, seen: dict[str, Any], memory: tuple[float, float], machine: str) -> Ratio:
-    """Return the row of many sessions. `seen`: what the clients have measured; `memory`: before and after them."""
-    details: dict[str, Any] = {"seconds for all": round(seen["seconds"], 1), "most requests at once": seen["most_open"]}
-    for name, latencies in zip(("first", "second"), seen["latencies"], strict=True):
-        cuts = statistics.quantiles(latencies, n=100)
-        details[f"{name} turn, s"] = f"median {cuts[49]:.2f}, 99th percentile {cuts[98]:.2f}"
-    details["door, MiB before and after"] = [round(each) for each in memory]
-    name = f"{count} sessions at once: recorded whole / asked for"
-    return Ratio(name, whole / count, 1.0, True, details | {"machine": machine})
-
-
 def rows_of(taken: dict[tuple[str, int], list[float]], counts: dict[int, int], machine: str) -> list[Ratio]:
     """Return the rows of the report. `taken`: seconds of each round by server and tokens."""
     rows = []
@@ -309,21 +247,16 @@ def compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sessions", type=int, metavar="N", help="so many sessions at once, and nothing else")
     options = parser.parse_args()
     end_on_sigterm()
     machine = f"{len(os.sched_getaffinity(0))} cores"
     with tempfile.TemporaryDirectory(prefix="door-") as name:
         directory = Path(name)
-        size = SMALL if options.quick or options.sessions else SIZE
+        size = SMALL if options.quick else SIZE
         print(f"{write_model(directory / 'model', (LengthClass(1.0, 110),), **size)} parameters")
         vocabulary = int(json.loads((directory / "model" / "config.json").read_text())["vocab_size"])
-        if options.sessions:
-            with door(directory / "model", directory) as ours:
-                return finish([many_sessions(ours, options.sessions, vocabulary, machine)], options)
         counts = {128: CONCURRENT, 16: CONCURRENT} if options.quick else {128: 4 * CONCURRENT, 16: 16 * CONCURRENT}
         taken = compare(directory, counts, 1 if options.quick else options.rounds, vocabulary)
     return finish(rows_of(taken, counts, machine), options)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A first test on a machine with one CUDA device, at most half an hour: what only a device can show, with bounds.
 
     python benchmarks/gpu_smoke.py [--steps a,b] [--json FILE] [--append docs/gpu.md] [--device cuda|cpu]
@@ -18,9 +17,9 @@ shows before its end where it is):
 - two_ranks: TP 2 on one device, over gloo
 - te: Transformer Engine's packed attention, grouped product and fused weight gradient (left out if not installed)
 
-`--device cpu` runs the same code with tiny shapes on the CPU platform (the step `streams` on the simulated streams of
-tests/support); its times say nothing about a GPU. `--append` adds the table with the device, the date and the versions
-to a page. Exit status: 0 if all bounds hold, 1 if not, 2 without a CUDA device.
+`--device cpu`, or `--quick`, runs the same code with tiny shapes on the CPU platform, in five minutes, without the
+steps `streams` and `te`; its times say nothing about a GPU. `--append` adds the table with the device, the date and
+the versions to a page. Exit status: 0 if all bounds hold, 1 if not, 2 without a CUDA device.
 """
 
 from __future__ import annotations
@@ -43,9 +42,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from smoke.rows import StepResult, Where, read_step, table, write_step
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+if str(REPOSITORY) not in sys.path:  # it runs as a script, before anything is installed
+    sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.smoke.rows import StepResult, Where, read_step, table, write_step  # noqa: E402
+
 DUMP_BEFORE_S = 10.0  # the end of a step's time, at which a step that hangs shows where
 SHOWN = 4000  # last characters of what a failed step has printed
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "vllm", "transformers", "nvidia-nccl-cu13")
@@ -53,7 +56,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "vllm", "transformer
 
 @dataclass(frozen=True)
 class Step:
-    """A function `module:name` of the package smoke, and the seconds after which its process is ended."""
+    """A function `module:name` of the package benchmarks.smoke, and the seconds after which its process is ended."""
 
     function: str
     limit_s: float
@@ -113,7 +116,7 @@ def run_in_process(name: str, device: str, path: Path, dump_at: float | None) ->
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     where = Where(torch.device(device), tiny=device == "cpu")
-    rows, left_out = getattr(importlib.import_module(f"smoke.{module}"), function)(where)
+    rows, left_out = getattr(importlib.import_module(f"benchmarks.smoke.{module}"), function)(where)
     write_step(path, rows, left_out)
     sys.stdout.flush()
     # Not through the interpreter's end: a group with a pending collective waits there.
@@ -145,6 +148,7 @@ def append(page: Path, results: Sequence[StepResult], device: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--quick", action="store_const", dest="device", const="cpu", help="as --device cpu")
     parser.add_argument("--steps", default=",".join(STEPS), help="comma-separated (default: all)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--append", type=Path, help="append the table to this page")

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Accuracy that asynchronous training reaches on the quickstart's task, against synchronous training.
 
-    python benchmarks/learning.py [--json FILE] [--quick]
+    python -m benchmarks.learning [--json FILE] [--quick]
 
 Runs the quickstart's config (examples/rl/configs/quickstart_cpu.yaml) for each seed in two ways: as it is, and with
 `admission.mode: async`, a bound on staleness of 4 updates and a publication every 4 updates, so that truncated
@@ -10,13 +9,13 @@ importance sampling is on. Nothing else differs. Each run is evaluated before an
 
 One row per seed and kind of sampling: what synchronous training has gained more, in points of accuracy. It may be below
 0. A further row checks that the asynchronous runs were asynchronous: the largest staleness of what was trained.
+
+It takes about ten minutes, with --quick three.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,15 +25,9 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT / "benchmarks"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+from benchmarks.lib.report import Ratio, finish, new_parser
+from benchmarks.lib.whole_run import QUICKSTART, fresh, make_assets, train
 
-from report import Ratio, add_options, finish  # noqa: E402
-from whole_run import environment, fresh, train  # noqa: E402
-
-CONFIG = ROOT / "examples" / "rl" / "configs" / "quickstart_cpu.yaml"
 POINTS = 3.0
 STALENESS = 4
 SAMPLES = 8
@@ -57,7 +50,7 @@ class LearningResult:
 
 def run_config(assets: Path, run_dir: Path, mode: str, seed: int, steps: int | None) -> dict[str, Any]:
     """Return the quickstart's config with a mode, a seed and the paths of `assets`."""
-    config: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    config: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     config["run"] |= {"dir": str(run_dir), "seed": seed, "export": False} | ({"steps": steps} if steps else {})
     config["model"]["path"] = str(assets / "model")
     config["data"]["path"] = str(assets / "train.jsonl")
@@ -107,8 +100,7 @@ def rows_of(outcomes: Mapping[str, Sequence[LearningResult]], seeds: Sequence[in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--assets", type=Path, help="those of `make quickstart`; made anew if not given")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one run may take")
@@ -122,8 +114,7 @@ def main() -> int:
         directory.mkdir(parents=True, exist_ok=True)
         assets = (options.assets or directory / "assets").resolve()
         if options.assets is None:
-            command = [sys.executable, "-m", "megarl.quickstart", "--out", str(assets)]
-            subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=options.timeout)
+            make_assets(assets)
         outcomes: dict[str, list[LearningResult]] = {mode: [] for mode in MODES}
         for seed in options.seeds:
             for mode, measured in outcomes.items():

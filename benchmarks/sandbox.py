@@ -1,19 +1,17 @@
-#!/usr/bin/env python3
 """Programs per second in the sandbox, each in a fresh process, against the bound of 50 on two cores.
 
-    python benchmarks/sandbox.py --json sandbox.json
+    python -m benchmarks.sandbox --json sandbox.json
 
 The sandbox runs as many programs at once as it has places, one for each core; `--slots` gives another number. The rate
 of plain interpreters, started in the same way without a sandbox, is there for comparison. All programs print a number.
 
 Then programs are killed that would run on, each with a process in a session of its own: by their time limit, by the
 end of the sandbox, and with the process that runs them. What is left of them after 10 s is counted; if anything is, the
-exit status is 1, of a quick run too.
+exit status is 1, of a quick run too. It takes about two minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import subprocess
@@ -24,12 +22,9 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from report import Ratio, add_options, finish
-
+from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 from megarl.sandbox.availability import sandbox_problem
 from megarl.sandbox.bounds import Limits, RunResult, SandboxError
 from megarl.sandbox.guard import marked
@@ -140,23 +135,14 @@ def left_after_close(slots: int) -> int:
 def left_after_owner(slots: int) -> int:
     """Kill the process that runs programs; return how many processes are left."""
     name = f"m{uuid.uuid4().hex[:12]}"
-    root = str(Path(__file__).resolve().parents[1])
     line = [sys.executable, "-c", OWNER, str(slots), name]
-    owner = subprocess.Popen(line, cwd=root, env={**os.environ, "PYTHONPATH": root})
+    owner = subprocess.Popen(line, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         await_running(name, 2 * slots)
     finally:
         owner.kill()
         owner.wait()
     return left_over(name, owner.pid)
-
-
-def kill(slots: int, rounds: int) -> Ratio:
-    """Return the row of what is left after kills, `rounds` times in each way."""
-    ways = {"time_limit": left_after_limit, "end_of_sandbox": left_after_close, "kill_of_owner": left_after_owner}
-    left = {way: sum(kills(slots) for _ in range(rounds)) for way, kills in ways.items()}
-    details = {**left, "programs": len(ways) * rounds * slots, "processes_each": 2}
-    return Ratio("processes left after kills", float(sum(left.values())), 0.0, details=details)
 
 
 def measure(slots: int | None, count: int, rounds: int) -> list[Ratio]:
@@ -175,18 +161,25 @@ def measure(slots: int | None, count: int, rounds: int) -> list[Ratio]:
         "slots": slots,
         "cores": len(os.sched_getaffinity(0)),
     }
+    ways = {"time_limit": left_after_limit, "end_of_sandbox": left_after_close, "kill_of_owner": left_after_owner}
+    left = {way: sum(kills(slots) for _ in range(rounds)) for way, kills in ways.items()}
+    return rows_of(rate, details, left, len(ways) * rounds * slots)
+
+
+def rows_of(rate: float, details: dict[str, Any], left: dict[str, int], programs: int) -> list[Ratio]:
+    """Return the rows of the report. `left`: processes by the way in which `programs` programs were killed."""
+    kills = {**left, "programs": programs, "processes_each": 2}
     return [
         Ratio("sandboxed programs per second / 50", rate / BOUND, 1.0, at_least=True, details=details),
-        kill(slots, rounds),
+        Ratio("processes left after kills", float(sum(left.values())), 0.0, details=kills),
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--slots", type=int, help="programs at once (default: that of the sandbox, one for each core)")
     parser.add_argument("--programs", type=int, default=500, help="programs that are measured")
     parser.add_argument("--kills", type=int, default=10, help="how often programs are killed in each way, one per slot")
-    add_options(parser)
     options = parser.parse_args()
     if (problem := sandbox_problem()) is not None:
         sys.stderr.write(f"sandbox: {problem}\n")

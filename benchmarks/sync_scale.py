@@ -1,75 +1,65 @@
 """Host cost of a weight sync at the size of large models, without a GPU.
 
-    python benchmarks/sync_scale.py [--json FILE] [--runs N] [--layers N] [--model NAME ...]
+    python -m benchmarks.sync_scale [--json FILE] [--runs N] [--layers N] [--model NAME ...]
 
 The tensors have the names, the order and the number of those of the large model, and tiny shapes; buckets are scaled
 down with them, so that they are as many as for the large model. Rows:
 
-- digest: torch operations of one 512 MiB bucket as an accelerator executes them, and its temporary memory;
-- bucket fill: the median size of the buckets of the large model (real shapes, bf16), 512 MiB each;
 - sender: CPU time of all that a trainer rank's host does in a sync if it owns all tensors (the gathers' copies with the
   check of each address, packing, sealing, the report), against a loop of `copy_` over tensors of the same shapes;
-- store: requests to the sync's store and CPU time of its server, with 32 and 128 members;
 - engine: CPU time to check and load all received buckets into a real vLLM model, against a plain `load_weights` of the
   same tensors in one call. In place, as on CUDA, by the copies that the first sync has recorded. That first sync, which
   runs vLLM's loaders, and the layer-wise reload are measured for comparison, without a bound.
 
 Times are CPU seconds of this process with one thread, so that other load counts little; medians of alternating runs.
+A sender has broadcasts that do nothing and gathers without messages. It takes about five minutes, with --quick one.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
+from unittest.mock import patch
 
 import torch
 
-if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
+from benchmarks.lib.report import Ratio, finish, new_parser
+
+if TYPE_CHECKING:
+    from megarl.models.gather import TensorPart
+    from megarl.models.info import ModelInfo
+    from megarl.weights.backends import Backend
     from megarl.weights.buckets import Bucket, BucketPlan
     from megarl.weights.loaders import ModelLoader
-
-ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT / "benchmarks"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-from report import Ratio, add_json, finish  # noqa: E402
-from sync_scale_sender import sender_row, store_rows  # noqa: E402
 
 MODELS = ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
 BUCKET_BYTES = 512 * 2**20
 EXPERT_PARALLEL = 8  # of the trainer, so the number of senders
-DIGEST_OPERATIONS = 192
-TEMPORARIES = 1 / 4  # of a bucket
-FILL = 0.9  # of a bucket
 ENGINE_BOUND = 1.15
-STORE_SYNCS = 4  # per run: each is short
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_json(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--runs", type=int, default=5, help="alternating repetitions (median)")
     parser.add_argument("--layers", type=int, help="only so many layers, for a quick look")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
     options = parser.parse_args()
+    if options.quick:
+        options.runs, options.layers, options.model = 1, 2, MODELS[:1]
 
     from megarl import platforms
 
     platforms.activate()
     torch.set_num_threads(1)
-    rows = digest_rows(BUCKET_BYTES) + store_rows(STORE_SYNCS * options.runs)
+    rows = []
     for name in options.model:
-        rows.append(fill_row(name, options.layers))
         with no_collection():
             bucket_bytes = scaled_bucket_bytes(name, options.layers)
             rows.append(sender_row(name, tiny_config(name, options.layers), bucket_bytes, options.runs))
@@ -77,48 +67,10 @@ def main() -> int:
     return finish(rows, options)
 
 
-def digest_rows(bucket_bytes: int) -> list[Ratio]:
-    """Count operations and temporary memory of the digest of one bucket, on the path that accelerators take."""
-    from megarl.weights.digest import device_row_sums, digest
-    from tests.support.operations import CountOperations
-
-    payload_B = torch.zeros(bucket_bytes, dtype=torch.uint8)
-    digest(payload_B[:8], version=1, bucket=0)  # the coefficients are made once
-    with CountOperations() as counter:
-        digest(payload_B, version=1, bucket=0, row_sums=device_row_sums)
-    temporaries = counter.peak_bytes / bucket_bytes
-    return [
-        Ratio(
-            "digest operations", counter.operations / DIGEST_OPERATIONS, 1.0, details={"operations": counter.operations}
-        ),
-        Ratio(
-            "digest temporaries", temporaries / TEMPORARIES, 1.0, details={"part of a bucket": round(temporaries, 3)}
-        ),
-    ]
-
-
-def fill_row(name: str, layers: int | None) -> Ratio:
-    """Compare the median bucket of the real shapes with the bucket size, for engines that load in place."""
-    from megarl.weights.buckets import RELOAD_LAYER_SPAN, bucket_plan
-    from tests.support.manifests import manifest_of
-
-    manifest = manifest_of(config_of(name, layers), expert_parallel=EXPERT_PARALLEL)
-    fill = {}
-    for span in (None, RELOAD_LAYER_SPAN):
-        plan = bucket_plan(manifest, BUCKET_BYTES, span)
-        fill[span] = statistics.median(bucket.nbytes for bucket in plan.buckets) / BUCKET_BYTES
-    details = {
-        "tensors": len(manifest),
-        "median fill": round(fill[None], 3),
-        "median fill for engines that reload": round(fill[RELOAD_LAYER_SPAN], 3),
-    }
-    return Ratio(f"bucket fill {name}", FILL / fill[None], 1.0, details=details)
-
-
 def engine_rows(name: str, layers: int | None, runs: int) -> list[Ratio]:
     """Time the receiving half on a real vLLM model with the names of the large one."""
+    from benchmarks.lib.vllm_model import vllm_model
     from megarl.weights.loaders import ModelLoader
-    from tests.support.vllm_model import vllm_model
 
     plan = scaled_plan(name, layers)
     tensors = random_tensors(plan)
@@ -139,21 +91,22 @@ def engine_rows(name: str, layers: int | None, runs: int) -> list[Ratio]:
                         times.setdefault(way, []).append(cpu_seconds(receive))
                     if loader.way != way:
                         raise SystemExit(f"the model was loaded another way: {loader.way}")
-    plain, *received = (statistics.median(values) for values in times.values())
-    measured = [
-        ("in place", received[0], ENGINE_BOUND),
-        ("in place, first sync", first, None),
-        ("layer-wise reload", received[1], None),
-    ]
-    facts = {"tensors": len(tensors), "buckets": len(plan.buckets), "load_weights us per tensor": each_us(plain, plan)}
+    plain, in_place, reload = (statistics.median(values) for values in times.values())
+    ways_s = {"in place": in_place, "in place, first sync": first, "layer-wise reload": reload}
+    return engine_rows_of(name, len(tensors), len(plan.buckets), plain, ways_s)
+
+
+def engine_rows_of(name: str, tensors: int, buckets: int, plain: float, ways: dict[str, float]) -> list[Ratio]:
+    """Return the rows of an engine. `plain`: the seconds of a plain load; `ways`: of each other one."""
+    facts = {"tensors": tensors, "buckets": buckets, "load_weights us per tensor": round(plain / tensors * 1e6, 1)}
     return [
         Ratio(
             f"engine {name}, {way}",
             seconds / plain,
-            bound,
-            details=facts | {"us per tensor": each_us(seconds, plan)},
+            ENGINE_BOUND if way == "in place" else None,
+            details=facts | {"us per tensor": round(seconds / tensors * 1e6, 1)},
         )
-        for way, seconds, bound in measured
+        for way, seconds in ways.items()
     ]
 
 
@@ -169,26 +122,22 @@ def load_plainly(model: LoadsWeights, tensors: Sequence[tuple[str, torch.Tensor]
     model.load_weights(tensors)
 
 
-def each_us(seconds: float, plan: BucketPlan) -> float:
-    return round(seconds / len(plan.specs) * 1e6, 1)
-
-
 def config_of(name: str, layers: int | None) -> dict[str, Any]:
-    from tests.support.manifests import CONFIGS
+    from benchmarks.lib.manifests import CONFIGS
 
     return CONFIGS[name] | ({} if layers is None else {"num_hidden_layers": layers})
 
 
 def tiny_config(name: str, layers: int | None) -> dict[str, Any]:
-    from tests.support.manifests import TINY_SIZES
+    from benchmarks.lib.manifests import TINY_SIZES
 
     return config_of(name, layers) | TINY_SIZES
 
 
 def scaled_plan(name: str, layers: int | None) -> BucketPlan:
     """Return the plan of the tiny tensors, with about as many buckets as the large model has."""
+    from benchmarks.lib.manifests import manifest_of
     from megarl.weights.buckets import bucket_plan
-    from tests.support.manifests import manifest_of
 
     tiny = manifest_of(tiny_config(name, layers), expert_parallel=EXPERT_PARALLEL, dtype="float32")
     return bucket_plan(tiny, scaled_bucket_bytes(name, layers), None)
@@ -196,7 +145,7 @@ def scaled_plan(name: str, layers: int | None) -> BucketPlan:
 
 def scaled_bucket_bytes(name: str, layers: int | None) -> int:
     """Return the bucket size of the tiny tensors that makes about as many buckets as the large model has."""
-    from tests.support.manifests import manifest_of
+    from benchmarks.lib.manifests import manifest_of
 
     large = manifest_of(config_of(name, layers), expert_parallel=EXPERT_PARALLEL)
     tiny = manifest_of(tiny_config(name, layers), expert_parallel=EXPERT_PARALLEL, dtype="float32")
@@ -278,6 +227,103 @@ def cpu_seconds(function: Callable[[], None]) -> float:
     start = time.process_time()
     function()
     return time.process_time() - start
+
+
+SENDER_BOUND = 4.0
+
+
+def sender_row(name: str, config: dict[str, Any], bucket_bytes: int, runs: int) -> Ratio:
+    """Time one sync of a sender that owns all tensors of the tiny `config`, against a loop of `copy_` over them."""
+    from benchmarks.lib.manifests import manifest_of
+    from megarl.models.read_config import info_from_config
+    from megarl.weights.buckets import bucket_plan
+
+    plan = bucket_plan(manifest_of(config, expert_parallel=1, dtype="float32"), bucket_bytes, None)
+    sync = one_sender(plan, whole_parts(info_from_config(config)))
+    pairs = [(torch.empty(spec.shape), torch.randn(spec.shape)) for spec in plan.specs]
+
+    def bare() -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    seconds: dict[str, list[float]] = {"copy_": [], "sender": []}
+    for function in (bare, sync):  # pages and caches
+        function()
+    for _ in range(runs):
+        for kind, function in (("copy_", bare), ("sender", sync)):
+            start = time.process_time()
+            function()
+            seconds[kind].append(time.process_time() - start)
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    return sender_row_of(name, len(plan.specs), len(plan.buckets), medians)
+
+
+def sender_row_of(name: str, tensors: int, buckets: int, seconds: dict[str, float]) -> Ratio:
+    """Return the row of a sender. `seconds`: of the loop of `copy_` and of the sender."""
+    details: dict[str, float] = {"tensors": tensors, "buckets": buckets}
+    details |= {f"{kind} us per tensor": round(value / tensors * 1e6, 2) for kind, value in seconds.items()}
+    return Ratio(f"sender {name}", seconds["sender"] / seconds["copy_"], SENDER_BOUND, details=details)
+
+
+def whole_parts(info: ModelInfo) -> dict[int, TensorPart]:
+    """Return the Hugging Face tensors of a rank that holds the whole model, in Megatron's fused parameters."""
+    from megarl.models.gather import TensorPart
+    from megarl.models.shards import Shard, table
+
+    parts: dict[int, TensorPart] = {}
+    for entry in table(info).values():
+        shard = Shard(entry.megatron, torch.nn.Parameter(torch.randn(entry.shard_shape(0, 1))), entry, 0, 1)
+        for source in range(len(entry.names)):
+            parts[len(parts)] = TensorPart(shard, source, torch.float32, None)
+    return parts
+
+
+class NoTransfer:
+    """A process group, and a broadcast in it, that do nothing."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> NoTransfer:
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+    def abort(self) -> None:
+        """Nothing runs."""
+
+
+def one_sender(plan: BucketPlan, parts: dict[int, TensorPart]) -> Callable[[], None]:
+    """Return a function that makes one sync on a sender, whose broadcasts do nothing, with a real store."""
+    from megarl.models.gather import GlooWaiter, build_gathers
+    from megarl.weights.backends import BackendKind
+    from megarl.weights.bucket_packer import BucketPacker
+    from megarl.weights.operation_order import schedule
+    from megarl.weights.sending import Sending
+    from megarl.weights.store import SyncStore
+    from megarl.weights.transport import Group, GroupMembers
+    from megarl.weights.watch import end_key
+
+    nothing = BackendKind("cpu", on_streams=True, make=lambda store, place: cast("Backend", NoTransfer()))
+    cpu = torch.device("cpu")
+    packer = BucketPacker(plan, 0, cpu)
+    gathers = build_gathers(parts, packer.requests(), cpu, GlooWaiter())
+    store = SyncStore("127.0.0.1", 0, server=True)
+    with patch.dict("megarl.weights.backends.BACKENDS", nothing=nothing):
+        group = Group(store, GroupMembers(0, (0,), (), (), "nothing", 60.0), 0)
+    group._backend = nothing.make(store.prefixed("rendezvous"), None)  # type: ignore[arg-type]  # it connects nobody
+    syncs = iter(range(10**6))
+
+    def sync() -> None:
+        number = next(syncs)
+        group.begin(number, len(plan.buckets), 60.0)
+        sending = Sending(group, schedule(plan), gathers, packer, 0, number)
+        sending.run()
+        assert len(sending.digests) == len(plan.buckets)
+        store.put_once(end_key(group.stage), {"status": "published"})
+
+    return sync
 
 
 if __name__ == "__main__":

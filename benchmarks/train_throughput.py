@@ -1,12 +1,12 @@
 """Forward + log-probs + backward on sequences of different lengths, compared with transformers on the padded batch.
 
-    python benchmarks/train_throughput.py [--json FILE] [--device cpu|cuda] [--rounds N]
+    python -m benchmarks.train_throughput [--json FILE] [--device cpu|cuda] [--rounds N]
 
 Both sides have the same weights, sequences, number of threads and token budget per micro-batch (megarl packs real
 tokens into it, transformers padded rows). Before the measurement their log-probs are checked to be equal. megarl runs
 its real update path up to the optimizer, with clipped loss, entropy metric and DDP gradient buffers. transformers uses
 the cheapest possible loss: the sum of the log-probs. Numbers are medians of alternating runs; a token is useful if it
-is not padding.
+is not padding. It takes about a minute.
 
 Shape suffixes: S sequences of a micro-batch, L tokens of a padded sequence, R of a padded response, V vocabulary.
 """
@@ -22,18 +22,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from benchmarks.lib.report import Ratio, finish, new_parser
 
-from report import Ratio, add_json, finish
-
-if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
+if TYPE_CHECKING:
     from megarl.trainer.batch import TrainSample
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 PROMPT = 8
 
@@ -188,18 +187,25 @@ def measure(
     for _ in range(args.rounds):
         ours.append(timed(lambda: packed.run(samples), device, args.clock))
         theirs.append(timed(lambda: padded.run(samples), device, args.clock))
-    useful = sum(scenario.lengths)
-    mine, other = useful / statistics.median(ours), useful / statistics.median(theirs)
     details = {
-        "megarl_useful_tokens_per_s": round(mine, 1),
-        "transformers_useful_tokens_per_s": round(other, 1),
-        "useful_tokens": useful,
-        "padded_tokens": len(scenario.lengths) * max(scenario.lengths),
         "rounds": args.rounds,
         "clock": args.clock,
         "threads": torch.get_num_threads(),
         "device": str(device),
         "max_abs_logprob_difference": worst,
+    }
+    return row_of(scenario, ours, theirs, details)
+
+
+def row_of(scenario: Scenario, ours: list[float], theirs: list[float], details: dict[str, Any]) -> Ratio:
+    """Return the row of a scenario from the seconds of megarl's and transformers' rounds."""
+    useful = sum(scenario.lengths)
+    mine, other = useful / statistics.median(ours), useful / statistics.median(theirs)
+    details |= {
+        "megarl_useful_tokens_per_s": round(mine, 1),
+        "transformers_useful_tokens_per_s": round(other, 1),
+        "useful_tokens": useful,
+        "padded_tokens": len(scenario.lengths) * max(scenario.lengths),
         "spread_megarl": round((max(ours) - min(ours)) / statistics.median(ours), 3),
         "spread_transformers": round((max(theirs) - min(theirs)) / statistics.median(theirs), 3),
     }
@@ -207,8 +213,7 @@ def measure(
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_json(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of both sides")
     parser.add_argument(
@@ -222,7 +227,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest sequence")
     parser.add_argument("--micro-batch-tokens", type=int, default=1024, help="token budget of both sides")
     parser.add_argument("--chunk", type=int, default=256, help="trainer.logprob_chunk_tokens")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.hidden, options.layers, options.sequences, options.longest = 1, 64, 1, 4, 64
+    return options
 
 
 def main() -> int:

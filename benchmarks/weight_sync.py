@@ -1,6 +1,6 @@
 """Weight sync from a TP2 trainer to one vLLM engine, compared with the sum of its parts measured in the same run.
 
-    python benchmarks/weight_sync.py [--json FILE] [--runs N] [--bucket-mb M]
+    python -m benchmarks.weight_sync [--json FILE] [--runs N] [--bucket-mb M]
 
 The reference is the sum of three parts: plain sends and receives of what the ranks hold of each tensor, a broadcast of
 the same bytes at its best bucket size, and vLLM's load of the same tensors from its own memory. The exporter's own
@@ -11,6 +11,7 @@ joined the weight-sync group. The engine's is measured twice: with vLLM's layer-
 and loaded in place after these kernels were replaced by torch's, minus the bytes before these syncs. Both may take
 three buckets and twice the largest module that vLLM fuses from several tensors; the embedding, which is larger here,
 is none. (A reload on a CPU also makes a packed copy of each module, and so can need more: its row shows it.)
+It takes about three minutes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,19 +36,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
+from benchmarks.lib.live_engine import EngineWorker
+from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
+
+if TYPE_CHECKING:
     from megarl.models.export import HFExporter
     from megarl.weights.transport import Group
-
-ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT, ROOT / "benchmarks"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-from report import Ratio, add_json, finish  # noqa: E402
-
-from tests.support.engine_worker import EngineWorker  # noqa: E402
-from tests.support.memory_watcher import MemoryWatcher  # noqa: E402
 
 RATIO_BOUND = 1.5
 DIGEST_BOUND = 0.25
@@ -61,17 +56,19 @@ DIMS = {
     "vocab_size": 32000,
     "tie_word_embeddings": True,
 }
+QUICK_DIMS = {**DIMS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
 BROADCAST_MB = (8, 16, 32, 64, 128)
 TIMEOUT_S = 1500
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_json(parser)
+    parser = new_parser(__doc__)
     parser.add_argument("--runs", type=int, default=7, help="alternating repetitions (median)")
     parser.add_argument("--bucket-mb", type=float, default=64.0)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.quick:
+        options.runs, options.bucket_mb = 1, 1.0
     if options.rank_of is not None:
         rank_main(options.rank_of, options.runs, options.bucket_mb)
         return 0
@@ -85,12 +82,10 @@ def main() -> int:
 
 def run_world(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make the model, run the two ranks and watch their memory from this process; return times and memory."""
-    from tests.support.tiny import make_tiny_model
-
-    make_tiny_model(directory / "model", family="qwen3", std=0.02, **DIMS)
+    make_model(directory / "model", QUICK_DIMS if options.quick else DIMS)
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), MEGARL_BENCHMARK="1")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__,
+               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "benchmarks.weight_sync",
                "--rank-of", str(directory),
                "--runs", str(options.runs), "--bucket-mb", str(options.bucket_mb)]  # fmt: skip
     with (directory / "log").open("w") as log:
@@ -105,6 +100,15 @@ def run_world(directory: Path, options: argparse.Namespace) -> tuple[dict[str, A
     if process.returncode != 0:
         raise SystemExit(f"a rank failed:\n{(directory / 'log').read_text()[-6000:]}")
     return json.loads((directory / "measured.json").read_text()), watcher.peaks()
+
+
+def make_model(directory: Path, dims: dict[str, Any]) -> None:
+    """Write a random Qwen3 without a tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**dims, initializer_range=0.02, max_position_embeddings=512, dtype="float32")
+    Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
 class WorkerExtension(EngineWorker):
@@ -137,6 +141,55 @@ class WorkerExtension(EngineWorker):
 
     def bench_digest(self, on: bool) -> None:
         switch_digest("megarl.weights.receiver", on)
+
+
+class MemoryWatcher:
+    """A thread that samples the private bytes of each process in the phases that the ranks announce by files.
+
+    The phase `idle NAME` comes before the phase `memory NAME`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._idle: dict[str, int] = {}
+        self._peak: dict[str, int] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(10)
+
+    def peaks(self) -> dict[str, int]:
+        """Return the bytes above the phase `idle`, by process and name of the phase."""
+        return {name: self._peak[name] - self._idle[name] for name in self._peak}
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.01):
+            phase = self._directory / "phase"
+            pids = self._directory / "pids.json"
+            if not phase.exists() or not pids.exists():
+                continue
+            for process, pid in json.loads(pids.read_text()).items():
+                kind, _, name = phase.read_text().partition(" ")
+                if process != "engine" and name == "in place":
+                    continue  # the trainer does the same either way
+                name = f"{process}, {name}" if process == "engine" else process
+                if kind == "idle":
+                    self._idle[name] = private_bytes(pid)
+                elif kind == "memory":
+                    self._peak[name] = max(self._peak.get(name, 0), private_bytes(pid))
+
+
+def private_bytes(pid: int) -> int:
+    """Return Private_Clean + Private_Dirty of a process in bytes; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    lines = [line.split() for line in text.splitlines() if line.startswith(("Private_Clean:", "Private_Dirty:"))]
+    return sum(int(fields[1]) for fields in lines) * 1024
 
 
 def switch_digest(module: str, on: bool) -> None:
@@ -233,7 +286,7 @@ class Bench:
 
     def run(self, runs: int) -> None:
         if self.rank == 0:
-            from tests.support.live_engine import LiveReplica
+            from benchmarks.lib.live_engine import LiveReplica
 
             self.engine = LiveReplica(
                 self.directory / "model", worker_extension_cls="benchmarks.weight_sync.WorkerExtension"
@@ -241,7 +294,7 @@ class Bench:
         self._write_pids()
         self._phase("idle layer-wise reload", 2.0)
         if self.rank == 0:
-            from tests.support.live_engine import LivePool
+            from benchmarks.lib.live_engine import LivePool
 
             self.sender.connect(LivePool(self.engine))
         else:

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from smoke.rows import Row, Where
-from smoke.transfers import median_s
+from benchmarks.smoke.rows import Row, Where
+from benchmarks.smoke.transfers import median_s
 
 CHUNK = 1024
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.smoke.rows import Row, Where
 from megarl.common.errors import PeerTimeout
 from megarl.models.gather import GatherRequest
 from megarl.weights.bucket_packer import BucketPacker
@@ -24,10 +25,9 @@ from megarl.weights.sending import Sending
 from megarl.weights.store import SyncStore
 from megarl.weights.transport import Group, GroupMembers, await_members
 from megarl.weights.watch import end_key
-from smoke.rows import Row, Where
 
 if TYPE_CHECKING:
-    from smoke.streams import Streams
+    from benchmarks.smoke.streams import Streams
 
 LIMIT_S = 30.0
 TENSORS = 12

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from smoke import models
-from smoke.rows import Row, Where
-from smoke.transfers import median_s
+from benchmarks.smoke import models
+from benchmarks.smoke.rows import Row, Where
+from benchmarks.smoke.transfers import median_s
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config

@@ -4,8 +4,8 @@ The first rows test the premise under which a weight sync of two threads would d
 broadcasts: both use the device's default stream unless they say otherwise, and NCCL makes a collective wait for
 everything before it on the caller's current stream. So a broadcast would wait for the other thread's work, which may
 itself wait for the broadcast. That is why the weight sync issues everything on one thread, in one order on all ranks
-(`megarl/weights/sending.py`). `Streams` is what this needs of a device. On a CPU `tests/support/smoke_streams.py`
-stands in for CUDA: simulated streams, and NCCL's order over gloo.
+(`megarl/weights/sending.py`). `Streams` is what this needs of a device. Tests
+give it simulated ones, with NCCL's order over gloo.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch.distributed import BroadcastOptions, TCPStore, Work
 
-from smoke import publish
-from smoke.rows import Row, Where
+from benchmarks.smoke import publish
+from benchmarks.smoke.rows import Row, Where
 
 if TYPE_CHECKING:
     from megarl.weights.backends import Backend
@@ -62,7 +62,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
         started = time.perf_counter()
         torch.cuda._sleep(10**8)
         torch.cuda.synchronize()
@@ -108,8 +108,11 @@ class CudaStreams:
 
 
 def run(where: Where, streams: Streams | None = None) -> tuple[list[Row], list[str]]:
-    """Measure what a broadcast of another thread and the weight sync wait for; on a CPU on simulated streams."""
-    streams = streams or make_streams(where)
+    """Measure what a broadcast of another thread and the weight sync wait for. `streams`: those of tests."""
+    if streams is None:
+        if where.device.type != "cuda":
+            return [], ["everything: a CPU has no streams"]
+        streams = CudaStreams(where.device)
     group = streams.group(timeout_s=GIVE_UP_S, blocking=False)
     rows = [
         # The premise of all this: if it does not hold, the other rows prove nothing.
@@ -121,15 +124,6 @@ def run(where: Where, streams: Streams | None = None) -> tuple[list[Row], list[s
     rows += blocking_rows(streams)
     rows += publish.rows(where, streams, OCCUPIED_S)
     return rows, []
-
-
-def make_streams(where: Where) -> Streams:
-    """Return the device's streams, or simulated ones."""
-    if where.device.type == "cuda":
-        return CudaStreams(where.device)
-    from tests.support.smoke_streams import SimulatedStreams
-
-    return SimulatedStreams()
 
 
 def broadcast_beside_work(streams: Streams, group: Backend, *, own: bool) -> float:

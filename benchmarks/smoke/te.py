@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from smoke.rows import Row, Where
-from smoke.transfers import median_s
+from benchmarks.smoke.rows import Row, Where
+from benchmarks.smoke.transfers import median_s
 
 ALLOWED = 0.05  # largest difference relative to the largest value, bf16
 

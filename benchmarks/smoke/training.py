@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smoke import models
-from smoke.rows import Row, Where
+from benchmarks.smoke import models
+from benchmarks.smoke.rows import Row, Where
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -221,8 +221,8 @@ def two_ranks(where: Where) -> tuple[list[Row], list[str]]:
 
 def start_rank(device: str, folder: str, address: str, rank: int) -> subprocess.Popen[bytes]:
     """Start the process of one of two ranks, which ends with this one."""
-    command = [sys.executable, "-m", "smoke.training", device, folder, address, str(rank), str(os.getpid())]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "benchmarks.smoke.training", device, folder, address, str(rank), str(os.getpid())]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from smoke import models
-from smoke.rows import Row, Where
+from benchmarks.smoke import models
+from benchmarks.smoke.rows import Row, Where
 
 if TYPE_CHECKING:
     from megarl.weights.buckets import Bucket

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import NOT_MEASURED, Ratio, add_options, finish
+from benchmarks.lib.report import NOT_MEASURED, Ratio, finish, new_parser
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,7 @@ def test_results(ratio: float, bound: float | None, at_least: bool, ok: bool) ->
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    return parser.parse_args(arguments)
+    return new_parser(None).parse_args(arguments)
 
 
 def test_a_missed_bound_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

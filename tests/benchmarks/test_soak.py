@@ -1,283 +1,29 @@
-"""The soak without its runs: configs, late rewards, and rows that cannot be good without a run behind them."""
+"""The soak without its runs: its judges find what is wrong with a run, in its rows, in its files, after its faults."""
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
+import contextlib
+import json
+import math
+import random
+import signal
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks import soak, soak_plan
-from benchmarks.soak import main, note_effects, run_config, run_once
-from benchmarks.soak_happened import Happened
-from benchmarks.soak_hosts import Hosts
-from benchmarks.soak_job_ends import JobEnds
-from benchmarks.soak_kinds import KINDS, Fault, schedule
-from benchmarks.soak_orders import EVALUATED, WATCH_EVALUATION, give
-from benchmarks.soak_place import NODE_S, SeveralHosts
-from benchmarks.soak_plan import ALONE, NEED_ANOTHER_ENGINE, QUICK_FAULTS, TOGETHER, plan_faults, wants_hosts
-from benchmarks.soak_problems import AccountingReport
-from benchmarks.soak_reward import is_late, late_math, marked, watched_math
-from benchmarks.soak_rows import STALENESS, SoakOutcome, fault_rows, rows_of
-from benchmarks.soak_variant import LEAST_SKIPPED, Tempo
-from megarl.config.load import config_from_tree
-from megarl.config.pace import pace_of
-from megarl.config.pools import resolve_pools
-from megarl.rewards.resolve import resolve
-from megarl.rewards.types import RewardInput
-from megarl.rewards.worker_pool import RewardPool, RewardSpec
+from benchmarks.lib.accounting import check_run
+from benchmarks.lib.chaos import KINDS, Fault, Happened, Injector, Replica, SoakOutcome, loss_rows, rows_of, schedule
+from benchmarks.lib.recount import AccountingReport
+from tests.support.soak_runs import edit_lines, edit_rows, write_run
+from tests.support.waiting import wait_until
 
-
-def options(**changes: Any) -> argparse.Namespace:
-    values = {"seed": 3, "steps": 120, "groups": 24, "assets": Path("assets"), "quick": False, "replicas": 2}
-    return argparse.Namespace(**(values | changes))
-
-
-def test_both_runs_differ_in_the_late_rewards_alone() -> None:
-    calm, disturbed = (run_config(options(), Path("run"), share) for share in (0.0, 0.01))
-    assert calm["reward"]["kwargs"].pop("share") == 0.0 and disturbed["reward"]["kwargs"].pop("share") == 0.01
-    assert calm == disturbed
-
-
-def test_the_config_is_complete_and_keeps_what_the_accounting_needs() -> None:
-    config = config_from_tree(run_config(options(), Path("run"), 0.01))
-    pace = pace_of(config)
-    assert pace.max_staleness == STALENESS and pace.runs_ahead
-    assert config.telemetry.dump_batches and config.rollout.replicas == 2 and config.weight_sync.restarts
-    assert config.evaluation.sets[0].reward.function == "math", "late rewards would change the accuracy"
-    hang_s = KINDS["hang-engine"].seconds[0]
-    assert config.timeouts.rpc_s + config.timeouts.weight_sync_s + config.rollout.report_interval_s < hang_s
-    assert KINDS["pause-engine"].seconds[1] < config.timeouts.rpc_s / 2
-    # A rank that is stopped is found by a collective, and then killed by torchrun 30 s after SIGTERM.
-    assert config.timeouts.collective_s + 30 < KINDS["hang-rank"].seconds[0]
-    assert all(config.timeouts.rpc_s < KINDS[f"hang-{part}"].seconds[0] / 2 for part in ("controller", "queue"))
-    assert KINDS["hang-reward"].seconds[0] > 3 * config.reward.timeout_s
-    assert 0 < config.checkpoint.every < 10
-
-
-def plan(**changes: Any) -> list[str]:
-    values = {"fault_seed": 5, "faults": None, "minutes": 20.0, "replicas": None} | changes
-    return [fault.kind.name for fault in plan_faults(options(**values))]
-
-
-@pytest.fixture
-def able(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine on which every fault can happen."""
-    for name in ("why_no_disk", "why_no_handles", "why_no_hosts"):
-        monkeypatch.setattr(soak_plan, name, lambda: "")
-    return monkeypatch
-
-
-@pytest.mark.usefixtures("able")
-def test_faults_are_drawn_by_a_seed_that_is_printed_or_named(capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = plan()
-    assert len(drawn) > 3 and drawn == plan() != plan(fault_seed=6)
-    assert sorted(plan(quick=True)) == sorted(QUICK_FAULTS)
-    assert sorted(plan(faults="kill-job,fill-disk")) == ["fill-disk", "kill-job"]
-    assert plan(faults="limit-evaluation,kill-job,exhaust-disk")[-1] == "limit-evaluation"
-    capsys.readouterr()
-    plan(fault_seed=None)
-    seed, replicas = capsys.readouterr().out.split("--fault-seed ")[1].split(":")[0].split(" --replicas ")
-    assert seed.isdigit() and replicas in "12"
-    with pytest.raises(SystemExit, match="--faults: unknown faults: kill-cat; known are abort-job, add-replica, crawl"):
-        plan(faults="kill-cat")
-
-
-@pytest.mark.usefixtures("able")
-def test_the_whole_table_is_drawn_from_and_a_part_of_the_soaks_is_on_several_hosts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    plans = [[KINDS[name] for name in plan(fault_seed=seed)] for seed in range(200)]
-    assert {kind.name for kinds in plans for kind in kinds} == set(KINDS)
-    for kinds in plans:
-        if any(kind.needs_hosts for kind in kinds):
-            assert all(kind.happens_on_hosts for kind in kinds)
-    alone = sum(any(not kind.happens_on_hosts for kind in kinds) for kinds in plans)
-    assert 0.6 < alone / len(plans) < 0.9
-    told = capsys.readouterr().out
-    assert f"not drawn: cut-link, sever-link, lose-node: {ALONE}" in told and f": {TOGETHER}" in told
-
-
-@pytest.mark.usefixtures("able")
-def test_a_part_of_the_soaks_has_one_engine_which_dies_and_hangs_but_is_not_taken_away(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    drawn: dict[int, list[list[str]]] = {1: [], 2: []}
-    for seed in range(200):
-        asked = options(fault_seed=seed, faults=None, minutes=20.0, replicas=None)
-        faults = plan_faults(asked)
-        assert {fault.index for fault in faults} <= set(range(asked.replicas))
-        names = [fault.kind.name for fault in faults]
-        drawn[asked.replicas].append(names)
-        assert plan(fault_seed=seed, replicas=asked.replicas) == names, "what is printed repeats it"
-    assert 0.1 < len(drawn[1]) / 200 < 0.35
-    only = {name for names in drawn[1] for name in names}
-    assert only == set(KINDS) - set(NEED_ANOTHER_ENGINE) - {"cut-link", "sever-link", "lose-node"}
-    assert f"not drawn: {', '.join(name for name in KINDS if name in NEED_ANOTHER_ENGINE)}: " in capsys.readouterr().out
-    assert plan(faults="drain-replica", replicas=1) == []
-    config = run_config(options(replicas=1), Path("run"), 0.0)
-    assert config["rollout"]["replicas"] == 1
-
-
-def test_faults_that_need_hosts_put_the_soak_there_and_what_cannot_happen_there_is_told(
-    able: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sorted(plan(faults="kill-engine,lose-node,kill-job")) == ["kill-engine", "lose-node"]
-    assert f": {TOGETHER}" in capsys.readouterr().out
-    able.setattr(soak_plan, "why_no_hosts", lambda: "only root may make hosts")
-    assert sorted(plan(faults="kill-engine,lose-node,kill-job")) == ["kill-engine", "kill-job"]
-    assert "not drawn: cut-link, sever-link, lose-node: only root may make hosts" in capsys.readouterr().out
-
-
-def test_only_a_soak_on_several_hosts_asks_whether_they_can_be_had(able: pytest.MonkeyPatch) -> None:
-    able.setattr(soak_plan, "why_no_hosts", lambda: pytest.fail("it has tried to make a host"))
-    assert plan(faults="kill-engine") == ["kill-engine"]
-    assert plan(fault_seed=next(seed for seed in range(100) if not wants_hosts(seed, None)))
-
-
-def test_faults_that_cannot_happen_here_are_left_out_and_the_reason_is_printed(
-    able: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    able.setattr(soak_plan, "why_no_disk", lambda: "only root may mount")
-    able.setattr(soak_plan, "why_no_handles", lambda: "no compiler")
-    assert plan(faults="kill-job,fill-disk,fill-checkpoint-disk,exhaust-disk,stale-files") == ["kill-job"]
-    told = capsys.readouterr().out
-    disks = "fill-checkpoint-disk, fill-disk, exhaust-checkpoint-disk, exhaust-disk"
-    assert f"not drawn: {disks}: only root may mount" in told and "not drawn: stale-files: no compiler" in told
-    drawn = {name for seed in range(60) for name in plan(fault_seed=seed)}
-    assert not drawn & {*disks.split(", "), "stale-files"} and "limit-job" in drawn
-
-
-def test_a_fault_has_in_both_runs_what_it_needs() -> None:
-    """Agent workers, a place for one more replica, checkpoints of their own, functions that take orders."""
-    every = [*KINDS.values()]
-    config = config_from_tree(run_config(options(), Path("run"), 0.01, every))
-    assert config.rollout.agent_workers == 2 and config.rollout.max_replicas == 3
-    assert config.checkpoint.dir == Path("run.checkpoints") and config.checkpoint.every == soak.SAVE_EVERY
-    assert config.algorithm.loss.endswith("ordered_ppo") and config.agent.loop.endswith("OrderedTurn")
-    spoiled = [kind for kind in every if kind.action == "spoil" and kind.ending is None]
-    assert config.trainer.max_skipped_steps >= len(spoiled) == 2
-    floods = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["flood-agent-worker"]]))
-    assert floods.rollout.agent_workers == 2 and floods.agent.loop.endswith("OrderedTurn")
-    plain = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["kill-engine"]]))
-    assert (plain.rollout.agent_workers, plain.rollout.max_replicas, plain.checkpoint.dir) == (0, None, None)
-    assert (plain.algorithm.loss, plain.agent.loop) == ("ppo", "single_turn")
-
-
-def test_faults_that_must_end_the_run_have_what_they_need() -> None:
-    """Disks are mounted by their targets; the loss takes orders, and the reward of evaluations is watched."""
-    config = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["spoil-steps"]]))
-    assert config.algorithm.loss.endswith("ordered_ppo") and config.trainer.max_skipped_steps == LEAST_SKIPPED
-    assert config.evaluation.sets[0].reward.function == "math"
-    watched = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["limit-evaluation"]]))
-    reward = watched.evaluation.sets[0].reward
-    assert reward.function == "benchmarks.soak_reward:watched_math" and reward.kwargs == {"orders": "run.orders"}
-    assert watched.algorithm.loss == "ppo"
-    apart = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["exhaust-checkpoint-disk"]]))
-    assert apart.checkpoint.dir == Path("run.checkpoints")
-    held = config_from_tree(run_config(options(), Path("run"), 0.01, [KINDS["abort-job"]]))
-    assert held.algorithm.loss.endswith("ordered_ppo")
-
-
-def test_an_evaluation_that_is_watched_says_so_and_has_the_same_rewards(tmp_path: Path) -> None:
-    samples = [RewardInput("What?", rf"\boxed{{{number}}}", answer="7") for number in (7, 8)]
-    assert [watched_math(each, str(tmp_path)).score for each in samples] == [1.0, 0.0]
-    assert not (tmp_path / EVALUATED).exists()
-    give(tmp_path, WATCH_EVALUATION)
-    assert [watched_math(each, str(tmp_path)).score for each in samples] == [1.0, 0.0]
-    assert (tmp_path / EVALUATED).exists()
-
-
-def test_a_run_on_several_hosts_has_the_ranks_on_one_and_an_engine_on_each_of_the_others(tmp_path: Path) -> None:
-    place = SeveralHosts(Hosts(SeveralHosts.COUNT, tmp_path))
-    config = config_from_tree(run_config(options(), Path("run"), 0.0, [KINDS["lose-node"]], place=place.changes(2)))
-    pools = resolve_pools(config)
-    assert pools.nodes == SeveralHosts.COUNT and config.launch.max_restarts == 2
-    assert config.timeouts.rpc_s >= 2 * KINDS["cut-link"].seconds[1] and config.timeouts.node_s == NODE_S
-    assert config.admission.mode == "async" and config.trainer.gpus == config.rollout.replicas == 2
-    command = place.command(Path("run.yaml"), ranks=2, restarts=2)
-    assert command[0].endswith("launch/multinode.sh") and command[1].count(",") == 2 and command[2] == "run.yaml"
-    assert place.variables()["MEGARL_RSH"] == str(tmp_path / "rsh")
-
-
-def test_a_run_that_takes_longer_steps_under_faults_has_other_timeouts_and_the_loss_that_waits() -> None:
-    usual = run_config(options(), Path("run"), 0.0)
-    changed = run_config(options(), Path("run"), 0.0, tempo=Tempo(rpc_s=7.0, weight_sync_s=9.0, slower=True))
-    config = config_from_tree(changed)
-    assert (config.timeouts.rpc_s, config.timeouts.weight_sync_s) == (7.0, 9.0)
-    assert config.algorithm.loss.endswith("ordered_ppo")
-    assert changed | {name: usual.get(name) for name in ("timeouts", "algorithm")} == usual
-
-
-# --- rewards that are late
-
-
-def test_the_share_of_late_samples_is_drawn_by_problem_response_and_seed() -> None:
-    late = [is_late(f"problem {number}", "x", 0.02, 7) for number in range(20_000)]
-    assert 300 < sum(late) < 500
-    assert late == [is_late(f"problem {number}", "x", 0.02, 7) for number in range(20_000)]
-    assert late != [is_late(f"problem {number}", "x", 0.02, 8) for number in range(20_000)]
-    assert not any(is_late(f"problem {number}", "x", 0.0, 7) for number in range(1000))
-
-
-def test_a_late_reward_is_marked_and_times_out_and_the_others_are_scored(tmp_path: Path) -> None:
-    marks = tmp_path / "marks"
-    kwargs = {"share": 0.5, "seed": 0, "sleep_s": 60.0, "marks": str(marks), "orders": str(tmp_path)}
-    answers = [str(number) for number in range(6)]
-    late = [answer for answer in answers if is_late("What?", rf"\boxed{{{answer}}}", 0.5, 0)]
-    assert 0 < len(late) < 6
-    pool = RewardPool(
-        [RewardSpec("benchmarks.soak_reward:late_math", kwargs)],
-        workers=1, timeout_s=3.0, on_error=0.0, start_timeout_s=120,
-    )  # fmt: skip
-    try:
-        futures = [pool.submit(RewardInput("What?", rf"\boxed{{{each}}}", answer=each)) for each in answers]
-        outcomes = [future.result(300) for future in futures]
-    finally:
-        pool.close()
-    assert [outcome.reason for outcome in outcomes] == ["timeout" if each in late else None for each in answers]
-    assert [outcome.score for outcome in outcomes] == [float(each not in late) for each in answers]
-    assert marked(marks) == len(late)
-
-
-def test_the_function_can_be_used_as_a_reward(tmp_path: Path) -> None:
-    kwargs = {"share": 0.0, "seed": 0, "sleep_s": 60.0, "marks": str(tmp_path / "marks"), "orders": str(tmp_path)}
-    assert resolve("benchmarks.soak_reward:late_math", kwargs)(RewardInput("What?", "7", answer="7")).score == 1.0
-    assert marked(tmp_path / "marks") == 0 and late_math.warm_up  # type: ignore[attr-defined]
-
-
-def test_an_answer_is_late_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("benchmarks.soak_reward.time.sleep", slept.append)
-    for response in ("7", "7", "8", "7"):
-        late_math(RewardInput("What?", response, answer="7"), 1.0, 0, 9.0, str(tmp_path / "marks"), str(tmp_path))
-    assert slept == [9.0, 9.0] and marked(tmp_path / "marks") == 2
-
-
-def _mark(path: Path) -> None:
-    from benchmarks.soak_reward import mark
-
-    for _ in range(200):
-        mark(path, RewardInput("a problem", "a response"))
-
-
-def test_marks_of_several_processes_are_all_there(tmp_path: Path) -> None:
-    path = tmp_path / "marks"
-    processes = [multiprocessing.get_context("fork").Process(target=_mark, args=(path,)) for _ in range(3)]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join(60)
-    assert marked(path) == 600
-
-
-# --- rows
-
-SCHEDULE = schedule(0, QUICK_FAULTS, replicas=2, first=3, last=20)
+SCHEDULE = schedule(0, ["kill-engine", "pause-replica"], replicas=2, first=3, last=20)
 
 
 def outcome(name: str, accuracy: float = 0.9, **changes: Any) -> SoakOutcome:
@@ -353,113 +99,345 @@ def test_a_fault_of_one_replica_explains_one_and_in_the_middle_of_a_sync_all(
 ) -> None:
     happened = [event(name, restarted=restarted, continued=3)]
     records = [{"sync/restarted_replicas": float(restarted)}]
-    rows = fault_rows(outcome("disturbed", records=records, happened=happened), [happened[0].fault])
+    rows = loss_rows(outcome("disturbed", records=records, happened=happened))
     [row] = [each for each in rows if each.name == "replicas restarted without a loss"]
     assert (row.ratio, row.ok) == (unexplained, not unexplained)
 
 
-@pytest.mark.parametrize("changes", [
-    {"late_rewards": 5, "happened": [*hit(), event("hang-reward")]},
-    {"late_rewards": 3, "happened": [*hit(), event("kill-reward")]},
-    {"late_rewards": 9, "happened": [*hit(), event("kill-rank")]},
-    {"late_rewards": 9, "happened": [*hit(), event("kill-agent-worker")]},
-    {"report": AccountingReport(skipped=1), "happened": [*hit(), event("spoil-logprob")]},
-    {"report": AccountingReport(skipped=2), "happened": [*hit(), event("spoil-steps", spoiled=7)]},
-    {"records": [{"reward/errors": 4.0}], "rolled_back": [{"sync/restarted_replicas": 1.0}]},
-    {"records": [{"reward/errors": 4.0}], "happened": [event("kill-rank")]},
-    {"records": [{"reward/errors": 4.0, "sync/restarted_replicas": 1.0}],
-     "happened": [event("kill-rank", restarted=1)]},
-])  # fmt: skip
-def test_what_a_restart_or_a_reward_worker_costs_is_allowed(changes: dict[str, Any]) -> None:
-    names = missed(outcome("undisturbed"), outcome("disturbed", **changes))
-    assert [name for name in names if not name.startswith("faults survived")] == []
+# --- the files of a run: what is changed is found, by the check that it concerns
+
+Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
-def test_a_problem_of_the_accounting_is_in_the_row_of_its_check() -> None:
-    report = AccountingReport()
-    report.expect("epochs", "prompts", 2, 1)
-    rows = rows_of(outcome("undisturbed"), outcome("disturbed", report=report), SCHEDULE, 10.0, 20.0)
-    (row,) = [each for each in rows if not each.ok]
-    assert row.name == "disturbed: epochs, problems" and row.details == {"1": "prompts: 2, but 1"}
+def found(run_dir: Path) -> dict[str, list[str]]:
+    """The problems by check, without the checks that have none."""
+    return {name: each for name, each in check_run(run_dir).problems.items() if each}
 
 
-def test_no_run_is_started_without_time_for_it(tmp_path: Path) -> None:
-    ended = run_once("disturbed", options(minutes=20.0), tmp_path, time.monotonic() + 1.0, SCHEDULE, 0.0, [])
-    assert ended.failure == "less than 30 s were left of --minutes 20" and not list(tmp_path.iterdir())
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sound_run_has_no_problem(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    changes: dict[str, Any] = {
+        "trainer__mini_batches": rng.choice((1, 1, 2)),
+        "admission__refill": rng.random() < 0.4,
+        "sampling__truncated": rng.choice(("keep", "mask", "zero_reward")),
+    }
+    run_dir = write_run(tmp_path, seed, **changes)
+    report = check_run(run_dir)
+    assert report.ok, "\n".join(report.lines())
+    assert report.steps == 7 and report.ends.total() == report.admitted >= 28
+    assert report.engine_starts == 2 and report.engine_restarts == 0
+    assert 0 < report.oldest <= 4
 
 
-def test_too_much_time_is_missed() -> None:
-    assert missed(outcome("undisturbed"), outcome("disturbed"), minutes=21.0) == ["minutes / limit"]
+def schedule_event(name: str, change: Change, number: int = 3) -> Callable[[Path], None]:
+    """Change the event of a name that comes as number `number`."""
+
+    def tamper(run_dir: Path) -> None:
+        seen = 0
+
+        def edit(event: dict[str, Any]) -> dict[str, Any] | None:
+            nonlocal seen
+            seen += event["event"] == name
+            return change(event) if event["event"] == name and seen == number else event
+
+        edit_lines(run_dir / "schedule.jsonl", edit)
+
+    return tamper
 
 
-def test_a_fault_that_is_not_over_is_told() -> None:
-    faults = [Fault(KINDS["kill-engine"], 0, 3, 0.0, 0.0)]
-    happened = [Happened(faults[0], pid=5, step=4, at_s=9.0, notes=["it was idle", "not replaced"])]
-    row = fault_rows(outcome("disturbed", happened=happened), faults)[0]
-    assert not row.ok and "NOT OVER" in row.details["1"]
-    assert row.details["not happened, or not over"] == "kill-engine"
+def metric(name: str, by: float, step: int = 4) -> Callable[[Path], None]:
+    """Change a metric of one step."""
+
+    def edit(line: dict[str, Any]) -> dict[str, Any]:
+        return line | {name: line[name] + by} if line["step"] == step else line
+
+    return lambda run_dir: edit_lines(run_dir / "metrics.jsonl", edit)
 
 
-def test_what_comes_before_the_next_fault_is_an_effect_of_the_fault_before() -> None:
-    happened = [Happened(fault, pid=1, step=step, at_s=0.0) for fault, step in zip(SCHEDULE, (1, 3), strict=True)]
-    records = [
-        {"rollout/continued": float(number), "sync/restarted_replicas": number % 2} for number in (101, 11, 20, 3, 5)
-    ]
-    note_effects(outcome("disturbed", records=records, happened=happened))
-    assert [(each.continued, each.restarted, each.notes) for each in happened] == [
-        (31, 1, ["31 responses continued elsewhere"]), (8, 2, ["8 responses continued elsewhere"]),
-    ]  # fmt: skip
+def rows(change: Change, step: int = 3) -> Callable[[Path], None]:
+    """Change the rows of one step's batch."""
+
+    def tamper(run_dir: Path) -> None:
+        for path in sorted((run_dir / "batches").glob(f"step_{step:06d}.*")):
+            edit_rows(path, change)
+
+    return tamper
 
 
-def test_what_a_resumed_run_restarts_is_an_effect_of_the_fault_that_it_was_resumed_after() -> None:
-    """The publication at the start of a resumed run is in the record of its first step, which is made again."""
-    happened = [event("kill-engine-idle", restarted=1), event("kill-rank", redone_steps=2)]
-    records = [{"sync/restarted_replicas": number} for number in (0.0, 0.0, 2.0, 0.0, 0.0)]
-    disturbed = outcome("disturbed", records=records, happened=happened)
-    note_effects(disturbed)
-    assert [each.restarted for each in happened] == [1, 2]
-    assert "replicas restarted without a loss" not in missed(outcome("undisturbed"), disturbed)
+def first_group(run_dir: Path, step: int) -> int:
+    for line in (run_dir / "schedule.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "batch" and event["step"] == step:
+            return min(event["ok"])
+    raise AssertionError(f"step {step} was not taken")
 
 
-def test_a_run_whose_faults_went_wrong_has_failed_and_is_counted_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def group_twice(run_dir: Path) -> None:
+    """Step 3 has a group of step 2 again instead of its own first one."""
+    old, new = first_group(run_dir, 3), first_group(run_dir, 2)
+    rows(lambda row: row | {"group_id": new if row["group_id"] == old else row["group_id"]})(run_dir)
+
+
+def too_old(run_dir: Path) -> None:
+    """One token of a group is older than the bound, and both sides agree on its version."""
+    group = first_group(run_dir, 5)
+
+    def age(row: dict[str, Any]) -> dict[str, Any]:
+        if (row["group_id"], row["sample_index"]) == (group, 0):
+            row["versions"] = [row["versions"][0] | {"version": 0, "end": len(row["response_ids"])}]
+        versions.update(span["version"] for span in row["versions"] if row["group_id"] == group)
+        return row
+
+    def agree(event: dict[str, Any]) -> dict[str, Any]:
+        is_it = event["event"] == "finish" and event["group"] == group
+        return event | {"versions": sorted(versions)} if is_it else event
+
+    versions: set[int] = set()
+    rows(age, step=5)(run_dir)
+    edit_lines(run_dir / "schedule.jsonl", agree)
+
+
+def lost_group(run_dir: Path) -> None:
+    """A group is in no batch, and nobody counts it."""
+    group = first_group(run_dir, 6)
+    rows(lambda row: None if row["group_id"] == group else row, step=6)(run_dir)
+    without = {"ok": lambda groups: [each for each in groups if each != group]}
+    schedule_event("batch", lambda event: event | {"ok": without["ok"](event["ok"])}, number=7)(run_dir)
+
+
+def forged_reward(run_dir: Path) -> None:
+    """A sample of a group that nobody trains has the reward that a forked child gives."""
+    rows(lambda row: row | {"reward": 1000.0 if row["reward"] else 0.0})(run_dir)
+
+
+def swapped_rewards(run_dir: Path) -> None:
+    """The first two samples of some groups have each other's rewards: no count differs."""
+
+    def swap(row: dict[str, Any]) -> dict[str, Any]:
+        swaps = row["sample_index"] < 2 and row["group_id"] % 2 and row["status"] == "ok"
+        return row | {"reward": 1.0 - row["reward"]} if swaps and row["group_id"] in mixed else row
+
+    def note(row: dict[str, Any]) -> dict[str, Any]:
+        rewards.setdefault(row["group_id"], set()).add(row["reward"])
+        return row
+
+    rewards: dict[int, set[float]] = {}
+    for step in range(7):
+        rows(note, step)(run_dir)
+    mixed = {group for group, found in rewards.items() if len(found) == 2}
+    for step in range(7):
+        rows(swap, step)(run_dir)
+
+
+def not_finite(run_dir: Path) -> None:
+    """A log-prob of an engine is NaN, and the step was trained."""
+    rows(lambda row: row | {"rollout_logprobs": [math.nan, *row["rollout_logprobs"][1:]]})(run_dir)
+
+
+def same_prompt(run_dir: Path) -> None:
+    """Two groups of an epoch have one prompt, as after a resume that draws a problem again."""
+    prompts = {}
+
+    def note(row: dict[str, Any]) -> dict[str, Any]:
+        prompts[row["group_id"]] = row["prompt_ids"]
+        return row
+
+    rows(note, step=0)(run_dir)
+    one, other, *_ = (group for group in sorted(prompts) if group < 10)
+    rows(lambda row: row | {"prompt_ids": prompts[one]} if row["group_id"] == other else row, step=0)(run_dir)
+
+
+def a_restart_untold(run_dir: Path) -> None:
+    with (run_dir / "logs" / "replica-1.log").open("a") as log:
+        log.write("(EngineCore pid=99) WARNING a line\n")
+
+
+def future_token(row: dict[str, Any]) -> dict[str, Any]:
+    row["versions"][-1]["version"] += 40
+    return row
+
+
+def uncovered_token(row: dict[str, Any]) -> dict[str, Any]:
+    row["versions"][-1]["end"] -= 1
+    return row
+
+
+@pytest.mark.parametrize(
+    ("tamper", "check"),
+    [
+        (group_twice, "groups"),
+        (too_old, "counts"),
+        (lost_group, "groups"),
+        (same_prompt, "epochs"),
+        (forged_reward, "rewards"),
+        (swapped_rewards, "rewards"),
+        (not_finite, "finite"),
+        (metric("groups/trained", 1), "counts"),
+        (metric("groups/admitted", -1), "counts"),
+        (metric("total/groups_filtered", 1, step=7), "counts"),
+        (metric("batch/staleness_max", 3), "staleness"),
+        (metric("batch/trained_samples", -1), "staleness"),
+        (metric("batch/loss_tokens", 1), "staleness"),
+        (schedule_event("commit", lambda event: event | {"filtered": event["filtered"] + 1}), "counts"),
+        (schedule_event("commit", lambda event: None, number=7), "counts"),
+        (schedule_event("finish", lambda event: None), "groups"),
+        (schedule_event("finish", lambda event: event | {"versions": [9]}), "versions"),
+        (schedule_event("admit", lambda event: event | {"groups": event["groups"][1:]}, number=1), "groups"),
+        (schedule_event("admit", lambda event: event | {"groups": [0, *event["groups"]]}, number=2), "groups"),
+        (rows(future_token), "versions"),
+        (rows(uncovered_token), "versions"),
+        (rows(lambda row: None if row["sample_index"] == 2 else row), "groups"),
+        (rows(lambda row: row | {"status": "failed"}), "counts"),
+        (rows(lambda row: row | {"reward": 1.0}), "counts"),
+        (a_restart_untold, "engines"),
+        (metric("total/groups_rolled_back", 1, step=7), "groups"),
+    ],
+)  # fmt: skip
+def test_a_changed_file_is_found(tmp_path: Path, tamper: Callable[[Path], None], check: str) -> None:
+    run_dir = write_run(tmp_path, seed=1)
+    assert found(run_dir) == {}
+    tamper(run_dir)
+    problems = found(run_dir)
+    assert check in problems, problems
+    assert problems[check][0]
+
+
+def stop_after(run_dir: Path, step: int) -> None:
+    """Make a run that was killed: its metrics have so many steps, its schedule ends in the middle of the next one."""
+    edit_lines(run_dir / "metrics.jsonl", lambda line: line if line["step"] <= step else None)
+    path = run_dir / "schedule.jsonl"
+    events = path.read_text().splitlines()
+    [taken] = [i for i, each in enumerate(map(json.loads, events)) if each.get("step") == step and "ok" in each]
+    path.write_text("".join(f"{each}\n" for each in events[: taken + 1]))
+    for part in sorted((run_dir / "batches").glob(f"step_{step:06d}.1-*")):
+        part.unlink()  # the other one was written
+
+
+@pytest.mark.parametrize(
+    ("tamper", "check"),
+    [
+        (group_twice, "groups"),
+        (metric("groups/trained", 1), "counts"),
+        (metric("total/groups_filtered", 1, step=5), "counts"),
+        (schedule_event("commit", lambda event: None, number=3), "counts"),
+        (schedule_event("finish", lambda event: None), "groups"),
+        (schedule_event("admit", lambda event: event | {"groups": [0, *event["groups"]]}, number=2), "groups"),
+    ],
+)
+def test_a_changed_file_of_a_run_that_was_stopped_is_found(
+    tmp_path: Path, tamper: Callable[[Path], None], check: str
 ) -> None:
-    given: dict[str, Any] = {}
-
-    class Broken:
-        happened = hit()
-        engine_start_s = None
-        ends = JobEnds()
-
-        def __init__(self, *_: Any, slower: bool, replicas: int, **__: Any) -> None:
-            given.update(slower=slower, replicas=replicas)
-
-        def stop(self) -> str:
-            return "the faults: AccessDenied"
-
-    def run_job(config: Any, **_: Any) -> list[dict[str, Any]]:
-        given.update(config["timeouts"])
-        Path(config["run"]["dir"]).mkdir()
-        (Path(config["run"]["dir"]) / "summary.json").write_text("{}")
-        return [{"time/step": 1.0}]
-
-    report = AccountingReport(steps=1)
-    for name, fake in (("Injector", Broken), ("run_job", run_job), ("check_run", lambda run_dir: report)):
-        monkeypatch.setattr(soak, name, fake)
-    monkeypatch.setattr(soak, "start_seconds", lambda run_dir, pid, since: 12.5)
-    chosen, until = options(minutes=20.0, replicas=1), time.monotonic() + 600.0
-    ended = run_once("disturbed", chosen, tmp_path, until, SCHEDULE, 0.0, [], Tempo(3.0, 5.0, slower=True))
-    assert given["slower"] and given["replicas"] == 1 and (given["rpc_s"], given["weight_sync_s"]) == (3.0, 5.0)
-    assert ended.happened and {each.start_s for each in ended.happened} == {12.5}
-    assert ended.failure == "the faults: AccessDenied" and ended.report is report and len(ended.records) == 1
+    run_dir = write_run(tmp_path, seed=1)
+    stop_after(run_dir, 5)
+    tamper(run_dir)
+    assert check_run(run_dir, stopped=True).problems[check]
 
 
-def test_help_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["soak.py", "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    text = capsys.readouterr().out
-    assert all(
-        name in text
-        for name in ("--minutes", "--seed", "--json", "--quick", "--keep", "--faults", "kill-job", "limit-job")
-    )
+# --- the injector, on a run of which only the files and some processes are there
+
+BUSY = "while True: pass"
+
+
+def fault_of(name: str, index: int = 0, after_step: int = 1, seconds: float = 0.0) -> Fault:
+    return Fault(KINDS[name], index, after_step, 0.0, seconds)
+
+
+class Run:
+    """Two replicas that are processes, and a metrics.jsonl to which steps are added."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        self.started: list[psutil.Popen] = []  # all that `close` ends, whatever a test has made of them
+        self.replicas = {index: self.start() for index in range(2)}
+        monkeypatch.setattr("benchmarks.chaos.place.find_replicas", self.find)
+        monkeypatch.setattr("benchmarks.chaos.place.find_processes", self.find_processes)
+        monkeypatch.setattr("benchmarks.chaos.place.find_agent", self.find_agent)
+        monkeypatch.setattr("benchmarks.chaos.watch.restarts_among", lambda ranks: (self.restarts, self.left))
+        monkeypatch.setattr("benchmarks.chaos.watch.WatchedRun.POLL_S", 0.02)
+        self.workers = [self.start().engine for _ in range(2)]
+        self.agent, self.restarts, self.left = psutil.Process(), 0, 0
+        self.steps = 0
+
+    def start(self) -> Replica:
+        engine = psutil.Popen([sys.executable, "-c", BUSY])
+        self.started.append(engine)
+        return Replica(actor=engine, engine=engine)
+
+    def find(self, run_dir: Path) -> dict[int, Replica]:
+        return {index: each for index, each in self.replicas.items() if self.alive(each.engine)}
+
+    def find_processes(self, run_dir: Path, target: str) -> list[psutil.Process]:
+        """The processes of every part but the replicas: `workers`."""
+        return [each for each in self.workers if self.alive(each)]
+
+    def find_agent(self, run_dir: Path) -> psutil.Process:
+        return self.agent
+
+    @staticmethod
+    def alive(process: psutil.Process) -> bool:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+    def step(self, **metrics: float) -> None:
+        self.steps += 1
+        with (self.directory / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": self.steps, "time/step": 1.0, "wall_time": time.time(), **metrics}) + "\n")
+
+    def close(self) -> None:
+        for each in self.started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGCONT)
+                each.kill()
+                each.wait(10)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    living = Run(tmp_path, monkeypatch)
+    yield living
+    living.close()
+
+
+def test_an_engine_whose_responses_nobody_continues_is_not_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.chaos.injector.catch", lambda *args: True)  # it works, however busy the machine is
+    monkeypatch.setattr("benchmarks.chaos.watch.WatchedRun.NOTICE_S", 0.5)
+    run.step()
+    injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=lambda text: None)
+    wait_until(lambda: not run.alive(run.replicas[1].engine), 30, "the kill")
+    run.replicas[1] = run.start()
+    run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 2})
+    wait_until(lambda: "rollout/continued has NOT counted it" in str(injector.happened), 10, "the end of the fault")
+    assert injector.stop() == "" and not injector.happened[0].over
+
+
+def survive(run: Run, name: str, recover: Callable[[], None], *, index: int = 1) -> Happened:
+    """Kill a worker, `recover` from that, take steps, and return what the injector makes of it."""
+    run.step()
+    old = run.workers[index]
+    injector = Injector(run.directory, [fault_of(name, index)], replicas=2, say=lambda text: None)
+    wait_until(lambda: not run.alive(old), 30, "the kill")
+    wait_until(lambda: bool(injector.happened), 10, "the note of the fault")
+    recover()
+    time.sleep(0.2)
+    assert not injector.happened[0].over, "no step was done"
+    for _ in range(5):
+        run.step(**{"rollout/replicas_alive": 2})
+        time.sleep(0.1)
+    wait_until(lambda: "two more steps" in str(injector.happened[0]), 10, "the end of the fault")
+    assert injector.stop() == ""
+    return injector.happened[0]
+
+
+@pytest.mark.parametrize(("name", "restarts", "over"), [
+    ("kill-reward", 1, False), ("kill-rank", 1, True), ("kill-rank", 2, False), ("kill-queue", 0, True),
+    ("kill-controller", 1, False), ("kill-job", 1, False),
+])  # fmt: skip
+def test_a_fault_may_cost_as_many_restarts_of_the_ranks_as_its_kind_allows(
+    run: Run, name: str, restarts: int, over: bool
+) -> None:
+    def recover() -> None:
+        run.restarts = 4 + restarts
+        run.workers.append(run.start().engine)
+
+    run.restarts = 4
+    assert survive(run, name, recover).over == over

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import whole_run
-from benchmarks.async_vs_sync import run_config
-from benchmarks.trl_race import TASKS, Race
-from benchmarks.whole_run import (
+from benchmarks.lib import whole_run
+from benchmarks.lib.whole_run import (
     SCRIPT,
     Cores,
     Pinner,
     Window,
-    fresh,
-    median_window,
     part_of,
-    response_lengths,
-    step_records,
-    steps_after,
 )
-from megarl.config.pace import pace_of
-from megarl.config.schema import Config
-from megarl.rollout.admission import Admission
 from tests.support.waiting import wait_until
 
 CORES = Cores(frozenset({0}), frozenset({1}), frozenset({0, 1}))
@@ -111,76 +98,3 @@ def test_a_window_begins_at_the_end_of_the_last_skipped_step_and_has_so_many_ste
 def test_a_window_needs_a_step_before_it_and_all_of_its_own(skipped: int, steps: int) -> None:
     with pytest.raises(ValueError, match="cannot be measured"):
         Window.of([record(1.0), record(2.0)], skipped, steps)
-
-
-def configs(directory: Path) -> Iterator[tuple[str, dict[str, Any], int, int]]:
-    """The runs of the benchmarks that are measured in steps: a name, the config, the steps before and in the window."""
-    for mode in ("sync", "async"):
-        for task in TASKS.values():
-            race = Race.__new__(Race)
-            race.task, race.model, race.data = task, directory / "model", directory / "data.jsonl"
-            yield f"{task.name}, {mode}", race.config(mode), task.skip, task.steps
-        options = argparse.Namespace(max_tokens=64, max_num_seqs=256)
-        yield f"async_vs_sync, {mode}", run_config(options, directory, mode, groups=16, steps=24), 8, 16
-
-
-def started(config: dict[str, Any], steps: int) -> list[int]:
-    """Return the groups that admission has started when each step of a run is done, with engines that never are late.
-
-    The trainer takes a step while it trains the one before.
-    """
-    content = Config.model_validate(config)
-    pace, groups = pace_of(content), content.batch.groups
-    admission = Admission(groups, pace, steps=steps)
-    found: list[int] = []
-    admission.set_version(0)
-    for step in range(steps):
-        for ahead in (step, step + 1) if pace.runs_ahead else (step,):
-            for group in admission.admit():
-                admission.finish(group, ok=True)
-            if ahead < steps:
-                assert admission.batch(ahead) is not None
-        admission.commit(step, trained=groups, filtered=0, dropped_stale=0, failed=0)
-        if pace.publishes_after(step + 1):
-            admission.set_version(step + 1)
-        found.append(admission.attempts)
-    return found
-
-
-def test_as_much_is_generated_in_a_window_as_is_trained(tmp_path: Path) -> None:
-    for name, config, skip, window in configs(tmp_path):
-        after = steps_after(config, window)
-        assert (after > 0) == ("async" in name.partition(", ")[2]), name
-        groups = config["batch"]["groups"]
-        numbers = started(config, skip + window + after)
-        assert numbers[skip + window - 1] - numbers[skip - 1] == window * groups, name
-        if after:
-            early = started(config, skip + window)
-            assert early[-1] - early[skip - 1] < window * groups, "the end of the run would have helped"
-            with pytest.raises(ValueError, match="published every 4 steps"):
-                steps_after(config, window + 1)
-
-
-@pytest.mark.parametrize(("mode", "after"), [("sync", 0), ("async", 6)])
-def test_a_run_goes_on_after_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, after: int) -> None:
-    """A stand-in for the run makes as many steps as its config asks for."""
-    monkeypatch.setattr(
-        whole_run, "train", lambda config, **named: [record(float(end)) for end in range(config["run"]["steps"])]
-    )
-    options = argparse.Namespace(max_tokens=64, max_num_seqs=256)
-    config = run_config(options, tmp_path, mode, groups=16, steps=1)
-    window, records = whole_run.measure(config, 8, 16, timeout_s=1.0)
-    assert window.steps == 16 and len(records) == 8 + 16 + after
-
-
-def test_the_run_of_the_median_counts() -> None:
-    runs = [Window.of([record(0.0), record(seconds)], 1, 1) for seconds in (5.0, 1.0, 2.0)]
-    assert median_window(runs) is runs[2] and median_window(runs[:2]) is runs[1]
-
-
-def test_files_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/version": 0}\n{"step": 1, "time/step": 2.0}\n')
-    (tmp_path / "samples.jsonl").write_text('{"response_tokens": 7}\n{"response_tokens": 9}\n')
-    assert [each["step"] for each in step_records(tmp_path)] == [1]
-    assert response_lengths(tmp_path) == [7, 9]
-    assert fresh(tmp_path, "sync") != fresh(tmp_path, "sync")

@@ -470,7 +470,7 @@ def test_before_the_first_weights_requests_wait(doors: Doors) -> None:
 
 @pytest.mark.parametrize("count", [600, pytest.param(2000, marks=pytest.mark.slow)])
 def test_many_sessions_at_once(doors: Doors, count: int) -> None:
-    """Each has two turns; the second continues the first one's tokens. The clients are those of the benchmark.
+    """Each has two turns; the second continues the first one's tokens.
 
     The engine makes no token until all first turns are under way: more than the 1024 descriptors that select() could
     wait for.
@@ -478,8 +478,8 @@ def test_many_sessions_at_once(doors: Doors, count: int) -> None:
     door = doors(lambda request: [*reversed(request.prompt_ids[-3:]), 9], pace_s=0.002, timeout_s=600.0)
     replica = door.parts.replicas[0]
     door.call(lambda parts: replica.going.clear())
-    command = [sys.executable, str(ROOT / "benchmarks/door_sessions.py"), door.url, str(count), "--tokens", "4"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
+    command = [sys.executable, "-m", "tests.support.door_sessions", door.url, str(count), "--tokens", "4"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
         assert clients.stdin is not None and clients.stdout is not None
         print(TOKEN, file=clients.stdin, flush=True)
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak_hosts import Hosts
+from benchmarks.lib.hosts import Hosts
 from tests.support.needs import CLUSTER, need
 from tests.support.slurm import Slurm
 

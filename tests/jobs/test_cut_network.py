@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak_hosts import Hosts
+from benchmarks.lib.hosts import Hosts
 from tests.support.jobs import TWO_HOSTS, check_groups, check_steps, some_steps, start_job, wait_for, write_job
 from tests.support.random_moment import moments
 from tests.support.run import step_records

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import make_assets
-from benchmarks.soak_hosts import Hosts
-from benchmarks.soak_kinds import KINDS
-from benchmarks.soak_place import SeveralHosts
+from benchmarks.lib.chaos import KINDS, SeveralHosts
+from benchmarks.lib.hosts import Hosts
+from benchmarks.lib.whole_run import make_assets
 from tests.support.fault_table import FaultRuns, losses_of_accuracy, problems_of, table_of
 
 # test_hosts.py and test_cut_network.py have the same faults of a run of random tokens; here two runs must learn.

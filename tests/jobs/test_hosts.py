@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.soak_hosts import Hosts
-from benchmarks.soak_stale import preloading, spoil
+from benchmarks.lib.file_faults import preloading, spoil
+from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
 from tests.support.jobs import (
     FOUR_HOSTS,

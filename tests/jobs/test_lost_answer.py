@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak_hosts import Hosts
+from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
 from tests.support.jobs import wait_for
 

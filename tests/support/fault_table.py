@@ -10,12 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.soak import run_once
-from benchmarks.soak_happened import Happened
-from benchmarks.soak_kinds import Fault, Kind, missing, schedule
-from benchmarks.soak_place import RunPlace
-from benchmarks.soak_rows import POINTS, REPLICAS, SoakOutcome, accounting_rows, end_rows, loss_rows
-from benchmarks.soak_variant import Tempo
+from benchmarks.lib.chaos import (
+    POINTS,
+    REPLICAS,
+    Fault,
+    Happened,
+    Kind,
+    RunPlace,
+    SoakOutcome,
+    Tempo,
+    accounting_rows,
+    end_rows,
+    loss_rows,
+    missing,
+    run_once,
+    schedule,
+)
 
 FIRST_STEP = 3  # before the first fault: engines are warm
 LAST_STEP = 12  # before all faults are due. Each waits until the run is over the one before

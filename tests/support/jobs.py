@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.soak_accounting import check_run
-from benchmarks.soak_hosts import Hosts
+from benchmarks.lib.accounting import check_run
+from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
 from tests.support.configs import with_sections
 from tests.support.run import step_records, tiny_config

@@ -18,7 +18,6 @@ from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission import Admission
 from megarl.rollout.group_end import usable_samples
-from megarl.rollout.journal_file import JournalFile
 from megarl.rollout.schedule import ScheduleFile
 from megarl.run.batch_metrics import record_batch
 from megarl.run.recorder import Totals
@@ -79,7 +78,6 @@ class _Run:
                 self._publish()
         self._file.close()
         (self._run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        JournalFile(self._run_dir / "rollout.journal").count(admission.attempts)
 
     def _publish(self) -> None:
         self._admission.announce(self._version)
@@ -106,7 +104,7 @@ class _Run:
             plan = lost
         metrics = step_metrics()
         record_batch(metrics, plan, trained_as_planned(plan))
-        values = metrics.reduce()
+        values = metrics.reduce() | {"total/groups_rolled_back": self._admission.counters.rolled_back}
         self._admission.commit(step, **vars(plan.outcome))
         return {"step": step + 1, "time/step": 1.0, **values, **self._totals.add(values)}
 

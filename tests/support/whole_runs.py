@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.soak_happened import longest_gap
-from benchmarks.soak_starts import start_seconds
+from benchmarks.lib.chaos import longest_gap, start_seconds
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.common.line_parts import read_lines
 from megarl.queue.dump import read_batch

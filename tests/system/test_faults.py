@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak_happened import lethal
-from benchmarks.soak_kinds import KINDS
-from benchmarks.soak_rows import SoakOutcome
-from benchmarks.soak_stale import why_no_handles
+from benchmarks.lib.chaos import KINDS, SoakOutcome, lethal
+from benchmarks.lib.file_faults import why_no_handles
 from tests.support.assets import Assets
 from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, problems_of, table_of
 from tests.support.needs import FAULTS, left_out

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import soak_disk
-from benchmarks.soak_disk import fill, fill_up, small_disk, why_no_disk
-from benchmarks.soak_happened import longest_gap
+from benchmarks.lib import file_faults
+from benchmarks.lib.chaos import longest_gap
+from benchmarks.lib.file_faults import fill, fill_up, small_disk, why_no_disk
 from megarl.common.line_parts import read_lines
 from megarl.common.run_files import read_exit
 from megarl.rollout.journal import JOURNAL_FILE
@@ -44,7 +44,7 @@ def config_in(directory: Path, steps: int, **sections: Any) -> dict[str, Any]:
 def test_a_run_whose_directory_is_full_for_a_time_goes_on_and_its_files_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soak_disk, "SIZE", "64m")
+    monkeypatch.setattr(file_faults, "SIZE", "64m")
     # 16 samples of 0.1 s in one process: the steps after the fifth take longer than the disk is full.
     reward = {"function": f"{MODULE}:slow_digit_share", "workers": 1}
     config = config_in(tmp_path, STEPS, reward=reward, telemetry={"samples_per_step": 2})
@@ -108,9 +108,9 @@ def test_a_run_whose_directory_and_checkpoints_find_no_space_any_more_ends_as_fa
     config = config_in(tmp_path, steps, checkpoint={"dir": str(saves), "every": 1}, evaluation={})
     config["run"]["export"] = False
     run_dir = Path(config["run"]["dir"])
-    monkeypatch.setattr(soak_disk, "SIZE", "64m")
+    monkeypatch.setattr(file_faults, "SIZE", "64m")
     with small_disk(run_dir):
-        monkeypatch.setattr(soak_disk, "SIZE", "128k")
+        monkeypatch.setattr(file_faults, "SIZE", "128k")
         with small_disk(saves):
             process = start_run(config)
             try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak_moments import version_being_published
+from benchmarks.lib.chaos import version_being_published
 from megarl.cluster.handle import read_state
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from benchmarks.soak_checkpoints import complete, damage, refused
+from benchmarks.lib.file_faults import complete, damage, refused
 from megarl.cluster.handle import read_state
 from tests.support.checkout import ROOT
 from tests.support.leftovers import assert_nothing_left, marked

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.soak_moments import version_being_published
+from benchmarks.lib.chaos import version_being_published
 from megarl.cluster.handle import read_state
 from tests.support.leftovers import survivors
 from tests.support.run import step_records, tiny_config

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lib.manifests import CONFIGS, manifest_of
 from megarl.weights.buckets import (
     ALIGNMENT,
     ITEM_BYTES,
@@ -21,7 +22,6 @@ from megarl.weights.buckets import (
     specs_of,
     unpack_manifest,
 )
-from tests.support.manifests import CONFIGS, manifest_of
 
 DTYPES = ["float32", "bfloat16", "int64", "uint8"]
 shapes = st.lists(st.integers(0, 17), min_size=0, max_size=3).map(tuple)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.lib.vllm_model import vllm_model
 from megarl.common.errors import WeightSyncError
 from megarl.weights.coverage import missing_message
 from megarl.weights.loaders import ModelLoader
 from tests.support.tiny import FAMILIES, make_tiny_model
-from tests.support.vllm_model import vllm_model
 
 CPU = torch.device("cpu")
 

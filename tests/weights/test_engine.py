@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.lib.live_engine import LivePool
 from megarl.common.errors import WeightSyncError
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, Bucket
@@ -20,7 +21,7 @@ from megarl.weights.sender import WeightSender
 from megarl.weights.sync_report import SyncReport
 from megarl.weights.sync_settings import SyncSettings
 from tests.support.fake_engines import FakeReplica, ListExporter
-from tests.support.live_engine import LivePool, LiveReplica, Response, reference
+from tests.support.live_engine import LiveReplica, Response, reference
 from tests.support.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine

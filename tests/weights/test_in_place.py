@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.lib.vllm_model import vllm_model
 from megarl.weights.in_place import in_place_obstacle
 from tests.support.tiny import make_tiny_model
-from tests.support.vllm_model import vllm_model
 
 pytestmark = pytest.mark.engine
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.lib.vllm_model import vllm_model
 from megarl.common.errors import WeightSyncError
 from megarl.weights import abandoned_reload, loaders
 from megarl.weights.loaders import ModelLoader
 from tests.support.engine_worker import bits
 from tests.support.tiny import make_tiny_model
-from tests.support.vllm_model import vllm_model
 
 pytestmark = pytest.mark.engine
 CPU = torch.device("cpu")

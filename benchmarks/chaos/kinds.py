@@ -1,0 +1,331 @@
+"""The kinds of faults of the soak, the schedule in which they happen, and what has become of each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+ANY_NUMBER = 99  # of restarts, of which torchrun has a limit of its own, and of steps
+Consequence = Literal["replaced", "same", "survived", "exchanged"]
+Moment = Literal["busy", "idle", "in-sync"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a run that a fault ends: what exit.json says, and the exit code of the job.
+
+    `reasons`: one of them is a part of that in exit.json. `hidden_by_restarts`: the code is 0 as long as torchrun might
+    start the ranks again. `saves_nothing`: exit.json and summary.json count what could not be saved. `aborted`: a
+    second stop signal has ended the job, and all its processes with it. `within_s`: the seconds in which the job must
+    have ended; torchrun may first start it again.
+    """
+
+    status: Literal["preempted", "failed"]
+    code: int
+    reasons: tuple[str, ...]
+    hidden_by_restarts: bool = False
+    saves_nothing: bool = False
+    aborted: bool = False
+    within_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault: what happens (`action`) to which part of the run (`target`), and what the run must do.
+
+    `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "exchanged": it leaves
+    on request and another one is added; "survived": the part is there again and two more steps are done, after
+    `restarts` restarts of the ranks and `starts` starts of the job at most, and `redone` steps were made again at most.
+    `metric`, `told`: a metric that has then counted the fault, a text that the run has then told once more, on the
+    terminal or in the log of an agent worker. `room`: the share of the run's steps that a fault needs, relative to the
+    others. `cost_s`: how long it takes by experience. `seconds`: how long it lasts at least and at most, 0 if it is
+    over at once. `moment`: what a replica does when it is hit: it works on requests, it has none, or it takes part in a
+    publication of the weights. `ending`: how the run must end, before the same command starts it again. `at_end`: the
+    fault comes after the last step.
+    """
+
+    action: str
+    target: str
+    outcome: Consequence
+    room: float
+    cost_s: float
+    seconds: tuple[float, float] = (0.0, 0.0)
+    restarts: int = 0
+    starts: int = 0
+    moment: Moment = "busy"
+    metric: str = ""
+    told: str = ""
+    redone: int = ANY_NUMBER
+    ending: Ending | None = None
+    at_end: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name by which `--faults` selects it."""
+        return f"{self.action}-{self.target}" + ("" if self.moment == "busy" else f"-{self.moment}")
+
+    @property
+    def has_processes(self) -> bool:
+        """True if the fault hits processes from outside."""
+        elsewhere = self.target in {"disk", "checkpoint-disk", "files"} or self.needs_hosts
+        return not elsewhere and not self.order and self.ending is None
+
+    @property
+    def may_cost_replicas(self) -> bool:
+        """True if the fault may make a publication fail, and so cost replicas that it does not hit."""
+        return self.ends or self.needs_hosts
+
+    @property
+    def needs_hosts(self) -> bool:
+        """True if the fault needs a run on several hosts."""
+        return self.target in {"link", "node"}
+
+    @property
+    def happens_on_hosts(self) -> bool:
+        """True if the fault can happen to a run on several hosts: it needs nothing of this machine alone."""
+        return self.needs_hosts or self.name in ON_HOSTS
+
+    @property
+    def checkpoints(self) -> int:
+        """The complete checkpoints that the run must have: it resumes one, and another one if that is damaged."""
+        return 2 if self.action == "damage" else int(self.ending is not None)
+
+    @property
+    def order(self) -> str:
+        """The order (chaos/orders.py) by which the fault happens; "" if it happens otherwise."""
+        if self.ending is not None:
+            return ""
+        if self.action == "spoil":
+            return self.target
+        return self.name if self.action in ("fork", "flood") else ""
+
+    @property
+    def loses(self) -> bool:
+        """True if the fault costs a replica."""
+        return self.outcome == "replaced"
+
+    @property
+    def ends(self) -> bool:
+        """True if the fault may end the ranks, the whole job, or the controller and its queue."""
+        return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
+
+
+# Those that hit processes by signals, or the run by its own functions, wherever they are. None of them needs a restart
+# of the ranks: ranks that are started again while the link stays cut do not say why the first ones ended.
+ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob"}
+LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
+LOST_WORKER = "rollout/workers_lost"
+FLOODED = "the output of this worker was flooded"
+SKIPPED = "the step is skipped"
+UNSAVED = "could NOT be saved"
+CUT = "was ended by a stop request"
+UNSAVED_END = Ending("preempted", 1, ("could not be saved",), hidden_by_restarts=True, saves_nothing=True)
+FULL_END = Ending("failed", 1, ("No space left on device",))
+SPOILED_END = Ending("failed", 1, ("the batch is kept in {run_dir}/failed_batch",))
+# torchrun passes the first signal on as it is, and any second one as SIGTERM.
+ABORTED_END = Ending("failed", 1, ("aborted by a second stop signal (SIGTERM)",), aborted=True, within_s=30.0)
+CUT_END = Ending("preempted", 0, ("the time limit is near",))
+# Ray notices within 300 s, and then the bound of a call counts (HOSTS_RPC_S of chaos/place.py); then all must end. The
+# second reason is that of a call that was under way and has reached its own bound, if Ray has noticed nothing before.
+SEVERED_S = 300.0 + 60.0 + 60.0
+SEVERED_END = Ending(
+    "failed", 1, ("could not reach the rollout controller for", "trainer rank 0 waited"), within_s=SEVERED_S
+)
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("kill", "engine", "replaced", room=3.0, cost_s=60.0),
+        Kind("kill", "engine", "replaced", room=3.0, cost_s=60.0, moment="idle"),
+        Kind("kill", "engine", "replaced", room=3.0, cost_s=80.0, moment="in-sync"),
+        Kind("kill", "replica", "replaced", room=3.0, cost_s=60.0),
+        Kind("hang", "engine", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
+        Kind("hang", "engine", "replaced", room=6.0, cost_s=120.0, seconds=LONG_S, moment="in-sync"),
+        Kind("hang", "replica", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
+        Kind("crawl", "engine", "replaced", room=12.0, cost_s=120.0, seconds=LONG_S),
+        Kind("drain", "replica", "same", room=2.0, cost_s=30.0),
+        Kind("add", "replica", "same", room=3.0, cost_s=80.0),
+        Kind("remove", "replica", "exchanged", room=3.0, cost_s=80.0),
+        Kind("pause", "engine", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
+        Kind("pause", "replica", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
+        Kind("slow", "engine", "same", room=2.0, cost_s=25.0, seconds=(8.0, 15.0)),
+        Kind("kill", "reward", "survived", room=1.0, cost_s=10.0),
+        Kind("hang", "reward", "survived", room=1.0, cost_s=15.0, seconds=(60.0, 60.0)),
+        Kind("fork", "reward", "survived", room=1.0, cost_s=10.0),
+        Kind("flood", "reward", "survived", room=1.0, cost_s=15.0, metric="reward/redone"),
+        Kind("kill", "agent-worker", "survived", room=1.0, cost_s=40.0, metric=LOST_WORKER),
+        Kind("hang", "agent-worker", "survived", room=2.0, cost_s=70.0, seconds=LONG_S, metric=LOST_WORKER),
+        Kind("flood", "agent-worker", "survived", room=1.0, cost_s=15.0, told=FLOODED),
+        Kind("spoil", "gradient", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
+        Kind("spoil", "logprob", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
+        Kind("kill", "controller", "survived", room=1.0, cost_s=40.0),
+        Kind("hang", "controller", "survived", room=1.0, cost_s=60.0, seconds=LONG_S),
+        Kind("kill", "queue", "survived", room=1.0, cost_s=40.0),
+        Kind("hang", "queue", "survived", room=2.0, cost_s=120.0, seconds=LONG_S),
+        Kind("kill", "rank", "survived", room=1.0, cost_s=40.0, restarts=1),
+        Kind("hang", "rank", "survived", room=1.0, cost_s=180.0, seconds=(240.0, 240.0), restarts=1),
+        Kind("kill", "agent", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("kill", "job", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("damage", "job", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("interrupt", "job", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("terminate", "job", "survived", room=1.0, cost_s=120.0, starts=1),
+        Kind("limit", "job", "survived", room=1.0, cost_s=120.0, starts=1, redone=0, told="stopping after"),
+        Kind("stale", "files", "survived", room=1.0, cost_s=35.0, seconds=(10.0, 20.0)),
+        Kind("fill", "checkpoint-disk", "survived", room=1.0, cost_s=60.0, seconds=LONG_S, told=UNSAVED),
+        Kind("fill", "disk", "survived", room=1.0, cost_s=120.0, seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
+        Kind(
+            "exhaust", "checkpoint-disk", "survived", room=3.0, cost_s=120.0, starts=1, told=UNSAVED, ending=UNSAVED_END
+        ),
+        Kind("exhaust", "disk", "survived", room=1.0, cost_s=120.0, starts=1, ending=FULL_END),
+        Kind("spoil", "steps", "survived", room=3.0, cost_s=180.0, starts=1, told=SKIPPED, ending=SPOILED_END),
+        Kind("abort", "job", "survived", room=1.0, cost_s=120.0, starts=1, ending=ABORTED_END),
+        Kind("limit", "evaluation", "survived", room=0.0, cost_s=90.0, starts=1, told=CUT, ending=CUT_END, at_end=True),
+        Kind("cut", "link", "survived", room=3.0, cost_s=120.0, seconds=(30.0, 30.0)),
+        Kind("sever", "link", "survived", room=3.0, cost_s=400.0, starts=1, ending=SEVERED_END),
+        Kind("lose", "node", "survived", room=8.0, cost_s=240.0),
+    )
+}
+
+# Of each of these a draw has at least one: an engine that dies, one that stops and one that is slow are what a run of
+# weeks is sure to meet, and by chance nearly half of all draws would kill none.
+ALWAYS = [
+    {name for name, kind in KINDS.items() if kind.target in ("engine", "replica") and kind.action in actions}
+    for actions in (("kill",), ("hang", "pause"), ("slow", "crawl"))
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of the schedule: `delay_s` after step `after_step` it hits a process of its target for `seconds`.
+
+    `index`: the replica, or the number of the process among those of the target, counted modulo how many there are.
+    """
+
+    kind: Kind
+    index: int
+    after_step: int
+    delay_s: float
+    seconds: float
+
+    def __str__(self) -> str:
+        lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
+        if self.kind.action == "add":
+            return "add a replica for a while"
+        where = {"engine": f"the engine of replica {self.index}", "replica": f"replica {self.index}"}
+        when = "" if self.kind.moment == "busy" else f" ({self.kind.moment})"
+        return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{when}{lasting}"
+
+
+def draw(seed: int, seconds: float, without: Sequence[str] = ()) -> list[str]:
+    """Return names of kinds, each once, that take `seconds` together at most by experience.
+
+    `without`: kinds that cannot happen here. The first ones are one of each of ALWAYS; left out are those of which no
+    kind can happen, and as many of the dearest as there is no time for.
+    """
+    order = [name for name in KINDS if name not in without]
+    random.Random(f"soak-draw-{seed}").shuffle(order)
+    wanted = [found for names in ALWAYS if (found := [name for name in order if name in names])]
+    wanted.sort(key=_least_cost_s, reverse=True)
+    chosen: list[str] = []
+    for number, names in enumerate(wanted, start=1):
+        room = seconds - sum(map(_least_cost_s, wanted[number:]))
+        if affordable := [name for name in names if KINDS[name].cost_s <= room]:
+            chosen.append(affordable[0])
+            seconds -= KINDS[affordable[0]].cost_s
+    for name in order:
+        if name not in chosen and KINDS[name].cost_s <= seconds:
+            chosen.append(name)
+            seconds -= KINDS[name].cost_s
+    return chosen
+
+
+def _least_cost_s(names: Iterable[str]) -> float:
+    return min(KINDS[name].cost_s for name in names)
+
+
+def schedule(
+    seed: int, wanted: Sequence[str], *, replicas: int, first: int, last: int, end: int | None = None
+) -> list[Fault]:
+    """Return the wanted faults in a random order, spread over the steps from `first` to `last` by the room they need.
+
+    `end`: the last step of the run, after which those happen that have their place there; None: `last`. Raises
+    ValueError for an unknown kind, and if there are no steps.
+    """
+    if unknown := set(wanted) - KINDS.keys():
+        raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}; known are {', '.join(sorted(KINDS))}")
+    if not 0 <= first < last:
+        raise ValueError(f"faults need steps to happen in, not {first} to {last}")
+    rng = random.Random(f"soak-{seed}")
+    order = [KINDS[name] for name in wanted]
+    rng.shuffle(order)
+    order.sort(key=lambda kind: kind.at_end)
+    total, before = max(1.0, sum(kind.room for kind in order)), 0.0
+    faults = []
+    for kind in order:
+        step = first + int((last - first) * before / total)
+        seconds = round(rng.uniform(*kind.seconds), 1)
+        fault = Fault(kind, rng.randrange(replicas), step, round(rng.uniform(0.0, 1.0), 2), seconds)
+        if kind.at_end:
+            fault = replace(fault, after_step=last if end is None else end, delay_s=0.0)
+        faults.append(fault)
+        before += kind.room
+    return faults
+
+
+def missing(faults: Sequence[Fault], over: Sequence[Fault]) -> list[str]:
+    """Return the kinds of the schedule of which no fault has come to its end; `over`: the faults that have."""
+    return sorted({fault.kind.name for fault in faults} - {fault.kind.name for fault in over})
+
+
+@dataclass
+class Happened:
+    """A fault that was injected: when, on which process, and what the run did. `over`: it did what it should.
+
+    `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
+    replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
+    what was lost. `new_pid`, `new_since`, `start_s`: the process of the replica in place of a lost one, when it began,
+    and how long it took to start. `beside`: a publication has noticed the loss and has gone on without the replica, so
+    that the new one started beside training and joined a later publication. `redone_steps`: steps that a resume has
+    gone back. `spoiled`: numbers that it has made not finite. `told_before`: how often the run had told what it tells
+    of such a fault; `left_out_before`: how often publications had left a replica out.
+    """
+
+    fault: Fault
+    pid: int
+    step: int
+    at_s: float
+    over: bool = False
+    busy: bool = False
+    continued: int = 0
+    restarted: int = 0
+    recovered_s: float = 0.0
+    new_pid: int = 0
+    new_since: float = 0.0
+    start_s: float = 0.0
+    beside: bool = False
+    longest_gap_s: float = 0.0
+    redone_steps: int = 0
+    spoiled: int = 0
+    told_before: int = 0
+    left_out_before: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        state = "" if self.over else "NOT OVER: "
+        return f"step {self.step}, {self.fault} (pid {self.pid}): {state}{'; '.join(self.notes)}"
+
+
+def lethal(happened: Sequence[Happened]) -> list[Happened]:
+    """Return the faults that cost a replica."""
+    return [each for each in happened if each.fault.kind.loses]
+
+
+def longest_gap(records: Sequence[Mapping[str, Any]], since: int, at: float) -> float:
+    """Return the longest time in seconds without the end of a step, from a fault on that came after step `since`.
+
+    `at`: when it came, in seconds since the epoch.
+    """
+    ends = [at, *(record["wall_time"] for record in records[since:])]
+    return max((after - before for before, after in itertools.pairwise(ends)), default=0.0)

@@ -1,0 +1,123 @@
+"""Orders from the soak to code of its own inside the run: to its reward function, its loss and its agent loop.
+
+An order is a file with the order's name in a directory beside the run. The process that removes the file takes the
+order, so that one process obeys it, once, and notes that in the file TAKEN before it does so. SLOWER is for all
+processes, until it is withdrawn, and so is WATCH_EVALUATION, which EVALUATED answers. HOLD holds up one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from megarl.rewards.math import math
+from megarl.rewards.types import RewardInput, RewardResult
+
+TAKEN = "taken.jsonl"
+SLOWER = "slower"
+HOLD = "hold"
+WATCH_EVALUATION = "watch-evaluation"
+EVALUATED = "evaluated"  # a response of an evaluation was scored while that order was there
+
+
+def give(orders: Path, name: str) -> None:
+    """Give an order."""
+    orders.mkdir(exist_ok=True)
+    (orders / name).touch()
+
+
+def withdraw(orders: Path, name: str) -> bool:
+    """Take an order back; False if a process has taken it."""
+    try:
+        (orders / name).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def take(orders: Path, name: str) -> bool:
+    """Take an order if there is one, and note that this process obeys it."""
+    if not withdraw(orders, name):
+        return False
+    line = json.dumps({"order": name, "pid": os.getpid(), "time": time.time()}) + "\n"
+    descriptor = os.open(orders / TAKEN, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def taken(orders: Path, name: str) -> list[int]:
+    """Return the pids of the processes that have taken the orders of a name, oldest first."""
+    path = orders / TAKEN
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return [each["pid"] for each in map(json.loads, lines) if each["order"] == name]
+
+
+FORGED = 1000.0  # the reward that a forked child gives
+FLOOD_BYTES = 3_000_000
+WATCHED_S = 0.1  # that a response takes in an evaluation which is watched, so that it can be caught
+
+
+def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, marks: str, orders: str) -> RewardResult:
+    """Return `math` of the sample; a `share` of the different answers sleeps for `sleep_s` seconds first, once.
+
+    `marks`: the file to which each of them appends a line. `orders`: the directory of the orders to fork and to flood.
+    """
+    if take(Path(orders), "fork-reward") and os.fork() == 0:
+        return RewardResult(FORGED)
+    if take(Path(orders), "flood-reward"):
+        os.write(int(sys.argv[1]), b"x" * FLOOD_BYTES)  # the socket of the worker, which is its first argument
+    if is_late(sample.prompt, sample.response, share, seed) and not was_late(Path(marks), sample):
+        mark(Path(marks), sample)
+        time.sleep(sleep_s)
+    return math(sample)
+
+
+late_math.warm_up = math.warm_up  # type: ignore[attr-defined]
+
+
+def watched_math(sample: RewardInput, orders: str) -> RewardResult:
+    """Return `math` of the sample, for evaluations; tell that one is under way if the order to watch it is there."""
+    if (Path(orders) / WATCH_EVALUATION).exists():
+        give(Path(orders), EVALUATED)
+        time.sleep(WATCHED_S)
+    return math(sample)
+
+
+watched_math.warm_up = math.warm_up  # type: ignore[attr-defined]
+
+
+def is_late(prompt: str, response: str, share: float, seed: int) -> bool:
+    """Tell whether an answer is among the `share` that is late."""
+    digest = hashlib.blake2b(f"{seed}\n{prompt}\n{response}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def was_late(path: Path, sample: RewardInput) -> bool:
+    """Tell whether the same answer was late before."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return any(
+        (each["prompt"], each["response"]) == (sample.prompt, sample.response) for each in map(json.loads, lines)
+    )
+
+
+def mark(path: Path, sample: RewardInput) -> None:
+    """Append one line in a single write: several processes write to the file, and each may be killed."""
+    found = {"time": time.time(), "pid": os.getpid(), "prompt": sample.prompt, "response": sample.response}
+    line = json.dumps(found) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def marked(path: Path) -> int:
+    """Return the number of samples that were late."""
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else 0

@@ -1,0 +1,309 @@
+"""A run of the soak: its config, its job, which the same command starts again as a user would, and what it has done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.chaos.injector import Injector
+from benchmarks.chaos.kinds import Fault, Kind
+from benchmarks.chaos.orders import marked
+from benchmarks.chaos.place import RunPlace, SeveralHosts
+from benchmarks.chaos.processes import processes_left
+from benchmarks.chaos.rows import STALENESS, SoakOutcome, start_seconds
+from benchmarks.chaos.watch import checkpoints_of, orders_of
+from benchmarks.lib.accounting import check_run
+from benchmarks.lib.file_faults import preloading, small_disk
+from benchmarks.lib.hosts import Hosts
+from benchmarks.lib.recount import UnreadableRun
+from benchmarks.lib.whole_run import QUICKSTART, environment, run_command, step_records
+from megarl.checkpoint.save.history import ROLLED_BACK
+from megarl.common.line_parts import read_lines
+
+AGENT_WORKERS = 2
+LEAST_SKIPPED = 2  # steps, at every start of the run
+LEAVE_S = 60.0  # for the processes of a job that has ended, before it is started again
+
+
+@dataclass(frozen=True)
+class Tempo:
+    """The time limits for silent parts of a run, and the length of its steps under a fault.
+
+    `rpc_s`: the limit for engines. `weight_sync_s`: the limit for publications, which takes longer if an engine is
+    silent in one. `slower`: while a fault lasts, the trainer takes its time with each step, so that a fast machine does
+    not reach the last step before the run is over the last fault.
+    """
+
+    rpc_s: float = 20.0
+    weight_sync_s: float = 40.0
+    slower: bool = False
+
+
+REWARD_TIMEOUT_S = 3.0
+REPORT_S = 0.5  # between reports of engines: short, so that lost responses go on from their middle
+LEAST_S = 30.0  # no run is started with less time left
+RESTARTS = 5  # of the ranks by torchrun at most: a full disk would use up any number
+SAVE_EVERY = 5  # steps: as many are lost at most when the ranks or the job are started again
+COLLECTIVE_S = 120.0  # after which a rank takes another one that is stopped for lost
+SOAK_TEMPO = Tempo()
+ConfigTree = dict[str, dict[str, Any]]
+
+
+def run_config(
+    options: argparse.Namespace,
+    run_dir: Path,
+    late_share: float,
+    kinds: Collection[Kind] = (),
+    tempo: Tempo = SOAK_TEMPO,
+    place: ConfigTree | None = None,
+) -> ConfigTree:
+    """Return the quickstart's config with the changes of the soak.
+
+    `late_share`: of the answers, see chaos/orders.py. `kinds`: of the faults that shall be able to happen. `place`:
+    what the place of the run changes, see chaos/place.py.
+    """
+    config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+    late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
+    late["orders"] = str(orders_of(run_dir))
+    heldout: dict[str, Any] = {"name": "additions", "path": str(options.assets / "heldout.jsonl")}
+    heldout["reward"] = evaluation_reward(kinds, run_dir)
+    changes: ConfigTree = {
+        "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
+        "model": {"path": str(options.assets / "model")},
+        "batch": {"groups": options.groups},
+        "data": {"path": str(options.assets / "train.jsonl")},
+        "reward": {
+            "function": "benchmarks.chaos.orders:late_math",
+            "kwargs": late,
+            "workers": 2,
+            "timeout_s": REWARD_TIMEOUT_S,
+        },
+        "evaluation": {"sets": [heldout | ({"limit": 100} if options.quick else {})]},
+        "admission": {"mode": "async", "sync_interval": 2, "max_staleness": STALENESS},
+        "rollout": {"replicas": options.replicas, "report_interval_s": REPORT_S},
+        "weight_sync": {"restarts": 3},
+        "checkpoint": {"every": SAVE_EVERY},
+        "telemetry": {"dump_batches": True, "tensorboard": False},
+        "timeouts": {
+            "rpc_s": tempo.rpc_s,
+            "weight_sync_s": tempo.weight_sync_s,
+            "engine_start_s": 300.0,
+            "generate_s": 300.0,
+            "collective_s": COLLECTIVE_S,
+        },
+    }
+    layers = [config, changes, changes_for(kinds, run_dir, options.replicas, tempo), place or {}]
+    merged: ConfigTree = {}
+    for layer in layers:
+        for name, section in layer.items():
+            merged[name] = merged.get(name, {}) | section
+    return merged
+
+
+def marks(run_dir: Path) -> Path:
+    """Return the file in which the reward function notes the samples that are late."""
+    return run_dir.with_suffix(".late")
+
+
+def run_once(
+    name: str,
+    options: argparse.Namespace,
+    directory: Path,
+    until: float,
+    faults: Sequence[Fault],
+    late_share: float,
+    kinds: Collection[Kind] | None = None,
+    tempo: Tempo = SOAK_TEMPO,
+    place: RunPlace | None = None,
+) -> SoakOutcome:
+    """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
+
+    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own. `place`: where
+    it runs; None: on this machine.
+    """
+    place = place or RunPlace()
+    kinds = [fault.kind for fault in faults] if kinds is None else kinds
+    outcome = SoakOutcome(name)
+    run_dir = directory / name
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{name} +{time.monotonic() - begun:.0f} s] {text}", flush=True)
+
+    if begun > until - LEAST_S:
+        outcome.failure = f"less than {LEAST_S:.0f} s were left of --minutes {options.minutes:g}"
+        say(f"NOT STARTED: {outcome.failure}")
+        return outcome
+    say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
+    injector = Injector(run_dir, faults, replicas=options.replicas, say=say, slower=tempo.slower, place=place)
+    restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
+    starts = sum(fault.kind.starts for fault in faults)
+    try:
+        outcome.records = run_job(
+            run_config(options, run_dir, late_share, kinds, tempo, place.changes(restarts)),
+            ranks=2, restarts=restarts, starts=starts,
+            timeout_s=until - time.monotonic(), say=say, variables=variables_for(run_dir, faults),
+            ended=injector.ends.ended, place=place,
+        )  # fmt: skip
+    except SystemExit as error:
+        outcome.failure = str(error)
+        say(f"FAILED: {outcome.failure}")
+    finally:
+        problem = injector.stop()
+    outcome.happened, outcome.late_rewards = injector.happened, marked(marks(run_dir))
+    outcome.engine_start_s = injector.engine_start_s
+    outcome.left = processes_left(run_dir, LEAVE_S)
+    outcome.rolled_back = read_rolled_back(run_dir)
+    note_effects(outcome)
+    for event in outcome.happened:
+        event.start_s = start_seconds(run_dir, event.new_pid, event.new_since)
+    if not outcome.failure:
+        outcome.summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        count(outcome, run_dir)
+    outcome.failure = "; ".join(filter(None, (outcome.failure, problem)))
+    say(f"ended after {len(outcome.records)} steps")
+    return outcome
+
+
+def variables_for(run_dir: Path, faults: Sequence[Fault]) -> dict[str, str]:
+    """Return the environment that the faults need in the processes of a run."""
+    stale = any(fault.kind.target == "files" for fault in faults)
+    return preloading(run_dir, orders_of(run_dir)) if stale else {}
+
+
+def read_rolled_back(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of steps that a resume has discarded."""
+    records = map(json.loads, read_lines(run_dir / ROLLED_BACK))
+    return [record for record in records if record["file"] == "metrics.jsonl" and "time/step" in record]
+
+
+def note_effects(outcome: SoakOutcome) -> None:
+    """Note for each fault what there was until the next one: restarted replicas, responses continued elsewhere.
+
+    What was seen when it was over counts too, because a later fault may have made these steps be made again. To a fault
+    after which a resume has gone back belong the steps from there on.
+    """
+    steps = [each.step for each in outcome.happened] + [len(outcome.records)]
+    for event, end in zip(outcome.happened, steps[1:], strict=True):
+        records = outcome.records[event.step - event.redone_steps : end]
+        continued = int(sum(record.get("rollout/continued") or 0.0 for record in records))
+        restarted = int(sum(record.get("sync/restarted_replicas") or 0.0 for record in records))
+        event.continued, event.restarted = max(event.continued, continued), max(event.restarted, restarted)
+        event.notes.append(f"{event.continued} responses continued elsewhere")
+
+
+def count(outcome: SoakOutcome, run_dir: Path) -> None:
+    """Check the files of a run that has ended."""
+    try:
+        outcome.report = check_run(run_dir)
+    except (UnreadableRun, KeyError) as error:
+        outcome.failure = f"the files of the run cannot be checked: {error!r}"
+        return
+    print("\n".join(outcome.report.lines()), flush=True)
+
+
+@contextmanager
+def place_of(kinds: Collection[Kind]) -> Iterator[RunPlace]:
+    """Yield where both runs are: on several hosts if a fault needs them."""
+    if not any(kind.needs_hosts for kind in kinds):
+        yield RunPlace()
+        return
+    with tempfile.TemporaryDirectory(prefix="soak-hosts-") as directory:
+        hosts = Hosts(SeveralHosts.COUNT, Path(directory))
+        try:
+            hosts.open()
+            yield SeveralHosts(hosts)
+        finally:
+            hosts.close()
+
+
+@contextmanager
+def disks_of(run_dir: Path, kinds: Collection[Kind]) -> Iterator[None]:
+    """Give a run directory, or that of its checkpoints, a file system of its own if a fault fills its disk."""
+    targets = {kind.target for kind in kinds}
+    with ExitStack() as disks:
+        if "disk" in targets:
+            disks.enter_context(small_disk(run_dir))
+        if "checkpoint-disk" in targets:
+            disks.enter_context(small_disk(checkpoints_of(run_dir, kinds)))
+        yield
+
+
+def evaluation_reward(kinds: Collection[Kind], run_dir: Path) -> dict[str, Any]:
+    """Return the reward of evaluations, which tells that one is under way if a fault is to hit it."""
+    if not any(kind.target == "evaluation" for kind in kinds):
+        return {"function": "math"}
+    return {"function": "benchmarks.chaos.orders:watched_math", "kwargs": {"orders": str(orders_of(run_dir))}}
+
+
+def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Tempo) -> dict[str, dict[str, Any]]:
+    """Return the changes of the config by which faults of these kinds can happen to a run of `replicas` at a tempo."""
+    targets, orders = {kind.target for kind in kinds}, str(orders_of(run_dir))
+    spoiled = sum(kind.action == "spoil" and kind.ending is None for kind in kinds)
+    changes: dict[str, dict[str, Any]] = {}
+    if "agent-worker" in targets:
+        changes.setdefault("rollout", {})["agent_workers"] = AGENT_WORKERS
+    if any(kind.action == "add" for kind in kinds):
+        changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
+    if "checkpoint-disk" in targets:
+        changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
+    if targets & {"gradient", "steps"} or tempo.slower or any(kind.action == "abort" for kind in kinds):
+        changes["algorithm"] = {"loss": "benchmarks.chaos.hooks:ordered_ppo", "loss_options": {"orders": orders}}
+    if "logprob" in targets or any(kind.target == "agent-worker" and kind.order for kind in kinds):
+        changes["agent"] = {"loop": "benchmarks.chaos.hooks:OrderedTurn", "kwargs": {"orders": orders}}
+    if spoiled or "steps" in targets:
+        changes["trainer"] = {"max_skipped_steps": max(LEAST_SKIPPED, spoiled)}
+    return changes
+
+
+def run_job(
+    config: dict[str, Any],
+    *,
+    ranks: int,
+    restarts: int,
+    starts: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+    variables: Mapping[str, str] | None = None,
+    ended: Callable[[int], object] = lambda code: None,
+    place: RunPlace | None = None,
+) -> list[dict[str, Any]]:
+    """Run a config to its end and return its steps; torchrun may restart the ranks, and this function the job.
+
+    `starts`: the most starts after the first one. `variables`: added to the environment. `ended`: is called with the
+    exit code of each job that has ended, before another one is started. `place`: where it runs; None: on this machine.
+
+    Raises SystemExit with the end of the output if that is not enough, if a job that has ended leaves processes behind,
+    or after `timeout_s`.
+    """
+    place = place or RunPlace()
+    directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
+    path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    command, told = place.command(path, ranks, restarts), {**place.variables(), **(variables or {})}
+    for start in range(starts + 1):
+        code = run_command(command, log, max(0.0, until - time.monotonic()), {**environment(), **told})
+        ended(code)
+        if code == 0 and _status(directory) != "preempted":  # a stop request may have ended it before its last step
+            return step_records(directory)
+        tail = log.read_text(errors="replace")[-3000:]
+        if left := processes_left(directory, min(LEAVE_S, max(0.0, until - time.monotonic()))):
+            raise SystemExit(f"{directory.name} ended with code {code} and left {', '.join(left)}:\n{tail}")
+        if start < starts:
+            say(f"the job has ended with code {code}, left no process, and is started again")
+    raise SystemExit(f"{directory.name} failed:\n{tail}")
+
+
+def _status(directory: Path) -> str:
+    """Return how a run says that it has ended; "" if it does not."""
+    path = directory / "exit.json"
+    return str(json.loads(path.read_text(encoding="utf-8"))["status"]) if path.is_file() else ""

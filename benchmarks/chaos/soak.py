@@ -1,0 +1,166 @@
+"""The soak: the quickstart's task under faults that come from outside, against the same run without them.
+
+    python -m benchmarks.chaos.soak [--minutes 20] [--seed N] [--fault-seed N] [--faults NAMES] [--json FILE] [--quick]
+
+Both runs are asynchronous, and have the same seed and two engines, or one. In the second run faults happen, drawn from
+a table (benchmarks/chaos/kinds.py) by a seed that is printed: parts of the run are killed, stopped for longer than the
+run takes them for alive, stopped for a few seconds or slowed down; replicas are drained, removed and added; torchrun,
+or all of the job, is killed or asked to stop, and the same command starts it again; the disk of the run directory or of
+the checkpoints is full for a while, or file handles are stale; a gradient or a log-prob is NaN. Some faults must end
+the run, which says why, and is started again when their cause has gone: a disk stays full, gradients stay NaN, the time
+limit comes in the final evaluation. Reward functions do not answer in time (benchmarks/chaos/orders.py), fork or flood.
+What a kind of fault needs in the config, as agent workers, both runs have (benchmarks/chaos/run.py). A fault is told
+when it happens, and what the run did about it.
+
+Rows, for both runs where it makes sense:
+
+- each check of benchmarks/lib/accounting.py, an independent script over the run's files: its number of problems, and
+  the oldest token that was trained over the bound;
+- the planned faults that happened, were noticed and were survived, at the price that their kind allows; replaced
+  replicas, and none replaced without a loss; responses that another engine has continued, for each busy replica that
+  was lost; as many time-outs counted as rewards were late;
+- steps that were skipped for a number that is not finite, without a fault that explains it;
+- final accuracy, greedy and sampled: the difference to the undisturbed run in points;
+- the time of all this over `--minutes`. A run that does not end in time is killed and reported. It takes 20 minutes at
+  most; --quick, with two faults, about five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.chaos.kinds import KINDS, Fault, draw, schedule
+from benchmarks.chaos.rows import REPLICAS, rows_of
+from benchmarks.chaos.run import disks_of, place_of, run_once
+from benchmarks.lib.file_faults import why_no_disk, why_no_handles
+from benchmarks.lib.hosts import why_no_hosts
+from benchmarks.lib.report import ROOT, finish, new_parser
+from benchmarks.lib.whole_run import make_assets
+
+FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
+QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
+# Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
+FAULTS_SHARE = 0.4
+HOSTS_SHARE = 0.2  # of the soaks whose faults are drawn, that are on several hosts
+ONE_ENGINE_SHARE = 0.25  # of the others, that have one engine
+LAST_ONE = "this soak has one engine, which has to serve on"
+ALONE = "this soak is on one machine; another --fault-seed, or --faults with one of them, has it on several hosts"
+TOGETHER = "this soak is on several hosts"
+QUICK_FAULTS = ["kill-engine", "pause-replica"]
+# The only engine is neither drained nor removed, whether by a command or because it is slow.
+NEED_ANOTHER_ENGINE = ("drain-replica", "remove-replica", "crawl-engine")
+
+
+def plan_faults(options: argparse.Namespace) -> list[Fault]:
+    """Return the schedule of the faults that the options name or draw, and print how to have the same one again.
+
+    It sets `options.fault_seed` and `options.replicas` if they are not given.
+    """
+    if options.fault_seed is None:
+        options.fault_seed = random.SystemRandom().randrange(10**6)
+    named = None if options.faults is None else [name for name in options.faults.split(",") if name]
+    if named is None and options.quick:
+        named = QUICK_FAULTS
+    no_hosts = why_no_hosts() if wants_hosts(options.fault_seed, named) else ALONE
+    if options.replicas is None:
+        options.replicas = 1 if no_hosts and wants_one_engine(options.fault_seed, named) else REPLICAS
+    impossible = why_impossible(no_hosts, options.replicas)
+    seconds = FAULTS_SHARE * 60.0 * options.minutes
+    wanted = draw(options.fault_seed, seconds, list(impossible)) if named is None else named
+    last = max(FIRST_STEP + 1, options.steps - QUIET_END)
+    try:
+        faults = schedule(
+            options.fault_seed, wanted, replicas=options.replicas, first=FIRST_STEP, last=last, end=options.steps
+        )
+    except ValueError as error:
+        raise SystemExit(f"--faults: {error}") from None
+    for reason in dict.fromkeys(impossible.values()):
+        print(f"not drawn: {', '.join(name for name, why in impossible.items() if why == reason)}: {reason}")
+    faults = [fault for fault in faults if fault.kind.name not in impossible]
+    names = ",".join(fault.kind.name for fault in faults)
+    print(f"seed {options.seed}, --fault-seed {options.fault_seed} --replicas {options.replicas}: {names}", flush=True)
+    return faults
+
+
+def wants_hosts(fault_seed: int, named: Sequence[str] | None) -> bool:
+    """Tell whether the soak is to be on several hosts: if a fault that is named needs them, or else by the seed."""
+    if named is not None:
+        return any(name in KINDS and KINDS[name].needs_hosts for name in named)
+    return random.Random(f"soak-place-{fault_seed}").random() < HOSTS_SHARE
+
+
+def wants_one_engine(fault_seed: int, named: Sequence[str] | None) -> bool:
+    """Tell whether a soak on one machine is to have one engine only, by the seed of drawn faults."""
+    return named is None and random.Random(f"soak-engines-{fault_seed}").random() < ONE_ENGINE_SHARE
+
+
+def why_impossible(no_hosts: str, replicas: int = REPLICAS) -> dict[str, str]:
+    """Return the faults that cannot happen here, with the reasons.
+
+    `no_hosts`: why the soak is on one machine; "" if it is on several hosts.
+    """
+    disk, handles = why_no_disk(), why_no_handles()
+    by_target = {"disk": disk, "checkpoint-disk": disk, "files": handles, "node": no_hosts, "link": no_hosts}
+    reasons = {name: by_target.get(kind.target, "") for name, kind in KINDS.items()}
+    if not no_hosts:
+        reasons |= {name: reasons[name] or TOGETHER for name, kind in KINDS.items() if not kind.happens_on_hosts}
+    if replicas == 1:
+        reasons |= {name: reasons[name] or LAST_ONE for name in NEED_ANOTHER_ENGINE}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def main() -> int:
+    parser = new_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0, help="the most that both runs may take together")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the runs")
+    parser.add_argument("--fault-seed", type=int, help="seed that draws the faults and their schedule; default: random")
+    parser.add_argument("--faults", help=f"faults instead of drawn ones, with commas: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        choices=(1, 2),
+        help="replicas, of one engine each; default: 2, or drawn with the faults",
+    )
+    parser.add_argument("--steps", type=int, default=280, help="steps of each run")
+    parser.add_argument("--groups", type=int, default=24, help="prompt groups of a step")
+    parser.add_argument(
+        "--late", type=float, default=0.005, help="share of the different answers whose reward times out"
+    )
+    parser.add_argument("--assets", type=Path, default=ROOT / "runs" / "quickstart" / "assets", help="made if missing")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this directory, which must be new or empty")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps = min(options.steps, 24)
+    options.assets = options.assets.resolve()
+    faults = plan_faults(options)
+    begun = time.monotonic()
+    make_assets(options.assets)
+    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as name:
+        directory = (options.keep or Path(name)).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise SystemExit(f"{directory} is not empty: give --keep a new directory")
+        until = begun + 60.0 * options.minutes
+        kinds = [fault.kind for fault in faults]
+        with place_of(kinds) as place:
+            calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds, place=place)
+            with disks_of(directory / "disturbed", kinds):
+                disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds, place=place)
+        minutes = (time.monotonic() - begun) / 60.0
+    rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
+    code = finish(rows, options)
+    # What is counted must be right in a quick run too; only its accuracy and its time mean nothing.
+    missed = [row.name for row in rows if not row.ok and not ("accuracy" in row.name or row.name.startswith("minutes"))]
+    if options.quick and missed:
+        print("missed, in spite of --quick:", "; ".join(missed))
+    return code or (1 if missed else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

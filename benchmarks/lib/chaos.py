@@ -1,0 +1,46 @@
+"""The part of the soak that tests may use: its faults, the runs that they hit, and what is judged of them."""
+
+from __future__ import annotations
+
+from benchmarks.chaos.injector import Injector
+from benchmarks.chaos.kinds import KINDS, Fault, Happened, Kind, lethal, longest_gap, missing, schedule
+from benchmarks.chaos.place import RunPlace, SeveralHosts
+from benchmarks.chaos.processes import Replica
+from benchmarks.chaos.rows import (
+    POINTS,
+    REPLICAS,
+    SoakOutcome,
+    accounting_rows,
+    end_rows,
+    loss_rows,
+    rows_of,
+    start_seconds,
+)
+from benchmarks.chaos.run import Tempo, run_once
+from benchmarks.chaos.watch import version_being_published
+
+__all__ = [
+    "KINDS",
+    "POINTS",
+    "REPLICAS",
+    "Fault",
+    "Happened",
+    "Injector",
+    "Kind",
+    "Replica",
+    "RunPlace",
+    "SeveralHosts",
+    "SoakOutcome",
+    "Tempo",
+    "accounting_rows",
+    "end_rows",
+    "lethal",
+    "longest_gap",
+    "loss_rows",
+    "missing",
+    "rows_of",
+    "run_once",
+    "schedule",
+    "start_seconds",
+    "version_being_published",
+]

@@ -1,0 +1,220 @@
+"""Each bound of each benchmark can be missed: figures beyond it give a row that is not ok, and an exit status of 1."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lib.report import Ratio, finish, load_script
+from benchmarks.lib.whole_run import Window
+
+MIB = 2**20
+
+
+def window(tokens_per_s: float, train_s: float = 1.0) -> Window:
+    return Window(8, 1.0, tokens_per_s, step_s=1.0 + train_s, wait_s=1.0, train_s=train_s, sync_s=0.0)
+
+
+def async_vs_sync(ahead: float = 190.0, train_s: float = 1.0, longest: int = 500) -> list[Ratio]:
+    windows = {"sync": [window(100.0, train_s)], "async": [window(ahead)]}
+    return load_script("async_vs_sync").rows_of(windows, [12] * 90 + [longest] * 10, 16)
+
+
+def checkpoint(save: float = 1.9, load: float = 1.9, beside: float = 1.09, bare: float = 1.0) -> list[Ratio]:
+    script = load_script("checkpoint")
+    seconds = {
+        "write": [1.0], "save": [save], "read": [1.0], "load": [load],
+        "update alone": [1.0], "update save": [beside], "update bare": [bare],
+    }  # fmt: skip
+    measured = {"seconds": seconds, "bytes": 1, "overlapped": {"save": [1], "bare": [1]}}
+    return [*script.disk_rows(measured), script.stall_row(measured)]
+
+
+def convert(seconds: float = 1.9, moe: float = 1.9, private_gib: float = 1.0, worker: int = 50) -> list[Ratio]:
+    script = load_script("convert")
+    model = script.BenchModel("dense", script.info_from_config(script.dense_config(1)), Path("nowhere"), 4)
+    small = {"private": 300, "first": 100, "worker": 50, "file": 1}
+    private = script.largest_tensor(model.info) + private_gib * 2**30
+    speed = {
+        name: {"bytes": 1, "seconds": [each], "cp_seconds": [each if name == "moe" else 1.0]}
+        for name, each in (("dense", seconds), ("moe", moe))
+    }
+    memory = script.memory_rows("import", model, small | {"private": private, "worker": worker}, small)
+    return [*script.speed_rows("import", speed)[::2], *memory]
+
+
+def door(long: float = 10.9, short: float = 14.9) -> list[Ratio]:
+    script = load_script("door")
+    taken = {("the door", 128): [long], ("the door", 16): [short]}
+    taken |= {(way, tokens): [10.0] for way in ("vLLM's server", script.SESSIONS, script.CHATS) for tokens in (128, 16)}
+    return script.rows_of(taken, {128: 256, 16: 1024}, "2 cores")
+
+
+def learning(after: float = 0.86, greedy: float = 0.98, least: float = 4.0, most: float = 4.0) -> list[Ratio]:
+    script = load_script("learning")
+
+    def result(sampled: float, greedy: float, staleness: float) -> Any:
+        before = {"greedy": 0.2, "sampled": 0.4}
+        return script.LearningResult(before, {"greedy": greedy, "sampled": sampled}, staleness, 40.0)
+
+    ahead = [result(after, greedy, least), result(0.88, 1.0, most)]
+    return script.rows_of({"sync": [result(0.88, 1.0, 0.0)] * 2, "async": ahead}, [0, 1])
+
+
+def load(rate: float, in_flight: float = 10_000.0, cost: float = 0.6, memory: float = 1.0) -> Any:
+    measured = load_script("load.control_plane").Measured
+    few = measured(1000, 1016.0, 1200.0, {"controller": 0.5}, [{"queue": 1.0}] * 10)
+    grown = [{"queue": 1.0}] * 8 + [{"queue": memory}] * 2
+    return [few, measured(10_000, in_flight, rate, {"controller": cost}, grown)]
+
+
+def control_plane(rate: float = 1001.0, **changes: float) -> list[Ratio]:
+    return load_script("load.control_plane").rows_of(load(rate, **changes))
+
+
+def agent_loops(rate: float = 501.0, turn_s: float = 0.09, **changes: float) -> list[Ratio]:
+    script, turn = load_script("load.agent_loops"), load_script("load.stand_ins").LongestTurn
+    turns = {"controller": turn(1.0, turn_s, 0.03)}
+    results = [script.MeasuredAgents(each, turns, turns) for each in load(rate, **changes)]
+    return script.rows_of(results)
+
+
+def loop_overhead(overhead_s: float = 0.1, step_s: float = 1.4) -> list[Ratio]:
+    phases = {f"time/{name}": 0.1 for name in ("generate", "queue", "logprobs", "update", "sync", "other")}
+    step = {"time/overhead": overhead_s, "time/step": step_s, "rollout/engine_seconds": 1.0, **phases}
+    return load_script("loop_overhead").measure([step] * 4)
+
+
+def observability(**changes: float) -> list[Ratio]:
+    script = load_script("observability")
+    seconds = dict.fromkeys(script.ROWS, 0.001)
+    for row, value in changes.items():
+        seconds[next(name for name in seconds if row in name.replace(" ", "_"))] = value
+    return script.rows_of(script.StepSize(), seconds, {})
+
+
+def sandbox(rate: float = 51.0, left: int = 0) -> list[Ratio]:
+    return load_script("sandbox").rows_of(rate, {}, {"time_limit": left}, 60)
+
+
+def sync_scale(sender: float = 3.9, in_place: float = 1.1) -> list[Ratio]:
+    script = load_script("sync_scale")
+    row = script.sender_row_of("model", 10, 2, {"copy_": 1.0, "sender": sender})
+    return [row, *script.engine_rows_of("model", 10, 2, 1.0, {"in place": in_place, "layer-wise reload": 9.0})]
+
+
+def train_throughput(padded: float = 1.6, whole: float = 0.95) -> list[Ratio]:
+    script = load_script("train_throughput")
+    scenarios = zip(script.scenarios(8, 256), (padded, whole), strict=True)
+    return [script.row_of(scenario, [1.0], [ratio], {}) for scenario, ratio in scenarios]
+
+
+def trl_additions(sync: float = 4.0, ahead: float = 8.1, bare: float = 8.9) -> list[Ratio]:
+    result = load_script("trl_race").RaceResult
+    trl = {8: result(10.0, 30.0, [0.1], 100.0), 4: result(5.0, 30.0, [0.1], 100.0)}
+    runs = (result(each, 30.0, [0.1], 100.0) for each in (sync, ahead))
+    return load_script("trl_race").rows_of("additions", trl, *runs, bare)
+
+
+def trl_long(sync: float = 20.1, ahead: float = 24.0, step_s: float = 30.0, length: float = 100.0) -> list[Ratio]:
+    result = load_script("trl_race").RaceResult
+    trl = {8: result(10.0, step_s, [0.1], 100.0)}
+    runs = (result(sync, 30.0, [0.1], 100.0), result(ahead, 30.0, [0.1], length))
+    return load_script("trl_race").rows_of("long", trl, *runs, None)
+
+
+def weight_sync(sync: float = 1.3, digest: float = 0.3, engine: int = 228, trainer: int = 286) -> list[Ratio]:
+    measured = {
+        "seconds": {
+            "sync": sync + digest, "sync without digest": sync, "gather": 0.3, "broadcast 64 MiB": 0.2, "load": 0.4
+        },
+        "bytes": 514 * MIB, "buckets": 8, "bucket_bytes": 64 * MIB, "largest_tensor": 94 * MIB,
+        "largest_fused": 18 * MIB,
+    }  # fmt: skip
+    memory = {"engine, in place": engine * MIB, "trainer rank 0": trainer * MIB}
+    return load_script("weight_sync").make_rows(measured, memory)
+
+
+# What makes the rows, and changes that are beyond a bound, with a part of the name of the row that must tell it.
+CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
+    async_vs_sync: [
+        ({"ahead": 150.0}, "async / sync"), ({"ahead": 170.0}, "async / possible"), ({"train_s": 1.5}, "balance"),
+        ({"longest": 100}, "tail"),
+    ],
+    checkpoint: [
+        ({"save": 2.1}, "checkpoint_save"), ({"load": 2.1}, "checkpoint_load"), ({"beside": 1.11}, "checkpoint_stall"),
+        ({"beside": 1.25, "bare": 1.2}, "checkpoint_stall"),
+    ],
+    convert: [
+        ({"seconds": 2.1}, "dense_import"), ({"moe": 3.0}, "per_byte of dense"),
+        ({"private_gib": 1.6}, "dense_import_memory"), ({"worker": 63}, "of a process of 2 GB"),
+    ],
+    door: [
+        ({"long": 11.1}, "128 tokens: the door / vLLM"), ({"short": 15.1}, "16 tokens: the door / vLLM"),
+        
+    ],
+    learning: [
+        ({"after": 0.84}, "seed 0, sampled"), ({"greedy": 0.96}, "seed 0, greedy"), ({"least": 3.0}, "least of the"),
+        ({"most": 5.0}, "largest staleness trained / 4"),
+    ],
+    control_plane: [
+        ({"rate": 999.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
+        ({"memory": 1.06}, "memory"),
+    ],
+    agent_loops: [
+        ({"rate": 499.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
+        ({"turn_s": 0.11}, "longest turn / "),
+    ],
+    loop_overhead: [({"overhead_s": 0.2}, "share"), ({"overhead_s": 0.4, "step_s": 10.0}, "seconds / 0.3 s")],
+    observability: [
+        ({"events": 0.011}, "events of"), ({"metrics": 0.011}, "metrics and sinks"),
+        ({"trajectories_in": 0.011}, "trajectories in"), ({"8_turns": 0.011}, "trajectories of 8"),
+        ({"steps_of": 0.011}, "steps of an engine"), ({"events": 0.006, "metrics": 0.006}, "all of trainer rank 0"),
+        ({"steps_of": 0.02}, "all processes"),
+    ],
+    sandbox: [({"rate": 49.0}, "programs per second"), ({"left": 1}, "processes left")],
+    sync_scale: [({"sender": 4.1}, "sender"), ({"in_place": 1.2}, "in place")],
+    train_throughput: [({"padded": 1.4}, "half_padding"), ({"whole": 0.8}, "no_padding")],
+    trl_additions: [({"ahead": 7.9, "bare": 8.0}, "async / TRL"), ({"bare": 9.1}, "async / bare engine")],
+    trl_long: [
+        ({"sync": 19.9}, "sync / TRL"), ({"ahead": 23.0}, "async / sync"), ({"step_s": 61.0}, "TRL's step"),
+        ({"length": 126.0}, "longest / shortest"),
+    ],
+    weight_sync: [
+        ({"sync": 1.36}, "weight_sync_time"), ({"digest": 0.4}, "digest_cost"), ({"engine": 229}, "engine, in place"),
+        ({"trainer": 287}, "trainer rank 0"),
+    ],
+}  # fmt: skip
+
+
+def cases() -> Iterator[Any]:
+    for make, changes in CASES.items():
+        for number, (beyond, row) in enumerate(changes):
+            yield pytest.param(make, beyond, row, id=f"{make.__name__}-{number}")
+
+
+QUIET = argparse.Namespace(json=None, quick=False)
+
+
+@pytest.mark.parametrize(("make", "beyond", "row"), cases())
+def test_a_figure_beyond_a_bound_misses_it(
+    make: Callable[..., list[Ratio]], beyond: dict[str, Any], row: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = make(), make(**beyond)
+    assert finish(good, QUIET) == 0, capsys.readouterr().out
+    assert any(row in each.name for each in bad if not each.ok), [each.name for each in bad if not each.ok]
+    assert finish(bad, QUIET) == 1
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_every_bound_has_a_figure_beyond_it(make: Callable[..., list[Ratio]]) -> None:
+    missed = {each.name for beyond, _ in CASES[make] for each in make(**beyond) if not each.ok}
+    again = {"seed 1", "moe_import"}  # the same bound for another seed, another model
+    assert [
+        each.name for each in make()
+        if each.bound is not None and each.name not in missed and not any(part in each.name for part in again)
+    ] == []  # fmt: skip
