@@ -154,9 +154,7 @@ def of_controller(size: StepSize, steps: int, directory: Path) -> tuple[float, d
             events.record("reward", begin, begin + 1.3, group=group, sample=sample, args={"error": 0})
             ended = times.end(group, sample, begin + 1.3, time.time())
             stats.note_times(ended)
-            events.record(
-                "trajectory", begin, begin + 1.3, group=group, sample=sample, args=ended.args()
-            )
+            events.record("trajectory", begin, begin + 1.3, group=group, sample=sample, args=ended.args())
 
     with recording(directory, CONTROLLER):
         seconds = cpu_per_step(step, steps)

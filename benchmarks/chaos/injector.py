@@ -160,8 +160,9 @@ class Injector:
 class ReplicaFaults:
     """Hits the replicas of the run that is watched."""
 
-    def __init__(self, watch: WatchedRun) -> None:
-        self._watch = watch
+    def __init__(self, watch: WatchedRun, hosts: Hosts | None = None) -> None:
+        """`hosts`: those of a run on several ones."""
+        self._watch, self._hosts = watch, hosts
 
     def hit(self, fault: Fault) -> Happened | None:
         """Let a fault happen; return it when it is over, or None if there is no such replica."""
