@@ -19,6 +19,8 @@ from megarl.tools.tool import ToolAnswer
 from tests.support.chat_templates import chat_tokenizer
 from tests.support.configs import config as config_of
 
+REAL_TIME = True  # tools have processes of their own
+
 OBJECT = {"type": "object"}
 DIGITS = {"kind": "examples.rl.agents.digits:Digits"}
 

@@ -302,8 +302,9 @@ def test_training_and_an_evaluation_wait_for_the_last_replica_that_is_restarted(
         pinned = Pinned()
         training, evaluation = await pinned.begin()
         await pinned.fleet.begin_sync()
-        refuse(*pinned.old.values())
-        await until(lambda: not pinned.fleet.serving)
+        for index, replica in pinned.old.items():  # neither is asked for what the other one has lost
+            refuse(replica)
+            await until(lambda index=index: index not in pinned.fleet.serving)  # type: ignore[misc]
         restarting = asyncio.create_task(pinned.fleet.restart([0]))
         await until(lambda: pinned.restart.begun == [0])
         pinned.restart.go.set()
