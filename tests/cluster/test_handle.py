@@ -278,8 +278,8 @@ def test_a_state_that_cannot_be_read_does_not_keep_a_supervisor_from_its_end(
 ) -> None:
     monkeypatch.setattr(launch, "read_state", lambda run_dir: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
     process = subprocess.Popen(["sleep", "600"])
-    launch.stop_supervisor(tmp_path, ProcessId.of(process.pid), "abc", timeout_s=60)
-    assert process.wait(timeout=60) == -signal.SIGTERM
+    launch.stop_supervisor(tmp_path, ProcessId.of(process.pid), "abc", timeout_s=0.1)
+    assert process.wait(timeout=60) in {-signal.SIGTERM, -signal.SIGKILL}  # a slow one gets both
 
 
 def test_a_run_directory_of_a_dead_run_is_taken_over_with_the_next_attempt(tmp_path: Path) -> None:

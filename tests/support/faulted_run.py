@@ -67,4 +67,4 @@ class Run:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.send_signal(signal.SIGCONT)
                 each.kill()
-                each.wait(10)
+                each.wait(60)

@@ -81,7 +81,7 @@ def test_environment_and_command_are_those_of_the_living_process() -> None:
             assert address in chosen_addresses({process.pid: role}, None, None)[process.pid], role
         assert chosen_addresses({process.pid: "queue storage"}, None, None) == {process.pid: set()}
     finally:
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
     assert chosen_addresses({process.pid: "engine"}, None, None) == {process.pid: set()}, "it has ended"
 
 

@@ -46,7 +46,7 @@ def serving(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     ]
     yield processes
     for process in processes:
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
 
 
 def write_run(run_dir: Path, supervisor: int, *children: int, host: str | None = None, agent: int = 0) -> None:
