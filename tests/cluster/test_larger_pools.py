@@ -41,7 +41,7 @@ def test_a_tensor_parallel_engine_agrees_with_transformers(tmp_path: Path) -> No
         engine = [each for each in children if "resource_tracker" not in command_of(each)]
         assert len(engine) >= 3, "EngineCore and two workers"
         os.kill(actor.pid, signal.SIGKILL)
-        wait_until(lambda: not any(map(is_alive, children)), 10, "the processes of the killed actor")
+        wait_until(lambda: not any(map(is_alive, children)), 60, "the processes of the killed actor")
     finally:
         pool.close()
 

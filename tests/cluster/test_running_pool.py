@@ -80,7 +80,7 @@ def agent() -> Iterator[subprocess.Popen[bytes]]:
     process = fake_agent()
     yield process
     process.kill()
-    process.wait(timeout=10)
+    process.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:
         assert 0 < ready.timings["rollout/kv_usage_max"] < 1 <= ready.timings["rollout/running_max"]
         counters = client.commit(step, trained=3, filtered=1, dropped_stale=0, failed=0)
         assert (counters.trained, counters.filtered, counters.taken) == (3 * (step + 1), step + 1, 0)
-        wait_until(lambda: keys_in_queue(reader) == [], 10, "the queue to forget the step's rows")
+        wait_until(lambda: keys_in_queue(reader) == [], 60, "the queue to forget the step's rows")
     assert len(set(prompts)) == 2 * batch.groups
 
 
@@ -226,7 +226,7 @@ def test_going_back_drops_what_is_in_flight_and_redraws_the_same_groups(pool: Te
             ready = pool.client.wait_batch(4)
         counters = pool.client.begin(state)
         assert counters.balanced and counters.admitted == 4 * pool.config.batch.groups
-        wait_until(lambda: keys_in_queue(reader) == [], 10, "the queue to be empty")
+        wait_until(lambda: keys_in_queue(reader) == [], 60, "the queue to be empty")
     assert counters.rolled_back == 2 * pool.config.batch.groups
     for _ in range(2):
         serve(pool, FIRST_VERSION + 4)
@@ -355,7 +355,7 @@ def test_a_killed_engine_actor_fails_its_calls_by_name_and_takes_its_engine_alon
     thread.start()
     time.sleep(0.5)
     os.kill(actor.pid, signal.SIGKILL)
-    wait_until(lambda: not is_alive(engine), 5, "the engine of the killed actor")
+    wait_until(lambda: not is_alive(engine), 60, "the engine of the killed actor")
     thread.join(GONE_S)
     [answer] = answers  # only the trainer, which waits, can bring another engine
     assert isinstance(answer, PublicationNeeded)

@@ -245,14 +245,12 @@ def test_children_may_come_and_go_while_the_state_is_written(tmp_path: Path, mon
     sys.setswitchinterval(1e-6)
     recorder.start()
     try:
-        until = time.monotonic() + 30
-        while len(watched._state.children) < 300 and time.monotonic() < until:
+        while len(watched._state.children) < 300:
             watched._state.publish()  # raises RuntimeError if the set changes meanwhile
     finally:
         written.set()
         recorder.join(timeout=30)
         sys.setswitchinterval(interval)
-    assert len(watched._state.children) >= 300
 
 
 @pytest.mark.parametrize(
@@ -335,14 +333,15 @@ def test_a_short_network_cut_does_not_end_a_healthy_pool(tmp_path: Path, monkeyp
 def test_a_controller_that_cannot_be_reached_ends_the_pool_after_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = supervisor_in(tmp_path, rpc_s=0.1)
+    made = supervisor_in(tmp_path, rpc_s=1.0)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock) / 8))
     asked = looks(made, [None, CUT], monkeypatch, again=True)
-    started = time.monotonic()
     with pytest.raises(
-        RolloutError, match=r"could not reach the rollout controller for 0 s \(timeouts.rpc_s\): The actor"
+        RolloutError, match=r"could not reach the rollout controller for [12] s \(timeouts.rpc_s\): The actor"
     ):
         made._serve()
-    assert 0.1 <= time.monotonic() - started < 10 and len(asked) > 2
+    assert 2 < len(asked) <= 12
 
 
 def test_the_last_look_at_a_controller_that_cannot_be_reached_has_the_time_to_find_that_out(

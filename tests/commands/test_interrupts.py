@@ -59,7 +59,7 @@ def interrupted(process: subprocess.Popen[str], when: Callable[[], bool]) -> str
     finally:
         if process.poll() is None:
             process.kill()
-            process.communicate(timeout=60)
+            process.communicate(timeout=120)
     assert process.returncode == 130, output
     assert output.count("megarl: interrupted") == 1 and "Traceback" not in output, output
     return output

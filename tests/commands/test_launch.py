@@ -44,7 +44,7 @@ def test_the_script_ends_in_its_own_time(to_group: bool, number: signal.Signals,
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        assert process.communicate(timeout=60)[0].split() == [name, "saved"]
+        assert process.communicate(timeout=120)[0].split() == [name, "saved"]
         assert process.returncode == 7
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -77,7 +77,7 @@ def test_a_sigterm_while_the_script_is_being_started_is_passed_on() -> None:
     process = subprocess.Popen([sys.executable, "-c", EARLY], env=environment(), start_new_session=True)
     try:
         assert process.wait(timeout=60) in (7, 256 - signal.SIGTERM)  # the latter before bash has set its trap
-        wait_until(lambda: not group_lives(process.pid), 20, "the end of the script")
+        wait_until(lambda: not group_lives(process.pid), 60, "the end of the script")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

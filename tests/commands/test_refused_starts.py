@@ -41,7 +41,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     claim(directory, Holder.here("torchrun", ProcessId.of(process.pid)), node_s=1.0)
     yield directory
     process.kill()
-    process.wait(timeout=10)
+    process.wait(timeout=60)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_what_is_written_meanwhile_is_shown_once(run_dir: Path) -> None:
     write_notice(run_dir, "of an earlier start")
     watch = NoticeWatch(run_dir, shown.append, interval_s=0.01)
     write_notice(run_dir, "two\nlines")
-    wait_until(lambda: shown == ["two\nlines"], 5.0, "the notice")
+    wait_until(lambda: shown == ["two\nlines"], 60, "the notice")
     write_notice(run_dir, "last")
     watch.close()
     watch.close()
@@ -192,7 +192,7 @@ def test_a_terminal_that_fails_does_not_end_the_watch(run_dir: Path) -> None:
 
     watch = NoticeWatch(run_dir, show, interval_s=0.01)
     write_notice(run_dir, "bad")
-    wait_until(lambda: watch._position > 0, 5.0, "the first notice")
+    wait_until(lambda: watch._position > 0, 60, "the first notice")
     write_notice(run_dir, "good")
     watch.close()
     assert shown == ["good"]

@@ -79,7 +79,7 @@ def test_the_next_start_sweeps_what_a_dead_run_left(private: Path, base: Path) -
     record(private, replace(Owner.own(), process=ProcessId.of(process.pid)))
     assert sweep_dead_directories() == [] and private.is_dir()
     process.kill()
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     (private / "ray/session").mkdir()
     (private / "ray/session/raylet").write_text("")
     assert sweep_dead_directories() == [private] and not private.exists()

@@ -17,7 +17,7 @@ def test_processes_that_start_together_have_one_secret(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
 
     def read(_: int) -> bytes:
-        barrier.wait(20)
+        barrier.wait(60)
         return run_secret(tmp_path / "run")
 
     with ThreadPoolExecutor(8) as threads:

@@ -33,7 +33,7 @@ def test_requests_go_on_at_a_new_controller(doors) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         asked = threads.submit(generate, door, [10], max_tokens=100)
-        wait_until(lambda: door.call(lambda parts: bool(parts.replicas[0].asked)), 30, "the request to begin")
+        wait_until(lambda: door.call(lambda parts: bool(parts.replicas[0].asked)), 60, "the request to begin")
         door.call(die)
         later = threads.submit(generate, door, [30], max_tokens=3)
         door.call(replace)

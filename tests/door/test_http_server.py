@@ -171,7 +171,7 @@ def test_a_stop_string_ends_the_response_and_the_work_on_it(doors: Doors, chat_m
         content, finish = choice.message.content, choice.finish_reason
     assert (content, finish) == ("abc ", "stop")
     replica = door.call(lambda parts: parts.replicas[0])
-    wait_until(lambda: len(replica.stopped) == 1, 30, "the replica to be told to stop")
+    wait_until(lambda: len(replica.stopped) == 1, 60, "the replica to be told to stop")
     [turn] = httpx.get(f"{door.url}/v1/sessions/s", headers=HEADERS, timeout=60).json()["turns"]
     assert turn["response_ids"] == ids_of(chat_model, "abc END") and len(turn["logprobs"]) == 7
 
@@ -414,7 +414,7 @@ def test_a_client_that_goes_away_frees_the_engine(doors: Doors) -> None:
             f"{door.url}/inference/v1/generate", json={"token_ids": [5]}, headers=HEADERS,
             timeout=httpx.Timeout(60.0, read=2.0),
         )  # fmt: skip
-    wait_until(lambda: door.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 30, "the engine to be told")
+    wait_until(lambda: door.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 60, "the engine to be told")
     assert door.call(lambda parts: parts.replicas[0].working) == 0
     assert door.call(lambda parts: parts.link.open_requests) == 0
 
@@ -425,7 +425,7 @@ def test_a_request_that_takes_too_long_says_for_what_it_waited(doors: Doors) -> 
     assert answer.status_code == 504
     error = answer.json()["error"]
     assert "door.request_timeout_s" in error["message"] and "rollout pool" in error["message"]
-    wait_until(lambda: door.call(lambda parts: parts.replicas[0].working) == 0, 30, "the engine to be free")
+    wait_until(lambda: door.call(lambda parts: parts.replicas[0].working) == 0, 60, "the engine to be free")
 
 
 def test_a_stream_that_takes_too_long_ends_with_the_error(doors: Doors) -> None:
@@ -433,7 +433,7 @@ def test_a_stream_that_takes_too_long_ends_with_the_error(doors: Doors) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
     lines = [line for line in post(door, "/v1/chat/completions", chat).text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "timeout"
-    wait_until(lambda: door.call(lambda parts: parts.replicas[0].working) == 0, 30, "the engine to be free")
+    wait_until(lambda: door.call(lambda parts: parts.replicas[0].working) == 0, 60, "the engine to be free")
 
 
 def test_a_client_that_leaves_a_stream_frees_the_engine(doors: Doors) -> None:
@@ -443,7 +443,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(doors: Doors) -> None:
         for line in answer.iter_lines():
             if '"content":"' in line and '"content":""' not in line:
                 break
-    wait_until(lambda: door.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 30, "the engine to be told")
+    wait_until(lambda: door.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 60, "the engine to be told")
     assert door.call(lambda parts: parts.link.open_requests) == 0
 
 

@@ -156,7 +156,8 @@ def test_a_function_that_takes_too_long_is_ended_and_its_sample_has_failed(doors
 @pytest.mark.parametrize("policy", ["cut", "fail"])
 def test_the_deadline_of_the_group_ends_the_responses(doors: Any, tmp_path: Path, policy: Any) -> None:
     """Cut, they have the tokens that they had, and the function goes on; else it gets an error."""
-    slow = doors(speak, pace_s=1.0)
+    slow = doors(speak)
+    slow.call(lambda parts: setattr(parts.replicas[0], "pause_after", 2))  # what is left of it never comes
     announce(slow, tmp_path)
     deadline = GroupDeadline(time.monotonic() + 2.5, 600.0, policy)
     if policy == "fail":

@@ -52,7 +52,7 @@ def test_doctor_under_torchrun_on_two_hosts(two_hosts: Hosts, tmp_path: Path) ->
         for address in two_hosts.addresses
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -40,7 +40,7 @@ def test_two_runs_at_once_do_not_mix(tmp_path: Path) -> None:
         # To torchrun itself: its ranks get it too, and time to end their step.
         (torchrun,) = [p for p in survivors(dirs[1]) if "megarl.cluster.nodes.torchrun" in p.cmdline()]
         torchrun.terminate()
-        assert processes[1].wait(timeout=120) == 0, long.with_name("job.log").read_text()[-4000:]
+        assert processes[1].wait(timeout=600) == 0, long.with_name("job.log").read_text()[-4000:]
     finally:
         for process in processes:
             process.kill()

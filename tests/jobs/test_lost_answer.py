@@ -41,7 +41,7 @@ def test_a_call_whose_answer_is_lost_is_sent_again_soon_after_the_cut(
     )  # fmt: skip
     log = tmp_path / "host-0.log"
     try:
-        wait_for(lambda: "called" in log.read_text().splitlines(), 120, "the call", log)
+        wait_for(lambda: "called" in log.read_text().splitlines(), 600, "the call", log)
         time.sleep(2)
         two_hosts.cut(1)
         time.sleep(CUT_S)

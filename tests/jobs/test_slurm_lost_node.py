@@ -42,7 +42,7 @@ def test_a_job_whose_node_fails_is_queued_again_and_resumes_while_another_one_is
     slurm.run("scontrol", "update", f"NodeName={slurm.nodes_of(job)[-1]}", "State=DOWN", "Reason=test")
     wait_for(lambda: len(resumed_steps(log, run_dir)) == 1, 300, "the job to resume", log)
     [done] = resumed_steps(log, run_dir)
-    wait_for(lambda: len(step_records(run_dir)) >= done + 2, 100, "two further steps", log)
+    wait_for(lambda: len(step_records(run_dir)) >= done + 2, 600, "two further steps", log)
     check_steps(run_dir)
     slurm.run("scancel", job)
     assert slurm.wait(job, {"CANCELLED"}, 90, log) == "CANCELLED"

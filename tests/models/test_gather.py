@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import torch
 
 from megarl.models import gather
 from megarl.models.gather import GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers
+from tests.support.waiting import wait_until
 from tests.support.world import World
 
 
@@ -100,10 +100,8 @@ def test_the_waiter_tells_when_messages_end_and_leaves_no_thread() -> None:
         work.go.set()
     assert futures[0].result(20.0) is None and futures[2].result(20.0) is None
     assert isinstance(futures[1].exception(20.0), RuntimeError)
-    deadline = time.monotonic() + 20.0
-    while any(each.name == "gather-waiter" for each in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not [each for each in threading.enumerate() if each.name == "gather-waiter"]
+    waiters = lambda: [each for each in threading.enumerate() if each.name == "gather-waiter"]  # noqa: E731
+    wait_until(lambda: not waiters(), 60.0, "the end of the waiter's thread")
     again = SlowWork()
     again.go.set()
     assert waiter.wait(again).result(20.0) is None  # type: ignore[arg-type]

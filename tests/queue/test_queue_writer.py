@@ -12,6 +12,12 @@ import pytest
 from megarl.queue import transfer
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.queue.transfer import QueueWriter
+from tests.support import own_time
+
+
+@pytest.fixture(autouse=True)
+def loops_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_time.install(monkeypatch)
 
 
 class FakeClient:

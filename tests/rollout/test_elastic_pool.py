@@ -331,7 +331,7 @@ def test_a_look_for_places_that_ray_does_not_answer_is_bounded_and_made_once_at_
 
     async def work() -> None:
         fleet = fleet_of({0: FakeReplica(0)})
-        pool = Pool(fleet, rpc_s=0.2)
+        pool = Pool(fleet, rpc_s=0.02)
         pool.places = hang
         try:
             for _ in range(3):

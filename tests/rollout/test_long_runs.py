@@ -28,6 +28,7 @@ EVENTS = "events"  # the folder
 # Bytes per step. A list with one more entry per step grows by 8, without what the entry refers to. Open groups and
 # the journal are a different share of their interval at each measurement: 20 kB of noise, a slope of up to 1.5.
 GROWTH = 4.0
+REAL_TIME = True  # what is kept for some seconds would not leave
 
 
 @pytest.fixture

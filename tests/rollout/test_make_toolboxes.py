@@ -18,6 +18,8 @@ from megarl.tools.tool import ToolAnswer
 from tests.support.chat_templates import chat_tokenizer
 from tests.support.configs import config as config_of
 
+REAL_TIME = True  # tools have processes of their own
+
 OBJECT = {"type": "object"}
 DIGITS = {"kind": "examples.rl.agents.digits:Digits"}
 CALCULATOR = {"kind": "examples.rl.tools.calculator:Calculator", "in_worker": True}

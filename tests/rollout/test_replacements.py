@@ -249,8 +249,9 @@ def test_training_and_an_evaluation_wait_for_the_last_replica_that_is_restarted(
         beside = Beside()
         training, evaluation = await beside.begin()
         await beside.fleet.begin_sync()
-        refuse(*beside.old.values())
-        await until(lambda: not beside.fleet.serving)
+        for index, replica in beside.old.items():  # neither is asked for what the other one has lost
+            refuse(replica)
+            await until(lambda index=index: index not in beside.fleet.serving)  # type: ignore[misc]
         restarting = asyncio.create_task(beside.fleet.restart([0]))
         await until(lambda: beside.restart.begun == [0])
         beside.restart.go.set()

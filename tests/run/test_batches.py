@@ -20,7 +20,8 @@ from tests.support.configs import config as config_of
 from tests.support.fake_session import FakeRun, fake_run
 
 AHEAD = {"mode": "async", "sync_interval": 2, "max_staleness": 3}
-WAIT_S = 20.0
+WAIT_S = 60.0  # for what comes in a moment
+HELD_S = 600.0  # longer than a test may take
 
 
 @pytest.fixture
@@ -189,27 +190,25 @@ def test_a_preparation_that_does_not_end_delays_the_end_by_no_more_than_its_boun
     run = make_run(3, timeouts__shutdown_s=0.1)
     run.stop_after = {1: "SIGTERM"}
     released = threading.Event()
-    run.taking = lambda step: None if step < 1 else released.wait(WAIT_S) and None
+    run.taking = lambda step: None if step < 1 else released.wait(HELD_S) and None
     session = run.build()
     train(session)
-    started = time.monotonic()
     with caplog.at_level(logging.WARNING):
         session.finish()
     assert "waited 0 s (timeouts.shutdown_s) for prepare-batch-1 to end" in caplog.text
-    assert time.monotonic() - started < WAIT_S / 2 and not released.is_set()
     released.set()
     assert wait_for(lambda: not preparing())
 
 
 def test_a_failed_rank_does_not_wait_for_the_others_before_it_reports(make_run: Callable[..., FakeRun]) -> None:
     """Its thread follows that of rank 0, which trains on and knows nothing of the failure."""
-    run = make_run(3, timeouts__shutdown_s=WAIT_S)
+    run = make_run(3, timeouts__shutdown_s=HELD_S)
     released, waiting = threading.Event(), threading.Event()
 
     def taking(step: int) -> None:
         if step == 1:
             waiting.set()
-            released.wait(WAIT_S)
+            released.wait(HELD_S)
 
     def fail() -> None:
         assert waiting.wait(WAIT_S)
@@ -219,9 +218,8 @@ def test_a_failed_rank_does_not_wait_for_the_others_before_it_reports(make_run: 
     session = run.build()
     with pytest.raises(ArithmeticError):
         train(session)
-    started = time.monotonic()
     session.close(keep_pool=True)
-    assert time.monotonic() - started < WAIT_S / 2 and "disconnect" in run.journal
+    assert "disconnect" in run.journal
     released.set()
     assert wait_for(lambda: not preparing())
 

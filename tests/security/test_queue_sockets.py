@@ -35,7 +35,7 @@ def servers() -> Iterator[dict[str, Any]]:
         assert process.stdin is not None and process.stdout is not None
         yield json.loads(process.stdout.readline())
         process.stdin.close()
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def unguarded() -> Iterator[socket.socket]:
     with ours:
         ours.settimeout(ANSWER_S)
         yield ours
-    worker.wait(timeout=10)  # it and its child end with the connection
+    worker.wait(timeout=60)  # it and its child end with the connection
 
 
 def has_answered(connection: socket.socket) -> bool:

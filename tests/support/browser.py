@@ -110,10 +110,10 @@ def browser(scratch: Path) -> Iterator[Page]:
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(20)
+            process.wait(60)
 
 
 def _page_address(scratch: Path, process: subprocess.Popen[bytes]) -> str:

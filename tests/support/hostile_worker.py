@@ -40,7 +40,7 @@ from tests.support.run import tiny_config
 GROUPS = (3, 4)
 LOG_BYTES = 1 << 20  # after which the worker's log is begun anew
 LINE, LINES = "x" * 100_000, 100  # of a flood: ten times as much
-ENDS_S = 5.0  # what has been killed takes a moment to end; a child that waits would stay
+ENDS_S = 60.0  # what has been killed takes a moment to end; a child that waits would stay
 
 
 class Hostile(SingleTurn):

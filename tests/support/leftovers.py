@@ -24,7 +24,7 @@ def marked(run_dir: Path | str, **more: str) -> dict[str, str]:
     return environment(**{MARK: str(run_dir)}, **more)
 
 
-def assert_nothing_left(run_dir: Path, within_s: float = 30.0) -> None:
+def assert_nothing_left(run_dir: Path, within_s: float = 120.0) -> None:
     """No process survives that `survivors` finds."""
     deadline = time.monotonic() + within_s
     while left := survivors(run_dir):

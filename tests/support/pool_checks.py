@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megarl.rollout.response_parts import ResponsePart
 from tests.support.pool import TestPool
 from tests.support.waiting import wait_until
 
-GONE_S = 30.0
+GONE_S = 120.0
 
 
 def serve(pool: TestPool, version: int) -> None:
@@ -98,7 +97,5 @@ def private_of(pool: TestPool) -> Path:
 
 
 def assert_all_go(processes: set[ProcessId], kill: Callable[[], None]) -> None:
-    started = time.monotonic()
     kill()
     wait_until(lambda: not any(map(is_alive, processes)), GONE_S, "every process of the pool to go")
-    assert time.monotonic() - started < GONE_S

@@ -67,11 +67,11 @@ def tiny_config(directory: Path, *, family: str = "qwen3", steps: int = 2, **mod
         "reward": {"function": "tests.support.reward_functions:digit_share"},
         "evaluation": {"sets": [{"name": "heldout", "path": str(directory / "heldout.jsonl")}]},
         "rollout": {"max_num_seqs": 32},
-        "timeouts": {"collective_s": 120, "rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "engine_start_s": 300},
+        "timeouts": {"collective_s": 120, "rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "engine_start_s": 900},
     }
 
 
-def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: float = 400.0) -> Run:
+def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: float = 900.0) -> Run:
     """Start torchrun on `config` and wait for its end."""
     directory = Path(config["run"]["dir"])
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: floa
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
         raise AssertionError(f"the run did not end within {timeout:.0f} s:\n{output[-4000:]}") from None
     return Run(process.returncode, output, directory)
 

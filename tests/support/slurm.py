@@ -130,10 +130,10 @@ class Slurm:
             daemon.terminate()
         for name, daemon in reversed(self._daemons):
             try:
-                daemon.wait(timeout=20)
+                daemon.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-                daemon.wait(timeout=20)
+                daemon.wait(timeout=60)
                 print(f"{name} had to be killed")
         self._reserved.close()
 

@@ -41,6 +41,8 @@ class Misbehaving:
                 time.sleep(1000)
         if how == "slow":
             await asyncio.sleep(1.5)
+            with self.path.open("a") as file:
+                file.write("slow ended\n")
         if how == "deaf":
             while True:
                 with contextlib.suppress(asyncio.CancelledError):

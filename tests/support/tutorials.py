@@ -67,7 +67,7 @@ class Checkout:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate(timeout=30)
+            output, _ = process.communicate(timeout=120)
             raise AssertionError(f"{command}: no end within {timeout_s:.0f} s:\n{output[-4000:]}") from None
         assert process.returncode == 0, output[-4000:]
         self.took(command, time.monotonic() - begin, os.getloadavg()[0])
@@ -103,7 +103,7 @@ class Checkout:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(30)
+                process.wait(60)
         assert_nothing_left(self.directory)
 
     def _start(self, command: str, *more: str, stdout: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:

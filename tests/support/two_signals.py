@@ -12,8 +12,8 @@ from megarl.common.run_files import read_exit
 from tests.support.checkout import ROOT
 from tests.support.leftovers import assert_nothing_left, marked
 
-ENDS_S = 30.0
-AGAIN_S = 1.5  # after which a second signal is a second request
+ENDS_S = 120.0
+AGAIN_S = 2.5  # after which a second signal is a second request, also if the first one was late by a second
 
 
 def launch(config: Path, log: Path) -> subprocess.Popen[bytes]:

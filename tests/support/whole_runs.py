@@ -50,7 +50,7 @@ def replay(
         command += ["--checkpoint", str(run.directory / "checkpoints" / f"iter_{checkpoint:07d}")]
     command += ["--steps", str(steps)] if steps is not None else []
     result = subprocess.run(
-        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300, check=False
+        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=900, check=False
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return read_hf(out / "hf")
@@ -64,7 +64,7 @@ def start_run(
     return start(path, *overrides, ranks=ranks, restarts=restarts, script=script)
 
 
-def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 240.0) -> None:
+def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 900.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, process.communicate()[0][-4000:]
@@ -125,7 +125,7 @@ def kill_everything(process: Any, run_dir: Path) -> None:
             each.kill()
         except psutil.NoSuchProcess:
             continue
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert_nothing_left(run_dir)
 
 

@@ -51,13 +51,13 @@ class Starter:
                 raise TimeoutError(f"the starter of ranks has not imported all modules in {IMPORT_TIMEOUT_S:.0f} s")
             return [psutil.Process(pid) for pid in self._commands.recv()]
         except (EOFError, ConnectionError) as error:
-            code = self._process.wait(timeout=30)
+            code = self._process.wait(timeout=60)
             raise RuntimeError(f"the starter of ranks has ended with code {code}: see this test's output") from error
 
     def close(self) -> None:
         self._commands.close()
         self._process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=60)
 
 
 class World:
@@ -90,7 +90,7 @@ class World:
     def alive(self) -> bool:
         return len(self.connections) == self.size and all(process.is_running() for process in self.processes)
 
-    def run(self, target: str, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(self, target: str, timeout: float = 400.0, **kwargs: Any) -> list[Any]:
         for connection in self.connections.values():
             connection.send_bytes(pickle.dumps((target, kwargs)))  # plain, as in world_worker.py
         results: dict[int, tuple[bool, Any]] = {}
@@ -131,5 +131,5 @@ class World:
                 for each in [*process.children(recursive=True), process]:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.kill()
-        _, alive = psutil.wait_procs(self.processes, timeout=30)
+        _, alive = psutil.wait_procs(self.processes, timeout=120)
         assert not alive, f"ranks that were killed have not ended in 30 s: {alive}"

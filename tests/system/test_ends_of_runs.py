@@ -40,7 +40,7 @@ def test_a_time_limit_in_the_final_evaluation_loses_nothing(tmp_path: Path) -> N
         mark.unlink()
         wait_for(lambda: metric_steps(run_dir) == steps and mark.exists(), process)
         ask_to_stop(run_dir, "the time limit")
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             kill_everything(process, run_dir)

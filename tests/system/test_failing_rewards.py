@@ -76,7 +76,7 @@ def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Pat
                 except ProcessLookupError:
                     continue
                 faults += 1
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             kill_everything(process, run_dir)

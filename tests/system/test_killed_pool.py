@@ -68,7 +68,7 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
             wait_for(lambda done=done: metric_steps(run_dir) > done + 2, process)  # type: ignore[misc]
         assert engine.is_running() and all(rank.is_running() for rank in ranks)
         (run_dir / "stop").touch()
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             kill_everything(process, run_dir)
@@ -115,7 +115,7 @@ def test_the_only_engine_is_lost_and_replaced_without_a_restart_of_the_ranks(
         wait_for(lambda: metric_steps(run_dir) > done + 1, process)
         check_engine_bound(run_dir, start_s, lost_at, since, RPC_S)
         (run_dir / "stop").touch()
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             kill_everything(process, run_dir)

@@ -31,7 +31,7 @@ def test_a_second_start_is_refused_and_ctrl_c_twice_ends_an_evaluation_at_once(t
         wait_until(lambda: mark.exists() or process.poll() is not None, 240, "the evaluation")
         again = start_run(config)
         try:
-            output, _ = again.communicate(timeout=60)
+            output, _ = again.communicate(timeout=240)
         finally:
             if again.poll() is None:
                 kill_everything(again, run_dir)

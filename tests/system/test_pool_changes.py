@@ -75,7 +75,7 @@ def test_engines_are_added_drained_and_removed_while_the_run_goes_on(
         goes_on()
         assert list(replicas()) == [2]
         (run_dir / "stop").touch()
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             kill_everything(process, run_dir)

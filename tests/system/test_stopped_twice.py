@@ -125,7 +125,7 @@ def test_one_ctrl_c_ends_what_has_not_started(tmp_path: Path) -> None:
     try:
         wait_until(read, 60, "the check of the config")
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30.0) != 0
+        assert process.wait(timeout=120.0) != 0
     finally:
         for each in (process, *survivors(run_dir)):
             each.kill()

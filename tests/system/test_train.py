@@ -289,7 +289,7 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
             wait_for(lambda: len(skipped_steps(step_records(run_dir))) == most, process)
             wait_for(lambda: metric_steps(run_dir) > skipped_steps(step_records(run_dir))[-1] + 2, process)
             mark.touch()
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             kill_everything(process, run_dir)
@@ -407,8 +407,8 @@ def test_killed_engine_then_killed_agent(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         if process.poll() is None:
             process.kill()
-        output, _ = process.communicate(timeout=60)
-    _, left = psutil.wait_procs(everybody, timeout=30)
+        output, _ = process.communicate(timeout=600)
+    _, left = psutil.wait_procs(everybody, timeout=120)
     assert left == []
     check_every_group_once(Run(process.returncode, output, run_dir), metric_steps(run_dir))
     assert_nothing_left(run_dir)
@@ -460,14 +460,14 @@ def test_killed_alone_in_a_living_run_it_takes_everything_along(tmp_path: Path, 
     else:
         psutil.Process(json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"]).kill()
     try:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
     assert process.returncode != 0
     if victim == "supervisor":
         assert output.count("megarl: ") == 2 and "supervisor" in output, output[-3000:]
-    _, left = psutil.wait_procs(everybody, timeout=30)
+    _, left = psutil.wait_procs(everybody, timeout=120)
     assert left == []
     assert_nothing_left(run_dir)
 
@@ -479,11 +479,11 @@ def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]
     return {*roots, *(child for root in roots for child in root.children(recursive=True))}
 
 
-def wait_for_replacement(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
+def wait_for_replacement(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 900.0) -> None:
     """Wait until a sync has replaced the engine and the run goes on."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate(timeout=60)[0][-4000:]
+        assert process.poll() is None, process.communicate(timeout=600)[0][-4000:]
         path = run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.is_file() else []
         if any(json.loads(line).get("sync/restarted_replicas") for line in lines[:-1]):
@@ -492,7 +492,7 @@ def wait_for_replacement(run_dir: Path, process: subprocess.Popen[str], timeout_
     raise AssertionError("the killed engine was not replaced")
 
 
-def wait_for_recovery(run_dir: Path, timeout_s: float = 20.0) -> None:
+def wait_for_recovery(run_dir: Path, timeout_s: float = 120.0) -> None:
     """Wait until the events tell of the lost engine, and that the run goes on."""
     deadline = time.monotonic() + timeout_s
     found: list[tuple[str, object, int | None]] = []
@@ -506,13 +506,13 @@ def wait_for_recovery(run_dir: Path, timeout_s: float = 20.0) -> None:
     raise AssertionError(f"the events tell only of {found}")
 
 
-def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
+def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: float = 900.0) -> None:
     """Wait until a step has been trained: groups of the next are then in flight."""
     deadline = time.monotonic() + timeout_s
     path = run_dir / "metrics.jsonl"
     while not (path.is_file() and path.read_text().count("\n")):
         if process.poll() is not None:
-            raise AssertionError(f"the run ended before its first step:\n{process.communicate(timeout=60)[0][-4000:]}")
+            raise AssertionError(f"the run ended before its first step:\n{process.communicate(timeout=600)[0][-4000:]}")
         assert time.monotonic() < deadline, f"no step within {timeout_s:.0f} s"
         time.sleep(0.2)
 
@@ -528,7 +528,7 @@ def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], timeout_s: flo
 )
 def test_mistakes_end_before_anything_starts(tmp_path: Path, override: str, message: str) -> None:
     config = tiny_config(tmp_path)
-    run = train(config, override, timeout=120)
+    run = train(config, override)
     assert run.code != 0
     assert run.output.count("megarl: ") == 1 and message in run.output
     assert not (run.directory / "supervisor.json").exists()

@@ -44,12 +44,13 @@ def test_a_thread_writes_what_was_recorded_in_any_thread(tmp_path: Path) -> None
 def test_a_disk_that_hangs_delays_nobody_and_what_is_lost_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, goes_on = threading.Event(), threading.Event()
+    hangs, hung, goes_on = threading.Event(), threading.Event(), threading.Event()
     write = os.write
 
     def slow(file: int, data: Any) -> int:
         if hangs.is_set():
-            assert goes_on.wait(30)
+            hung.set()
+            assert goes_on.wait(300)
         return write(file, data)
 
     monkeypatch.setattr(event_parts.os, "write", slow)
@@ -57,13 +58,13 @@ def test_a_disk_that_hangs_delays_nobody_and_what_is_lost_is_counted(
     writer.start()
     hangs.set()
     writer.record("fault", time.monotonic(), args={"kind": "engine", "text": "x"})
-    time.sleep(0.2)  # the thread has taken it, and hangs
+    assert hung.wait(60), "the thread has not taken it"
     for number in range(MOST_WAITING + 500):
         writer.record("mini_batch", 1.0, 2.0, step=number)  # returns, although the disk does not
     assert writer.lost == 500
     assert not writer.close(0.1), "closing has a bound too"
     goes_on.set()
-    assert writer.close(20.0)
+    assert writer.close(60.0)
     lost = [each.args["count"] for each in read_events(tmp_path, {"events_lost"})]
     kept = [each.step for each in read_events(tmp_path, {"mini_batch"})]
     assert lost == [500] and kept == list(range(MOST_WAITING))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
 from megarl.telemetry.writer_thread import WriterHungError, WriterThread
+from tests.support.waiting import wait_until
 
 PATIENCE_S = 60.0  # of a test for what comes at once
 SOON_S = 0.2  # the bound of a wait that has to end
@@ -79,6 +79,19 @@ def test_no_more_than_its_number_waits(gate: Gate) -> None:
     assert third.wait(PATIENCE_S)
 
 
+class Clock:
+    """Stands for `time`: moved by the writes alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pass_s(self, seconds: float) -> None:
+        self.now += seconds
+
+
 WAITS: dict[str, Callable[[WriterThread], None]] = {
     "a place": lambda thread: [thread.submit("another", lambda: None) for _ in range(9)] and None,
     "all writes": lambda thread: thread.flush(),
@@ -105,14 +118,13 @@ def test_the_end_has_a_bound_of_its_own(gate: Gate) -> None:
         close(thread, SOON_S)
 
 
-def test_the_bound_is_of_one_write_and_not_of_all_of_them() -> None:
-    bound_s = 3.0  # far more than a busy machine adds to one of the writes
-    thread = writer(bound_s)
-    started = time.monotonic()
+def test_the_bound_is_of_one_write_and_not_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("megarl.telemetry.writer_thread.time", clock)
+    thread = writer(PATIENCE_S)
     for _ in range(8):
-        thread.submit("a slow file", lambda: time.sleep(bound_s / 6))
+        thread.submit("a slow file", partial(clock.pass_s, PATIENCE_S - 1.0))
     thread.flush()
-    assert time.monotonic() - started > bound_s
 
 
 @pytest.mark.parametrize("how", ["flush", "submit", "close"])
@@ -125,9 +137,7 @@ def test_a_failure_is_raised_by_the_next_call_and_the_next_write_is_made(how: st
 
     thread.submit("a file", fail)
     assert failed.wait(PATIENCE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while thread._waiting and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: not thread._waiting, PATIENCE_S, "the end of the write")
     with pytest.raises(KeyError, match="a mistake"):
         if how == "submit":
             thread.submit("a file", partial(done.append, 1))

@@ -20,11 +20,11 @@ def test_the_call_runs_beside_its_caller_who_waits_for_it_in_result() -> None:
 
     def wait() -> str:
         began.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return "done"
 
     call = BackgroundCall(wait)
-    assert began.wait(10)
+    assert began.wait(60)
     waiting = BackgroundCall(call.result)
     waiting._thread.join(0.1)
     assert waiting._thread.is_alive()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -190,19 +188,3 @@ def test_mutants_of_the_digest_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(module, "_coefficients", lambda _: (ones, ones))
         patch.setattr(module, "_shifted_words", lambda payload, begin, end: torch.zeros((end - begin) // 8).long())
         assert value(payload, row_sums=device_row_sums) == value(swapped, row_sums=device_row_sums)
-
-
-def test_it_is_memory_bound() -> None:
-    """A generous bound of CPU time: a reduction of the same bytes times 25 (measured: about 5)."""
-    payload = random_payload(1 << 22)
-    words = payload.view(torch.int64)
-
-    def best(function) -> float:  # type: ignore[no-untyped-def]
-        times = []
-        for _ in range(5):
-            start = time.process_time()
-            function()
-            times.append(time.process_time() - start)
-        return min(times)
-
-    assert best(lambda: value(payload)) < 25 * best(words.sum) + 0.005

@@ -158,7 +158,7 @@ def test_a_pause_that_the_failure_of_another_member_cuts_short_is_no_cause(
     def slow(method: str) -> None:
         if method == "pause":
             sync.failed.set()
-            go.wait(10)
+            go.wait(60)
 
     replicas = [Replica("replica 0", lambda _: None), Replica("replica 1", slow)]
     error = sync.error(engine_calls(replicas, sync.store, trainer_ranks=3), staged=True)
@@ -174,7 +174,7 @@ def test_a_replica_that_does_not_pause_in_time_is_the_cause(
     """In a pause it waits for no other member, unlike in its update: its silence is its own failure."""
     monkeypatch.setattr(parallel_calls, "EXTRA_WAIT_S", 0.2)
     sync, go = Sync(BEHIND_RANK_2), threading.Event()
-    silent = Replica("replica 1", lambda method: go.wait(10) if method == "pause" else None)
+    silent = Replica("replica 1", lambda method: go.wait(60) if method == "pause" else None)
     calls = engine_calls([Replica("replica 0", lambda _: None), silent], sync.store, trainer_ranks=3, rpc_s=0.3)
     error = sync.error(calls, staged=True)
     go.set()
@@ -204,7 +204,7 @@ def test_a_pause_without_an_answer_is_the_failure_of_its_replica(
     go = threading.Event()
     replicas = [
         Replica("replica 0", lambda _: None),
-        Replica("replica 1", lambda method: method == "pause" and go.wait(10)),
+        Replica("replica 1", lambda method: method == "pause" and go.wait(60)),
     ]
     sync = Sync([])
     calls = engine_calls(replicas, sync.store, trainer_ranks=2)

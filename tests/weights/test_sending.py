@@ -186,7 +186,7 @@ def test_two_threads_without_a_common_order_wait_for_each_other(
         sync_s=4.0,
     )
     assert results[0]["senders"] == [0, 1]
-    assert all("waited" in result["error"] and result["seconds"] > 3.0 for result in results)
+    assert all("waited" in result["error"] for result in results)
     if not single_queue:
         assert "weight sync of version 0 failed" in results[0]["error"]
 

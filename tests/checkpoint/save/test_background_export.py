@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def test_it_is_niced_leased_and_one_at_a_time(job: tuple[BackgroundExport, list[
     export.start(4)
     assert said == ["no Hugging Face export of step 4: that of step 2 is still running"]
     gate.touch()
-    export.wait(20)
+    export.wait(60)
     assert (tmp_path / "run" / "hf_2").read_text() == str(min(19, os.nice(0) + NICENESS))
     assert directory.leased() == set()
 
@@ -60,31 +59,31 @@ def test_it_ends_with_the_rank_that_started_it() -> None:
         "import subprocess, time; from pathlib import Path\n"
         "from megarl.checkpoint.save.background_export import convert_command\n"
         "command = convert_command(Path('checkpoint'), Path('out'))\n"
-        "command[2] = command[2].replace('sys.exit(main())', 'import time; time.sleep(60)')\n"
-        "print(subprocess.Popen(command).pid, flush=True)\n"
-        "time.sleep(60)"
+        "command[2] = command[2].replace('sys.exit(main())', 'print(1, flush=True); import time; time.sleep(600)')\n"
+        "child = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"  # it has imported what it watches with
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
-    time.sleep(2.0)  # it has imported what it watches with
     assert child.is_running()
     process.kill()
-    process.wait(10)
-    child.wait(20)  # TimeoutExpired if it lives on
+    process.wait(60)
+    child.wait(60)  # TimeoutExpired if it lives on
 
 
 def test_its_failure_and_its_hanging_are_said(job: tuple[BackgroundExport, list[str], Any]) -> None:
     export, said, runs = job
     runs("raise SystemExit(3)")
     export.start(2)
-    export.wait(20)
+    export.wait(60)
     assert len(said) == 1 and "step 2 failed (code 3)" in said[0] and "hf-export.log" in said[0]
-    runs("import time; time.sleep(60)")
+    runs("import time; time.sleep(600)")
     export.start(4)
-    started = time.monotonic()
     export.wait(0.5)
-    assert time.monotonic() - started < 15 and "did not end within" in said[1]
+    assert "did not end within" in said[1]
 
 
 @pytest.mark.slow  # it starts the converter

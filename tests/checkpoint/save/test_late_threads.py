@@ -27,7 +27,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
 def test_a_thread_that_is_about_to_end_fails_no_save(alone: Checkpointer) -> None:
     """Rank 0 has the report of a thread of another rank before that thread has ended."""
     reported = threading.Event()
-    thread = threading.Thread(target=lambda: reported.wait(10))
+    thread = threading.Thread(target=lambda: reported.wait(60))
     thread.start()
     threading.Timer(0.05, reported.set).start()
     alone._threads = [thread]
@@ -39,7 +39,7 @@ def test_a_thread_that_hangs_is_waited_for_briefly_and_fails_the_save(
 ) -> None:
     monkeypatch.setattr(module, "JOIN_S", 0.01)
     release = threading.Event()
-    thread = threading.Thread(target=lambda: release.wait(10))
+    thread = threading.Thread(target=lambda: release.wait(60))
     thread.start()
     alone._threads = [thread]
     assert alone._still_writing() and alone._threads == [thread]

@@ -283,7 +283,8 @@ def test_a_host_that_cannot_be_reached_is_named_and_one_that_hangs_is_left(shell
 def test_a_second_signal_ends_the_job_on_all_hosts(shell: Shell) -> None:
     """Both come while the agents run; the first host's connection ends when the job is named as failed."""
     failed = shell.run_dir / "launch/1/failed.json"
-    twice = "for _ in 1 2; do sleep 0.5; kill -TERM $SCRIPT; done; sleep 0.5"
+    taken = f"while [ ! -e {shell.run_dir}/stop ]; do sleep 0.05; done"
+    twice = f"sleep 0.5; kill -TERM $SCRIPT; {taken}; sleep 0.5; kill -TERM $SCRIPT; sleep 0.5"
     signals = f'[ "$1" = b ] || {{ {twice}; touch {failed}; }}'
     code, error, calls = multinode(shell, "failed", signals)
     assert code == 1 and error.count("finishing the step, saving; again to abort") == 1

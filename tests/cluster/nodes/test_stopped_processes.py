@@ -27,14 +27,14 @@ def test_a_process_is_found_when_it_was_stopped_at_every_look_for_the_bound() ->
     try:
         for child in children[:2]:
             child.send_signal(signal.SIGSTOP)
-        wait_until(lambda: state_of(stopped) == state_of(goes_on) == "T", 30, "the processes to stop")
+        wait_until(lambda: state_of(stopped) == state_of(goes_on) == "T", 60, "the processes to stop")
         look(LOOK_S)
         assert look(3600.0) == [], "the machine was suspended: that is one look"
         children[1].send_signal(signal.SIGCONT)
-        wait_until(lambda: state_of(goes_on) != "T", 30, "the process to go on")
+        wait_until(lambda: state_of(goes_on) != "T", 60, "the process to go on")
         assert look(LOOK_S) == []
         children[1].send_signal(signal.SIGSTOP)
-        wait_until(lambda: state_of(goes_on) == "T", 30, "the process to stop again")
+        wait_until(lambda: state_of(goes_on) == "T", 60, "the process to stop again")
         assert [look(LOOK_S) for _ in range(3)] == [[], [], [stopped]]
         assert state_of(sleeps) != "T"
     finally:

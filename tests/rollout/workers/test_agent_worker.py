@@ -28,6 +28,8 @@ from tests.support.fake_replicas import Method
 from tests.support.fake_workers import WorkerQueue, rows_of
 from tests.support.run import tiny_config
 
+REAL_TIME = True  # it waits for reward processes
+
 
 @dataclass
 class CallsThenAnswers:
@@ -104,7 +106,7 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
         await source.close_tools()
 
     try:
-        asyncio.run(asyncio.wait_for(scenario(), 120))
+        asyncio.run(asyncio.wait_for(scenario(), 600))
     finally:
         events.close_events()
     recorded = list(read_events(tmp_path, {"turn", "tool", "reward"}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +63,6 @@ def publish(
         result["senders"] = sender.plan.owners
         result["buckets"] = [sum(b.owner == owner for b in sender.plan.buckets) for owner in sender.plan.owners]
         sending = TwoThreadSending.on(device) if old_way else sender_module.Sending
-        start = time.monotonic()
         try:
             for version in range(2):
                 with on(device), patch.object(sender_module, "Sending", sending):
@@ -73,7 +71,6 @@ def publish(
                     assert_files_arrived(pool, model)
         except (WeightSyncError, TimeoutError) as error:
             result["error"] = str(error)
-        result["seconds"] = time.monotonic() - start
         if result["error"] is None:
             device.synchronize()
         sender.close()
