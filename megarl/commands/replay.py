@@ -107,7 +107,7 @@ def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> 
     if not path.is_file():
         raise ConfigError([f"--run-dir: {run_dir} has no config.yaml, so it is not the directory of a run"])
     fixed = [f"run.dir={out or run_dir / 'replay'}", "telemetry.dump_batches=false", "telemetry.samples_per_step=0"]
-    return load_config(path, [*fixed, *overrides])
+    return load_config(path, [*fixed, *overrides], stored=True)
 
 
 def _refuse_inputs_inside(out: Path, run_dir: Path, batches: Path, checkpoint: Path | None) -> None:

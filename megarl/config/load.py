@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.common.errors import ConfigError
 from megarl.config.key_levels import level
-from megarl.config.removed_keys import Tree, advice_on
+from megarl.config.removed_keys import Tree, advice_on, without_removed
 from megarl.config.schema import Config
 
 
@@ -113,8 +113,10 @@ def _inside_list(path: list[str]) -> ConfigError:
     return ConfigError([f"{whole}: a list; override it as a whole, e.g. '{whole}=[...]'"])
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path | str, overrides: Sequence[str] = (), *, stored: bool = False) -> Config:
     """Read a YAML file, apply the overrides and validate each value.
+
+    `stored`: the file is RUN_DIR/config.yaml, perhaps of an earlier version; its keys that are gone are left out.
 
     Raises ConfigError that lists every problem. Conditions on several sections are checked by `checks.check`.
     """
@@ -133,6 +135,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError([f"must hold sections (run:, model:, ...), not a {type(tree).__name__}"])
     except ConfigError as error:
         raise ConfigError(error.problems, str(path)) from None
+    if stored:
+        tree = without_removed(tree)
     changed = apply_overrides(tree, overrides)  # its errors name the override, and the file is innocent
     try:
         return _with_shape_of_checkout(config_from_tree(changed), path)

@@ -58,6 +58,20 @@ def advice_on(key: str, tree: Tree) -> str | None:
         return "docs/architecture.md has a table of verl's names"
 
 
+def without_removed(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """Return a config that an earlier version has written, with all its defaults, without the keys that are gone."""
+    kept: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = prefix + name
+        if key in REMOVED:
+            continue
+        if isinstance(value, list):
+            kept[name] = [without_removed(each, f"{key}.") if isinstance(each, Mapping) else each for each in value]
+        else:
+            kept[name] = without_removed(value, f"{key}.") if isinstance(value, Mapping) else value
+    return kept
+
+
 def _interval(tree: Tree) -> str:
     return f"write admission.sync_interval: {_sync_interval(tree)}; megarl counts updates and verl fetches"
 

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, get_origin
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from megarl.common.errors import ConfigError
-from megarl.config.load import apply_overrides, config_from_tree, parse_yaml, section_of, walk_keys
+from megarl.config.load import apply_overrides, config_from_tree, load_config, parse_yaml, section_of, walk_keys
 from megarl.config.removed_keys import REMOVED, VERL, advice_on
 from megarl.config.schema import Config
 from tests.support.checkout import ROOT
@@ -51,6 +53,15 @@ def test_a_removed_key_is_none_and_the_changelog_has_it() -> None:
     assert not VERL.keys() & {key.rpartition(".")[2] for key in known}
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert not [key for key in (*REMOVED, *VERL) if f"`{key}`" not in changelog]
+
+
+def test_a_config_that_an_earlier_version_has_stored_is_read_without_what_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    stored = tree("model") | {"monitor": {"ess": {"threshold": 0.3}, "min_tokens": 7}, "ray": {"num_cpus": 3}}
+    path.write_text(yaml.safe_dump(stored))
+    with pytest.raises(ConfigError, match=r"ray\.num_cpus: no such key"):
+        load_config(path)
+    assert load_config(path, stored=True).monitor.min_tokens == 7
 
 
 @pytest.mark.parametrize(
