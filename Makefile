@@ -112,7 +112,7 @@ agents: setup  ## A tool agent on a CPU: a small model learns to call a calculat
 	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/agents_cpu.yaml
 
 test: setup-test  ## Every part: real Megatron, vLLM and Ray; 10 minutes on 2 cores.
-	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs --ignore-glob '*/tests/test_*.py' $(PARALLEL)
+	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs --ignore-glob 'tests/test_*.py' $(PARALLEL)
 
 test-system: setup-test  ## Whole runs as a user starts them: layouts, a resume, a lost engine, a recipe; 9 minutes.
 	$(PY) -m pytest -m "not slow" tests/system $(PARALLEL)

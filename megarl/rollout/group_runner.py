@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, M
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec.structs
+
 from megarl.common.changed import changed
 from megarl.common.errors import RolloutError, TrajectoryFull, first_exception
 from megarl.config.schema import Config
@@ -125,7 +127,7 @@ class GroupRunner:
         now = time.monotonic()
         deadline = GroupDeadline.of(self.config, now)
         if deadline is not None and left_s is not None:
-            deadline = replace(deadline, at=now + left_s)
+            deadline = msgspec.structs.replace(deadline, at=now + left_s)
         indices = range(self.config.batch.samples_per_group)
         samples = [SampleContext(self, prompt, group_id, index, deadline) for index in indices]
         loop = Demonstrate() if prompt.demonstrations else self.loop
