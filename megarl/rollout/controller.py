@@ -111,7 +111,7 @@ class RolloutController(PoolController):
             config,
             self._loop,
             self._source,
-            self._batcher,
+            self._batcher.generate,
             self._rewards,
             partition=self.partition,
             toolboxes=self._source.toolboxes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megarl.common.errors import LostWithWorkers
@@ -18,20 +19,19 @@ from megarl.rollout.eval_context import (
     EvalContext,
     EvaluatedResponse,
     Share,
-    SharedEngines,
     answer_of,
     evaluate_response,
 )
 from megarl.rollout.eval_sets import EvalPlace, EvalProblem, EvalSet, EvalTask
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.group_runner import Engines
+from megarl.rollout.request_context import Generate, RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.to_trajectory import generation_failure
 
 CHUNK = 32
 
-Elsewhere = Callable[[EvalTask, Engines], Awaitable[EvaluatedResponse]]
-"""Runs the loop of a response in another process, whose requests go to these engines (`WorkerGroups.respond`)."""
+Elsewhere = Callable[[EvalTask, Generate], Awaitable[EvaluatedResponse]]
+"""Runs the loop of a response in another process, whose requests go this way (`WorkerGroups.respond`)."""
 
 
 async def evaluate_on_fleet(
@@ -55,7 +55,9 @@ async def evaluate_on_fleet(
     after training.
     """
     batcher = Batcher(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
-    engines, priority = SharedEngines(batcher, share), 0 if share is None else share.priority
+    generate, priority = batcher.generate, 0
+    if share is not None:
+        generate, priority = partial(share.generate, batcher.generate), share.priority
     eval_set.records.clear()
     seen: set[int] = set()
 
@@ -63,9 +65,9 @@ async def evaluate_on_fleet(
         if loop is None:
             return await respond_once(problem, index, mode, sample)
         task = EvalTask(eval_set, problem, EvalPlace(index, mode, sample, tag), priority)
-        ctx = EvalContext(task, engines, score, decode)
+        ctx = EvalContext(task, generate, score, decode)
         try:
-            ended = await (evaluate_response(loop, ctx) if elsewhere is None else elsewhere(task, engines))
+            ended = await (evaluate_response(loop, ctx) if elsewhere is None else elsewhere(task, generate))
         except LostWithWorkers as error:
             ended = ctx.failed(error)
         seen.update(ended.versions)
@@ -80,7 +82,7 @@ async def evaluate_on_fleet(
             seed=None if mode == "greedy" else request_seed(eval_set.seed, EVAL_SEED_OFFSET + index, sample),
             priority=priority,
         )
-        result = await engines.generate(request)
+        result = await generate(request, RequestContext())
         seen.update(span.version for span in result.versions if span.version >= 0)
         text = decode(result.response_ids)
         outcome = await score(problem.reward_input(text, result.response_ids, result.finish_reason))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,8 +21,8 @@ from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
 from megarl.rollout.loop_context import LoopContext
 from megarl.rollout.prompts import Drawn
+from megarl.rollout.request_context import Generate, RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.sample_rows import sample_rows
 from megarl.rollout.teachers.teacher_client import Teachers
 from megarl.rollout.to_trajectory import defect, failed_trajectory
@@ -49,18 +49,6 @@ class Problems(Protocol):
         ...
 
 
-class Engines(Protocol):
-    """The way to the engines (`Batcher`)."""
-
-    async def generate(
-        self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None,
-        deadline: GroupDeadline | None = None, tokens: MutableMapping[str, ResponsePart] | None = None,
-        near: int | None = None,
-    ) -> GenerateResult:  # fmt: skip
-        """Return the response to one request."""
-        ...
-
-
 class Judges(Protocol):
     """The reward functions (`RewardPool`)."""
 
@@ -77,7 +65,7 @@ class GroupRunner:
         config: Config,
         loop: AgentLoop,
         source: Problems,
-        batcher: Engines,
+        generate: Generate,
         rewards: Judges,
         *,
         partition: str,
@@ -87,13 +75,13 @@ class GroupRunner:
     ) -> None:
         """`partition` makes the request ids of this attempt of the run unique.
 
-        `toolboxes`: by data set, for loops that need them. `decoder`: one that others use too; default: its own.
-        `teachers`: those that have engines; None: the run has none.
+        `generate`: the way to the engines. `toolboxes`: by data set, for loops that need them. `decoder`: one that
+        others use too; default: its own. `teachers`: those that have engines; None: the run has none.
         """
         self.config = config
         self.loop = loop
         self.source = source
-        self.batcher = batcher
+        self.generate = generate
         self.rewards = rewards
         self.decoder = decoder or BatchDecoder(source.decode_all, config.timeouts.rpc_s)
         self.partition = partition
@@ -127,7 +115,8 @@ class GroupRunner:
         if deadline is not None and left_s is not None:
             deadline = replace(deadline, at=now + left_s)
         indices = range(self.config.batch.samples_per_group)
-        samples = [SampleContext(self, prompt, group_id, index, deadline) for index in indices]
+        requests = RequestContext.of_group(self.config, group_id, deadline, self.progress[group_id].tokens)
+        samples = [SampleContext(self, prompt, group_id, index, requests) for index in indices]
         loop = Demonstrate() if prompt.demonstrations else self.loop
         results = await _ended_in_time(self._run_samples(loop, samples), loop, group_id, deadline)
         rows = [row for index, result in enumerate(results) for row in sample_rows(result, group_id, index)]
@@ -200,11 +189,12 @@ class SampleContext(LoopContext):
     """Implements `AgentContext` for one sample of a group that `runner` runs."""
 
     def __init__(
-        self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, deadline: GroupDeadline | None
+        self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, requests: RequestContext
     ) -> None:
+        """`requests`: the context of those of the group."""
         toolbox = runner.toolboxes.get(prompt.dataset)
         super().__init__(prompt, group_id, sample_index, runner.progress[group_id], toolbox)
-        self._runner, self._group_deadline = runner, deadline
+        self._runner, self._group_requests = runner, requests
 
     @property
     def run_seed(self) -> int:
@@ -218,7 +208,7 @@ class SampleContext(LoopContext):
 
     @property
     def _deadline(self) -> GroupDeadline | None:
-        return self._group_deadline
+        return self._group_requests.deadline
 
     async def _persist(self) -> None:
         await self._runner.persist(self.group_id)
@@ -242,13 +232,8 @@ class SampleContext(LoopContext):
         )
 
     async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
-        home = self.group_id if self._runner.config.run.deterministic else None
-        batcher, deadline, tokens = self._runner.batcher, self._group_deadline, self._progress.tokens
-        if turn == 0:
-            result = await batcher.generate(request, self.group_id, home, deadline, tokens)
-        else:  # its beginning is in the cache of one replica only
-            prefix = (self.group_id, self.sample_index)
-            result = await batcher.generate(request, prefix, home, deadline, tokens, near=self._replica)
+        context = self._group_requests.of_turn(self.sample_index, turn, self._replica)
+        result = await self._runner.generate(request, context)
         stats = self.stats
         stats.generate_seconds.append(result.seconds)
         stats.continued += result.lost_replicas > 0

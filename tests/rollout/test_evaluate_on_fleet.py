@@ -26,7 +26,7 @@ class Pool:
     def __init__(self, finish_reason: str, logprob: float = -1.0) -> None:
         self.finish_reason, self.logprob = finish_reason, logprob
 
-    async def generate(self, name: str, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+    async def generate(self, context: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
         return [
             GenerateResult(each.request_id, [5, 6], [self.logprob] * 2, (VersionSpan(0, 0, 2),), self.finish_reason, 0)  # type: ignore[arg-type]
             for each in requests
@@ -87,7 +87,7 @@ class ScriptedPool:
     def __init__(self, *turns: str) -> None:
         self.turns, self.sent = turns, list[GenerateRequest]()
 
-    async def generate(self, prefix: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+    async def generate(self, context: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
         self.sent += requests
         results = []
         for each in requests:
@@ -136,8 +136,8 @@ def test_evaluated_loops_may_look_at_their_own_turns() -> None:
 
 def test_an_agent_whose_generation_fails_is_no_wrong_answer() -> None:
     class Failing(ScriptedPool):
-        async def generate(self, prefix: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
-            results = await super().generate(prefix, requests)
+        async def generate(self, context: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+            results = await super().generate(context, requests)
             return [replace(each, logprobs=[float("nan")] * len(each.logprobs)) for each in results]
 
     report, _ = evaluate_agent(Failing("It is 4."), ToolAgent(), Counter())

@@ -37,7 +37,7 @@ class Engines:
         self.failure: Exception | None = None
         local.fleet.generate = self.generate  # type: ignore[method-assign]
 
-    async def generate(self, prefix: Any, requests: list[GenerateRequest], **options: Any) -> list[GenerateResult]:
+    async def generate(self, context: Any, requests: list[GenerateRequest], **options: Any) -> list[GenerateResult]:
         version = 4 + len(self.options)
         self.asked += requests
         self.options.append(options)

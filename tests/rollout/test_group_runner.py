@@ -19,6 +19,7 @@ from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.loop_context import FROZEN_BYTES
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.to_trajectory import trajectory
@@ -34,7 +35,7 @@ def config() -> Config:
 def runner(config: Config, loop: AgentLoop | None = None) -> tuple[GroupRunner, FakeBatcher]:
     batcher = FakeBatcher()
     made = GroupRunner(
-        config, loop or SingleTurn(), FakeSource(), batcher, FakeRewards(), partition="p"  # type: ignore[arg-type]
+        config, loop or SingleTurn(), FakeSource(), batcher.generate, FakeRewards(), partition="p"  # type: ignore[arg-type]
     )  # fmt: skip
     return made, batcher
 
@@ -130,13 +131,13 @@ def test_the_trajectory_of_a_loop_is_checked(config: Config) -> None:
 
 def test_continued_and_cut_responses_are_counted(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     made, batcher = runner(config)
-    generate = batcher.generate
+    generate = made.generate
 
-    async def lose_some(request: GenerateRequest, *args: Any) -> GenerateResult:
+    async def lose_some(request: GenerateRequest, context: RequestContext) -> GenerateResult:
         lost = {"p-2-0-0": 1, "p-2-1-0": 2}.get(request.request_id, 0)
-        return replace(await generate(request, *args), lost_replicas=lost, cut=request.request_id == "p-2-2-0")
+        return replace(await generate(request, context), lost_replicas=lost, cut=request.request_id == "p-2-2-0")
 
-    monkeypatch.setattr(batcher, "generate", lose_some)
+    monkeypatch.setattr(made, "generate", lose_some)
     asyncio.run(made.run(2))
     metrics = made.stats.metrics(replicas_serving=1, replicas_lost=1, load=EngineLoad())
     assert metrics["rollout/continued"] == 2 and metrics["rollout/cut"] == 1
@@ -156,12 +157,13 @@ def test_all_requests_of_a_group_have_the_deadline_that_began_with_it() -> None:
 class Straggling(FakeBatcher):
     """Answers sample 0 with 3 tokens; the others have as many as their number, and do not end by the deadline."""
 
-    async def generate(self, request: GenerateRequest, *args: Any, **options: Any) -> GenerateResult:
-        tokens, sample = args[3], int(request.request_id.split("-")[2])
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        tokens, sample = context.tokens, int(request.request_id.split("-")[2])
+        assert tokens is not None
         count = sample or 3
         tokens[request.request_id] = ResponsePart([9] * count, [-0.5] * count, (VersionSpan(VERSION, 0, count),))
         if sample == 0:
-            return await super().generate(request, *args, **options)
+            return await super().generate(request, context)
         await asyncio.sleep(0)
         raise RolloutError("3 of 4 responses were unfinished at the group's deadline")
 
@@ -169,7 +171,7 @@ class Straggling(FakeBatcher):
 def test_the_lengths_of_a_group_that_fails_are_reported(config: Config) -> None:
     """Else the longest responses would vanish unseen."""
     made, _ = runner(config)
-    made.batcher = Straggling()  # type: ignore[assignment]
+    made.generate = Straggling().generate
     with pytest.raises(RolloutError, match="unfinished at the group's deadline"):
         asyncio.run(made.run(2))
     assert sorted(made.stats.failed_lengths) == [1, 2, 3, 3] and not made.progress
@@ -265,7 +267,7 @@ class Freezes(SingleTurn):
 def test_a_state_that_is_too_large_fails_its_group(size: int, fits: bool) -> None:
     source: Any = FakeSource()
     rewards: Any = FakeRewards()
-    runner = GroupRunner(config_of("model"), Freezes(size), source, FakeBatcher(), rewards, partition="p")
+    runner = GroupRunner(config_of("model"), Freezes(size), source, FakeBatcher().generate, rewards, partition="p")
     if fits:
         assert len(asyncio.run(runner.run(0))) == 4
     else:

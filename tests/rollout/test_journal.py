@@ -26,6 +26,7 @@ from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unf
 from megarl.rollout.kept_groups import KeptGroups
 from megarl.rollout.lineage import INITIAL
 from megarl.rollout.loop_records import CallRecord, FrozenLoop
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import continuation_seed
 from megarl.rollout.retention import History
 from tests.support.configs import config as config_of
@@ -103,12 +104,12 @@ def test_finished_groups_are_used_again_after_a_kill(
         assert {row.group_id for row in rows.values()} == {3, 5, 6, 7, 8}
         second = first if survives else controller(tmp_path, monkeypatch, loop, batch=batch)
         second.fleet.held = set()
-        asked: list[int] = []
+        asked: list[Any] = []
         generate = second.fleet.generate
 
-        async def watched(prefix: int, requests: Any, **options: Any) -> Any:
-            asked.append(prefix)
-            return await generate(prefix, requests, **options)
+        async def watched(context: RequestContext, requests: Any, **options: Any) -> Any:
+            asked.append(context.prefix)
+            return await generate(context, requests, **options)
 
         second.fleet.generate = watched  # type: ignore[method-assign]
         taken = await second_attempt(second, state)
@@ -339,12 +340,12 @@ def test_what_changed_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(local.controller._source, "reference", lambda group: "another answer")
         if changed == "lineage":  # the checkpoint of another run
             state["lineage"] = [[0, "another", 0]]
-        asked: set[int] = set()
+        asked: set[Any] = set()
         generate = local.fleet.generate
 
-        async def watched(prefix: int, requests: Any, **options: Any) -> Any:
-            asked.add(prefix)
-            return await generate(prefix, requests, **options)
+        async def watched(context: RequestContext, requests: Any, **options: Any) -> Any:
+            asked.add(context.prefix)
+            return await generate(context, requests, **options)
 
         local.fleet.generate = watched  # type: ignore[method-assign]
         taken = await second_attempt(local, state)

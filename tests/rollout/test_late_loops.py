@@ -48,7 +48,9 @@ def config_with(policy: str, **rollout: Any) -> Config:
 
 def runner_of(config: Config, loop: AgentLoop, batcher: Any = None, rewards: Any = None) -> GroupRunner:
     source: Any = FakeSource()
-    return GroupRunner(config, loop, source, batcher or FakeBatcher(), rewards or FakeRewards(), partition="p")
+    return GroupRunner(
+        config, loop, source, (batcher or FakeBatcher()).generate, rewards or FakeRewards(), partition="p"
+    )
 
 
 def results_of(running: Awaitable[Any]) -> Any:
@@ -126,7 +128,9 @@ def test_a_loop_that_waits_for_ever_in_a_worker_fails_its_group_at_the_deadline(
     async def scenario() -> None:
         source: Any = FakeSource()
         rewards: Any = FakeRewards()
-        runner = GroupRunner(config, loop, source, Batcher(fleet_of({0: FakeReplica(4)})), rewards, partition="p")
+        runner = GroupRunner(
+            config, loop, source, Batcher(fleet_of({0: FakeReplica(4)})).generate, rewards, partition="p"
+        )
         crew = Crew(config, loop, runner, WorkerQueue())
         await crew.groups.start()
         with pytest.raises(RolloutError, match=LATE):

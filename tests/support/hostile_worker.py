@@ -85,7 +85,7 @@ async def run(config: Config, directory: Path, queue: Any) -> dict[str, Any]:
         return SimpleNamespace(**{name: Method(getattr(worker, name)) for name in names})
 
     unused: Any = None
-    runner = GroupRunner(config, unused, source, engines, unused, partition="run.0")
+    runner = GroupRunner(config, unused, source, engines.generate, unused, partition="run.0")
     groups = WorkerGroups(config, source, runner, queue, start=start, end=lambda actor: None, notify=lambda text: None)
     await groups.start()
     for end in await asyncio.gather(*(groups.run(group) for group in GROUPS)):

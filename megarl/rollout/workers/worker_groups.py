@@ -26,10 +26,11 @@ from megarl.rollout.eval_sets import EvalTask
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_end import GroupEnd
 from megarl.rollout.group_progress import UnfinishedGroup
-from megarl.rollout.group_runner import Engines, GroupRunner
+from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.journal_records import decode_group
 from megarl.rollout.prompts import PromptSource
+from megarl.rollout.request_context import Generate
 from megarl.rollout.workers.messages import (
     Asked,
     DropGroup,
@@ -122,10 +123,9 @@ class WorkerGroups:
         async with self._drawing:  # many groups may begin at once: other tasks run between two prompts
             drawn = self._source.draw(group_id)
             await asyncio.sleep(0)
-        config, runner = self._config, self._runner
-        home = group_id if config.run.deterministic else None
-        deadline = GroupDeadline.of(config, time.monotonic())
-        remote = RemoteGroup(group_id, drawn, kept, runner, home=home, deadline=deadline)
+        runner = self._runner
+        deadline = GroupDeadline.of(self._config, time.monotonic())
+        remote = RemoteGroup(group_id, drawn, kept, runner, deadline)
         runner.progress[group_id] = remote.progress
         try:
             self._assign(remote)
@@ -139,12 +139,12 @@ class WorkerGroups:
             runner.progress.pop(group_id)
         return RowsElsewhere(self, remote, ended)
 
-    async def respond(self, task: EvalTask, engines: Engines) -> EvaluatedResponse:
+    async def respond(self, task: EvalTask, generate: Generate) -> EvaluatedResponse:
         """Run the loop of a response in a worker, and in another one if that is lost. Return how it has ended.
 
-        `engines`: as the evaluation has them. Raises as `run`.
+        `generate`: the evaluation's way to the engines. Raises as `run`.
         """
-        remote = RemoteResponse(task, engines)
+        remote = RemoteResponse(task, generate)
         try:
             self._assign(remote)
             ended: EvaluatedResponse = await remote.ended

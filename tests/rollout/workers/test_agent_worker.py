@@ -85,7 +85,7 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
             return SimpleNamespace(**{name: Method(getattr(worker, name)) for name in names})
 
         unused: Any = None
-        runner = GroupRunner(config, unused, source, engines, unused, partition="run.0")
+        runner = GroupRunner(config, unused, source, engines.generate, unused, partition="run.0")
         writer: Any = queue
         assert writer.under_way == worker._loops.under_way, "by which its puts gather"
         groups = WorkerGroups(

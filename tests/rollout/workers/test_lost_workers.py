@@ -222,7 +222,7 @@ def test_the_deadline_of_a_group_counts_from_its_start_in_the_first_worker(monke
     )
 
     async def scenario() -> None:
-        parts: list[Any] = [FakeSource(), FakeBatcher(), FakeRewards()]
+        parts: list[Any] = [FakeSource(), FakeBatcher().generate, FakeRewards()]
         crew = loop.crew = Crew(config, loop, GroupRunner(config, loop, *parts, partition="p"), WorkerQueue())
         await crew.groups.start()
         end = await crew.groups.run(GROUP)
