@@ -131,6 +131,10 @@ class RolloutController(PoolController):
                 pool=self.spec, partition=self.partition, cwd=self._cwd, kind=self.worker_kind,
             )  # fmt: skip
             await self._workers.start()
+        elsewhere = None
+        # Single turns stay here: their order, and so their replica in a deterministic run, depends on nothing else.
+        if self._workers is not None and not isinstance(self._loop, SingleTurn):
+            elsewhere = self._workers.respond
         self._evaluations = Evaluator(
             config,
             self.run_dir,
@@ -138,8 +142,8 @@ class RolloutController(PoolController):
             self._fleet,
             self._rewards.score,
             self._tasks,
-            loop=None if isinstance(self._loop, SingleTurn) else self._loop,
-            elsewhere=None if self._workers is None else self._workers.respond,
+            loop=self._loop,
+            elsewhere=elsewhere,
         )
         self._join()
         exempt_present_objects()

@@ -26,7 +26,7 @@ from megarl.rollout.prompts import Drawn
 from megarl.rollout.request_context import Generate, RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.sample_rows import sample_rows
-from megarl.rollout.to_trajectory import defect, failed_trajectory
+from megarl.rollout.to_trajectory import failed_trajectory
 
 EVAL_SEED_OFFSET = 1 << 32  # of the groups, so that no training sample has the same seed
 
@@ -60,7 +60,6 @@ def eval_group(task: EvalTask) -> int:
 
 def eval_drawn(task: EvalTask) -> Drawn:
     """Return the problem of a response as a loop gets it."""
-    assert task.problem.prompt is not None
     chosen = task.chosen
     return Drawn(task.problem.prompt, task.problem.prompt_ids, task.sampling, chosen.name, chosen.reward)
 
@@ -135,8 +134,6 @@ class EvalContext(LoopContext):
 
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """See `AgentContext.judge`."""
-        if defect(result):
-            return None
         self._text, self._turns = self._decode(result.response_ids), tuple(turns)
         judged = self._task.problem.reward_input(self._text, result.response_ids, result.finish_reason)
         self._outcome = await self._score(replace(judged, turns=self._turns) if turns else judged)
@@ -156,13 +153,14 @@ class EvalContext(LoopContext):
     def _scored(self, row: Trajectory) -> ScoredResponse:
         """Return what the report needs of the trajectory that the loop has returned."""
         failure = None
-        if self._outcome.error is not None:
-            failure = SampleFailure("reward", self._outcome.error)
-        elif row.status == "failed":
+        error = self._outcome.error
+        if row.status == "failed" and row.failure != error:  # that of a reward that drops its sample
             failure = SampleFailure("generation", row.failure)
+        elif error is not None:
+            failure = SampleFailure("reward", error)
         return ScoredResponse(
             score=row.reward,
-            answer=answer_of(self._text, self._outcome) if failure is None else None,
+            answer=answer_of(self._text, self._outcome),
             tokens=len(row.response_ids),
             truncated=row.finish_reason == "length",
             failure=failure,
@@ -170,13 +168,14 @@ class EvalContext(LoopContext):
 
     def _line(self, row: Trajectory) -> dict[str, Any]:
         """Return the line of `eval_LABEL.jsonl`; `response` is the model's last turn."""
+        turns = {"turns": [asdict(turn) for turn in self._turns]} if self._toolbox is not None else {}  # of an agent
         return {
             "index": self._task.place.index,
             "mode": self._task.place.mode,
             "sample": self._task.place.sample,
             "prompt": self._decode(self._task.problem.prompt_ids),
             "response": self._text,
-            "turns": [asdict(turn) for turn in self._turns],
+            **turns,
             "reference": self._task.problem.reference,
             "score": row.reward,
             "components": row.reward_components,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import RolloutError
+from megarl.data.formats import Prompt
 from megarl.rewards.types import RewardInput
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.eval_sets import EvalProblem, EvalSet
@@ -54,7 +55,11 @@ def eval_sets() -> list[EvalSet]:
     def judge(text: str, ids: list[int], reason: str) -> RewardInput:
         return RewardInput("", text, ids, reason)
 
-    return [EvalSet("dev", [EvalProblem([1, 2], judge, "7")] * PROBLEMS, SPEC, SPEC, samples=SAMPLES)]
+    return [
+        EvalSet(
+            "dev", [EvalProblem([1, 2], judge, "7", Prompt(0, [], "7", {}))] * PROBLEMS, SPEC, SPEC, samples=SAMPLES
+        )
+    ]
 
 
 @pytest.fixture

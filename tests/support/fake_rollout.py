@@ -297,11 +297,12 @@ def local_controller(
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
     made._foreign_requests = ForeignRequests(fleet, serves=False)
+    loop = loop or SingleTurn()
     made._runner = GroupRunner(
-        config, loop or SingleTurn(), source, batcher.generate, rewards, partition="run.0"  # type: ignore[arg-type]
+        config, loop, source, batcher.generate, rewards, partition="run.0"  # type: ignore[arg-type]
     )  # fmt: skip
     made.elastic = FakeElasticPool()  # type: ignore[assignment]
-    made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
+    made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks, loop=loop)  # type: ignore[arg-type]
     made._join()
     return LocalController(made, fleet, queue, rewards)
 
