@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from megarl.rollout.loop_context import LoopContext
 from megarl.rollout.prompts import Drawn
 from megarl.rollout.request_context import Generate, RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.sample_rows import sample_rows
 from megarl.rollout.teachers.teacher_client import Teachers
 from megarl.rollout.to_trajectory import defect, failed_trajectory
@@ -37,10 +38,6 @@ class Problems(Protocol):
 
     def draw(self, group_id: int) -> Drawn:
         """Return the problem of a group."""
-        ...
-
-    def dataset(self, group_id: int) -> str:
-        """Return the name of a group's data set; "" if there is only one."""
         ...
 
     @property
@@ -58,7 +55,7 @@ class Judges(Protocol):
 
 
 class GroupRunner:
-    """Turns a group's prompt into its trajectories; `stats` collects the measurements of the current batch."""
+    """Turns a group's prompt into its trajectories. `groups`: those that run, with what was measured of them."""
 
     def __init__(
         self,
@@ -72,11 +69,12 @@ class GroupRunner:
         toolboxes: Mapping[str, Toolbox] | None = None,
         decoder: BatchDecoder | None = None,
         teachers: Teachers | None = None,
+        groups: RunningGroups | None = None,
     ) -> None:
         """`partition` makes the request ids of this attempt of the run unique.
 
         `generate`: the way to the engines. `toolboxes`: by data set, for loops that need them. `decoder`: one that
-        others use too; default: its own. `teachers`: those that have engines; None: the run has none.
+        others use too, as `groups`; default: its own. `teachers`: those that have engines; None: the run has none.
         """
         self.config = config
         self.loop = loop
@@ -87,9 +85,7 @@ class GroupRunner:
         self.partition = partition
         self.toolboxes = toolboxes or {}
         self.teachers = teachers
-        self.persist: Callable[[int], Awaitable[None]] = _not_persisted
-        self.stats = BatchStats()
-        self.progress: dict[int, GroupProgress] = {}  # of the groups that are running
+        self.groups = groups or RunningGroups()
 
     async def run(
         self, group_id: int, kept: UnfinishedGroup | None = None, left_s: float | None = None
@@ -100,23 +96,20 @@ class GroupRunner:
         begun elsewhere; None: it begins now.
         """
         prompt = self.source.draw(group_id)
-        self.progress[group_id] = GroupProgress(prompt.ids, prompt.dataset, kept)
-        try:
-            return await self._run(group_id, prompt, left_s)
-        except Exception:
-            self.stats.failed_lengths += self.progress[group_id].lengths()
-            raise
-        finally:
-            self.progress.pop(group_id)
+        progress = GroupProgress(prompt.ids, prompt.dataset, kept)
+        with self.groups.running(group_id, progress):
+            return await self._run(group_id, prompt, progress, left_s)
 
-    async def _run(self, group_id: int, prompt: Drawn, left_s: float | None) -> list[Trajectory]:
+    async def _run(
+        self, group_id: int, prompt: Drawn, progress: GroupProgress, left_s: float | None
+    ) -> list[Trajectory]:
         now = time.monotonic()
         deadline = GroupDeadline.of(self.config, now)
         if deadline is not None and left_s is not None:
             deadline = replace(deadline, at=now + left_s)
         indices = range(self.config.batch.samples_per_group)
-        requests = RequestContext.of_group(self.config, group_id, deadline, self.progress[group_id].tokens)
-        samples = [SampleContext(self, prompt, group_id, index, requests) for index in indices]
+        requests = RequestContext.of_group(self.config, group_id, deadline, progress.tokens)
+        samples = [SampleContext(self, prompt, group_id, index, progress, requests) for index in indices]
         loop = Demonstrate() if prompt.demonstrations else self.loop
         results = await _ended_in_time(self._run_samples(loop, samples), loop, group_id, deadline)
         rows = [row for index, result in enumerate(results) for row in sample_rows(result, group_id, index)]
@@ -136,7 +129,7 @@ class GroupRunner:
             return rows
         started = time.monotonic()
         rows = await self.teachers.teach(rows, dataset)
-        self.stats.teacher_seconds.append(time.monotonic() - started)
+        self.groups.stats.teacher_seconds.append(time.monotonic() - started)
         return rows
 
     async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> LoopResult:
@@ -147,11 +140,6 @@ class GroupRunner:
             result = failed_trajectory(context.group_id, context.sample_index, str(full))
         context.note_times()
         return result
-
-    def failed(self, group_id: int, reason: str) -> list[Trajectory]:
-        """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
-        rows = [failed_trajectory(group_id, index, reason) for index in range(self.config.batch.samples_per_group)]
-        return _of_set(rows, self.source.dataset(group_id))
 
 
 async def _ended_in_time(
@@ -176,8 +164,9 @@ async def _ended_in_time(
         ) from error
 
 
-async def _not_persisted(group_id: int) -> None:
-    """There is no journal, so no run could continue the group."""
+def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list[Trajectory]:
+    """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
+    return _of_set([failed_trajectory(group_id, index, reason) for index in range(samples)], dataset)
 
 
 def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
@@ -189,11 +178,12 @@ class SampleContext(LoopContext):
     """Implements `AgentContext` for one sample of a group that `runner` runs."""
 
     def __init__(
-        self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, requests: RequestContext
-    ) -> None:
+        self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, progress: GroupProgress,
+        requests: RequestContext,
+    ) -> None:  # fmt: skip
         """`requests`: the context of those of the group."""
         toolbox = runner.toolboxes.get(prompt.dataset)
-        super().__init__(prompt, group_id, sample_index, runner.progress[group_id], toolbox)
+        super().__init__(prompt, group_id, sample_index, progress, toolbox)
         self._runner, self._group_requests = runner, requests
 
     @property
@@ -204,14 +194,14 @@ class SampleContext(LoopContext):
     @property
     def stats(self) -> BatchStats:
         """See `LoopContext.stats`."""
-        return self._runner.stats
+        return self._runner.groups.stats
 
     @property
     def _deadline(self) -> GroupDeadline | None:
         return self._group_requests.deadline
 
     async def _persist(self) -> None:
-        await self._runner.persist(self.group_id)
+        await self._runner.groups.persist(self.group_id)
 
     def note_times(self) -> None:
         """Take note of where the time of the sample went, at its end."""

@@ -373,12 +373,12 @@ def test_a_group_is_on_the_disk_when_persist_returns(tmp_path: Path, monkeypatch
         local.fleet.held = set(range(9))
         await local.controller.begin(None)
         await local.controller.set_version(0)
-        runner: Any = local.controller._runner
-        await until(lambda: {0, 1, 2} <= set(runner.progress))
+        running: Any = local.controller._running
+        await until(lambda: {0, 1, 2} <= set(running.progress))
         assert unfinished(tmp_path) == []
         for group in (0, 1, 2):
-            runner.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
-        await asyncio.gather(*(runner.persist(group) for group in (2, 0, 1)))
+            running.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
+        await asyncio.gather(*(running.persist(group) for group in (2, 0, 1)))
         file = JournalFile(tmp_path / JOURNAL_FILE)
         assert sorted(unfinished(tmp_path)) == [0, 1, 2]
         for record in file.read():
@@ -387,7 +387,7 @@ def test_a_group_is_on_the_disk_when_persist_returns(tmp_path: Path, monkeypatch
         (tmp_path / JOURNAL_FILE).unlink()
         (tmp_path / JOURNAL_FILE).mkdir()  # nothing can be written there
         with pytest.raises(RolloutError, match="a tool whose calls must not be repeated was about to be called"):
-            await runner.persist(0)
+            await running.persist(0)
         await local.controller.shutdown()
 
     run(scenario)
@@ -401,8 +401,8 @@ def test_a_group_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch
         local.fleet.held = set(range(9))
         await local.controller.begin(None)
         await local.controller.set_version(0)
-        runner: Any = local.controller._runner
-        await until(lambda: {0, 1} <= set(runner.progress))
+        running: Any = local.controller._running
+        await until(lambda: {0, 1} <= set(running.progress))
         answers, append = threading.Event(), JournalFile.append
 
         def hang(file: JournalFile, records: list[bytes]) -> None:
@@ -410,7 +410,7 @@ def test_a_group_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch
             append(file, records)
 
         monkeypatch.setattr(JournalFile, "append", hang)
-        ended = await asyncio.gather(runner.persist(0), runner.persist(1), return_exceptions=True)
+        ended = await asyncio.gather(running.persist(0), running.persist(1), return_exceptions=True)
         answers.set()
         for group, error in enumerate(ended):
             assert isinstance(error, RolloutError)
@@ -419,8 +419,8 @@ def test_a_group_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch
                 "whose calls must not be repeated was about to be called; check the disk"
             )
         for group in (0, 1):
-            runner.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
-        await runner.persist(1)
+            running.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
+        await running.persist(1)
         assert 1 in unfinished(tmp_path)
         await local.controller.shutdown()
 

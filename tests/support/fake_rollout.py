@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.responses_so_far import ResponsesSoFar
+from megarl.rollout.running_groups import RunningGroups
 
 VERSION = 4  # of the weights that the fake batcher serves
 ENGINE_S = 0.25
@@ -298,8 +300,10 @@ def local_controller(
     made._batcher = batcher
     made._foreign_requests = ForeignRequests(fleet, serves=False)
     loop = loop or SingleTurn()
+    made._running = RunningGroups(partial(made._journal.persist, source=source))
     made._runner = GroupRunner(
-        config, loop, source, batcher.generate, rewards, partition="run.0"  # type: ignore[arg-type]
+        config, loop, source, batcher.generate, rewards,  # type: ignore[arg-type]
+        partition="run.0", groups=made._running,
     )  # fmt: skip
     made.elastic = FakeElasticPool()  # type: ignore[assignment]
     made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks, loop=loop)  # type: ignore[arg-type]

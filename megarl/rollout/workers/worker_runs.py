@@ -30,6 +30,7 @@ from megarl.rollout.outbox import Outbox
 from megarl.rollout.prompts import Drawn
 from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.teachers.teacher_client import Teachers
 from megarl.rollout.toolbox import Toolbox
 from megarl.rollout.workers.messages import (
@@ -92,9 +93,6 @@ class _OneProblem:
 
     def draw(self, group_id: int) -> Drawn:
         return self.drawn
-
-    def dataset(self, group_id: int) -> str:
-        return self.drawn.dataset
 
 
 class WorkerRun(ABC):
@@ -202,18 +200,18 @@ class WorkerGroup(WorkerRun):
         self._runner = GroupRunner(
             config, parts.loop, problem_, self.generate, parts.rewards,
             partition=partition, toolboxes=parts.toolboxes, decoder=decoder, teachers=parts.teachers,
+            groups=RunningGroups(self._persist),
         )  # fmt: skip
-        self._runner.persist = self._persist
         self._rows: list[Trajectory] = []
 
     @property
     def progress(self) -> GroupProgress | None:
         """See `WorkerRun.progress`."""
-        return self._runner.progress.get(self._start.group)
+        return self._runner.groups.progress.get(self._start.group)
 
     def taken_stats(self) -> BatchStats:
         """See `WorkerRun.taken_stats`."""
-        return self._runner.stats
+        return self._runner.groups.stats
 
     def receive(self, message: ToWorker) -> None:
         """See `WorkerRun.receive`."""
@@ -224,8 +222,8 @@ class WorkerGroup(WorkerRun):
 
     async def run(self) -> None:
         """See `WorkerRun.run`."""
-        start, runner = self._start, self._runner
-        rows = await runner.run(start.group, _decoded(start.kept), start.left_s)
+        start = self._start
+        rows = await self._runner.run(start.group, _decoded(start.kept), start.left_s)
         asked = problem(start.drawn.ids, start.drawn.dataset, start.drawn.answer)
         ended = Ended(
             start.run,
@@ -233,12 +231,12 @@ class WorkerGroup(WorkerRun):
             tuple(row.failure for row in first_parts(rows) if row.status != "ok"),
             frozenset(span.counts_as for row in rows for span in row.versions),
             encode_group(rows, asked),
-            runner.stats,
+            self.taken_stats(),
         )
         self._rows = rows
         self.outbox.put(ended)
 
-    async def _persist(self, group_id: int) -> None:
+    async def _persist(self, group_id: int, progress: Mapping[int, GroupProgress]) -> None:
         await self.persist()
 
     async def _put(self, more: bool) -> None:
