@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
+
 from megarl.common.changed import changed
 from megarl.common.errors import RolloutError, TrajectoryFull, first_exception
 from megarl.config.schema import Config
@@ -106,7 +108,7 @@ class GroupRunner:
         now = time.monotonic()
         deadline = GroupDeadline.of(self.config, now)
         if deadline is not None and left_s is not None:
-            deadline = replace(deadline, at=now + left_s)
+            deadline = msgspec.structs.replace(deadline, at=now + left_s)
         indices = range(self.config.batch.samples_per_group)
         requests = RequestContext.of_group(self.config, group_id, deadline, progress.tokens)
         samples = [SampleContext(self, prompt, group_id, index, progress, requests) for index in indices]
