@@ -50,7 +50,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
     "rollout/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
     "rollout/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/eval_context.py:SharedEngines.generate": "whoever waits for the evaluation, timeouts.generate_s",
+    "rollout/eval_context.py:Share.generate": "whoever waits for the evaluation, timeouts.generate_s",
     "rollout/evaluate_on_fleet.py:evaluate_on_fleet.respond": "who waits for the evaluation, timeouts.generate_s",
     "rollout/evaluator.py:Evaluator._evaluate": "whoever waits for the evaluation, timeouts.generate_s",
     "rollout/group_runner.py:_ended_in_time": "without a deadline the trainer's wait, timeouts.generate_s",

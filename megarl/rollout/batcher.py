@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 from megarl.rollout.background import cancel_all
 from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.response_parts import ResponsePart
 
 
 @dataclass
 class _Waiting:
     request: GenerateRequest
-    prefix: Hashable
-    home: int | None
-    deadline: GroupDeadline | None
-    tokens: MutableMapping[str, ResponsePart] | None
-    near: int | None
+    context: RequestContext
     future: asyncio.Future[GenerateResult]
 
 
@@ -54,24 +49,10 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls = 0
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        prefix: Hashable = None,
-        home: int | None = None,
-        deadline: GroupDeadline | None = None,
-        tokens: MutableMapping[str, ResponsePart] | None = None,
-        near: int | None = None,
-    ) -> GenerateResult:
-        """Return the response to one request. Raises what the pool raised for the call that carried the request.
-
-        `prefix`: requests with the same prefix share a prompt and go to one replica; None shares nothing. `home`: a
-        number that alone determines the replica, `near`: one that has the prefix in its cache (see `Router.assign`); of
-        requests with the same prefix all have the same. `deadline` and `tokens` (see
-        `Fleet.generate`): of the group that the prefix names.
-        """
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        """Return the response to one request. Raises what the pool raised for the call that carried the request."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, prefix, home, deadline, tokens, near, loop.create_future())
+        waiting = _Waiting(request, context, loop.create_future())
         self._waiting.append(waiting)
         if self._flush is None:
             self._flush = loop.call_soon(self._send)
@@ -91,7 +72,7 @@ class Batcher:
         waiting, self._waiting, self._flush = self._waiting, [], None
         together: dict[tuple[Hashable, int | None], list[_Waiting]] = {}
         for each in waiting:
-            together.setdefault((each.prefix, each.home), []).append(each)
+            together.setdefault((each.context.prefix, each.context.home), []).append(each)
         for same in together.values():
             size = self._chunk or len(same)
             for start in range(0, len(same), size):
@@ -118,23 +99,17 @@ class Batcher:
                     each.future.set_result(result)
 
     async def _timed(self, number: int, together: list[_Waiting]) -> list[GenerateResult]:
-        first = together[0]
-        prefix = first.prefix if first.prefix is not None else first.request.request_id
-        home = number if first.home is None and self._in_turn else first.home
+        context = together[0].context
+        if context.prefix is None:
+            context = replace(context, prefix=together[0].request.request_id)
+        if context.home is None and self._in_turn:
+            context = replace(context, home=number)
         seconds = 0.0
         if self._clock is not None:
             self._clock.enter(number, self._now())
         try:
             requests = [each.request for each in together]
-            results = await self._pool.generate(
-                prefix,
-                requests,
-                home=home,
-                deadline=first.deadline,
-                background=self._background,
-                tokens=first.tokens,
-                near=first.near,
-            )
+            results = await self._pool.generate(context, requests, background=self._background)
             seconds = max(result.seconds for result in results)
             return results
         finally:

@@ -22,6 +22,7 @@ from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica_actors import ReplicaActors
 from megarl.rollout.replica_states import ReplicaStates, Service
 from megarl.rollout.replica_work import ReplicaWork
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.response_parts import EngineReport
 from megarl.rollout.responses_so_far import ResponsesSoFar
 
@@ -73,18 +74,9 @@ class CallRunner:
         self.work = ReplicaWork()
         self._stopping: set[asyncio.Future[EngineReport]] = set()
 
-    async def run(
-        self,
-        call: Call,
-        prefix: Hashable,
-        terms: CallTerms,
-        *,
-        home: int | None = None,
-        deadline: GroupDeadline | None = None,
-        near: int | None = None,
-    ) -> None:
+    async def run(self, call: Call, context: RequestContext, terms: CallTerms) -> None:
         """Bring every response of a call to its end. Arguments and errors are those of `Fleet.generate`."""
-        responses, background = call.responses, call.background
+        responses, background, deadline = call.responses, call.background, context.deadline
         timeout_s = math.inf if background or terms.foreign else self._timeouts.generate_s
         while responses.unfinished:
             if deadline is not None and time.monotonic() >= deadline.at:
@@ -92,21 +84,18 @@ class CallRunner:
                 break
             await self._await_replica(responses, deadline)
             index = await self._dispatcher.place(
-                prefix,
+                context,
                 len(responses.unfinished),
-                home,
                 begun=responses.tokens > 0,
                 background=background,
-                deadline=deadline,
                 timeout_s=timeout_s,
-                near=near,
             )
             if index is None:
                 continue  # to the deadline, or to the wait for a replica
             service = self._states.service(index)
             try:
                 with call.served_by(index):
-                    await self._serve(prefix, service, responses, deadline, timeout_s, terms)
+                    await self._serve(context, service, responses, timeout_s, terms)
             except (ReplicaFailed, RequestFailed) as error:
                 ended = self._states.ended(service)
                 if isinstance(error, RequestFailed) and ended is None:
@@ -146,10 +135,9 @@ class CallRunner:
 
     async def _serve(
         self,
-        prefix: Hashable,
+        context: RequestContext,
         service: Service,
         responses: ResponsesSoFar,
-        deadline: GroupDeadline | None,
         timeout_s: float,
         terms: CallTerms,
     ) -> None:
@@ -162,6 +150,7 @@ class CallRunner:
         stops.
         """
         index, states = service.index, self._states
+        prefix, deadline = context.prefix, context.deadline
         until = time.monotonic() + timeout_s
         interval_s = terms.report_interval_s or self._report_interval_s
         left = len(responses.unfinished)

@@ -35,6 +35,8 @@ from megarl.rollout.batcher import Batcher
 from megarl.rollout.counters import Counters
 from megarl.rollout.devices import HeldDevices
 from megarl.rollout.evaluator import Evaluator, FinishedEvaluation
+from megarl.rollout.group_end import GroupEnd, RowsHere
+from megarl.rollout.group_progress import UnfinishedGroup
 from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.handover import Committed, Handover
 from megarl.rollout.journal import RolloutJournal
@@ -46,6 +48,7 @@ from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.retention import History
 from megarl.rollout.reward_pool import reward_pool
 from megarl.rollout.run_queue import start_run_queue
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.step_batches import StepBatches, StepEnds
 from megarl.rollout.teachers.teacher_client import attach_teachers
 from megarl.rollout.trainer_waits import TrainerWaits
@@ -107,17 +110,8 @@ class RolloutController(PoolController):
         )
         self._begin_with(fleet)
         self._batcher = Batcher(self._fleet, clock=self._engine_time)
-        self._runner = GroupRunner(
-            config,
-            self._loop,
-            self._source,
-            self._batcher,
-            self._rewards,
-            partition=self.partition,
-            toolboxes=self._source.toolboxes,
-            teachers=attach_teachers(config, self.spec.namespace),
-        )
-        self._runner.stats.skipped_prompts = self._source.skipped
+        self._running = RunningGroups(partial(self._journal.persist, source=self._source))
+        self._running.stats.skipped_prompts = self._source.skipped
         self._writer = await asyncio.to_thread(
             QueueWriter.attach,
             self.partition,
@@ -127,10 +121,20 @@ class RolloutController(PoolController):
         )
         if config.rollout.agent_workers:
             self._workers = make_worker_groups(
-                config, self._source, self._runner, self._writer,
+                config, self._source, self._batcher.generate, self._running, self._writer,
                 pool=self.spec, partition=self.partition, cwd=self._cwd, kind=self.worker_kind,
             )  # fmt: skip
             await self._workers.start()
+        else:
+            self._runner = GroupRunner(
+                config, self._loop, self._source, self._batcher.generate, self._rewards,
+                partition=self.partition, toolboxes=self._source.toolboxes,
+                teachers=attach_teachers(config, self.spec.namespace), groups=self._running,
+            )  # fmt: skip
+        elsewhere = None
+        # Single turns stay here: their order, and so their replica in a deterministic run, depends on nothing else.
+        if self._workers is not None and not isinstance(self._loop, SingleTurn):
+            elsewhere = self._workers.respond
         self._evaluations = Evaluator(
             config,
             self.run_dir,
@@ -138,8 +142,8 @@ class RolloutController(PoolController):
             self._fleet,
             self._rewards.score,
             self._tasks,
-            loop=None if isinstance(self._loop, SingleTurn) else self._loop,
-            elsewhere=None if self._workers is None else self._workers.respond,
+            loop=self._loop,
+            elsewhere=elsewhere,
         )
         self._join()
         exempt_present_objects()
@@ -153,19 +157,23 @@ class RolloutController(PoolController):
             self.run_dir,
             source=self._source,
             fleet=self._fleet,
-            runner=self._runner,
+            run=self._run_here if self._workers is None else self._workers.run,
+            running=self._running,
             writer=self._writer,
             journal=self._journal,
             tasks=self._tasks,
-            workers=self._workers,
         )
         self._steps = StepBatches(
-            self._groups, self._runner, self._source, self._fleet, self._engine_time, self._workers
+            self._groups, self._running, self._source, self._fleet, self._engine_time, self._workers
         )
         generate_s = self.config.timeouts.generate_s
         self._waits = TrainerWaits(
             generate_s, self._tasks, self._fleet, self._groups, self._steps, self._evaluations, self._working
         )
+
+    async def _run_here(self, group_id: int, begun: UnfinishedGroup | None) -> GroupEnd:
+        """Run the loops of a group in this process."""
+        return RowsHere(await self._runner.run(group_id, begun), self._writer)
 
     @property
     def _admission(self) -> Admission:
@@ -305,7 +313,7 @@ class RolloutController(PoolController):
         back. An engine that the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if
         the prompts are not the saved ones.
         """
-        self._journal.note_unfinished(self._runner.progress, self._source)
+        self._journal.note_unfinished(self._running.progress, self._source)
         await self._foreign.hold()  # to the first `set_version`
         await self._drop_everything()
         await self._go_back(state)
@@ -329,7 +337,7 @@ class RolloutController(PoolController):
         if handover.base is not None:
             self._admission.hold(handover.base, {batch.step: batch.taken for batch in handover.held})
         if handover.history is not None or handover.held:
-            self._runner.stats.skipped_prompts = 0
+            self._running.stats.skipped_prompts = 0
         await self._foreign.hold()
         await self._fleet.take_over(in_sync=handover.announced is not None)
         self.elastic.open()
@@ -359,7 +367,7 @@ class RolloutController(PoolController):
             )
         self._groups.begin(state["admission"] if state else None)
         # Prompts are skipped once per history: the number belongs to its first batch.
-        self._runner.stats.skipped_prompts = 0 if state else self._source.skipped
+        self._running.stats.skipped_prompts = 0 if state else self._source.skipped
         await self._journal.begin(state, self._groups.history())
 
     def _expect_publications(self) -> None:

@@ -13,7 +13,7 @@ from megarl.common.errors import RolloutError
 from megarl.rollout.back_pressure import BackPressure
 from megarl.rollout.drain import Hold
 from megarl.rollout.engine_load import EngineLoad
-from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.routing import Router
 
 
@@ -43,24 +43,21 @@ class Dispatcher:
 
     async def place(
         self,
-        prefix: Hashable,
+        context: RequestContext,
         samples: int,
-        home: int | None,
         *,
         begun: bool,
         background: bool,
-        deadline: GroupDeadline | None,
         timeout_s: float,
-        near: int | None = None,
     ) -> int | None:
         """Wait for a replica with room for `samples` requests and assign them.
 
         None if the deadline has come, and if no replica serves (any more). Training comes before requests
         in the `background`; within each, whoever comes first is placed first. Requests that have been `begun` do not
-        wait for room, nor for the end of a hold. `prefix`, `home` and `near`: see `Router.assign`. Raises RolloutError
-        after `timeout_s`, which does not count while they are held back, or if the hold lasts too long.
+        wait for room, nor for the end of a hold. Raises RolloutError after `timeout_s`, which does not count while they
+        are held back, or if the hold lasts too long.
         """
-        came = time.monotonic()
+        came, deadline = time.monotonic(), context.deadline
         place = _Place(background)
         self._queue.append(place)
         try:
@@ -69,7 +66,7 @@ class Dispatcher:
                     return None
                 held = not begun and self._hold.active
                 closed = self._router.load if held else self._closed(place, samples, begun)
-                if (index := self._router.assign(prefix, samples, home, closed, near)) is not None:
+                if (index := self._assign(context, samples, closed)) is not None:
                     return index
                 now, load = time.monotonic(), self._router.load
                 if deadline is not None and now >= deadline.at:
@@ -89,6 +86,9 @@ class Dispatcher:
         finally:
             self._queue.remove(place)
             self._wake_next()
+
+    def _assign(self, context: RequestContext, samples: int, closed: Container[int]) -> int | None:
+        return self._router.assign(context.prefix, samples, context.home, closed, context.near)
 
     def _closed(self, place: _Place, samples: int, begun: bool) -> Container[int]:
         """Return the replicas that cannot be assigned to a place in the queue."""

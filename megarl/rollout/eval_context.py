@@ -1,14 +1,13 @@
 """The context of an agent loop that answers a held-out problem, and what evaluations of every kind have in common.
 
 A loop runs in the controller, or in an agent worker. Either way its requests reach the engines through the controller,
-which admits them (`SharedEngines`).
+which admits them (`Share`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,15 +20,13 @@ from megarl.rewards.types import RewardInput, RewardOutcome, Turn
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.eval_sets import EvalTask
-from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
-from megarl.rollout.group_runner import Engines
 from megarl.rollout.loop_context import LoopContext
 from megarl.rollout.prompts import Drawn
+from megarl.rollout.request_context import Generate, RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.sample_rows import sample_rows
-from megarl.rollout.to_trajectory import defect, failed_trajectory
+from megarl.rollout.to_trajectory import failed_trajectory
 
 EVAL_SEED_OFFSET = 1 << 32  # of the groups, so that no training sample has the same seed
 
@@ -41,22 +38,10 @@ class Share:
     at_once: asyncio.Semaphore
     priority: int
 
-
-class SharedEngines:
-    """The engines as an evaluation has them: beside training it makes only so many requests at once."""
-
-    def __init__(self, engines: Engines, share: Share | None) -> None:
-        """`share`: None for an evaluation that has the engines for itself."""
-        self._engines, self._share = engines, share
-
-    async def generate(
-        self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None,
-        deadline: GroupDeadline | None = None, tokens: MutableMapping[str, ResponsePart] | None = None,
-        near: int | None = None,
-    ) -> GenerateResult:  # fmt: skip
-        """See `Engines.generate`; the other arguments are those of groups, and an evaluation has none of them."""
-        async with contextlib.nullcontext() if self._share is None else self._share.at_once:
-            return await self._engines.generate(request, prefix, near=near)
+    async def generate(self, generate: Generate, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        """Wait for a place, and have the engines answer the request by `generate`."""
+        async with self.at_once:
+            return await generate(request, context)
 
 
 @dataclass(frozen=True)
@@ -75,15 +60,14 @@ def eval_group(task: EvalTask) -> int:
 
 def eval_drawn(task: EvalTask) -> Drawn:
     """Return the problem of a response as a loop gets it."""
-    assert task.problem.prompt is not None
     chosen = task.chosen
     return Drawn(task.problem.prompt, task.problem.prompt_ids, task.sampling, chosen.name, chosen.reward)
 
 
-def eval_prefix(task: EvalTask, turn: int) -> Hashable:
-    """Return the prefix of a request (`Engines.generate`): the turns of one response share their beginning."""
+def eval_request_context(task: EvalTask, turn: int, near: int | None) -> RequestContext:
+    """Return the context of a request: the turns of one response share their beginning."""
     place = task.place
-    return None if turn == 0 else (place.index, place.mode, place.sample)
+    return RequestContext((place.index, place.mode, place.sample), near=near) if turn else RequestContext()
 
 
 class EvalContext(LoopContext):
@@ -92,7 +76,7 @@ class EvalContext(LoopContext):
     def __init__(
         self,
         task: EvalTask,
-        engines: Engines,
+        generate: Generate,
         score: Callable[[RewardInput], Awaitable[RewardOutcome]],
         decode: Callable[[Sequence[int]], str],
         kept: UnfinishedGroup | None = None,
@@ -101,7 +85,7 @@ class EvalContext(LoopContext):
         """`kept`: what the loop had in a worker that was lost. `persist`: keeps what it has where that outlives it."""
         progress = GroupProgress(task.problem.prompt_ids, task.chosen.name, kept)
         super().__init__(eval_drawn(task), eval_group(task), task.place.sample, progress, task.chosen.toolbox)
-        self._task, self._engines, self._score, self._decode = task, engines, score, decode
+        self._task, self._generate, self._score, self._decode = task, generate, score, decode
         self._outlive = persist
         self._stats = BatchStats()  # of nobody: the report has its own figures
         self._text, self._outcome, self._turns = "", RewardOutcome(0.0), tuple[Turn, ...]()
@@ -142,8 +126,7 @@ class EvalContext(LoopContext):
         )
 
     async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
-        near = self._replica if turn else None
-        return await self._engines.generate(request, eval_prefix(self._task, turn), near=near)
+        return await self._generate(request, eval_request_context(self._task, turn, self._replica))
 
     async def _persist(self) -> None:
         if self._outlive is not None:
@@ -151,8 +134,6 @@ class EvalContext(LoopContext):
 
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """See `AgentContext.judge`."""
-        if defect(result):
-            return None
         self._text, self._turns = self._decode(result.response_ids), tuple(turns)
         judged = self._task.problem.reward_input(self._text, result.response_ids, result.finish_reason)
         self._outcome = await self._score(replace(judged, turns=self._turns) if turns else judged)
@@ -172,13 +153,14 @@ class EvalContext(LoopContext):
     def _scored(self, row: Trajectory) -> ScoredResponse:
         """Return what the report needs of the trajectory that the loop has returned."""
         failure = None
-        if self._outcome.error is not None:
-            failure = SampleFailure("reward", self._outcome.error)
-        elif row.status == "failed":
+        error = self._outcome.error
+        if row.status == "failed" and row.failure != error:  # that of a reward that drops its sample
             failure = SampleFailure("generation", row.failure)
+        elif error is not None:
+            failure = SampleFailure("reward", error)
         return ScoredResponse(
             score=row.reward,
-            answer=answer_of(self._text, self._outcome) if failure is None else None,
+            answer=answer_of(self._text, self._outcome),
             tokens=len(row.response_ids),
             truncated=row.finish_reason == "length",
             failure=failure,
@@ -186,13 +168,14 @@ class EvalContext(LoopContext):
 
     def _line(self, row: Trajectory) -> dict[str, Any]:
         """Return the line of `eval_LABEL.jsonl`; `response` is the model's last turn."""
+        turns = {"turns": [asdict(turn) for turn in self._turns]} if self._toolbox is not None else {}  # of an agent
         return {
             "index": self._task.place.index,
             "mode": self._task.place.mode,
             "sample": self._task.place.sample,
             "prompt": self._decode(self._task.problem.prompt_ids),
             "response": self._text,
-            "turns": [asdict(turn) for turn in self._turns],
+            **turns,
             "reference": self._task.problem.reference,
             "score": row.reward,
             "components": row.reward_components,

@@ -23,7 +23,7 @@ class EvalProblem:
     prompt_ids: list[int]
     reward_input: Callable[[str, list[int], str], RewardInput]
     reference: str
-    prompt: Prompt | None = None
+    prompt: Prompt
 
 
 @dataclass

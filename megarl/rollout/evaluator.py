@@ -69,12 +69,12 @@ class Evaluator:
         score: Score,
         tasks: BackgroundTasks,
         *,
-        loop: AgentLoop | None = None,
+        loop: AgentLoop,
         elsewhere: Elsewhere | None = None,
     ) -> None:
         """`tasks`: those of the controller; the failure of an evaluation beside training ends the run.
 
-        `loop`: that of the run; None for single turns. `elsewhere`: runs it in another process; None: it runs here.
+        `loop`: that of the run. `elsewhere`: runs it in another process; None: it runs here.
         """
         self._loop, self._elsewhere = loop, elsewhere
         self._config, self._run_dir, self._tasks = config, run_dir, tasks

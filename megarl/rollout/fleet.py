@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
@@ -18,15 +18,14 @@ from megarl.rollout.devices import HeldDevices
 from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.drain import Hold, RunningCalls
 from megarl.rollout.engine_load import EngineLoad
-from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.membership import Membership
 from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
 from megarl.rollout.replica_actors import ReplicaActors
 from megarl.rollout.replica_states import ReplicaStates
 from megarl.rollout.replica_work import rate_metrics
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.responses_so_far import ResponsesSoFar
 
 if TYPE_CHECKING:
@@ -129,19 +128,14 @@ class Fleet:
 
     async def generate(
         self,
-        prefix: Hashable,
+        context: RequestContext,
         requests: Sequence[GenerateRequest],
         *,
-        home: int | None = None,
-        deadline: GroupDeadline | None = None,
         background: bool = False,
-        tokens: MutableMapping[str, ResponsePart] | None = None,
-        near: int | None = None,
         terms: CallTerms = GROUP_TERMS,
     ) -> list[GenerateResult]:
-        """Return responses in the order of `requests`. `prefix`, `home` and `near`: see `Router.assign`.
+        """Return responses in the order of `requests`, which share the `context`.
 
-        `tokens`: those that responses have already, by request id; they are continued, and it is kept up to date.
         `terms`: what is different for calls that are not for training groups. `background`: they belong to an
         evaluation beside training, and give way to training. They have no time limit of their own: the wait for the
         evaluation has one.
@@ -150,10 +144,10 @@ class Fleet:
         one is coming, RolloutError if the group fails by its deadline, if no replica has room within
         `timeouts.generate_s`, or if one that works has not ended them within that time.
         """
-        responses = ResponsesSoFar(requests, tokens)
+        responses = ResponsesSoFar(requests, context.tokens)
         outside = terms.foreign and not terms.of_group
         with self._calls.of(responses, background=background, foreign=outside) as call:
-            await self._runner.run(call, prefix, terms, home=home, deadline=deadline, near=near)
+            await self._runner.run(call, context, terms)
             return call.responses.results()
 
     @property

@@ -24,6 +24,7 @@ from megarl.rollout.background import cancel_all
 from megarl.rollout.call_runner import CallTerms
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest
 from megarl.rollout.response_parts import ResponsePart, tokens_from
 
@@ -216,14 +217,12 @@ class ForeignRequests:
         """Bring a request to its end, whatever it is. A cancelled one has none."""
         asked = opened.request
         terms = CallTerms(foreign=True, of_group=asked.of_group, report_interval_s=asked.interval_s)
+        context = RequestContext(asked.prefix, None, asked.replica, opened.deadline, opened.tokens)
         failure: Failure = ""
         error, replica = "", -1
         try:
             async with asyncio.timeout(opened.until - time.monotonic()) as limit:
-                [result] = await self._fleet.generate(
-                    asked.prefix, [asked.request], tokens=opened.tokens, near=asked.replica, terms=terms,
-                    deadline=opened.deadline,
-                )  # fmt: skip
+                [result] = await self._fleet.generate(context, [asked.request], terms=terms)
             replica = result.replica
             if result.finish_reason == "abort":
                 failure, error = "unavailable", result.failure or "the engine dropped the request"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import msgspec.structs
+import msgspec
 
 from megarl.common.changed import changed
 from megarl.common.errors import RolloutError, TrajectoryFull, first_exception
@@ -23,8 +23,9 @@ from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
 from megarl.rollout.loop_context import LoopContext
 from megarl.rollout.prompts import Drawn
+from megarl.rollout.request_context import Generate, RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.sample_rows import sample_rows
 from megarl.rollout.teachers.teacher_client import Teachers
 from megarl.rollout.to_trajectory import defect, failed_trajectory
@@ -41,25 +42,9 @@ class Problems(Protocol):
         """Return the problem of a group."""
         ...
 
-    def dataset(self, group_id: int) -> str:
-        """Return the name of a group's data set; "" if there is only one."""
-        ...
-
     @property
     def decode_all(self) -> Callable[[Sequence[Sequence[int]]], list[str]]:
         """The function that returns the texts of several sequences of tokens; any thread may call it."""
-        ...
-
-
-class Engines(Protocol):
-    """The way to the engines (`Batcher`)."""
-
-    async def generate(
-        self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None,
-        deadline: GroupDeadline | None = None, tokens: MutableMapping[str, ResponsePart] | None = None,
-        near: int | None = None,
-    ) -> GenerateResult:  # fmt: skip
-        """Return the response to one request."""
         ...
 
 
@@ -72,38 +57,37 @@ class Judges(Protocol):
 
 
 class GroupRunner:
-    """Turns a group's prompt into its trajectories; `stats` collects the measurements of the current batch."""
+    """Turns a group's prompt into its trajectories. `groups`: those that run, with what was measured of them."""
 
     def __init__(
         self,
         config: Config,
         loop: AgentLoop,
         source: Problems,
-        batcher: Engines,
+        generate: Generate,
         rewards: Judges,
         *,
         partition: str,
         toolboxes: Mapping[str, Toolbox] | None = None,
         decoder: BatchDecoder | None = None,
         teachers: Teachers | None = None,
+        groups: RunningGroups | None = None,
     ) -> None:
         """`partition` makes the request ids of this attempt of the run unique.
 
-        `toolboxes`: by data set, for loops that need them. `decoder`: one that others use too; default: its own.
-        `teachers`: those that have engines; None: the run has none.
+        `generate`: the way to the engines. `toolboxes`: by data set, for loops that need them. `decoder`: one that
+        others use too, as `groups`; default: its own. `teachers`: those that have engines; None: the run has none.
         """
         self.config = config
         self.loop = loop
         self.source = source
-        self.batcher = batcher
+        self.generate = generate
         self.rewards = rewards
         self.decoder = decoder or BatchDecoder(source.decode_all, config.timeouts.rpc_s)
         self.partition = partition
         self.toolboxes = toolboxes or {}
         self.teachers = teachers
-        self.persist: Callable[[int], Awaitable[None]] = _not_persisted
-        self.stats = BatchStats()
-        self.progress: dict[int, GroupProgress] = {}  # of the groups that are running
+        self.groups = groups or RunningGroups()
 
     async def run(
         self, group_id: int, kept: UnfinishedGroup | None = None, left_s: float | None = None
@@ -114,22 +98,20 @@ class GroupRunner:
         begun elsewhere; None: it begins now.
         """
         prompt = self.source.draw(group_id)
-        self.progress[group_id] = GroupProgress(prompt.ids, prompt.dataset, kept)
-        try:
-            return await self._run(group_id, prompt, left_s)
-        except Exception:
-            self.stats.failed_lengths += self.progress[group_id].lengths()
-            raise
-        finally:
-            self.progress.pop(group_id)
+        progress = GroupProgress(prompt.ids, prompt.dataset, kept)
+        with self.groups.running(group_id, progress):
+            return await self._run(group_id, prompt, progress, left_s)
 
-    async def _run(self, group_id: int, prompt: Drawn, left_s: float | None) -> list[Trajectory]:
+    async def _run(
+        self, group_id: int, prompt: Drawn, progress: GroupProgress, left_s: float | None
+    ) -> list[Trajectory]:
         now = time.monotonic()
         deadline = GroupDeadline.of(self.config, now)
         if deadline is not None and left_s is not None:
             deadline = msgspec.structs.replace(deadline, at=now + left_s)
         indices = range(self.config.batch.samples_per_group)
-        samples = [SampleContext(self, prompt, group_id, index, deadline) for index in indices]
+        requests = RequestContext.of_group(self.config, group_id, deadline, progress.tokens)
+        samples = [SampleContext(self, prompt, group_id, index, progress, requests) for index in indices]
         loop = Demonstrate() if prompt.demonstrations else self.loop
         results = await _ended_in_time(self._run_samples(loop, samples), loop, group_id, deadline)
         rows = [row for index, result in enumerate(results) for row in sample_rows(result, group_id, index)]
@@ -149,7 +131,7 @@ class GroupRunner:
             return rows
         started = time.monotonic()
         rows = await self.teachers.teach(rows, dataset)
-        self.stats.teacher_seconds.append(time.monotonic() - started)
+        self.groups.stats.teacher_seconds.append(time.monotonic() - started)
         return rows
 
     async def _run_sample(self, loop: AgentLoop, context: SampleContext) -> LoopResult:
@@ -160,11 +142,6 @@ class GroupRunner:
             result = failed_trajectory(context.group_id, context.sample_index, str(full))
         context.note_times()
         return result
-
-    def failed(self, group_id: int, reason: str) -> list[Trajectory]:
-        """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
-        rows = [failed_trajectory(group_id, index, reason) for index in range(self.config.batch.samples_per_group)]
-        return _of_set(rows, self.source.dataset(group_id))
 
 
 async def _ended_in_time(
@@ -189,8 +166,9 @@ async def _ended_in_time(
         ) from error
 
 
-async def _not_persisted(group_id: int) -> None:
-    """There is no journal, so no run could continue the group."""
+def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list[Trajectory]:
+    """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
+    return _of_set([failed_trajectory(group_id, index, reason) for index in range(samples)], dataset)
 
 
 def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
@@ -202,11 +180,13 @@ class SampleContext(LoopContext):
     """Implements `AgentContext` for one sample of a group that `runner` runs."""
 
     def __init__(
-        self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, deadline: GroupDeadline | None
-    ) -> None:
+        self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, progress: GroupProgress,
+        requests: RequestContext,
+    ) -> None:  # fmt: skip
+        """`requests`: the context of those of the group."""
         toolbox = runner.toolboxes.get(prompt.dataset)
-        super().__init__(prompt, group_id, sample_index, runner.progress[group_id], toolbox)
-        self._runner, self._group_deadline = runner, deadline
+        super().__init__(prompt, group_id, sample_index, progress, toolbox)
+        self._runner, self._group_requests = runner, requests
 
     @property
     def run_seed(self) -> int:
@@ -216,14 +196,14 @@ class SampleContext(LoopContext):
     @property
     def stats(self) -> BatchStats:
         """See `LoopContext.stats`."""
-        return self._runner.stats
+        return self._runner.groups.stats
 
     @property
     def _deadline(self) -> GroupDeadline | None:
-        return self._group_deadline
+        return self._group_requests.deadline
 
     async def _persist(self) -> None:
-        await self._runner.persist(self.group_id)
+        await self._runner.groups.persist(self.group_id)
 
     def note_times(self) -> None:
         """Take note of where the time of the sample went, at its end."""
@@ -244,13 +224,8 @@ class SampleContext(LoopContext):
         )
 
     async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
-        home = self.group_id if self._runner.config.run.deterministic else None
-        batcher, deadline, tokens = self._runner.batcher, self._group_deadline, self._progress.tokens
-        if turn == 0:
-            result = await batcher.generate(request, self.group_id, home, deadline, tokens)
-        else:  # its beginning is in the cache of one replica only
-            prefix = (self.group_id, self.sample_index)
-            result = await batcher.generate(request, prefix, home, deadline, tokens, near=self._replica)
+        context = self._group_requests.of_turn(self.sample_index, turn, self._replica)
+        result = await self._runner.generate(request, context)
         stats = self.stats
         stats.generate_seconds.append(result.seconds)
         stats.continued += result.lost_replicas > 0

@@ -1,6 +1,6 @@
 """The prompt groups of a run, from their start to the queue.
 
-A group that admission lets start is run by the group runner and ends in one of three ways: its rows are put into the
+A group that admission lets start is run, here or in a worker, and ends in one of three ways: its rows are put into the
 queue, usable or not; it has no signal and leaves its place to another group; or its failure ends the run.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,14 @@ from megarl.rollout.failure_policy import FailurePolicy
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_end import GroupEnd, RowsHere
 from megarl.rollout.group_progress import UnfinishedGroup
-from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.group_runner import failed_group
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.kept_groups import KeptGroup
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.queued_rows import QueuedRows
 from megarl.rollout.retention import History
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.schedule import SCHEDULE_FILE, ScheduleFile
-from megarl.rollout.workers.worker_groups import WorkerGroups
 from megarl.telemetry import events
 
 logger = logging.getLogger(__name__)
@@ -55,19 +55,19 @@ class PromptGroups:
         *,
         source: PromptSource,
         fleet: Fleet,
-        runner: GroupRunner,
+        run: Callable[[int, UnfinishedGroup | None], Awaitable[GroupEnd]],
+        running: RunningGroups,
         writer: QueueWriter,
         journal: RolloutJournal,
         tasks: BackgroundTasks,
-        workers: WorkerGroups | None = None,
     ) -> None:
         """`tasks`: a failure of a group that ends the run is a failure of its task.
 
-        `workers` run the loops of the groups; None: `runner` does, in this process.
+        `run`: runs the loops of a group, from what it had in an attempt before. `running`: the groups of which it does.
         """
         self._config = config
-        self._source, self._fleet, self._runner = source, fleet, runner
-        self._writer, self._journal, self._tasks, self._workers = writer, journal, tasks, workers
+        self._source, self._fleet, self._run_loops, self._running = source, fleet, run, running
+        self._writer, self._journal, self._tasks = writer, journal, tasks
         self._schedule = ScheduleFile(run_dir / SCHEDULE_FILE)
         self._shaping = shaping_of(config)
         self._failures = self._failure_policy()
@@ -75,7 +75,6 @@ class PromptGroups:
         self._putting = 0  # groups that are being written to the queue
         self.queued = QueuedRows()
         self.admission = self._new_admission()
-        runner.persist = partial(journal.persist, progress=runner.progress, source=source)
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Go back to a committed history of admission (None: to its beginning), with no group in flight."""
@@ -113,13 +112,13 @@ class PromptGroups:
         await self._journal.begin_epoch(version, used)
         self.check_present(admission, f"the use of kept groups from version {version} on")
         for each in used:
-            self._runner.stats.kept += 1
+            self._running.stats.kept += 1
             if each.finished:
                 self._tasks.start(self._settle_kept(each))
             else:
                 self._tasks.start(self._run(each.group, each.begun()))
         if self._journal.every_s:
-            self._tasks.start(self._journal.keep_up(self.history, self._runner.progress, self._source))
+            self._tasks.start(self._journal.keep_up(self.history, self._running.progress, self._source))
 
     async def _settle_kept(self, kept: KeptGroup) -> None:
         """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
@@ -157,26 +156,20 @@ class PromptGroups:
         """
         try:
             await self._fleet.may_begin()  # the group's deadline counts from then
-            end = await self._end_of(group_id, begun)
+            end = await self._run_loops(group_id, begun)
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)
             if (failure := self._failures.decide(group_id, error)) is not None:
                 raise failure from error
             reason = str(error) or type(error).__name__
             events.fault("group", f"group {group_id} failed: {reason}")
-            rows = self._runner.failed(group_id, reason)
-            end = RowsHere(rows, self._writer)
+            samples, dataset = self._config.batch.samples_per_group, self._source.dataset(group_id)
+            end = RowsHere(failed_group(group_id, samples, dataset, reason), self._writer)
         else:
             self._judge(group_id, end)
             if not end.demonstrated:  # the data file has them, and no engine has worked for them
                 end.note(self._journal, self._source)
         await self._settle(group_id, end)
-
-    async def _end_of(self, group_id: int, begun: UnfinishedGroup | None) -> GroupEnd:
-        """Run the loops of a group, here or in a worker."""
-        if self._workers is not None:
-            return await self._workers.run(group_id, begun)
-        return RowsHere(await self._runner.run(group_id, begun), self._writer)
 
     def _judge(self, group_id: int, ended: GroupEnd) -> None:
         """Tell the failure policy how a group has ended; one whose samples cannot be used has failed too.
@@ -187,7 +180,7 @@ class PromptGroups:
         if ended.usable:
             self._failures.succeeded()
             return
-        self._runner.stats.failed_lengths += [
+        self._running.stats.failed_lengths += [
             sum(row.response_tokens for row in rows) for rows in by_sample(ended.tags)
         ]
         if any(tag.bad_logprobs for tag in ended.tags):
@@ -228,7 +221,7 @@ class PromptGroups:
             return False  # the trainer has to see log-probs that are not finite
         if not self.admission.replace(group_id, end.versions):
             return False
-        self._runner.stats.note_replaced(tags)
+        self._running.stats.note_replaced(tags)
         return True
 
 

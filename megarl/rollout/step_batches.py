@@ -8,12 +8,12 @@ from typing import NotRequired, TypedDict, Unpack
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.batch_events import record_batch_taken
-from megarl.rollout.batch_stats import BatchStats, BusyClock
+from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.prompt_groups import PromptGroups
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.ready_batches import BatchReady, ReadyBatches
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.workers.worker_groups import WorkerGroups
 
 
@@ -38,14 +38,14 @@ class StepBatches:
     def __init__(
         self,
         groups: PromptGroups,
-        runner: GroupRunner,
+        running: RunningGroups,
         source: PromptSource,
         fleet: Fleet,
         engine_time: BusyClock,
         workers: WorkerGroups | None = None,
     ) -> None:
         """`engine_time`: the clock of the calls to engines. `workers`: those that run the loops, if there are any."""
-        self._groups, self._runner, self._source = groups, runner, source
+        self._groups, self._running, self._source = groups, running, source
         self._fleet, self._engine_time, self._workers = fleet, engine_time, workers
         self._batches = ReadyBatches(groups.queued.keys)
         self._taken_at: float | None = None  # when the batch before was taken
@@ -65,8 +65,7 @@ class StepBatches:
         if admission.batch(step, needed=step == self.needed) is None:
             return None
         self._groups.free_rows()  # of groups that are too old for the steps after it
-        stats, self._runner.stats = self._runner.stats, BatchStats()
-        now = time.monotonic()
+        stats, now = self._running.take_stats(), time.monotonic()
         stats.engine_seconds = self._engine_time.take(now)
         stats.interval, self._taken_at = now - self._taken_at if self._taken_at is not None else None, now
         fleet = self._fleet
@@ -107,4 +106,5 @@ class StepBatches:
     def drop(self) -> None:
         """Forget all batches and what was measured, because a trainer begins anew."""
         self._batches.clear()
-        self._runner.stats, self._taken_at, self.needed = BatchStats(), None, -1
+        self._running.take_stats()
+        self._taken_at, self.needed = None, -1

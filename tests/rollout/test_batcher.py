@@ -12,6 +12,7 @@ import pytest
 from megarl.rollout.batch_stats import BusyClock
 from megarl.rollout.batcher import Batcher
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 
@@ -24,23 +25,13 @@ class FakePool:
         self.calls: list[tuple[Hashable, list[str], int | None]] = []
         self.deadlines: list[Any] = []
         self.tokens: list[Any] = []
-        self.nears: list[int | None] = []
 
     async def generate(
-        self,
-        prefix: Hashable,
-        requests: Sequence[GenerateRequest],
-        *,
-        home: int | None,
-        deadline: Any,
-        background: bool,
-        tokens: Any,
-        near: int | None,
+        self, context: RequestContext, requests: Sequence[GenerateRequest], *, background: bool
     ) -> list[Any]:
-        self.nears.append(near)
-        self.deadlines.append(deadline)
-        self.tokens.append(tokens)
-        self.calls.append((prefix, [request.request_id for request in requests], home))
+        self.deadlines.append(context.deadline)
+        self.tokens.append(context.tokens)
+        self.calls.append((context.prefix, [request.request_id for request in requests], context.home))
         await asyncio.sleep(self.delay_s)
         if self.fail is not None:
             raise self.fail
@@ -52,7 +43,9 @@ def request(name: str) -> GenerateRequest:
 
 
 async def ask(batcher: Batcher, *wanted: tuple[str, Hashable]) -> list[str]:
-    answers = await asyncio.gather(*(batcher.generate(request(name), prefix) for name, prefix in wanted))
+    answers = await asyncio.gather(
+        *(batcher.generate(request(name), RequestContext(prefix)) for name, prefix in wanted)
+    )
     return [answer.request_id for answer in answers]
 
 
@@ -71,7 +64,8 @@ def test_the_deadline_and_the_tokens_of_a_group_go_with_its_call() -> None:
         tokens = {"a": ResponsePart([7], [-0.5])}
         batcher = Batcher(pool)  # type: ignore[arg-type]
         await asyncio.gather(
-            batcher.generate(request("a"), 1, None, deadline, tokens), batcher.generate(request("b"), 2)
+            batcher.generate(request("a"), RequestContext(1, deadline=deadline, tokens=tokens)),
+            batcher.generate(request("b"), RequestContext(2)),
         )
         assert pool.deadlines == [deadline, None]
         assert pool.tokens[0] is tokens and pool.tokens[1] is None
@@ -92,7 +86,9 @@ def test_whoever_shared_a_call_shares_its_failure_and_the_clock_is_told() -> Non
     async def run() -> None:
         clock, now = BusyClock(), iter([0.0, 2.0])
         batcher = Batcher(FakePool(fail=ValueError("lost")), clock=clock, now=lambda: next(now))  # type: ignore[arg-type]
-        answers = await asyncio.gather(*(batcher.generate(request(n), 1) for n in "ab"), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(batcher.generate(request(n), RequestContext(1)) for n in "ab"), return_exceptions=True
+        )
         assert [str(answer) for answer in answers] == ["lost", "lost"]
         assert clock.take(3.0) == 0.0  # nothing is under way any more, and an engine told of no second
 
@@ -102,7 +98,7 @@ def test_whoever_shared_a_call_shares_its_failure_and_the_clock_is_told() -> Non
 def test_cancel_ends_calls_and_whoever_waits_for_them() -> None:
     async def run() -> None:
         batcher = Batcher(FakePool(delay_s=60))  # type: ignore[arg-type]
-        waiting = asyncio.create_task(batcher.generate(request("a")))
+        waiting = asyncio.create_task(batcher.generate(request("a"), RequestContext()))
         await asyncio.sleep(0.01)
         await asyncio.wait_for(batcher.cancel(), 1)
         with pytest.raises(asyncio.CancelledError):
@@ -115,7 +111,7 @@ def test_cancel_ends_requests_that_have_not_been_sent_yet() -> None:
     async def run() -> None:
         pool = FakePool()
         batcher = Batcher(pool)  # type: ignore[arg-type]
-        waiting = asyncio.create_task(batcher.generate(request("a")))
+        waiting = asyncio.create_task(batcher.generate(request("a"), RequestContext()))
         await asyncio.sleep(0)  # it has put its request down; the event loop has not sent it
         await batcher.cancel()
         await asyncio.sleep(0.01)

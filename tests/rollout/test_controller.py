@@ -27,6 +27,7 @@ from megarl.rollout.handover import Handover
 from megarl.rollout.journal import JOURNAL_FILE
 from megarl.rollout.journal_file import JournalFile, groups_started
 from megarl.rollout.ready_batches import PublicationNeeded
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, SamplingSpec
 from megarl.rollout.schedule import SCHEDULE_FILE
 from megarl.rollout.schedule_replay import read_schedule, replay_schedule
@@ -210,9 +211,9 @@ def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalCont
     """Samples with a defect are not scored; a group needs two good ones. Such groups in a row end the run."""
     bad, empty = {0, 1}, local.fleet.generate
 
-    async def generate(prefix: int, requests: list, **options: Any) -> list:
-        results = await empty(prefix, requests, **options)
-        if prefix not in bad:
+    async def generate(context: RequestContext, requests: list, **options: Any) -> list:
+        results = await empty(context, requests, **options)
+        if context.prefix not in bad:
             return results
         return [replace(result, finish_reason="abort") for result in results]
 
@@ -539,9 +540,10 @@ def test_groups_that_start_while_running_responses_end_have_their_whole_deadline
     async def may_begin() -> None:
         await begins.wait()
 
-    async def generate(prefix: int, requests: list, *, deadline: Any, **options: Any) -> list:
-        deadlines.append(deadline.at)
-        return await answer(prefix, requests, **options)
+    async def generate(context: RequestContext, requests: list, **options: Any) -> list:
+        assert context.deadline is not None
+        deadlines.append(context.deadline.at)
+        return await answer(context, requests, **options)
 
     async def scenario() -> None:
         local.fleet.may_begin, local.fleet.generate = may_begin, generate  # type: ignore[method-assign]

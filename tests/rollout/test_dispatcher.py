@@ -10,6 +10,7 @@ import pytest
 
 from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.engine_load import EngineLoad
+from megarl.rollout.request_context import RequestContext
 
 FULL = EngineLoad(kv_usage=1.0, running=1, waiting=1)
 
@@ -22,7 +23,7 @@ def place(
     dispatcher: Dispatcher, name: str, *, background: bool = False, begun: bool = False, timeout_s: float = 5.0
 ) -> asyncio.Task[int | None]:
     return asyncio.ensure_future(
-        dispatcher.place(name, 1, None, begun=begun, background=background, deadline=None, timeout_s=timeout_s)
+        dispatcher.place(RequestContext(name), 1, begun=begun, background=background, timeout_s=timeout_s)
     )
 
 

@@ -16,6 +16,7 @@ from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.dispatcher import Dispatcher
 from megarl.rollout.drain import Hold
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from tests.support.versioned_engines import VersionedEngine, of_length, settle
 
@@ -50,7 +51,7 @@ class Pool:
     def call(self, group: str, *lengths: int, background: bool = False) -> asyncio.Task[Results]:
         """Ask for responses of these lengths."""
         requests: list[GenerateRequest] = [of_length(f"{group}.{i}", each) for i, each in enumerate(lengths)]
-        return asyncio.ensure_future(self.fleet.generate(group, requests, background=background))
+        return asyncio.ensure_future(self.fleet.generate(RequestContext(group), requests, background=background))
 
     async def turns(self, count: int = 1) -> None:
         for _ in range(count):
@@ -214,7 +215,7 @@ def test_the_time_for_which_requests_are_held_back_does_not_count() -> None:
         dispatcher = Dispatcher([0], hold=hold)
         hold.begin()
         placed = asyncio.ensure_future(
-            dispatcher.place("a", 1, 0, begun=False, background=False, deadline=None, timeout_s=0.05)
+            dispatcher.place(RequestContext("a", home=0), 1, begun=False, background=False, timeout_s=0.05)
         )
         await asyncio.sleep(0.1)
         assert not placed.done()

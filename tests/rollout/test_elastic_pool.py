@@ -19,6 +19,7 @@ from megarl.rollout.devices import HeldDevices
 from megarl.rollout.elastic_pool import ElasticPool
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.replica import EndedReplica, ReplicaStatus
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from tests.support.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, fleet_of, requests
 
@@ -78,7 +79,7 @@ async def publish(fleet: Fleet) -> list[int]:
 
 async def begun(fleet: Fleet, replica: ScriptedReplica) -> asyncio.Task[list[GenerateResult]]:
     """A response that `replica` has made tokens of."""
-    task = asyncio.create_task(fleet.generate("g", [LONG], home=0))
+    task = asyncio.create_task(fleet.generate(RequestContext("g", home=0), [LONG]))
     while len(replica.reported) < 4:
         await asyncio.sleep(0)
     return task
@@ -182,7 +183,7 @@ def test_added_replicas_serve_after_the_next_publication_and_not_before() -> Non
         fleet.admit_joining()
         assert fleet.serving == [0] and fleet.idle == [1, 2], "they took no part in that publication"
         assert await publish(fleet) == fleet.serving == [0, 1, 2] and fleet.idle == []
-        answers = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(3)))
+        answers = await asyncio.gather(*(fleet.generate(RequestContext(group), requests(group)) for group in range(3)))
         assert {answered(each)[0][0] for each in answers} == {"0", "1", "2"}
 
     run(work)

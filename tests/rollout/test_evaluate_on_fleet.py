@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+from megarl.common.errors import RequestFailed
 from megarl.data.formats import Prompt
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.eval_context import answer_of
 from megarl.rollout.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet
-from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, request_seed
 from tests.support.scripted_agents import TOKENIZER, Counter, call_text, ids_of, toolbox_of
 
 
@@ -26,7 +28,7 @@ class Pool:
     def __init__(self, finish_reason: str, logprob: float = -1.0) -> None:
         self.finish_reason, self.logprob = finish_reason, logprob
 
-    async def generate(self, name: str, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+    async def generate(self, context: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
         return [
             GenerateResult(each.request_id, [5, 6], [self.logprob] * 2, (VersionSpan(0, 0, 2),), self.finish_reason, 0)  # type: ignore[arg-type]
             for each in requests
@@ -37,10 +39,62 @@ def evaluate(pool: Pool, outcome: RewardOutcome, text: str = "it is 7") -> SetRe
     async def score(sample: RewardInput) -> RewardOutcome:
         return outcome
 
-    problems = [EvalProblem([1, 2], lambda text, ids, reason: RewardInput("", text, ids, reason), "7")] * 2
-    spec = SamplingSpec.greedy(8, (0,))
-    wanted = EvalSet("dev", problems, spec, spec, samples=2)
-    return asyncio.run(evaluate_on_fleet(wanted, pool, score, lambda ids: text, version=0, tag="t"))  # type: ignore[arg-type]
+    running = evaluate_on_fleet(
+        single_turns(), pool, score, lambda ids: text, loop=SingleTurn(), version=0, tag="t"  # type: ignore[arg-type]
+    )  # fmt: skip
+    return asyncio.run(running)
+
+
+def single_turns() -> EvalSet:
+    prompt = Prompt(0, [], "7", {})
+    problems = [EvalProblem([1, 2], lambda text, ids, reason: RewardInput("", text, ids, reason), "7", prompt)] * 2
+    return EvalSet("dev", problems, SamplingSpec.greedy(8, (0,)), SamplingSpec(8, 1.0, (0,)), samples=2, seed=5)
+
+
+@pytest.mark.parametrize(("logprob", "failed"), [(-1.0, 0), (float("nan"), 6)])
+def test_the_seeds_and_the_lines_of_single_turns(logprob: float, failed: int) -> None:
+    """A response whose generation failed is scored and recorded like any other."""
+    sent = []
+
+    class Keeping(Pool):
+        async def generate(self, context: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+            sent.extend(requests)
+            return await super().generate(context, requests)
+
+    async def score(sample: RewardInput) -> RewardOutcome:
+        return GOOD
+
+    wanted, pool = single_turns(), Keeping("stop", logprob)
+    running = evaluate_on_fleet(
+        wanted, pool, score, str, loop=SingleTurn(), version=0, tag="t"  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert asyncio.run(running).failed_generations == failed
+    places = [
+        (index, mode, sample) for index in range(2) for mode, sample in (("greedy", 0), ("sampled", 0), ("sampled", 1))
+    ]
+    assert {each.request_id: each.seed for each in sent} == {
+        f"eval-dev-t-{index}-{mode}-{sample}-0": None
+        if mode == "greedy"
+        else request_seed(5, (1 << 32) + index, sample)
+        for index, mode, sample in places
+    }
+    assert wanted.records == [
+        {
+            "index": index, "mode": mode, "sample": sample, "prompt": "[1, 2]", "response": "[5, 6]", "reference": "7",
+            "score": 1.0, "components": {"parsed": 1.0}, "error": None, "finish_reason": "stop", "response_tokens": 2,
+            "versions": [[0, 0, 2]],
+        }
+        for index, mode, sample in places
+    ]  # fmt: skip
+
+
+def test_a_request_that_is_refused_costs_its_response_alone() -> None:
+    class Refusing(Pool):
+        async def generate(self, context: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+            raise RequestFailed("the prompt is too long")
+
+    report = evaluate(Refusing("stop"), GOOD)
+    assert report.failed_generations == 6 and report.nothing_judged is not None
 
 
 GOOD = RewardOutcome(1.0, {"parsed": 1.0}, answer="7")
@@ -87,7 +141,7 @@ class ScriptedPool:
     def __init__(self, *turns: str) -> None:
         self.turns, self.sent = turns, list[GenerateRequest]()
 
-    async def generate(self, prefix: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+    async def generate(self, context: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
         self.sent += requests
         results = []
         for each in requests:
@@ -136,8 +190,8 @@ def test_evaluated_loops_may_look_at_their_own_turns() -> None:
 
 def test_an_agent_whose_generation_fails_is_no_wrong_answer() -> None:
     class Failing(ScriptedPool):
-        async def generate(self, prefix: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
-            results = await super().generate(prefix, requests)
+        async def generate(self, context: Any, requests: list[GenerateRequest], **_: Any) -> list[Any]:
+            results = await super().generate(context, requests)
             return [replace(each, logprobs=[float("nan")] * len(each.logprobs)) for each in results]
 
     report, _ = evaluate_agent(Failing("It is 4."), ToolAgent(), Counter())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import RolloutError
+from megarl.data.formats import Prompt
 from megarl.rewards.types import RewardInput
 from megarl.rollout.controller import RolloutController
 from megarl.rollout.eval_sets import EvalProblem, EvalSet
@@ -37,7 +38,7 @@ class Engines:
         self.failure: Exception | None = None
         local.fleet.generate = self.generate  # type: ignore[method-assign]
 
-    async def generate(self, prefix: Any, requests: list[GenerateRequest], **options: Any) -> list[GenerateResult]:
+    async def generate(self, context: Any, requests: list[GenerateRequest], **options: Any) -> list[GenerateResult]:
         version = 4 + len(self.options)
         self.asked += requests
         self.options.append(options)
@@ -54,7 +55,11 @@ def eval_sets() -> list[EvalSet]:
     def judge(text: str, ids: list[int], reason: str) -> RewardInput:
         return RewardInput("", text, ids, reason)
 
-    return [EvalSet("dev", [EvalProblem([1, 2], judge, "7")] * PROBLEMS, SPEC, SPEC, samples=SAMPLES)]
+    return [
+        EvalSet(
+            "dev", [EvalProblem([1, 2], judge, "7", Prompt(0, [], "7", {}))] * PROBLEMS, SPEC, SPEC, samples=SAMPLES
+        )
+    ]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from megarl.rollout.actor_errors import as_rollout_error
 from megarl.rollout.engine_load import EngineLoad
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 from tests.support.checkout import ROOT
@@ -51,7 +52,7 @@ def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: s
             await fleet.begin_sync()
             fleet.states.lose(0, ReplicaFailed(0, "gone"))
         request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
-        task = asyncio.create_task(fleet.generate("g", [request]))
+        task = asyncio.create_task(fleet.generate(RequestContext("g"), [request]))
         await asyncio.sleep(0.02)
         assert not task.done()
         if wait == "for a report":
@@ -72,7 +73,7 @@ def test_groups_are_spread_and_answers_keep_their_order() -> None:
 
     async def run() -> list[Any]:
         pool = fleet_of(replicas)
-        return await asyncio.gather(*(pool.generate(group, requests(group)) for group in range(4)))
+        return await asyncio.gather(*(pool.generate(RequestContext(group), requests(group)) for group in range(4)))
 
     answers = asyncio.run(run())
     assert list(map(answered, answers)) == [[f"{g % 2}:{g}.0", f"{g % 2}:{g}.1"] for g in range(4)]
@@ -83,7 +84,7 @@ def test_a_failed_replica_is_taken_out_and_its_group_sampled_elsewhere() -> None
 
     async def run() -> tuple[Any, Fleet]:
         pool = fleet_of(replicas, describe=lambda i: f"see log {i}")
-        return [await pool.generate(g, requests(g)) for g in range(3)], pool
+        return [await pool.generate(RequestContext(g), requests(g)) for g in range(3)], pool
 
     answers, pool = asyncio.run(run())
     assert list(map(answered, answers)) == [[f"1:{g}.0", f"1:{g}.1"] for g in range(3)]
@@ -94,7 +95,7 @@ def test_the_last_replicas_failure_is_raised_and_names_it() -> None:
     pool_of_one = {3: FakeReplica(3, ReplicaFailed(3, "replica 3: out of memory"))}
 
     async def run() -> None:
-        await fleet_of(pool_of_one).generate("g", requests(0))
+        await fleet_of(pool_of_one).generate(RequestContext("g"), requests(0))
 
     with pytest.raises(ReplicaFailed, match="replica 3: out of memory") as caught:
         asyncio.run(run())
@@ -103,7 +104,9 @@ def test_the_last_replicas_failure_is_raised_and_names_it() -> None:
 
 def test_a_silent_replica_is_an_error_after_the_bound() -> None:
     async def run() -> None:
-        await fleet_of({0: FakeReplica(0, delay_s=5)}, generate_s=0.02, rpc_s=0.03).generate("g", requests(0))
+        await fleet_of({0: FakeReplica(0, delay_s=5)}, generate_s=0.02, rpc_s=0.03).generate(
+            RequestContext("g"), requests(0)
+        )
 
     with pytest.raises(RolloutError, match="waited 0 s for replica 0 to generate"):
         asyncio.run(run())
@@ -115,11 +118,11 @@ def test_a_replaced_replica_serves_only_after_it_is_admitted() -> None:
 
     async def run() -> list[Any]:
         pool = fleet_of(old, new)
-        await pool.generate("a", requests(0))
+        await pool.generate(RequestContext("a"), requests(0))
         await pool.restart([0])
-        before = await pool.generate("b", requests(1))
+        before = await pool.generate(RequestContext("b"), requests(1))
         pool.admit_joining()
-        after = await pool.generate("c", requests(2))
+        after = await pool.generate(RequestContext("c"), requests(2))
         return [before, after]
 
     before, after = asyncio.run(run())
@@ -132,7 +135,7 @@ def test_a_call_that_is_cancelled_about_the_time_of_a_report_ends_at_once(turns:
     replica = ScriptedReplica(5, 1000, "stop")
 
     async def run() -> None:
-        call = asyncio.create_task(fleet_of({5: replica}, interval_s=0.01).generate("g", requests(0)))
+        call = asyncio.create_task(fleet_of({5: replica}, interval_s=0.01).generate(RequestContext("g"), requests(0)))
         while len(replica.reported) < 3:
             await asyncio.sleep(0)
         for _ in range(turns):
@@ -154,7 +157,7 @@ def test_the_next_replica_goes_on_from_the_tokens_that_a_lost_one_has_reported(e
 
     async def run() -> tuple[list[GenerateResult], Fleet]:
         fleet = fleet_of({5: first, 6: second}, interval_s=0.02, rpc_s=0.03)
-        return await fleet.generate("g", long), fleet
+        return await fleet.generate(RequestContext("g"), long), fleet
 
     results, fleet = asyncio.run(run())
     assert fleet.serving == [6]
@@ -179,7 +182,7 @@ def test_a_lost_engine_takes_the_tokens_of_one_interval_with_it(interval_s: floa
 
     async def run() -> None:
         fleet = fleet_of({0: first, 1: second}, generate_s=600.0, interval_s=interval_s)
-        await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(10**6, 1.0, ()))])
+        await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**6, 1.0, ()))])
 
     asyncio.run(run())
     [request] = second.asked
@@ -198,7 +201,7 @@ def test_a_response_that_takes_too_long_fails_its_group_and_costs_no_engine() ->
         long = [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]
         message = r"^1 of 1 responses were unfinished after 0.05 s \(timeouts.generate_s\) in replica 0, .* tokens: x$"
         with pytest.raises(RolloutError, match=message) as caught:
-            await fleet.generate("g", long, tokens=tokens)
+            await fleet.generate(RequestContext("g", tokens=tokens), long)
         assert not isinstance(caught.value, ReplicaFailed)
         return fleet
 
@@ -213,7 +216,7 @@ def test_an_engine_that_cannot_stop_a_response_that_takes_too_long_is_lost() -> 
 
     async def run() -> list[GenerateResult]:
         fleet = fleet_of({0: silent, 1: FakeReplica(1)}, generate_s=0.05)
-        answers = await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
+        answers = await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
         assert fleet.serving == [1] and "has made no step" in str(fleet.lost[0])
         return answers
 
@@ -231,7 +234,7 @@ def test_responses_that_are_unfinished_at_the_deadline_are_cut_or_fail_the_group
         fleet = fleet_of({0: replica, 1: other})
         deadline = GroupDeadline(time.monotonic() + 0.05, 0.05, policy)
         try:
-            return replica, await asyncio.wait_for(fleet.generate("g", long, deadline=deadline), 5)
+            return replica, await asyncio.wait_for(fleet.generate(RequestContext("g", deadline=deadline), long), 5)
         finally:
             assert not other.served and len(replica.ended) == 1
             assert fleet.serving == ([0, 1] if refusal is None else [1])
@@ -251,7 +254,9 @@ def test_responses_that_are_unfinished_at_the_deadline_are_cut_or_fail_the_group
 def test_a_deadline_leaves_what_ends_before_it_alone() -> None:
     async def run() -> list[GenerateResult]:
         deadline = GroupDeadline(time.monotonic() + 60, 60, "fail")
-        return await fleet_of({0: ScriptedReplica(0, 2, "stop")}).generate("g", requests(0), deadline=deadline)
+        return await fleet_of({0: ScriptedReplica(0, 2, "stop")}).generate(
+            RequestContext("g", deadline=deadline), requests(0)
+        )
 
     results = asyncio.run(run())
     assert [(each.response_ids, each.finish_reason, each.cut) for each in results] == [([0] * 3, "stop", False)] * 2
@@ -264,7 +269,7 @@ def test_what_another_call_has_found_lost_or_replaced_is_left_at_its_next_report
         slow = ScriptedReplica(0, 10**9, None)
         fleet = fleet_of({0: slow, 1: FakeReplica(1)}, FakeReplica(0))
         request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
-        answers = asyncio.create_task(fleet.generate("g", [request]))
+        answers = asyncio.create_task(fleet.generate(RequestContext("g"), [request]))
         while len(slow.reported) < 3:
             await asyncio.sleep(0)
         if how == "lost":
@@ -312,11 +317,15 @@ def test_requests_are_held_back_from_a_replica_under_pressure_in_their_order() -
 
     async def run() -> list[Any]:
         fleet = fleet_of({0: crowded})
-        first = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(20)))
+        first = await asyncio.gather(*(fleet.generate(RequestContext(group), requests(group)) for group in range(20)))
         assert crowded.most == 40
         crowded.most, crowded.order = 0, []
-        second = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(20, 60)))
-        third = await asyncio.gather(*(fleet.generate(group, requests(group)) for group in range(60, 100)))
+        second = await asyncio.gather(
+            *(fleet.generate(RequestContext(group), requests(group)) for group in range(20, 60))
+        )
+        third = await asyncio.gather(
+            *(fleet.generate(RequestContext(group), requests(group)) for group in range(60, 100))
+        )
         assert fleet.take_load() == EngineLoad(1.0, 8, 32) and fleet.take_load() == EngineLoad()
         return [*first, *second, *third]
 
@@ -331,7 +340,9 @@ def test_the_speed_of_each_replica_is_of_the_time_in_which_it_had_work() -> None
         fleet = fleet_of({0: Crowded(0, capacity=8), 1: Crowded(1, capacity=8)})
         for turn in range(2):
             began = time.monotonic()
-            await asyncio.gather(*(fleet.generate((turn, group), requests(group)) for group in range(8)))
+            await asyncio.gather(
+                *(fleet.generate(RequestContext((turn, group)), requests(group)) for group in range(8))
+            )
             seconds = time.monotonic() - began
             await asyncio.sleep(0.5 + 5 * seconds)  # which counts neither now nor later
             rates = fleet.take_rates()
@@ -352,16 +363,16 @@ def test_a_request_that_finds_no_room_is_told_so_after_the_bound_or_cut_at_its_d
 
     async def run() -> None:
         fleet = fleet_of({0: Stuck(0, capacity=1), 1: Stuck(1, capacity=1)}, generate_s=0.2, interval_s=0.02)
-        held = [asyncio.create_task(fleet.generate(group, requests(group))) for group in range(2)]
+        held = [asyncio.create_task(fleet.generate(RequestContext(group), requests(group))) for group in range(2)]
         await asyncio.sleep(0.05)
         deadline = GroupDeadline(time.monotonic() + 0.01, 0.01, "cut")
-        cut = await fleet.generate("cut", requests(7), deadline=deadline)
+        cut = await fleet.generate(RequestContext("cut", deadline=deadline), requests(7))
         assert [(each.response_ids, each.cut) for each in cut] == [([], True)] * 2
         fleet._runner._timeouts = TimeoutsConfig(generate_s=0.02)
         with pytest.raises(
             RolloutError, match=r"2 requests waited 0 s for room in a replica; requests in flight: \{0: 2, 1: 2\}"
         ):
-            await fleet.generate("more", requests(8))
+            await fleet.generate(RequestContext("more"), requests(8))
         for task in held:
             task.cancel()
 
@@ -375,12 +386,14 @@ def test_a_lost_replica_leaves_its_place_to_those_that_wait() -> None:
     async def run() -> list[GenerateResult]:
         fleet = fleet_of({0: slow, 1: FakeReplica(1)}, new)
         fleet.states.lose(1, ReplicaFailed(1, "gone"))
-        begun = asyncio.create_task(fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]))
+        begun = asyncio.create_task(
+            fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
+        )
         while len(slow.reported) < 3:
             await asyncio.sleep(0)
         for _ in range(9):  # down to a limit of one
             fleet._dispatcher._limits.reported(0, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
-        waiting = asyncio.create_task(fleet.generate("h", requests(3)))
+        waiting = asyncio.create_task(fleet.generate(RequestContext("h"), requests(3)))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         await fleet.restart([1])
@@ -397,12 +410,12 @@ def test_a_response_that_a_lost_replica_had_begun_does_not_wait_for_room() -> No
     async def run() -> None:
         fleet = fleet_of({0: slow, 1: busy})
         endless = {name: GenerateRequest(name, [1], SamplingSpec(10**9, 1.0, ())) for name in "xyz"}
-        tasks = [asyncio.create_task(fleet.generate(name, [endless[name]])) for name in "xy"]
+        tasks = [asyncio.create_task(fleet.generate(RequestContext(name), [endless[name]])) for name in "xy"]
         while len(slow.reported) < 3 or not busy.reported:
             await asyncio.sleep(0)
         for replica in (0, 1):
             fleet._dispatcher._limits.reported(replica, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
-        tasks.append(asyncio.create_task(fleet.generate("z", [endless["z"]])))
+        tasks.append(asyncio.create_task(fleet.generate(RequestContext("z"), [endless["z"]])))
         await asyncio.sleep(0)
         fleet.states.lose(0, ReplicaFailed(0, "gone"))
         await asyncio.sleep(0.05)
@@ -448,7 +461,7 @@ def test_a_refused_request_costs_no_replica() -> None:
     async def run() -> Fleet:
         fleet = fleet_of(replicas)
         with pytest.raises(RequestFailed, match="refused a request: too long"):
-            await fleet.generate("a", requests(0))
+            await fleet.generate(RequestContext("a"), requests(0))
         return fleet
 
     fleet = asyncio.run(run())
@@ -458,7 +471,7 @@ def test_a_refused_request_costs_no_replica() -> None:
 def test_a_replica_that_does_not_answer_is_lost_and_its_requests_are_sampled_elsewhere() -> None:
     async def run() -> tuple[list[Any], Fleet]:
         fleet = fleet_of({0: FakeReplica(0, delay_s=5), 1: FakeReplica(1)}, interval_s=0.02, rpc_s=0.03)
-        return await fleet.generate("a", requests(0)), fleet
+        return await fleet.generate(RequestContext("a"), requests(0)), fleet
 
     answers, fleet = asyncio.run(run())
     assert answered(answers) == ["1:0.0", "1:0.1"] and fleet.serving == [1] and fleet.members == [0, 1]
@@ -483,7 +496,7 @@ def test_reset_replaces_what_cannot_serve() -> None:
         assert fleet.serving == [0]
         fleet.admit_joining()
         assert fleet.serving == [0, 1]
-        return await fleet.generate("a", requests(0), home=1)
+        return await fleet.generate(RequestContext("a", home=1), requests(0))
 
     assert answered(asyncio.run(run())) == ["1:0.0", "1:0.1"] and new.served
 
@@ -514,14 +527,14 @@ def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuse
         sick.reset, sick.fail = Method(FakeReplica(0)._reset), Method((told := FakeReplica(0))._fail)  # type: ignore[attr-defined]
         fleet = fleet_of({0: sick, 1: FakeReplica(1)}, FakeReplica(0))
         fleet.expect_publication(True)
-        running = asyncio.create_task(fleet.generate("a", requests(0), home=0))
+        running = asyncio.create_task(fleet.generate(RequestContext("a", home=0), requests(0)))
         while len(sick.reported) < 3:
             await asyncio.sleep(0)
         done, text = fleet.states.quarantine(0, "alarm replica_gap of replica 0")
         assert done and text == "replica 0 is quarantined until the next publication has replaced it"
         assert all(answer.replica == 1 for answer in await running), "its responses do not go on elsewhere"
         assert fleet.serving == [1] and fleet.states.state_of(0) == "lost"
-        assert (await fleet.generate("b", requests(1), home=0))[0].replica == 1
+        assert (await fleet.generate(RequestContext("b", home=0), requests(1)))[0].replica == 1
         await fleet.begin_sync()
         assert len(told.told) == 1 and "alarm replica_gap of replica 0" in told.told[0]
         await fleet.restart([0])

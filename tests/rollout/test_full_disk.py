@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.common.notices import notices_file
+from megarl.data.formats import Prompt
 from megarl.rewards.types import RewardInput
 from megarl.rollout.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.journal import JOURNAL_FILE
@@ -50,7 +51,7 @@ def eval_sets() -> list[EvalSet]:
         return RewardInput("", text, ids, reason)
 
     spec = SamplingSpec.greedy(8, (2,))
-    return [EvalSet("dev", [EvalProblem([1, 2], judge, "7")] * 3, spec, spec, samples=2)]
+    return [EvalSet("dev", [EvalProblem([1, 2], judge, "7", Prompt(0, [], "7", {}))] * 3, spec, spec, samples=2)]
 
 
 def notices(run_dir: Path) -> list[str]:

@@ -17,8 +17,9 @@ from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.engine_load import EngineLoad
-from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.group_runner import GroupRunner, failed_group
 from megarl.rollout.loop_context import FROZEN_BYTES
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.to_trajectory import trajectory
@@ -34,7 +35,7 @@ def config() -> Config:
 def runner(config: Config, loop: AgentLoop | None = None) -> tuple[GroupRunner, FakeBatcher]:
     batcher = FakeBatcher()
     made = GroupRunner(
-        config, loop or SingleTurn(), FakeSource(), batcher, FakeRewards(), partition="p"  # type: ignore[arg-type]
+        config, loop or SingleTurn(), FakeSource(), batcher.generate, FakeRewards(), partition="p"  # type: ignore[arg-type]
     )  # fmt: skip
     return made, batcher
 
@@ -51,7 +52,7 @@ def test_single_turn_asks_once_for_each_sample_and_judges_it(config: Config) -> 
     assert batcher.asked == [
         (GenerateRequest(f"p-2-{index}-0", [5] * 3, sampling, seeds[index]), 2, None) for index in range(count)
     ]
-    assert made.stats.generate_seconds == [0.25] * count and len(made.stats.reward_seconds) == count
+    assert made.groups.stats.generate_seconds == [0.25] * count and len(made.groups.stats.reward_seconds) == count
 
 
 class TwoTurns:
@@ -85,8 +86,8 @@ def test_each_turn_has_a_request_id_and_a_seed_of_its_own(config: Config) -> Non
     assert asked == {
         f"p-1-{index}-{turn}": request_seed(run_seed, 1, index, turn) for index in range(count) for turn in range(2)
     }
-    assert len(set(asked.values())) == len(asked) == 2 * count == len(made.stats.generate_seconds)
-    assert len(made.stats.reward_seconds) == count  # the second answer is scored
+    assert len(set(asked.values())) == len(asked) == 2 * count == len(made.groups.stats.generate_seconds)
+    assert len(made.groups.stats.reward_seconds) == count  # the second answer is scored
 
 
 def test_a_deterministic_run_sends_a_group_to_the_replica_of_its_number(config: Config) -> None:
@@ -130,15 +131,15 @@ def test_the_trajectory_of_a_loop_is_checked(config: Config) -> None:
 
 def test_continued_and_cut_responses_are_counted(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     made, batcher = runner(config)
-    generate = batcher.generate
+    generate = made.generate
 
-    async def lose_some(request: GenerateRequest, *args: Any) -> GenerateResult:
+    async def lose_some(request: GenerateRequest, context: RequestContext) -> GenerateResult:
         lost = {"p-2-0-0": 1, "p-2-1-0": 2}.get(request.request_id, 0)
-        return replace(await generate(request, *args), lost_replicas=lost, cut=request.request_id == "p-2-2-0")
+        return replace(await generate(request, context), lost_replicas=lost, cut=request.request_id == "p-2-2-0")
 
-    monkeypatch.setattr(batcher, "generate", lose_some)
+    monkeypatch.setattr(made, "generate", lose_some)
     asyncio.run(made.run(2))
-    metrics = made.stats.metrics(replicas_serving=1, replicas_lost=1, load=EngineLoad())
+    metrics = made.groups.stats.metrics(replicas_serving=1, replicas_lost=1, load=EngineLoad())
     assert metrics["rollout/continued"] == 2 and metrics["rollout/cut"] == 1
     assert batcher.deadlines == [None] * config.batch.samples_per_group
 
@@ -156,12 +157,13 @@ def test_all_requests_of_a_group_have_the_deadline_that_began_with_it() -> None:
 class Straggling(FakeBatcher):
     """Answers sample 0 with 3 tokens; the others have as many as their number, and do not end by the deadline."""
 
-    async def generate(self, request: GenerateRequest, *args: Any, **options: Any) -> GenerateResult:
-        tokens, sample = args[3], int(request.request_id.split("-")[2])
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        tokens, sample = context.tokens, int(request.request_id.split("-")[2])
+        assert tokens is not None
         count = sample or 3
         tokens[request.request_id] = ResponsePart([9] * count, [-0.5] * count, (VersionSpan(VERSION, 0, count),))
         if sample == 0:
-            return await super().generate(request, *args, **options)
+            return await super().generate(request, context)
         await asyncio.sleep(0)
         raise RolloutError("3 of 4 responses were unfinished at the group's deadline")
 
@@ -169,15 +171,15 @@ class Straggling(FakeBatcher):
 def test_the_lengths_of_a_group_that_fails_are_reported(config: Config) -> None:
     """Else the longest responses would vanish unseen."""
     made, _ = runner(config)
-    made.batcher = Straggling()  # type: ignore[assignment]
+    made.generate = Straggling().generate
     with pytest.raises(RolloutError, match="unfinished at the group's deadline"):
         asyncio.run(made.run(2))
-    assert sorted(made.stats.failed_lengths) == [1, 2, 3, 3] and not made.progress
-    metrics = made.stats.metrics(replicas_serving=1, replicas_lost=0, load=EngineLoad())
+    assert sorted(made.groups.stats.failed_lengths) == [1, 2, 3, 3] and not made.groups.progress
+    metrics = made.groups.stats.metrics(replicas_serving=1, replicas_lost=0, load=EngineLoad())
     assert (metrics["rollout/failed_length_mean"], metrics["rollout/failed_length_max"]) == (2.25, 3)
     sound, _ = runner(config)
     asyncio.run(sound.run(2))
-    metrics = sound.stats.metrics(replicas_serving=1, replicas_lost=0, load=EngineLoad())
+    metrics = sound.groups.stats.metrics(replicas_serving=1, replicas_lost=0, load=EngineLoad())
     assert not any("failed_length" in name for name in metrics)
 
 
@@ -206,7 +208,7 @@ def test_a_loop_that_fails_ends_the_loops_of_its_group(config: Config) -> None:
 
 
 def test_the_samples_of_a_failed_group_are_empty_and_counted(config: Config) -> None:
-    rows = runner(config)[0].failed(3, "no answer")
+    rows = failed_group(3, config.batch.samples_per_group, "", "no answer")
     assert [row.key for row in rows] == [f"3:{index}" for index in range(config.batch.samples_per_group)]
     assert {(row.status, row.failure, row.oldest_version, row.tag.total_tokens) for row in rows} == {
         ("failed", "no answer", -1, 0)
@@ -224,7 +226,7 @@ def test_demonstrations_need_no_engine_and_no_reward(config: Config) -> None:
     rows = asyncio.run(made.run(3))
     assert [(row.prompt_ids, row.response_ids) for row in rows] == [(d.prompt_ids, d.response_ids) for d in given]
     assert all(row.demonstrated and row.status == "ok" and row.versions == () for row in rows)
-    assert not batcher.asked and not made.stats.reward_seconds
+    assert not batcher.asked and not made.groups.stats.reward_seconds
 
 
 class Halving:
@@ -242,7 +244,7 @@ def test_the_rows_of_a_group_have_been_scored_by_its_teacher_when_they_go_to_the
     made.teachers = Halving()  # type: ignore[assignment]
     rows = asyncio.run(made.run(1))
     assert all(row.streams == {"teacher_logprobs": [-t / 2 for t in row.response_ids]} for row in rows)
-    assert len(made.stats.teacher_seconds) == 1
+    assert len(made.groups.stats.teacher_seconds) == 1
 
 
 @dataclass
@@ -265,7 +267,7 @@ class Freezes(SingleTurn):
 def test_a_state_that_is_too_large_fails_its_group(size: int, fits: bool) -> None:
     source: Any = FakeSource()
     rewards: Any = FakeRewards()
-    runner = GroupRunner(config_of("model"), Freezes(size), source, FakeBatcher(), rewards, partition="p")
+    runner = GroupRunner(config_of("model"), Freezes(size), source, FakeBatcher().generate, rewards, partition="p")
     if fits:
         assert len(asyncio.run(runner.run(0))) == 4
     else:

@@ -26,6 +26,7 @@ from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unf
 from megarl.rollout.kept_groups import KeptGroups
 from megarl.rollout.lineage import INITIAL
 from megarl.rollout.loop_records import CallRecord, FrozenLoop
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import continuation_seed
 from megarl.rollout.retention import History
 from tests.support.configs import config as config_of
@@ -103,12 +104,12 @@ def test_finished_groups_are_used_again_after_a_kill(
         assert {row.group_id for row in rows.values()} == {3, 5, 6, 7, 8}
         second = first if survives else controller(tmp_path, monkeypatch, loop, batch=batch)
         second.fleet.held = set()
-        asked: list[int] = []
+        asked: list[Any] = []
         generate = second.fleet.generate
 
-        async def watched(prefix: int, requests: Any, **options: Any) -> Any:
-            asked.append(prefix)
-            return await generate(prefix, requests, **options)
+        async def watched(context: RequestContext, requests: Any, **options: Any) -> Any:
+            asked.append(context.prefix)
+            return await generate(context, requests, **options)
 
         second.fleet.generate = watched  # type: ignore[method-assign]
         taken = await second_attempt(second, state)
@@ -339,12 +340,12 @@ def test_what_changed_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(local.controller._source, "reference", lambda group: "another answer")
         if changed == "lineage":  # the checkpoint of another run
             state["lineage"] = [[0, "another", 0]]
-        asked: set[int] = set()
+        asked: set[Any] = set()
         generate = local.fleet.generate
 
-        async def watched(prefix: int, requests: Any, **options: Any) -> Any:
-            asked.add(prefix)
-            return await generate(prefix, requests, **options)
+        async def watched(context: RequestContext, requests: Any, **options: Any) -> Any:
+            asked.add(context.prefix)
+            return await generate(context, requests, **options)
 
         local.fleet.generate = watched  # type: ignore[method-assign]
         taken = await second_attempt(local, state)
@@ -372,12 +373,12 @@ def test_a_group_is_on_the_disk_when_persist_returns(tmp_path: Path, monkeypatch
         local.fleet.held = set(range(9))
         await local.controller.begin(None)
         await local.controller.set_version(0)
-        runner: Any = local.controller._runner
-        await until(lambda: {0, 1, 2} <= set(runner.progress))
+        running: Any = local.controller._running
+        await until(lambda: {0, 1, 2} <= set(running.progress))
         assert unfinished(tmp_path) == []
         for group in (0, 1, 2):
-            runner.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
-        await asyncio.gather(*(runner.persist(group) for group in (2, 0, 1)))
+            running.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
+        await asyncio.gather(*(running.persist(group) for group in (2, 0, 1)))
         file = JournalFile(tmp_path / JOURNAL_FILE)
         assert sorted(unfinished(tmp_path)) == [0, 1, 2]
         for record in file.read():
@@ -386,7 +387,7 @@ def test_a_group_is_on_the_disk_when_persist_returns(tmp_path: Path, monkeypatch
         (tmp_path / JOURNAL_FILE).unlink()
         (tmp_path / JOURNAL_FILE).mkdir()  # nothing can be written there
         with pytest.raises(RolloutError, match="a tool whose calls must not be repeated was about to be called"):
-            await runner.persist(0)
+            await running.persist(0)
         await local.controller.shutdown()
 
     run(scenario)
@@ -400,8 +401,8 @@ def test_a_group_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch
         local.fleet.held = set(range(9))
         await local.controller.begin(None)
         await local.controller.set_version(0)
-        runner: Any = local.controller._runner
-        await until(lambda: {0, 1} <= set(runner.progress))
+        running: Any = local.controller._running
+        await until(lambda: {0, 1} <= set(running.progress))
         answers, append = threading.Event(), JournalFile.append
 
         def hang(file: JournalFile, records: list[bytes]) -> None:
@@ -409,7 +410,7 @@ def test_a_group_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch
             append(file, records)
 
         monkeypatch.setattr(JournalFile, "append", hang)
-        ended = await asyncio.gather(runner.persist(0), runner.persist(1), return_exceptions=True)
+        ended = await asyncio.gather(running.persist(0), running.persist(1), return_exceptions=True)
         answers.set()
         for group, error in enumerate(ended):
             assert isinstance(error, RolloutError)
@@ -418,8 +419,8 @@ def test_a_group_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch
                 "whose calls must not be repeated was about to be called; check the disk"
             )
         for group in (0, 1):
-            runner.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
-        await runner.persist(1)
+            running.progress[group].loops[1] = FrozenLoop("state", calls={0: CallRecord("digest")})
+        await running.persist(1)
         assert 1 in unfinished(tmp_path)
         await local.controller.shutdown()
 

@@ -48,7 +48,9 @@ def config_with(policy: str, **rollout: Any) -> Config:
 
 def runner_of(config: Config, loop: AgentLoop, batcher: Any = None, rewards: Any = None) -> GroupRunner:
     source: Any = FakeSource()
-    return GroupRunner(config, loop, source, batcher or FakeBatcher(), rewards or FakeRewards(), partition="p")
+    return GroupRunner(
+        config, loop, source, (batcher or FakeBatcher()).generate, rewards or FakeRewards(), partition="p"
+    )
 
 
 def results_of(running: Awaitable[Any]) -> Any:
@@ -110,7 +112,7 @@ def test_a_loop_that_waits_for_ever_holds_the_trainer_to_its_group_s_deadline_on
             assert (await local.controller.commit(step, **ends)).balanced
             lengths = [batch.timings.get("rollout/failed_length_max", 0.0)]
             assert max(lengths) > 0 or not failed, "the lengths of the group vanish"
-        assert 0 not in local.controller._runner.progress and local.controller._groups.admission.counters.failed == 1
+        assert 0 not in local.controller._running.progress and local.controller._groups.admission.counters.failed == 1
         await local.controller.shutdown()
 
     asyncio.run(run())
@@ -126,12 +128,14 @@ def test_a_loop_that_waits_for_ever_in_a_worker_fails_its_group_at_the_deadline(
     async def scenario() -> None:
         source: Any = FakeSource()
         rewards: Any = FakeRewards()
-        runner = GroupRunner(config, loop, source, Batcher(fleet_of({0: FakeReplica(4)})), rewards, partition="p")
+        runner = GroupRunner(
+            config, loop, source, Batcher(fleet_of({0: FakeReplica(4)})).generate, rewards, partition="p"
+        )
         crew = Crew(config, loop, runner, WorkerQueue())
         await crew.groups.start()
         with pytest.raises(RolloutError, match=LATE):
             await crew.groups.run(0)
-        assert loop.cancelled == 1 and max(runner.stats.failed_lengths) > 0 and not runner.progress
+        assert loop.cancelled == 1 and max(runner.groups.stats.failed_lengths) > 0 and not runner.groups.progress
         assert not crew.groups._loops[0] and not crew.made[0].loops.under_way(), "it has no place any more"
         assert (await crew.groups.run(1)).usable
         await crew.groups.close()
@@ -181,9 +185,9 @@ def test_loops_have_ended_when_their_group_is_cancelled() -> None:
     async def scenario() -> None:
         runner = runner_of(config_with("cut", group_deadline_s=HELD_S), loop)
         running = asyncio.ensure_future(runner.run(0))
-        while len(runner.stats.reward_seconds) < SAMPLES:
+        while len(runner.groups.stats.reward_seconds) < SAMPLES:
             await asyncio.sleep(0)
         await background.cancel_all([running], "groups")
-        assert running.cancelled() and loop.cancelled == SAMPLES and not runner.progress
+        assert running.cancelled() and loop.cancelled == SAMPLES and not runner.groups.progress
 
     results_of(scenario())

@@ -64,7 +64,7 @@ def test_answered_calls_are_not_made_again(config: Config, loop: Any, idempotent
     async def stop() -> None:
         held.append(None)
         if len(held) == 3:
-            begun.append(runner.progress[1].begun())
+            begun.append(runner.groups.progress[1].begun())
             raise Stopped
 
     first, second = Counter(idempotent=idempotent, hold=stop), Counter(idempotent=idempotent)
@@ -116,7 +116,7 @@ def test_a_prompt_without_room_for_a_response_fails_its_sample_alone(config: Con
     length = len(OneProblem(toolbox, 64).drawn.ids) + 2 * len(batcher.ids(0))
     runner = agent_runner(config, Growing(), replace(toolbox, max_model_len=length), batcher, KeepingRewards())
     fine, full = asyncio.run(runner.run(1))
-    assert fine.status == "ok" and full.status == "failed" and runner.stats.overflows == 1
+    assert fine.status == "ok" and full.status == "failed" and runner.groups.stats.overflows == 1
     assert full.failure.startswith("the prompt of request 2 of sample 1:1 has ") and str(length) in full.failure
     runner = agent_runner(config, Growing(), replace(toolbox, max_model_len=length + 1), batcher, KeepingRewards())
     assert [row.status for row in asyncio.run(runner.run(1))] == ["ok", "ok"]
@@ -141,13 +141,13 @@ def test_a_call_that_must_not_be_repeated_is_recorded_on_the_disk_before_it_is_m
     written: list[tuple[int, list[str | None]]] = []
 
     async def persist(group: int) -> None:
-        calls = runner.progress[group].loops[0].calls
+        calls = runner.groups.progress[group].loops[0].calls
         written.append((len(tool.calls), [call.text for call in calls.values()]))
 
     tool = Counter(idempotent=False)
     one = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_group": 1})})
     runner = agent_runner(one, TwoCalls(), toolbox_of(tool), ScriptedBatcher(["4"]), KeepingRewards())
-    runner.persist = persist
+    runner.groups.persist = persist  # type: ignore[method-assign]
     asyncio.run(runner.run(1))
     assert written == [(0, [None]), (1, ["2", None])]
     tool.idempotent = True
@@ -164,7 +164,7 @@ def test_the_journal_holds_an_answer_as_the_model_sees_it(config: Config) -> Non
         async def run(self, ctx: AgentContext) -> Trajectory:
             for name in ("add", "s" * 500):
                 answer = await ctx.call(name, {"a": 1, "b": 1})
-                *_, call = runner.progress[1].loops[ctx.sample_index].calls.values()
+                *_, call = runner.groups.progress[1].loops[ctx.sample_index].calls.values()
                 seen.append((answer.text, call.text))
             return await SingleTurn().run(ctx)
 

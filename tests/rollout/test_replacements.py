@@ -17,6 +17,7 @@ from megarl.rollout.fleet import Fleet
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.progress_rates import ProgressRates
 from megarl.rollout.replacements import Replacements
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import EngineReport, ResponsePart
 from megarl.rollout.responses_so_far import MOST_ATTEMPTS
@@ -82,12 +83,12 @@ def test_responses_in_flight_outlive_a_failed_sync_that_leaves_no_replica() -> N
         new = {index: ScriptedReplica(index, 0, "stop", version=4) for index in (5, 6)}
         restart = Starting(new)
         fleet = fleet_of(old, restart)
-        groups = [asyncio.create_task(fleet.generate(name, endless(name))) for name in "ab"]
+        groups = [asyncio.create_task(fleet.generate(RequestContext(name), endless(name))) for name in "ab"]
         await until(lambda: all(len(each.reported) >= 3 for each in old.values()))
         await fleet.begin_sync()
         refuse(*old.values())
         await until(lambda: not fleet.serving)
-        later = asyncio.create_task(fleet.generate("c", requests(3)))
+        later = asyncio.create_task(fleet.generate(RequestContext("c"), requests(3)))
         restarting = asyncio.create_task(fleet.restart([5, 6]))
         await until(lambda: restart.begun == [5, 6])
         restart.go.set()
@@ -119,7 +120,7 @@ def test_the_only_replica_serves_nothing_from_its_restart_to_its_weights() -> No
         restarting = asyncio.create_task(fleet.restart([0]))
         await until(lambda: restart.begun)
         assert fleet.serving == []
-        waiting = asyncio.create_task(fleet.generate("g", requests(1)))
+        waiting = asyncio.create_task(fleet.generate(RequestContext("g"), requests(1)))
         await asyncio.sleep(0.01)
         restart.go.set()
         await restarting
@@ -134,10 +135,10 @@ def test_the_only_replica_serves_nothing_from_its_restart_to_its_weights() -> No
 async def lose_the_last(fleet: Fleet) -> list[asyncio.Task[list[GenerateResult]]]:
     """Three groups of a fleet of one replica, 0, of which one waits for room; then the replica is lost."""
     [replica] = fleet.actors.by_index.values()
-    tasks = [asyncio.create_task(fleet.generate(name, endless(name))) for name in "xy"]
+    tasks = [asyncio.create_task(fleet.generate(RequestContext(name), endless(name))) for name in "xy"]
     await until(lambda: len(replica.asked) == 2)
     fleet._dispatcher._limits._limits[0] = 1.0  # type: ignore[union-attr]
-    tasks.append(asyncio.create_task(fleet.generate("z", endless("z"))))
+    tasks.append(asyncio.create_task(fleet.generate(RequestContext("z"), endless("z"))))
     await asyncio.sleep(0.01)
     assert len(replica.asked) == 2
     refuse(replica)
@@ -192,7 +193,7 @@ def test_a_trainer_that_is_asked_to_publish_brings_back_the_only_replica() -> No
 
         refuse(new)
         new.reported.clear()
-        later = asyncio.create_task(fleet.generate("later", endless("later")))
+        later = asyncio.create_task(fleet.generate(RequestContext("later"), endless("later")))
         await until(lambda: fleet.needs_publication)
         assert not later.done()
         fleet.expect_publication(False)  # it evaluates, and waits for just this
@@ -225,8 +226,8 @@ class Beside:
 
     async def begin(self) -> tuple[asyncio.Task[list[GenerateResult]], asyncio.Task[list[GenerateResult]]]:
         """Return the training group and the evaluation's response, of which some tokens are reported."""
-        training = asyncio.create_task(self.fleet.generate("training", endless("training")))
-        evaluation = asyncio.create_task(self.fleet.generate("eval", endless("eval"), background=True))
+        training = asyncio.create_task(self.fleet.generate(RequestContext("training"), endless("training")))
+        evaluation = asyncio.create_task(self.fleet.generate(RequestContext("eval"), endless("eval"), background=True))
         await until(lambda: all(len(each.reported) >= 3 for each in self.old.values()))
         assert self.asked(self.old) == [["training"], ["eval"]]
         return training, evaluation
@@ -296,7 +297,7 @@ def test_a_restart_that_fails_ends_the_wait_and_is_named() -> None:
         fleet = fleet_of({0: ScriptedReplica(0, 10**9, None)}, restart)
         restarting = asyncio.create_task(fleet.restart([0]))
         await until(lambda: restart.begun)
-        waiting = asyncio.create_task(fleet.generate("x", endless("x")))
+        waiting = asyncio.create_task(fleet.generate(RequestContext("x"), endless("x")))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         restart.go.set()
@@ -325,7 +326,7 @@ def test_the_wait_ends_at_the_deadline_of_the_group() -> None:
         fleet = fleet_of({0: replica})
         await fleet.begin_sync()
         deadline = GroupDeadline(time.monotonic() + 0.2, 0.2, "cut")
-        group = asyncio.create_task(fleet.generate("x", endless("x"), deadline=deadline))
+        group = asyncio.create_task(fleet.generate(RequestContext("x", deadline=deadline), endless("x")))
         await until(lambda: len(replica.reported) > 2)
         refuse(replica)
         await until(lambda: not fleet.serving)
@@ -352,11 +353,11 @@ def test_the_last_answer_of_a_replaced_replica_does_not_count_for_the_new_one(en
         restart = Starting({0: new})
         restart.go.set()
         fleet = fleet_of({0: old}, restart)
-        late = asyncio.create_task(fleet.generate("late", requests(1)))
+        late = asyncio.create_task(fleet.generate(RequestContext("late"), requests(1)))
         await old.asked_again.wait()
         await fleet.restart([0])
         fleet.admit_joining()
-        now = asyncio.create_task(fleet.generate("now", endless("now")))
+        now = asyncio.create_task(fleet.generate(RequestContext("now"), endless("now")))
         await until(lambda: new.asked)
         old.answer.set()
         if ends:
@@ -377,7 +378,7 @@ def test_a_lost_replica_that_can_be_reset_serves_again_with_the_next_version() -
         await fleet.reset()
         assert fleet.serving == []
         fleet.admit_joining()
-        assert answered(await fleet.generate("g", requests(1))) == ["0:1.0", "0:1.1"] and not fleet.lost
+        assert answered(await fleet.generate(RequestContext("g"), requests(1))) == ["0:1.0", "0:1.1"] and not fleet.lost
 
     run(scenario)
 
@@ -413,7 +414,7 @@ def test_a_lost_replica_that_is_sound_serves_again_after_the_next_sync() -> None
 
         late.report, late.reset = Method(report), Method(FakeReplica(0)._reset)
         fleet = fleet_of({0: late, 1: other})
-        begun = asyncio.create_task(fleet.generate("g", endless("x"), home=0))
+        begun = asyncio.create_task(fleet.generate(RequestContext("g", home=0), endless("x")))
         await until(lambda: len(late.reported) > late.rounds)
         fleet.states.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.begin_sync()
@@ -484,7 +485,7 @@ def test_a_request_that_ends_every_engine_fails_after_some_and_leaves_the_others
     async def scenario() -> None:
         dying = {index: FakeReplica(index, ReplicaFailed(index, "its engine died")) for index in range(5)}
         fleet = fleet_of(dying)
-        results = await fleet.generate("g", requests(0))
+        results = await fleet.generate(RequestContext("g"), requests(0))
         reason = "3 replicas in a row were lost before they made a token of it"
         assert [(each.finish_reason, each.failure, defect(each)) for each in results] == [("abort", reason, reason)] * 2
         assert len(fleet.serving) == 5 - MOST_ATTEMPTS
@@ -526,7 +527,7 @@ def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_ag
         fleet.states._rates = ProgressRates(patience_s=0.05)
         long = SamplingSpec(400, 1.0, (2,))
         groups = [
-            asyncio.create_task(fleet.generate(f"g{i}", [GenerateRequest(f"x{i}", [1], long)], home=i))
+            asyncio.create_task(fleet.generate(RequestContext(f"g{i}", home=i), [GenerateRequest(f"x{i}", [1], long)]))
             for i in range(3)
         ]
         results = [result for [result] in await asyncio.gather(*groups)]
@@ -568,7 +569,7 @@ def test_the_last_engine_is_kept_however_slow_it_is() -> None:
         assert "times slower" in fleet.states._rates.note(1, 1, 9.0, time.monotonic())
         fleet._dispatcher.remove(0)
         fleet.states.lost[0] = ReplicaFailed(0, "gone")
-        [result] = await fleet.generate("g", [GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))])
+        [result] = await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))])
         assert fleet.serving == [1] and result.response_ids == [1] * 50
 
     run(scenario)
@@ -588,7 +589,7 @@ def test_a_replica_that_was_lost_and_serves_again_does_not_go_on_with_its_former
         replicas[0].report = Method(held)
         fleet = fleet_of(replicas)
         request = GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))
-        task = asyncio.create_task(fleet.generate("g", [request], home=0))
+        task = asyncio.create_task(fleet.generate(RequestContext("g", home=0), [request]))
         await asyncio.sleep(0.05)
         fleet.states.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.reset()

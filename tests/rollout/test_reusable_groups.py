@@ -122,9 +122,9 @@ def test_trainer_and_controller_agree_on_every_use(
     local = local_controller(config, tmp_path, monkeypatch)
     trainer, draw, answer = Trainer(config, local), random.Random(0), local.fleet.generate
 
-    async def generate(prefix: Any, requests: Any, **options: Any) -> Any:
+    async def generate(context: Any, requests: Any, **options: Any) -> Any:
         await asyncio.sleep(draw.uniform(0.5, 1.5) * GENERATION_S)
-        return await answer(prefix, requests, **options)
+        return await answer(context, requests, **options)
 
     async def scenario() -> None:
         local.fleet.generate = generate  # type: ignore[method-assign]

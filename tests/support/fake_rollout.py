@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,11 @@ from megarl.rollout.journal import JOURNAL_FILE
 from megarl.rollout.journal_file import JournalFile
 from megarl.rollout.journal_records import read_head
 from megarl.rollout.replica import ReplicaSpec
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.responses_so_far import ResponsesSoFar
+from megarl.rollout.running_groups import RunningGroups
 
 VERSION = 4  # of the weights that the fake batcher serves
 ENGINE_S = 0.25
@@ -52,12 +55,9 @@ class FakeBatcher:
     asked: list[tuple[GenerateRequest, Any, int | None]] = field(default_factory=list)
     deadlines: list[Any] = field(default_factory=list)
 
-    async def generate(
-        self, request: GenerateRequest, prefix: Any = None, home: int | None = None, deadline: Any = None,
-        tokens: Any = None, near: int | None = None,
-    ) -> GenerateResult:  # fmt: skip
-        self.asked.append((request, prefix, home))
-        self.deadlines.append(deadline)
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        self.asked.append((request, context.prefix, context.home))
+        self.deadlines.append(context.deadline)
         return response(request)
 
 
@@ -180,11 +180,10 @@ class FakeFleet:
     taken_over: list[bool] = field(default_factory=list)
 
     async def generate(
-        self, prefix: Any, requests: Sequence[GenerateRequest], *, home: int | None = None, deadline: Any = None,
-        background: bool = False, tokens: MutableMapping[str, ResponsePart] | None = None, near: int | None = None,
+        self, context: RequestContext, requests: Sequence[GenerateRequest], *, background: bool = False,
         terms: Any = None,
     ) -> list[GenerateResult]:  # fmt: skip
-        version, responses = self.version(), ResponsesSoFar(requests, tokens)
+        version, responses, prefix = self.version(), ResponsesSoFar(requests, context.tokens), context.prefix
         sent = responses.send(0)
         self.sent.setdefault(prefix, []).extend(sent)
         if prefix in self.held:
@@ -300,9 +299,14 @@ def local_controller(
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
     made._foreign_requests = ForeignRequests(fleet, serves=False)
-    made._runner = GroupRunner(config, loop or SingleTurn(), source, batcher, rewards, partition="run.0")  # type: ignore[arg-type]
+    loop = loop or SingleTurn()
+    made._running = RunningGroups(partial(made._journal.persist, source=source))
+    made._runner = GroupRunner(
+        config, loop, source, batcher.generate, rewards,  # type: ignore[arg-type]
+        partition="run.0", groups=made._running,
+    )  # fmt: skip
     made.elastic = FakeElasticPool()  # type: ignore[assignment]
-    made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks)  # type: ignore[arg-type]
+    made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks, loop=loop)  # type: ignore[arg-type]
     made._join()
     return LocalController(made, fleet, queue, rewards)
 

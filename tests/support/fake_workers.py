@@ -121,7 +121,14 @@ class Crew:
         source: Any = runner.source
         writer: Any = queue
         self.groups = WorkerGroups(
-            config, source, runner, writer, start=start, end=lambda actor: None, notify=self.notices.append
+            config,
+            source,
+            runner.generate,
+            runner.groups,
+            writer,
+            start=start,
+            end=lambda actor: None,
+            notify=self.notices.append,
         )
 
     def starts_of(self, group: int) -> list[tuple[LocalWorker, StartGroup]]:

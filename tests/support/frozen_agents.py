@@ -73,7 +73,7 @@ class Stop:
         self.seen += 1
         if self.seen - 1 == self.at:
             self.note()
-            loop = self.attempt.runner.progress[GROUP].begun().loops.get(0)
+            loop = self.attempt.runner.groups.progress[GROUP].begun().loops.get(0)
             self.phase = json.loads(loop.state)["phase"] if loop else "generating"
             raise Stopped
         if self.seen % JOURNAL_POINTS == 0 and not 0 <= self.at < self.seen:
@@ -96,7 +96,7 @@ class Stop:
         self.journal.append(self._encoded())
 
     def _encoded(self) -> bytes:
-        return encode_unfinished(GROUP, self.attempt.runner.progress[GROUP].begun(), "problem")
+        return encode_unfinished(GROUP, self.attempt.runner.groups.progress[GROUP].begun(), "problem")
 
     @property
     def written(self) -> bytes:
@@ -124,7 +124,8 @@ class Attempt:
         self.runner: GroupRunner = agent_runner(
             self.config, ToolAgent(), toolbox_of(self.add, self.book), self.batcher, self.rewards, 1024
         )
-        self.stop.attempt, self.runner.persist = self, self.stop.persist
+        self.stop.attempt = self
+        self.runner.groups.persist = self.stop.persist  # type: ignore[method-assign]
 
     def run(self, kept: UnfinishedGroup | None = None) -> list[Trajectory]:
         """Return the trajectories; raises Stopped at the point of the stop."""

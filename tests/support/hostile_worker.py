@@ -26,10 +26,10 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.replica import ReplicaSpec
 from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.workers import agent_worker
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec
 from megarl.rollout.workers.worker_groups import WorkerGroups
@@ -84,14 +84,15 @@ async def run(config: Config, directory: Path, queue: Any) -> dict[str, Any]:
         names: Sequence[str] = ("give", "take", "drop", "shutdown")
         return SimpleNamespace(**{name: Method(getattr(worker, name)) for name in names})
 
-    unused: Any = None
-    runner = GroupRunner(config, unused, source, engines, unused, partition="run.0")
-    groups = WorkerGroups(config, source, runner, queue, start=start, end=lambda actor: None, notify=lambda text: None)
+    running = RunningGroups()
+    groups = WorkerGroups(
+        config, source, engines.generate, running, queue, start=start, end=lambda actor: None, notify=lambda text: None
+    )
     await groups.start()
     for end in await asyncio.gather(*(groups.run(group) for group in GROUPS)):
         await end.put(more=False)
     rows = [[row.group_id, row.sample_index, row.status, row.reward] for g in GROUPS for row in rows_of(queue, g)]
-    lost = runner.stats.workers_lost
+    lost = running.stats.workers_lost
     await groups.close()
     return {"rows": rows, "asked": sorted(engines.asked), "lost": lost}
 

@@ -16,6 +16,7 @@ from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.group_runner import GroupRunner
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.responses_so_far import ResponsesSoFar
@@ -67,12 +68,9 @@ class ScriptedBatcher:
     asked: list[tuple[GenerateRequest, Any, int | None]] = field(default_factory=list)
     pause: Callable[[], Any] | None = None
 
-    async def generate(
-        self, request: GenerateRequest, prefix: Any = None, home: int | None = None, deadline: Any = None,
-        tokens: Any = None, near: int | None = None,
-    ) -> GenerateResult:  # fmt: skip
-        self.asked.append((request, prefix, near))
-        so_far = ResponsesSoFar([request], tokens)
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        self.asked.append((request, context.prefix, context.near))
+        so_far = ResponsesSoFar([request], context.tokens)
         name, turn = request.request_id, int(request.request_id.rsplit("-", 1)[1])
         ids = self.ids(turn)
         while so_far.unfinished:
@@ -139,4 +137,4 @@ def agent_runner(
     config: Config, loop: AgentLoop, toolbox: Toolbox, batcher: Any, rewards: Any, max_tokens: int = 512
 ) -> GroupRunner:
     source: Any = OneProblem(toolbox, max_tokens)
-    return GroupRunner(config, loop, source, batcher, rewards, partition="p", toolboxes={"": toolbox})
+    return GroupRunner(config, loop, source, batcher.generate, rewards, partition="p", toolboxes={"": toolbox})

@@ -95,6 +95,8 @@ class AgentContext(Protocol):
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """Score a response with the reward function; None if the response failed and is not scored.
 
+        An evaluation scores such a response too, and counts it among the failed ones.
+
         `turns`: the whole trajectory, for functions that look at it. The response that is judged is `result` alone.
         """
         ...

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from megarl.common.notices import write_notice
 from megarl.config.schema import Config
 from megarl.queue.transfer import QueueWriter
-from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.prompts import PromptSource
 from megarl.rollout.replica import ReplicaSpec
+from megarl.rollout.request_context import Generate
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec, start_worker
 from megarl.rollout.workers.worker_groups import WorkerGroups
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 def make_worker_groups(
     config: Config,
     source: PromptSource,
-    runner: GroupRunner,
+    generate: Generate,
+    running: RunningGroups,
     writer: QueueWriter,
     *,
     pool: ReplicaSpec,
@@ -39,4 +41,4 @@ def make_worker_groups(
         return await start_worker(WorkerSpec(pool, partition, index, cwd), bound_s, kind)
 
     notify = partial(write_notice, Path(pool.run_dir))
-    return WorkerGroups(config, source, runner, writer, start=start, end=ray.kill, notify=notify)
+    return WorkerGroups(config, source, generate, running, writer, start=start, end=ray.kill, notify=notify)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from megarl.config.schema import Config
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_progress import UnfinishedGroup
-from megarl.rollout.group_runner import GroupRunner
 from megarl.rollout.prompts import Drawn
+from megarl.rollout.request_context import Generate, RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.workers.messages import Asked, StartGroup, ToWorker
 from megarl.rollout.workers.remote_run import RemoteProgress, RemoteRun, close_future
@@ -20,14 +21,14 @@ class RemoteGroup(RemoteRun):
     """One group, from the first worker to the last. `queued`: once rows are to be written, whether they are."""
 
     def __init__(
-        self, group: int, drawn: Drawn, kept: UnfinishedGroup | None, runner: GroupRunner, *,
-        home: int | None, deadline: GroupDeadline | None,
+        self, group: int, drawn: Drawn, kept: UnfinishedGroup | None, deadline: GroupDeadline | None, *,
+        config: Config, generate: Generate, persist: Callable[[int], Awaitable[None]],
     ) -> None:  # fmt: skip
-        """`runner`: that of the controller. `home` and `deadline`: those of the group's requests (`Engines`)."""
-        samples = runner.config.batch.samples_per_group
-        super().__init__(f"group {group}", group, samples, RemoteProgress(drawn, kept))
-        self.group, self._drawn, self._runner = group, drawn, runner
-        self._home, self._deadline = home, deadline
+        """`generate`: the way to the engines. `persist`: see `RunningGroups.persist`."""
+        super().__init__(f"group {group}", group, config.batch.samples_per_group, RemoteProgress(drawn, kept))
+        self.group, self._drawn, self._generate, self._persist = group, drawn, generate, persist
+        self._deadline = deadline
+        self._context = RequestContext.of_group(config, group, deadline, self.progress.tokens)
         self.queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, run: int, kept: bytes | None) -> ToWorker:
@@ -37,15 +38,11 @@ class RemoteGroup(RemoteRun):
 
     def request(self, request: GenerateRequest, message: Asked) -> Coroutine[Any, Any, GenerateResult]:
         """See `RemoteRun.request`."""
-        sample, turn = message.place
-        prefix = self.group if turn == 0 else (self.group, sample)
-        near = message.near if turn else None
-        engines, tokens = self._runner.batcher, self.progress.tokens
-        return engines.generate(request, prefix, self._home, self._deadline, tokens, near=near)
+        return self._generate(request, self._context.of_turn(*message.place, message.near))
 
     async def persist(self) -> None:
         """See `RemoteRun.persist`: in the journal. Raises RolloutError if they cannot be written."""
-        await self._runner.persist(self.group)
+        await self._persist(self.group)
 
     def close(self) -> None:
         """See `RemoteRun.close`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from megarl.rollout.eval_context import eval_drawn, eval_group, eval_prefix
+from megarl.rollout.eval_context import eval_drawn, eval_group, eval_request_context
 from megarl.rollout.eval_sets import EvalTask
-from megarl.rollout.group_runner import Engines
+from megarl.rollout.request_context import Generate
 from megarl.rollout.requests import GenerateRequest, GenerateResult
 from megarl.rollout.response_parts import ResponsePart
 from megarl.rollout.workers.messages import Asked, StartResponse, ToWorker
@@ -17,12 +17,12 @@ from megarl.rollout.workers.remote_run import RemoteProgress, RemoteRun
 class RemoteResponse(RemoteRun):
     """One response, from the first worker that runs its loop to the last; it ends with the evaluation."""
 
-    def __init__(self, task: EvalTask, engines: Engines) -> None:
-        """`engines`: as the evaluation has them, which admits its requests."""
+    def __init__(self, task: EvalTask, generate: Generate) -> None:
+        """`generate`: the evaluation's way to the engines, which admits its requests."""
         place = task.place
         name = f"the {place.mode} response {place.sample} to problem {place.index} of {task.chosen.name}"
         super().__init__(name, eval_group(task), 1, RemoteProgress(eval_drawn(task), None))
-        self._task, self._engines = task, engines
+        self._task, self._generate = task, generate
 
     def start(self, run: int, kept: bytes | None) -> ToWorker:
         """See `RemoteRun.start`."""
@@ -33,9 +33,8 @@ class RemoteResponse(RemoteRun):
         return self._request(request, message)
 
     async def _request(self, request: GenerateRequest, message: Asked) -> GenerateResult:
-        turn = message.place[1]
-        near = message.near if turn else None
-        result = await self._engines.generate(request, eval_prefix(self._task, turn), near=near)
+        context = eval_request_context(self._task, message.place[1], message.near)
+        result = await self._generate(request, context)
         # Requests of several responses share a call, which therefore keeps nothing: another worker needs ended turns.
         self.progress.tokens[request.request_id] = ResponsePart(
             result.response_ids, result.logprobs, result.versions, result.finish_reason

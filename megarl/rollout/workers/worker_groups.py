@@ -26,10 +26,11 @@ from megarl.rollout.eval_sets import EvalTask
 from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_end import GroupEnd
 from megarl.rollout.group_progress import UnfinishedGroup
-from megarl.rollout.group_runner import Engines, GroupRunner
 from megarl.rollout.journal import RolloutJournal
 from megarl.rollout.journal_records import decode_group
 from megarl.rollout.prompts import PromptSource
+from megarl.rollout.request_context import Generate
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.workers.messages import (
     Asked,
     DropGroup,
@@ -66,18 +67,20 @@ class WorkerGroups:
         self,
         config: Config,
         source: PromptSource,
-        runner: GroupRunner,
+        generate: Generate,
+        running: RunningGroups,
         writer: QueueWriter,
         *,
         start: Callable[[int], Awaitable[WorkerActor]],
         end: Callable[[WorkerActor], object],
         notify: Callable[[str], object],
     ) -> None:
-        """`runner`: its way to the engines is used, and it keeps progress and measurements.
+        """`generate`: the way to the engines. `running`: keeps progress and measurements.
 
         `start(index)`: creates and starts a worker. `end`: kills one. `notify`: tells the user.
         """
-        self._config, self._source, self._runner, self._writer = config, source, runner, writer
+        self._config, self._source, self._generate, self._writer = config, source, generate, writer
+        self._running = running
         self._start, self._end, self._notify = start, end, notify
         self._links: dict[int, WorkerLink] = {}
         self._runs: dict[int, RemoteRun] = {}
@@ -122,29 +125,25 @@ class WorkerGroups:
         async with self._drawing:  # many groups may begin at once: other tasks run between two prompts
             drawn = self._source.draw(group_id)
             await asyncio.sleep(0)
-        config, runner = self._config, self._runner
-        home = group_id if config.run.deterministic else None
-        deadline = GroupDeadline.of(config, time.monotonic())
-        remote = RemoteGroup(group_id, drawn, kept, runner, home=home, deadline=deadline)
-        runner.progress[group_id] = remote.progress
-        try:
-            self._assign(remote)
-            ended: Ended = await remote.ended
-        except BaseException as error:
-            self._forget(remote)
-            if isinstance(error, Exception):
-                runner.stats.failed_lengths += remote.progress.lengths()
-            raise
-        finally:
-            runner.progress.pop(group_id)
+        remote = RemoteGroup(
+            group_id, drawn, kept, GroupDeadline.of(self._config, time.monotonic()),
+            config=self._config, generate=self._generate, persist=self._running.persist,
+        )  # fmt: skip
+        with self._running.running(group_id, remote.progress):
+            try:
+                self._assign(remote)
+                ended: Ended = await remote.ended
+            except BaseException:
+                self._forget(remote)
+                raise
         return RowsElsewhere(self, remote, ended)
 
-    async def respond(self, task: EvalTask, engines: Engines) -> EvaluatedResponse:
+    async def respond(self, task: EvalTask, generate: Generate) -> EvaluatedResponse:
         """Run the loop of a response in a worker, and in another one if that is lost. Return how it has ended.
 
-        `engines`: as the evaluation has them. Raises as `run`.
+        `generate`: the evaluation's way to the engines. Raises as `run`.
         """
-        remote = RemoteResponse(task, engines)
+        remote = RemoteResponse(task, generate)
         try:
             self._assign(remote)
             ended: EvaluatedResponse = await remote.ended
@@ -256,7 +255,7 @@ class WorkerGroups:
         elif isinstance(message, Persist):
             self._do(self._persist(remote, message))
         elif isinstance(message, Ended | Failed):
-            self._runner.stats.add(message.stats)
+            self._running.stats.add(message.stats)
             if isinstance(message, Ended):
                 remote.ended.set_result(message)
             else:
@@ -289,7 +288,7 @@ class WorkerGroups:
         groups = sum(isinstance(remote, RemoteGroup) for _, remote in lost)
         logger.warning("%s; its %d groups go on elsewhere", error, groups)
         events.fault("agent_worker", f"{error}; its {groups} groups go on elsewhere")
-        stats = self._runner.stats
+        stats = self._running.stats
         stats.workers_lost += 1
         for run, remote in lost:
             del self._runs[run]

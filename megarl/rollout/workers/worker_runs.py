@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,15 +22,15 @@ from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.batch_decoder import BatchDecoder
 from megarl.rollout.batch_stats import BatchStats
 from megarl.rollout.eval_context import EvalContext, evaluate_response
-from megarl.rollout.group_deadline import GroupDeadline
 from megarl.rollout.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
 from megarl.rollout.group_runner import GroupRunner, Judges
 from megarl.rollout.journal import problem
 from megarl.rollout.journal_records import decode_unfinished, encode_group
 from megarl.rollout.outbox import Outbox
 from megarl.rollout.prompts import Drawn
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.running_groups import RunningGroups
 from megarl.rollout.teachers.teacher_client import Teachers
 from megarl.rollout.toolbox import Toolbox
 from megarl.rollout.workers.messages import (
@@ -94,12 +94,9 @@ class _OneProblem:
     def draw(self, group_id: int) -> Drawn:
         return self.drawn
 
-    def dataset(self, group_id: int) -> str:
-        return self.drawn.dataset
-
 
 class WorkerRun(ABC):
-    """One run of the loops of a group or of a response; its requests go to the controller (`generate`: `Engines`)."""
+    """One run of the loops of a group or of a response; its requests go to the controller (`generate`)."""
 
     def __init__(self, number: int, loops: int, outbox: Outbox[ToController]) -> None:
         self.number, self.loops, self.outbox = number, loops, outbox
@@ -147,19 +144,15 @@ class WorkerRun(ABC):
         progress.changed -= changed
         return count
 
-    async def generate(
-        self, request: GenerateRequest, prefix: Hashable = None, home: int | None = None,
-        deadline: GroupDeadline | None = None, tokens: MutableMapping[str, ResponsePart] | None = None,
-        near: int | None = None,
-    ) -> GenerateResult:  # fmt: skip
-        """Have the controller answer a request; it knows the prefix, the home, the deadline and the tokens."""
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        """Have the controller answer a request; it knows all of its context but the replica."""
         progress = self.progress
         assert progress is not None  # the loops run
         place = progress.place(request.request_id)
         self.send_records({place[0]})  # before it, so that nobody has a response to a turn of which nothing is known
         answer: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
         self._asked[place] = answer
-        self.outbox.put(Asked(self.number, place, request, near, progress.prompt(request.request_id)))
+        self.outbox.put(Asked(self.number, place, request, context.near, progress.prompt(request.request_id)))
         return await answer
 
     async def persist(self) -> None:
@@ -205,20 +198,20 @@ class WorkerGroup(WorkerRun):
         self._start, self._parts = start, parts
         problem_ = _OneProblem(start.drawn, parts.decode_all)
         self._runner = GroupRunner(
-            config, parts.loop, problem_, self, parts.rewards,
+            config, parts.loop, problem_, self.generate, parts.rewards,
             partition=partition, toolboxes=parts.toolboxes, decoder=decoder, teachers=parts.teachers,
+            groups=RunningGroups(self._persist),
         )  # fmt: skip
-        self._runner.persist = self._persist
         self._rows: list[Trajectory] = []
 
     @property
     def progress(self) -> GroupProgress | None:
         """See `WorkerRun.progress`."""
-        return self._runner.progress.get(self._start.group)
+        return self._runner.groups.progress.get(self._start.group)
 
     def taken_stats(self) -> BatchStats:
         """See `WorkerRun.taken_stats`."""
-        return self._runner.stats
+        return self._runner.groups.stats
 
     def receive(self, message: ToWorker) -> None:
         """See `WorkerRun.receive`."""
@@ -229,8 +222,8 @@ class WorkerGroup(WorkerRun):
 
     async def run(self) -> None:
         """See `WorkerRun.run`."""
-        start, runner = self._start, self._runner
-        rows = await runner.run(start.group, _decoded(start.kept), start.left_s)
+        start = self._start
+        rows = await self._runner.run(start.group, _decoded(start.kept), start.left_s)
         asked = problem(start.drawn.ids, start.drawn.dataset, start.drawn.answer)
         ended = Ended(
             start.run,
@@ -238,12 +231,12 @@ class WorkerGroup(WorkerRun):
             tuple(row.failure for row in first_parts(rows) if row.status != "ok"),
             frozenset(span.counts_as for row in rows for span in row.versions),
             encode_group(rows, asked),
-            runner.stats,
+            self.taken_stats(),
         )
         self._rows = rows
         self.outbox.put(ended)
 
-    async def _persist(self, group_id: int) -> None:
+    async def _persist(self, group_id: int, progress: Mapping[int, GroupProgress]) -> None:
         await self.persist()
 
     async def _put(self, more: bool) -> None:
@@ -266,7 +259,7 @@ class WorkerResponse(WorkerRun):
         self._loop = parts.loop
         self._ctx = EvalContext(
             replace(start.task, chosen=chosen),
-            self,
+            self.generate,
             partial(parts.rewards.score, function=chosen.reward),
             lambda ids: parts.decode_all([ids])[0],
             _decoded(start.kept),

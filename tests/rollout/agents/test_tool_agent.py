@@ -67,7 +67,7 @@ def test_the_trajectory_holds_exactly_the_tokens_that_the_engine_saw(config: Con
             assert (token in covered) == bool(mask) and (mask or logprob == 0.0)
         assert {span.version for span in row.versions} == {VERSION}
         assert "<tool_response>\n2\n</tool_response>" in TOKENIZER.decode(row.response_ids)
-    metrics = runner.stats.metrics(replicas_serving=1, replicas_lost=0, load=runner_load())
+    metrics = runner.groups.stats.metrics(replicas_serving=1, replicas_lost=0, load=runner_load())
     assert (
         metrics["agent/turns_mean"] == 3 and metrics["agent/tool_calls_mean"] == 2 and not metrics["agent/tool_errors"]
     )
@@ -129,7 +129,11 @@ def test_calls_that_cannot_be_made_are_answered_with_an_error(config: Config) ->
         ("there is no tool 'sub'; there are: add", True), ("2", False)
     ]  # fmt: skip
     assert answers[2].error and "the tool call cannot be read: it is no JSON" in answers[2].text
-    assert runner.stats.malformed_calls == 2 and runner.stats.tool_errors == 2 and all(row.reward == 1 for row in rows)
+    assert (
+        runner.groups.stats.malformed_calls == 2
+        and runner.groups.stats.tool_errors == 2
+        and all(row.reward == 1 for row in rows)
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,7 @@ def test_an_answer_that_does_not_fit_ends_the_trajectory_before_it(config: Confi
         assert row.response_ids == ids_of(TURNS[0]) and row.finish_reason == "length" and all(row.response_mask)
         assert row.status == ("ok" if policy == "truncate" else "failed")
         assert (row.failure == "") == (policy == "truncate")
-    assert runner.stats.overflows == 2
+    assert runner.groups.stats.overflows == 2
 
 
 @pytest.mark.parametrize("piece", [1, 7])

@@ -85,11 +85,18 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
             return SimpleNamespace(**{name: Method(getattr(worker, name)) for name in names})
 
         unused: Any = None
-        runner = GroupRunner(config, unused, source, engines, unused, partition="run.0")
+        runner = GroupRunner(config, unused, source, engines.generate, unused, partition="run.0")
         writer: Any = queue
         assert writer.under_way == worker._loops.under_way, "by which its puts gather"
         groups = WorkerGroups(
-            config, source, runner, writer, start=start, end=lambda actor: None, notify=lambda text: None
+            config,
+            source,
+            engines.generate,
+            runner.groups,
+            writer,
+            start=start,
+            end=lambda actor: None,
+            notify=lambda text: None,
         )
         await groups.start()
         end = await groups.run(3)
@@ -97,7 +104,7 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
         rows = rows_of(queue, 3)
         samples = config.batch.samples_per_group
         assert len(rows) == samples and {row.status for row in rows} == {"ok"}
-        assert len(engines.asked) == 2 * samples and runner.stats.tool_calls == samples
+        assert len(engines.asked) == 2 * samples and runner.groups.stats.tool_calls == samples
         for row in rows:
             inserted = [token for token, mask in zip(row.response_ids, row.response_mask, strict=True) if not mask]
             assert "42" in source.tokenizer.decode(inserted)

@@ -160,9 +160,9 @@ def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
         await controller.begin(None)
         assert not local.queue.rows and not crew.groups._runs
         await controller.set_version(0)
-        while len(controller._runner.progress) < GROUPS:
+        while len(controller._running.progress) < GROUPS:
             await asyncio.sleep(0.01)
-        before = {group: progress.begun() for group, progress in controller._runner.progress.items()}
+        before = {group: progress.begun() for group, progress in controller._running.progress.items()}
         told = [message for worker in crew.made for report in worker.kept_reports for message in report.messages]
         ended = next(message for message in told if isinstance(message, Ended))
         runs = range(2 * GROUPS)  # those of the history before
@@ -174,12 +174,12 @@ def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
                 Queued(run),
             ]
         old = [message for message in told if message.run in runs]
-        counters, stats = await controller.counters(), repr(controller._runner.stats)
+        counters, stats = await controller.counters(), repr(controller._running.stats)
         await crew.groups._receive(WorkerReport(99, tuple(old)))
         await asyncio.sleep(0.1)
         assert await controller.counters() == counters and not local.queue.rows
-        assert repr(controller._runner.stats) == stats
-        assert {group: each.begun() for group, each in controller._runner.progress.items()} == before
+        assert repr(controller._running.stats) == stats
+        assert {group: each.begun() for group, each in controller._running.progress.items()} == before
         await controller._tasks.drop()
 
     scene(crew, scenario)
@@ -243,7 +243,7 @@ def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_ove
         loop = TwoTurns(between)
         source: Any = FakeSource()
         rewards: Any = FakeRewards()
-        runner = GroupRunner(CONFIG, loop, source, Batcher(fleet), rewards, partition="p")
+        runner = GroupRunner(CONFIG, loop, source, Batcher(fleet).generate, rewards, partition="p")
         crew = Crew(CONFIG, loop, runner, WorkerQueue())
         await crew.groups.start()
         running = [asyncio.ensure_future(crew.groups.run(group)) for group in range(2)]
@@ -271,7 +271,7 @@ def test_calls_that_are_made_twice_count_once() -> None:
         source: Any = FakeSource()
         rewards: Any = FakeRewards()
         runner = GroupRunner(
-            CONFIG, SingleTurn(), source, Batcher(fleet_of({0: FakeReplica(4)})), rewards, partition="p"
+            CONFIG, SingleTurn(), source, Batcher(fleet_of({0: FakeReplica(4)})).generate, rewards, partition="p"
         )
         crew = Crew(CONFIG, SingleTurn(), runner, WorkerQueue())
         await crew.groups.start()

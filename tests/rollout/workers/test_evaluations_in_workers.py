@@ -20,6 +20,7 @@ from megarl.rollout.eval_context import EVAL_SEED_OFFSET, Share
 from megarl.rollout.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet
 from megarl.rollout.loop_records import INTERRUPTED
+from megarl.rollout.request_context import RequestContext
 from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.workers.messages import StartResponse
 from megarl.rollout.workers.worker_groups import MOST_LOST
@@ -60,9 +61,9 @@ class Pool:
         self.sent: list[tuple[GenerateRequest, Any, int | None]] = []
 
     async def generate(
-        self, prefix: Any, requests: list[GenerateRequest], *, near: int | None = None, **_: Any
+        self, context: RequestContext, requests: list[GenerateRequest], **_: Any
     ) -> list[GenerateResult]:
-        self.sent += [(each, prefix, near) for each in requests]
+        self.sent += [(each, context.prefix, context.near) for each in requests]
         self.now += len(requests)
         self.most = max(self.most, self.now)
         await self.point()

@@ -85,7 +85,7 @@ def contents(rows: list[Trajectory]) -> Any:
 def undisturbed() -> int:
     scene = Scene()
     assert contents(scene.outcome()) == EXPECTED["rows"]
-    assert len(scene.crew.starts_of(GROUP)) == 1 and scene.runner.progress == {}
+    assert len(scene.crew.starts_of(GROUP)) == 1 and scene.runner.groups.progress == {}
     return scene.seen
 
 
@@ -95,7 +95,7 @@ POINTS = undisturbed()
 def test_workers_make_the_rows_that_the_controller_makes_and_measure_the_same() -> None:
     scene = Scene()
     scene.outcome()
-    stats = scene.runner.stats
+    stats = scene.runner.groups.stats
     assert (stats.turns, stats.tool_calls, len(stats.generate_seconds)) == ([4, 4], 8, 8)
     assert (stats.workers_lost, stats.redone) == (0, 0) and len(stats.reward_seconds) == 2
 
@@ -119,7 +119,7 @@ def test_a_worker_dies_at_any_point(at: int) -> None:
     scene = Scene(at)
     rows = scene.outcome()
     starts = scene.crew.starts_of(GROUP)
-    assert scene.runner.stats.workers_lost == 1
+    assert scene.runner.groups.stats.workers_lost == 1
     kept = starts[-1][1].kept
     interrupted = interrupted_books(kept) if len(starts) > 1 and kept else 0
     assert sorted(scene.book.calls, key=str) == sorted(EXPECTED["book"], key=str), "none is doubled"
@@ -158,7 +158,7 @@ def test_a_worker_that_does_not_answer_in_time_is_replaced(monkeypatch: pytest.M
 
     scene.batcher.pause = silence  # while an engine works on its first requests
     assert contents(scene.outcome()) == EXPECTED["rows"]
-    assert scene.runner.stats.workers_lost == scene.runner.stats.redone == 1
+    assert scene.runner.groups.stats.workers_lost == scene.runner.groups.stats.redone == 1
 
 
 def test_a_group_that_takes_workers_with_it_fails() -> None:
@@ -173,7 +173,7 @@ def test_a_group_that_takes_workers_with_it_fails() -> None:
         RolloutError, match=r"5 agent workers were lost with group 5; the last: agent worker . has failed"
     ):
         scene.outcome()
-    assert scene.runner.stats.workers_lost == 5 and scene.runner.progress == {}
+    assert scene.runner.groups.stats.workers_lost == 5 and scene.runner.groups.progress == {}
 
 
 def test_the_group_fails_if_no_worker_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_the_deadline_of_a_group_counts_from_its_start_in_the_first_worker(monke
     )
 
     async def scenario() -> None:
-        parts: list[Any] = [FakeSource(), FakeBatcher(), FakeRewards()]
+        parts: list[Any] = [FakeSource(), FakeBatcher().generate, FakeRewards()]
         crew = loop.crew = Crew(config, loop, GroupRunner(config, loop, *parts, partition="p"), WorkerQueue())
         await crew.groups.start()
         end = await crew.groups.run(GROUP)
