@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from megarl.common import line_parts
+from megarl.common.json_lines import read_json_lines
 from megarl.report.distribution import LogHistogram
 from megarl.report.envelope import Buckets, Envelope, Floats
-from megarl.report.json_lines import decoded
 from megarl.telemetry.timer import PHASES
 
 MetricsLine = dict[str, float | None]
@@ -287,7 +287,7 @@ def read_metrics(path: Path, buckets: int = BUCKETS) -> RunMetrics:
     """Read metrics.jsonl and its older parts, which may be written meanwhile. What is not there has no steps."""
     decoder = msgspec.json.Decoder(MetricsLine)
     files = [*(part for _, part in line_parts.older_parts(path)), path]
-    return metrics_of((row for each in files for _, row in decoded(each, decoder)), buckets)
+    return metrics_of((row for each in files for _, row in read_json_lines(each, decoder)), buckets)
 
 
 def metrics_of(rows: Iterable[MetricsLine], buckets: int = BUCKETS) -> RunMetrics:

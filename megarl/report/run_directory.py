@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import yaml
 
+from megarl.common.json_lines import read_json_lines
 from megarl.common.notices import notices_file, older_notices_file
 from megarl.report.advisories import GpuLayout
-from megarl.report.json_lines import complete_lines
 from megarl.report.metrics_file import RunMetrics, read_metrics
 from megarl.report.run_events import RunEvents, read_run_events
 from megarl.report.run_status import status_of
@@ -146,12 +148,8 @@ def _notices(run_dir: Path) -> list[Notice]:
     """Return the newest notices of the pool."""
     found = []
     for path in (older_notices_file(run_dir), notices_file(run_dir)):
-        for _, line in complete_lines(path):
-            try:
-                content = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(content, dict) and isinstance(content.get("text"), str):
+        for _, content in read_json_lines(path, msgspec.json.Decoder(dict[str, Any])):
+            if isinstance(content.get("text"), str):
                 at = content.get("wall_time")
                 found.append(Notice(float(at) if isinstance(at, int | float) else math.nan, content["text"]))
         del found[:-MOST_NOTICES]

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from megarl.common import line_parts
-from megarl.report.json_lines import decoded
+from megarl.common.json_lines import read_json_lines
 
 MOST_BYTES = 48 << 20  # that are read of all parts; of more, windows with equal distances
 WINDOW_BYTES = 64 << 10
@@ -126,7 +126,7 @@ def _brief(path: Path, start: int, end: int) -> Iterator[Place]:
             start += len(skipped) - 1
             if not skipped.endswith(b"\n"):
                 return
-    for offset, line in decoded(path, msgspec.json.Decoder(_Brief), start, end):
+    for offset, line in read_json_lines(path, msgspec.json.Decoder(_Brief), start, end):
         if line.part == 0:
             reward = None if line.demonstrated else line.reward  # nobody has judged it
             yield Place(path, offset, line.step, line.response_tokens, reward, line.finish_reason, line.status != "ok")
@@ -167,7 +167,7 @@ def choose(places: Sequence[Place], count: int) -> list[Place]:
 
 def _read(place: Place) -> Sample | None:
     """Read the line at a place again; None if it is not there any more, because its part was deleted."""
-    lines = decoded(place.path, msgspec.json.Decoder(Sample), place.offset, place.offset + 1)
+    lines = read_json_lines(place.path, msgspec.json.Decoder(Sample), place.offset, place.offset + 1)
     return next((sample for _, sample in lines), None)
 
 

@@ -14,14 +14,13 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
+from megarl.common.json_lines import JsonLines
 from megarl.telemetry.event_kinds import KINDS, EventKind, streams_of
 from megarl.telemetry.event_lines import FOLDER, SCHEMA, EventFileName, EventLine, Header, Scalar, parse_name
 
-CHUNK_BYTES = 1 << 20  # that are read at a time
 ROLLED_BACK = "rolled_back"
 
 _HEADER = msgspec.json.Decoder(Header)
@@ -150,13 +149,10 @@ def event_files(run_dir: Path) -> list[EventFileName]:
     return sorted(found for name in names if (found := parse_name(name)) is not None)
 
 
-@dataclass
-class _OpenPart:
-    """The state of reading a file: the bytes that were read, and its header once that is complete."""
+class _OpenPart(JsonLines):
+    """An event file that is read, with its header once that is complete."""
 
-    position: int = 0
     header: Header | None = None
-    torn: int = 0
 
     def new_lines(self, path: Path, wanted: Set[bytes]) -> Iterator[tuple[Header, EventLine]]:
         """Yield the complete lines from the position on that are events of these names, and of a known schema."""
@@ -165,48 +161,18 @@ class _OpenPart:
         except FileNotFoundError:  # the oldest files are deleted while the run goes on
             return
         with file:
-            for raw in self._complete(file):
+            for raw in self.lines(file):
                 if self.header is None:
-                    self.header = self._read_header(raw)
+                    self.header = self.decode(raw, _HEADER)
                     continue
                 if self.header.schema != SCHEMA:
                     return
                 name = raw[_NAME_AT : raw.find(b'"', _NAME_AT)]
                 if name in wanted:
-                    if (line := self._read_line(raw)) is not None:
+                    if (line := self.decode(raw, _LINE)) is not None:
                         yield self.header, line
                 elif not raw.startswith(b'{"n":"') or not raw.endswith(b"}"):
                     self.torn += bool(raw)  # an empty one is the mark after a torn one
-
-    def _complete(self, file: BinaryIO) -> Iterator[bytes]:
-        file.seek(self.position)
-        while chunk := file.read(CHUNK_BYTES):
-            *lines, rest = chunk.split(b"\n")
-            if not lines and len(chunk) == CHUNK_BYTES:  # no event is that long
-                self.position += len(chunk)
-                self.torn += 1
-                continue
-            for raw in lines:
-                self.position += len(raw) + 1
-                yield raw
-            if rest:
-                if len(chunk) < CHUNK_BYTES:
-                    return
-                file.seek(self.position)
-
-    def _read_header(self, raw: bytes) -> Header | None:
-        try:
-            return _HEADER.decode(raw)
-        except msgspec.MsgspecError:
-            self.torn += 1
-            return None
-
-    def _read_line(self, raw: bytes) -> EventLine | None:
-        try:
-            return _LINE.decode(raw)
-        except msgspec.MsgspecError:
-            self.torn += 1
-            return None
 
 
 def _untouched(path: Path, since: float) -> bool:

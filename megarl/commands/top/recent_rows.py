@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from megarl.common import line_parts
+from megarl.common.json_lines import JsonLines
 
 StepRow = dict[str, float | None]
 
 TAIL_BYTES = 4 << 20  # that are read at first: some hundred steps
 MOST_ROWS = 512
-_CHUNK_BYTES = 16 << 20  # of new lines at a time
 _DECODER = msgspec.json.Decoder(StepRow)
 IS_STEP = "time/step"  # which a line of a step has, and one of an evaluation has not
 
@@ -29,7 +28,8 @@ class RecentRows:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode = self._offset = self._position = 0  # which part is read, and how far
+        self._inode = self._offset = 0  # which part is read
+        self._lines = JsonLines()
         self.rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
 
     def poll(self) -> None:
@@ -37,7 +37,7 @@ class RecentRows:
         try:
             with self._path.open("rb") as file:
                 facts = os.fstat(file.fileno())
-                if facts.st_ino != self._inode or facts.st_size < self._position:
+                if facts.st_ino != self._inode or facts.st_size < self._lines.position:
                     self._begin(facts)
                 self._read(file)
         except OSError:
@@ -56,35 +56,21 @@ class RecentRows:
         else:
             self.rows.clear()
             unread = older[-1:] if newest.st_size < TAIL_BYTES else []
-            self._position = sum(max(0, each.stat().st_size - TAIL_BYTES + newest.st_size) for _, each in unread)
+            self._lines = JsonLines(
+                sum(max(0, each.stat().st_size - TAIL_BYTES + newest.st_size) for _, each in unread)
+            )
         for _, part in unread:
             with part.open("rb") as file:
                 self._read(file)
-            self._position = 0
-        self._inode, self._position = newest.st_ino, max(0, newest.st_size - TAIL_BYTES)
+            self._lines = JsonLines()
+        self._inode, self._lines = newest.st_ino, JsonLines(max(0, newest.st_size - TAIL_BYTES))
         self._offset = older[-1][0] + older[-1][1].stat().st_size if older else 0
 
     def _read(self, file: BinaryIO) -> None:
-        """Read the complete lines from the position on, and move it behind them."""
-        file.seek(self._position)
-        held = b""
-        while read := file.read(_CHUNK_BYTES):
-            complete = (held + read)[: (held + read).rfind(b"\n") + 1]
-            held = (held + read)[len(complete) :]
-            self._position += len(complete)
-            for row in _decoded(complete.splitlines()):
+        """Add what is new in a part. Where reading began in the middle of a line, that is left out, as a torn one."""
+        for row in self._lines.decoded(file, _DECODER):
+            if row.get("step") is not None:
                 add(self.rows, row)
-
-
-def _decoded(lines: Iterable[bytes]) -> Iterator[StepRow]:
-    """Yield the rows among some lines: the first one may be cut, and others torn by a kill."""
-    for line in lines:
-        try:
-            row = _DECODER.decode(line)
-        except msgspec.MsgspecError:
-            continue
-        if row.get("step") is not None:
-            yield row
 
 
 def add(rows: deque[StepRow], row: StepRow) -> None:
