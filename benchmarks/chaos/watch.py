@@ -208,7 +208,7 @@ class Judge:
         def back() -> bool:
             self._least = min(self._least, watch.step)  # a resume goes back to its checkpoint
             if self._replica is None:
-                return ended(hit) and len(watch.find_processes(kind.target)) >= wanted if hit else True
+                return ended(hit) and (not wanted or len(watch.find_processes(kind.target)) >= wanted)
             if kind.outcome == "replaced":
                 return self._replaced(event, self._replica)
             if kind.outcome == "exchanged":
