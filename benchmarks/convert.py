@@ -6,11 +6,7 @@ The bf16 weights are generated: `dense` in the real shape of a 4B model (36 laye
 tensors of a 30B-A3B (48 layers, 128 experts) at a width that gives 8.4 GB. Numbers are medians of rounds in which the
 copy and the conversion of both models alternate; before each run everything is synced and the caches are dropped. A
 conversion is timed from process start to exit, fsync included; `cp` is timed with `sync`. Memory is measured in
-separate runs: the anonymous and shared pages of all processes of the tree, and those that one process holds, which are
-compared with those of a model of 2 GB: all of the first process, and what a worker holds for itself alone. A worker's
-part of the pages that it shares with the first process would count in its favour as long as the other workers live. The
-whole tree cannot be compared: how many workers copy the interleaved rows of a fused tensor at the same moment is a
-matter of chance, and a model of few layers has no tensor for each of them.
+separate runs: the anonymous and shared pages of all processes of the tree.
 
 What a run has made is deleted before the next one begins, so that no more than one copy of a model lies on the disk
 beside the sources: 26 GB at most. It takes about half an hour; --quick, with small models, two minutes.
@@ -18,6 +14,7 @@ beside the sources: 26 GB at most. It takes about half an hour; --quick, with sm
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -44,10 +41,7 @@ from megarl.models.shards import table
 
 COMMAND_TIMEOUT_S = 3600.0  # ends a command that hangs; the slowest one takes minutes
 SPEED_BOUND, MOE_BOUND, MEMORY_BOUND_GIB = 2.0, 1.5, 1.5
-GROWTH_BOUND = 1.25  # of the private memory of a process from a model of 2 GB to one of 8 GB
 DENSE_LAYERS, MOE_LAYERS = 36, 48
-SMALL = {"dense": 6, "moe": 10}  # layers of a model of 2 GB
-SMALL_RUNS = 4  # together they are looked at as often as one of 8 GB; a copy of a tensor lives for less than a look
 KINDS = ("import", "export")
 
 
@@ -220,20 +214,16 @@ def speed_rows(kind: str, measured: dict[str, dict[str, Any]]) -> list[Ratio]:
     return rows
 
 
-def private_memory(command: list[str]) -> dict[str, int]:
-    """Return the peak bytes of the process tree of a command.
-
-    "private": anonymous and shared pages of all; "first": anonymous pages of the first process; "worker": those that
-    any one of the others holds alone; "file": pages of files.
-    """
+def private_memory(command: list[str]) -> int:
+    """Return the peak bytes of anonymous and shared pages of the process tree of a command."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
-    peak = {"private": 0, "first": 0, "worker": 0, "file": 0}
+    peak = 0
     over = threading.Event()
 
     def sample() -> None:
+        nonlocal peak
         while not over.wait(0.05):
-            for name, value in _tree_memory(process.pid).items():
-                peak[name] = max(peak[name], value)
+            peak = max(peak, _tree_memory(process.pid))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -248,59 +238,24 @@ def private_memory(command: list[str]) -> dict[str, int]:
     return peak
 
 
-def memory_rows(kind: str, model: BenchModel, peak: dict[str, int], small: dict[str, int]) -> list[Ratio]:
-    """Return the rows of a conversion's memory: above the largest fused tensor, and against a model of 2 GB."""
+def _tree_memory(pid: int) -> int:
+    """Return the bytes of anonymous and shared pages of a process and its descendants."""
+    found = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(OSError):  # it has ended
+                lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+                found += sum(
+                    1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem"))
+                )
+    return found
+
+
+def memory_row(kind: str, model: BenchModel, peak: int) -> Ratio:
+    """Return the row of a conversion's memory above the largest fused tensor."""
     largest = largest_tensor(model.info)
-    details: dict[str, Any] = {f"peak_{name}_mib": value / 2**20 for name, value in peak.items()}
-    details |= {f"peak_{name}_mib_of_2_gb": value / 2**20 for name, value in small.items()}
-    details |= {"largest_mib": largest / 2**20, "unit": "GiB above the tensor"}
-    above = (peak["private"] - largest) / 2**30
-    growth = max(peak[name] / small[name] for name in ("first", "worker") if peak[name] and small[name])
-    return [
-        Ratio(f"{model.name}_{kind}_memory", above, MEMORY_BOUND_GIB, details=details),
-        Ratio(f"{model.name}_{kind}_memory of a process of 2 GB", growth, GROWTH_BOUND, details=details),
-    ]
-
-
-def _tree_memory(pid: int) -> dict[str, int]:
-    """Return the bytes of a process and its descendants, by the names of `private_memory`."""
-    found = {"private": 0, "first": 0, "worker": 0, "file": 0}
-    try:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return found
-    for process in processes:
-        directory = Path(f"/proc/{process.pid}")
-        try:
-            (values,) = _mappings((directory / "smaps_rollup").read_text())
-            if process.pid == pid:
-                found["first"] = values["Anonymous"]
-            else:
-                found["worker"] = max(found["worker"], bytes_alone((directory / "smaps").read_text()))
-        except (OSError, ValueError):
-            continue  # it has ended
-        found["private"] += values["Pss_Anon"] + values["Pss_Shmem"]
-        found["file"] += values["Pss_File"]
-    return found
-
-
-def bytes_alone(smaps: str) -> int:
-    """Return the bytes of anonymous pages that no other process has, from a process's /proc/PID/smaps."""
-    return sum(
-        min(values["Anonymous"], values["Private_Clean"] + values["Private_Dirty"]) for values in _mappings(smaps)
-    )
-
-
-def _mappings(smaps: str) -> list[dict[str, int]]:
-    """Return the values in bytes of each mapping in a text of smaps or smaps_rollup."""
-    found: list[dict[str, int]] = []
-    for line in smaps.splitlines():
-        name, _, rest = line.partition(" ")
-        if not name.endswith(":"):
-            found.append({})
-        elif rest.endswith(" kB"):
-            found[-1][name[:-1]] = int(rest.split()[0]) * 1024
-    return found
+    details = {"peak_mib": peak / 2**20, "largest_mib": largest / 2**20, "unit": "GiB above the tensor"}
+    return Ratio(f"{model.name}_{kind}_memory", (peak - largest) / 2**30, MEMORY_BOUND_GIB, details=details)
 
 
 def largest_tensor(info: ModelInfo) -> int:
@@ -308,32 +263,16 @@ def largest_tensor(info: ModelInfo) -> int:
     return max(2 * torch.Size(entry.shard_shape(0, 1)).numel() for entry in table(info).values())
 
 
-def small_memory(name: str, config: dict[str, Any], work: Path, workers: int, count: int) -> dict[str, dict[str, int]]:
-    """Return the peaks of both conversions of a model that is made for this and deleted, of `count` runs each."""
-    model = make(name, config, work, workers)
-    peaks: dict[str, dict[str, int]] = {}
-    for kind in KINDS:
-        runs = []
-        for _ in range(count):
-            shutil.rmtree(model.target(kind), ignore_errors=True)
-            runs.append(private_memory(model.command(kind)))
-        peaks[kind] = {part: max(run[part] for run in runs) for part in runs[0]}
-    shutil.rmtree(work)
-    return peaks
-
-
 def make(name: str, config: dict[str, Any], work: Path, workers: int) -> BenchModel:
     """Generate a model."""
     return BenchModel(name, generate(work / "hf", config), work, workers)
 
 
-def measure(
-    kind: str, models: Sequence[BenchModel], small: dict[str, dict[str, dict[str, int]]], rounds: int
-) -> list[Ratio]:
+def measure(kind: str, models: Sequence[BenchModel], rounds: int) -> list[Ratio]:
     """Measure one conversion of all models, and leave what it makes in place of its source; return the rows."""
     rows = measure_speed(kind, models, rounds)
     for model in models:
-        rows += memory_rows(kind, model, private_memory(model.command(kind)), small[model.name][kind])
+        rows.append(memory_row(kind, model, private_memory(model.command(kind))))
         verify = convert_command("verify", model.source(kind), model.target(kind))
         subprocess.run(verify, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
         shutil.rmtree(model.source(kind))
@@ -348,23 +287,16 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="directory for up to 26 GB (default: a temporary directory)")
     parser.add_argument("--only", choices=["dense", "moe"])
     options = parser.parse_args()
-    small_layers, small_runs = SMALL, SMALL_RUNS
     if options.quick:
-        options.layers, options.rounds, small_layers, small_runs = 2, 1, {"dense": 1, "moe": 1}, 1
+        options.layers, options.rounds = 2, 1
     shapes = {"dense": dense_config, "moe": moe_config}
     layers = {"dense": options.layers, "moe": max(1, options.layers * MOE_LAYERS // DENSE_LAYERS)}
     names = [name for name in shapes if options.only in (None, name)]
     rows: list[Ratio] = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="convert-") as directory:
-        small = {
-            name: small_memory(
-                name, shapes[name](small_layers[name]), Path(directory, name), options.workers, small_runs
-            )
-            for name in names
-        }
         models = [make(name, shapes[name](layers[name]), Path(directory, name), options.workers) for name in names]
         for kind in KINDS:
-            rows += measure(kind, models, small, options.rounds)
+            rows += measure(kind, models, options.rounds)
     return finish(rows, options)
 
 

@@ -17,10 +17,12 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from benchmarks.learning import run_config
+import yaml
+
 from benchmarks.lib.report import Ratio, finish, new_parser
-from benchmarks.lib.whole_run import train
+from benchmarks.lib.whole_run import QUICKSTART, train
 
 SHARE_BOUND = 0.10
 SECONDS_BOUND = 0.300
@@ -59,7 +61,10 @@ def short_run(directory: Path) -> Path:
 
     build_assets(directory / "assets", size=WarmStart(steps=5))
     run_dir = directory / "run"
-    config = run_config(directory / "assets", run_dir, "sync", 0, 4) | {"evaluation": {}}
+    config: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8")) | {"evaluation": {}}
+    config["run"] |= {"dir": str(run_dir), "export": False, "steps": 4}
+    config["model"]["path"] = str(directory / "assets" / "model")
+    config["data"]["path"] = str(directory / "assets" / "train.jsonl")
     train(config, ranks=2, timeout_s=600.0)
     return run_dir
 

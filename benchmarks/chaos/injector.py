@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,12 @@ from pathlib import Path
 import psutil
 
 from benchmarks.chaos.end_faults import EndFaults, JobEnds
-from benchmarks.chaos.kinds import Fault, Happened, longest_gap
+from benchmarks.chaos.kinds import Fault, Happened
 from benchmarks.chaos.orders import SLOWER, give, withdraw
 from benchmarks.chaos.part_faults import HostFaults, PartFaults
 from benchmarks.chaos.place import RunPlace
-from benchmarks.chaos.processes import Replica, age, cpu_seconds, ended, is_ready, strike
-from benchmarks.chaos.watch import TOLD, WatchedRun, catch
+from benchmarks.chaos.processes import Replica, age, is_ready, strike
+from benchmarks.chaos.watch import TOLD, Judge, WatchedRun, catch
 from benchmarks.lib.file_faults import complete
 from benchmarks.lib.hosts import Hosts
 from benchmarks.lib.whole_run import environment
@@ -172,7 +171,7 @@ class ReplicaFaults:
         replica = self._victim(fault)
         if replica is None:
             return None
-        moment = fault.kind.moment
+        moment, judge = fault.kind.moment, Judge(watch, replica)
         caught = catch(moment, replica.engine, watch.run_dir, watch.end.is_set)
         hit = [replica.engine] if fault.kind.target == "engine" else [replica.actor, replica.engine]
         event = watch.begin(fault, hit[0].pid, TOLD[moment][caught], busy=moment == "busy" and caught)
@@ -181,8 +180,7 @@ class ReplicaFaults:
         elif not self._happens(event, hit, replica):
             event.notes.append("it could not be done")
         else:
-            judges = {"replaced": self._replaced, "same": self._goes_on, "exchanged": self._exchanged}
-            event.over = judges[fault.kind.outcome](event, replica)
+            event.over = judge.judge(event)
         return event
 
     def _victim(self, fault: Fault) -> Replica | None:
@@ -212,60 +210,6 @@ class ReplicaFaults:
         if engine not in found:
             return False
         return (change.drain if event.fault.kind.action == "drain" else change.exchange)(found[engine])
-
-    def _replaced(self, event: Happened, old: Replica) -> bool:
-        """Wait until a publication has replaced the replica, and the run has gone on with it."""
-        watch, since, begun, left_out = self._watch, event.step, time.monotonic(), event.left_out_before
-
-        def replaced() -> bool:
-            found = [replica.engine.pid for replica in watch.find_replicas().values()]
-            complete = len(found) == watch.replicas and old.engine.pid not in found
-            if not complete or watch.sum("sync/restarted_replicas", since) < 1:
-                return False
-            # If a publication has noticed the loss, the new engine starts while the run goes on, and joins a later one.
-            serving = [record.get("rollout/replicas_alive") for record in watch.records[since:]]
-            return serving[-1] == watch.replicas
-
-        if not watch.recovers(replaced):
-            event.notes.append(f"the replica was not replaced within {time.monotonic() - begun:.0f} s")
-            return False
-        newest = max((each.actor for each in watch.find_replicas().values()), key=psutil.Process.create_time)
-        event.new_pid, event.new_since = newest.pid, newest.create_time()
-        restarted = watch.sum("sync/restarted_replicas", since)
-        event.recovered_s = watch.seconds - event.at_s
-        event.longest_gap_s = longest_gap(watch.records, since, time.time() - event.recovered_s)
-        event.beside = watch.left_out > left_out
-        event.notes.append(
-            f"replaced {event.recovered_s:.0f} s after it began, {watch.step - since} steps "
-            f"later; {restarted:.0f} replicas restarted; {event.longest_gap_s:.0f} s without a step at most"
-            f"{'; a publication has gone on without it' if event.beside else ''}"
-        )
-        return True
-
-    def _goes_on(self, event: Happened, replica: Replica) -> bool:
-        """Wait until the same engine has worked again and two more steps are done, without a restart."""
-        watch = self._watch
-        used, since = cpu_seconds(replica.engine), watch.step
-
-        def works() -> bool:
-            return watch.step >= since + 2 and cpu_seconds(replica.engine) > used
-
-        if not watch.notices(works):
-            event.notes.append(f"the engine did not work again within {watch.NOTICE_S:.0f} s, or the run ended")
-            return False
-        restarted = watch.sum("sync/restarted_replicas", event.step)
-        event.notes.append(f"the same engine goes on; {restarted:.0f} replicas restarted")
-        return restarted == 0
-
-    def _exchanged(self, event: Happened, old: Replica) -> bool:
-        """Wait until the engine of a removed replica has ended; another one has been added. Nothing was restarted."""
-        watch = self._watch
-        if not watch.recovers(lambda: ended([old.engine]) and watch.complete):
-            event.notes.append(f"its engine has not ended within {watch.RECOVER_S:.0f} s, or the run ended")
-            return False
-        restarted = watch.sum("sync/restarted_replicas", event.step)
-        event.notes.append(f"another engine is in its place; {restarted:.0f} replicas restarted")
-        return restarted == 0
 
 
 COMMAND_S = 300.0  # for `megarl pool`, which waits for the start of an engine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ANY_NUMBER = 99  # of restarts, of which torchrun has a limit of its own, and of steps
@@ -15,19 +15,13 @@ Moment = Literal["busy", "idle", "in-sync"]
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run that a fault ends: what exit.json says, and the exit code of the job.
+    """The end of a run that a fault ends, as failed and with exit code 1.
 
-    `reasons`: one of them is a part of that in exit.json. `hidden_by_restarts`: the code is 0 as long as torchrun might
-    start the ranks again. `saves_nothing`: exit.json and summary.json count what could not be saved. `aborted`: a
-    second stop signal has ended the job, and all its processes with it. `within_s`: the seconds in which the job must
-    have ended; torchrun may first start it again.
+    `reasons`: one of them is a part of that in exit.json. `aborted`: a second stop signal has ended the job, and all
+    its processes with it. `within_s`: the seconds in which the job must have ended; torchrun may first start it again.
     """
 
-    status: Literal["preempted", "failed"]
-    code: int
     reasons: tuple[str, ...]
-    hidden_by_restarts: bool = False
-    saves_nothing: bool = False
     aborted: bool = False
     within_s: float = 600.0
 
@@ -39,19 +33,15 @@ class Kind:
     `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "exchanged": it leaves
     on request and another one is added; "survived": the part is there again and two more steps are done, after
     `restarts` restarts of the ranks and `starts` starts of the job at most, and `redone` steps were made again at most.
-    `metric`, `told`: a metric that has then counted the fault, a text that the run has then told once more, on the
-    terminal or in the log of an agent worker. `room`: the share of the run's steps that a fault needs, relative to the
-    others. `cost_s`: how long it takes by experience. `seconds`: how long it lasts at least and at most, 0 if it is
-    over at once. `moment`: what a replica does when it is hit: it works on requests, it has none, or it takes part in a
-    publication of the weights. `ending`: how the run must end, before the same command starts it again. `at_end`: the
-    fault comes after the last step.
+    `metric`, `told`: a metric that has then counted the fault, a text that the run has then printed once more, on the
+    terminal or in the log of an agent worker. `seconds`: how long it lasts at least and at most, 0 if it is over at
+    once. `moment`: what a replica does when it is hit: it works on requests, it has none, or it takes part in a
+    publication of the weights. `ending`: how the run must end, before the same command starts it again.
     """
 
     action: str
     target: str
     outcome: Consequence
-    room: float
-    cost_s: float
     seconds: tuple[float, float] = (0.0, 0.0)
     restarts: int = 0
     starts: int = 0
@@ -60,7 +50,6 @@ class Kind:
     told: str = ""
     redone: int = ANY_NUMBER
     ending: Ending | None = None
-    at_end: bool = False
 
     @property
     def name(self) -> str:
@@ -121,70 +110,59 @@ LOST_WORKER = "rollout/workers_lost"
 FLOODED = "the output of this worker was flooded"
 SKIPPED = "the step is skipped"
 UNSAVED = "could NOT be saved"
-CUT = "was ended by a stop request"
-UNSAVED_END = Ending("preempted", 1, ("could not be saved",), hidden_by_restarts=True, saves_nothing=True)
-FULL_END = Ending("failed", 1, ("No space left on device",))
-SPOILED_END = Ending("failed", 1, ("the batch is kept in {run_dir}/failed_batch",))
+FULL_END = Ending(("No space left on device",))
 # torchrun passes the first signal on as it is, and any second one as SIGTERM.
-ABORTED_END = Ending("failed", 1, ("aborted by a second stop signal (SIGTERM)",), aborted=True, within_s=30.0)
-CUT_END = Ending("preempted", 0, ("the time limit is near",))
+ABORTED_END = Ending(("aborted by a second stop signal (SIGTERM)",), aborted=True, within_s=30.0)
 # Ray notices within 300 s, and then the bound of a call counts (HOSTS_RPC_S of chaos/place.py); then all must end. The
 # second reason is that of a call that was under way and has reached its own bound, if Ray has noticed nothing before.
 SEVERED_S = 300.0 + 60.0 + 60.0
-SEVERED_END = Ending(
-    "failed", 1, ("could not reach the rollout controller for", "trainer rank 0 waited"), within_s=SEVERED_S
-)
+SEVERED_END = Ending(("could not reach the rollout controller for", "trainer rank 0 waited"), within_s=SEVERED_S)
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("kill", "engine", "replaced", room=3.0, cost_s=60.0),
-        Kind("kill", "engine", "replaced", room=3.0, cost_s=60.0, moment="idle"),
-        Kind("kill", "engine", "replaced", room=3.0, cost_s=80.0, moment="in-sync"),
-        Kind("kill", "replica", "replaced", room=3.0, cost_s=60.0),
-        Kind("hang", "engine", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
-        Kind("hang", "engine", "replaced", room=6.0, cost_s=120.0, seconds=LONG_S, moment="in-sync"),
-        Kind("hang", "replica", "replaced", room=6.0, cost_s=100.0, seconds=LONG_S),
-        Kind("crawl", "engine", "replaced", room=12.0, cost_s=120.0, seconds=LONG_S),
-        Kind("drain", "replica", "same", room=2.0, cost_s=30.0),
-        Kind("add", "replica", "same", room=3.0, cost_s=80.0),
-        Kind("remove", "replica", "exchanged", room=3.0, cost_s=80.0),
-        Kind("pause", "engine", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
-        Kind("pause", "replica", "same", room=1.0, cost_s=15.0, seconds=(2.0, 5.0)),
-        Kind("slow", "engine", "same", room=2.0, cost_s=25.0, seconds=(8.0, 15.0)),
-        Kind("kill", "reward", "survived", room=1.0, cost_s=10.0),
-        Kind("hang", "reward", "survived", room=1.0, cost_s=15.0, seconds=(60.0, 60.0)),
-        Kind("fork", "reward", "survived", room=1.0, cost_s=10.0),
-        Kind("flood", "reward", "survived", room=1.0, cost_s=15.0, metric="reward/redone"),
-        Kind("kill", "agent-worker", "survived", room=1.0, cost_s=40.0, metric=LOST_WORKER),
-        Kind("hang", "agent-worker", "survived", room=2.0, cost_s=70.0, seconds=LONG_S, metric=LOST_WORKER),
-        Kind("flood", "agent-worker", "survived", room=1.0, cost_s=15.0, told=FLOODED),
-        Kind("spoil", "gradient", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
-        Kind("spoil", "logprob", "survived", room=1.0, cost_s=15.0, told=SKIPPED),
-        Kind("kill", "controller", "survived", room=1.0, cost_s=40.0),
-        Kind("hang", "controller", "survived", room=1.0, cost_s=60.0, seconds=LONG_S),
-        Kind("kill", "queue", "survived", room=1.0, cost_s=40.0),
-        Kind("hang", "queue", "survived", room=2.0, cost_s=120.0, seconds=LONG_S),
-        Kind("kill", "rank", "survived", room=1.0, cost_s=40.0, restarts=1),
-        Kind("hang", "rank", "survived", room=1.0, cost_s=180.0, seconds=(240.0, 240.0), restarts=1),
-        Kind("kill", "agent", "survived", room=1.0, cost_s=120.0, starts=1),
-        Kind("kill", "job", "survived", room=1.0, cost_s=120.0, starts=1),
-        Kind("damage", "job", "survived", room=1.0, cost_s=120.0, starts=1),
-        Kind("interrupt", "job", "survived", room=1.0, cost_s=120.0, starts=1),
-        Kind("terminate", "job", "survived", room=1.0, cost_s=120.0, starts=1),
-        Kind("limit", "job", "survived", room=1.0, cost_s=120.0, starts=1, redone=0, told="stopping after"),
-        Kind("stale", "files", "survived", room=1.0, cost_s=35.0, seconds=(10.0, 20.0)),
-        Kind("fill", "checkpoint-disk", "survived", room=1.0, cost_s=60.0, seconds=LONG_S, told=UNSAVED),
-        Kind("fill", "disk", "survived", room=1.0, cost_s=120.0, seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
-        Kind(
-            "exhaust", "checkpoint-disk", "survived", room=3.0, cost_s=120.0, starts=1, told=UNSAVED, ending=UNSAVED_END
-        ),
-        Kind("exhaust", "disk", "survived", room=1.0, cost_s=120.0, starts=1, ending=FULL_END),
-        Kind("spoil", "steps", "survived", room=3.0, cost_s=180.0, starts=1, told=SKIPPED, ending=SPOILED_END),
-        Kind("abort", "job", "survived", room=1.0, cost_s=120.0, starts=1, ending=ABORTED_END),
-        Kind("limit", "evaluation", "survived", room=0.0, cost_s=90.0, starts=1, told=CUT, ending=CUT_END, at_end=True),
-        Kind("cut", "link", "survived", room=3.0, cost_s=120.0, seconds=(30.0, 30.0)),
-        Kind("sever", "link", "survived", room=3.0, cost_s=400.0, starts=1, ending=SEVERED_END),
-        Kind("lose", "node", "survived", room=8.0, cost_s=240.0),
+        Kind("kill", "engine", "replaced"),
+        Kind("kill", "engine", "replaced", moment="idle"),
+        Kind("kill", "engine", "replaced", moment="in-sync"),
+        Kind("kill", "replica", "replaced"),
+        Kind("hang", "engine", "replaced", seconds=LONG_S),
+        Kind("hang", "engine", "replaced", seconds=LONG_S, moment="in-sync"),
+        Kind("hang", "replica", "replaced", seconds=LONG_S),
+        Kind("crawl", "engine", "replaced", seconds=LONG_S),
+        Kind("drain", "replica", "same"),
+        Kind("add", "replica", "same"),
+        Kind("remove", "replica", "exchanged"),
+        Kind("pause", "engine", "same", seconds=(2.0, 5.0)),
+        Kind("pause", "replica", "same", seconds=(2.0, 5.0)),
+        Kind("slow", "engine", "same", seconds=(8.0, 15.0)),
+        Kind("kill", "reward", "survived"),
+        Kind("hang", "reward", "survived", seconds=(60.0, 60.0)),
+        Kind("fork", "reward", "survived"),
+        Kind("flood", "reward", "survived", metric="reward/redone"),
+        Kind("kill", "agent-worker", "survived", metric=LOST_WORKER),
+        Kind("hang", "agent-worker", "survived", seconds=LONG_S, metric=LOST_WORKER),
+        Kind("flood", "agent-worker", "survived", told=FLOODED),
+        Kind("spoil", "gradient", "survived", told=SKIPPED),
+        Kind("spoil", "logprob", "survived", told=SKIPPED),
+        Kind("kill", "controller", "survived"),
+        Kind("hang", "controller", "survived", seconds=LONG_S),
+        Kind("kill", "queue", "survived"),
+        Kind("hang", "queue", "survived", seconds=LONG_S),
+        Kind("kill", "rank", "survived", restarts=1),
+        Kind("hang", "rank", "survived", seconds=(240.0, 240.0), restarts=1),
+        Kind("kill", "agent", "survived", starts=1),
+        Kind("kill", "job", "survived", starts=1),
+        Kind("damage", "job", "survived", starts=1),
+        Kind("interrupt", "job", "survived", starts=1),
+        Kind("terminate", "job", "survived", starts=1),
+        Kind("limit", "job", "survived", starts=1, redone=0, told="stopping after"),
+        Kind("stale", "files", "survived", seconds=(10.0, 20.0)),
+        Kind("fill", "checkpoint-disk", "survived", seconds=LONG_S, told=UNSAVED),
+        Kind("fill", "disk", "survived", seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
+        Kind("exhaust", "disk", "survived", starts=1, ending=FULL_END),
+        Kind("abort", "job", "survived", starts=1, ending=ABORTED_END),
+        Kind("cut", "link", "survived", seconds=(30.0, 30.0)),
+        Kind("sever", "link", "survived", starts=1, ending=SEVERED_END),
+        Kind("lose", "node", "survived"),
     )
 }
 
@@ -218,40 +196,21 @@ class Fault:
         return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{when}{lasting}"
 
 
-def draw(seed: int, seconds: float, without: Sequence[str] = ()) -> list[str]:
-    """Return names of kinds, each once, that take `seconds` together at most by experience.
+def draw(seed: int, count: int, without: Sequence[str] = ()) -> list[str]:
+    """Return names of `count` kinds, each once: the first ones are one of each of ALWAYS.
 
-    `without`: kinds that cannot happen here. The first ones are one of each of ALWAYS; left out are those of which no
-    kind can happen, and as many of the dearest as there is no time for.
+    `without`: kinds that cannot happen here.
     """
     order = [name for name in KINDS if name not in without]
     random.Random(f"soak-draw-{seed}").shuffle(order)
-    wanted = [found for names in ALWAYS if (found := [name for name in order if name in names])]
-    wanted.sort(key=_least_cost_s, reverse=True)
-    chosen: list[str] = []
-    for number, names in enumerate(wanted, start=1):
-        room = seconds - sum(map(_least_cost_s, wanted[number:]))
-        if affordable := [name for name in names if KINDS[name].cost_s <= room]:
-            chosen.append(affordable[0])
-            seconds -= KINDS[affordable[0]].cost_s
-    for name in order:
-        if name not in chosen and KINDS[name].cost_s <= seconds:
-            chosen.append(name)
-            seconds -= KINDS[name].cost_s
-    return chosen
+    chosen = [found for names in ALWAYS if (found := next((name for name in order if name in names), None))]
+    return [*chosen, *(name for name in order if name not in chosen)][:count]
 
 
-def _least_cost_s(names: Iterable[str]) -> float:
-    return min(KINDS[name].cost_s for name in names)
+def schedule(seed: int, wanted: Sequence[str], *, replicas: int, first: int, last: int) -> list[Fault]:
+    """Return the wanted faults in a random order, spread over the steps from `first` to `last`.
 
-
-def schedule(
-    seed: int, wanted: Sequence[str], *, replicas: int, first: int, last: int, end: int | None = None
-) -> list[Fault]:
-    """Return the wanted faults in a random order, spread over the steps from `first` to `last` by the room they need.
-
-    `end`: the last step of the run, after which those happen that have their place there; None: `last`. Raises
-    ValueError for an unknown kind, and if there are no steps.
+    Raises ValueError for an unknown kind, and if there are no steps.
     """
     if unknown := set(wanted) - KINDS.keys():
         raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}; known are {', '.join(sorted(KINDS))}")
@@ -260,17 +219,11 @@ def schedule(
     rng = random.Random(f"soak-{seed}")
     order = [KINDS[name] for name in wanted]
     rng.shuffle(order)
-    order.sort(key=lambda kind: kind.at_end)
-    total, before = max(1.0, sum(kind.room for kind in order)), 0.0
     faults = []
-    for kind in order:
-        step = first + int((last - first) * before / total)
+    for number, kind in enumerate(order):
+        step = first + (last - first) * number // len(order)
         seconds = round(rng.uniform(*kind.seconds), 1)
-        fault = Fault(kind, rng.randrange(replicas), step, round(rng.uniform(0.0, 1.0), 2), seconds)
-        if kind.at_end:
-            fault = replace(fault, after_step=last if end is None else end, delay_s=0.0)
-        faults.append(fault)
-        before += kind.room
+        faults.append(Fault(kind, rng.randrange(replicas), step, round(rng.uniform(0.0, 1.0), 2), seconds))
     return faults
 
 

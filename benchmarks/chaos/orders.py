@@ -2,7 +2,7 @@
 
 An order is a file with the order's name in a directory beside the run. The process that removes the file takes the
 order, so that one process obeys it, once, and notes that in the file TAKEN before it does so. SLOWER is for all
-processes, until it is withdrawn, and so is WATCH_EVALUATION, which EVALUATED answers. HOLD holds up one step.
+processes, until it is withdrawn. HOLD holds up one step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from megarl.rewards.math import math
 from megarl.rewards.types import RewardInput, RewardResult
@@ -20,8 +21,6 @@ from megarl.rewards.types import RewardInput, RewardResult
 TAKEN = "taken.jsonl"
 SLOWER = "slower"
 HOLD = "hold"
-WATCH_EVALUATION = "watch-evaluation"
-EVALUATED = "evaluated"  # a response of an evaluation was scored while that order was there
 
 
 def give(orders: Path, name: str) -> None:
@@ -43,25 +42,31 @@ def take(orders: Path, name: str) -> bool:
     """Take an order if there is one, and note that this process obeys it."""
     if not withdraw(orders, name):
         return False
-    line = json.dumps({"order": name, "pid": os.getpid(), "time": time.time()}) + "\n"
-    descriptor = os.open(orders / TAKEN, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    _append(orders / TAKEN, {"order": name, "pid": os.getpid(), "time": time.time()})
+    return True
+
+
+def _append(path: Path, content: dict[str, Any]) -> None:
+    """Append one line in a single write: several processes write to the file, and each may be killed."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        os.write(descriptor, (json.dumps(content) + "\n").encode())
     finally:
         os.close(descriptor)
-    return True
+
+
+def _appended(path: Path) -> list[dict[str, Any]]:
+    """Return what `_append` has written; a line that is being written is left out."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]] if path.is_file() else []
 
 
 def taken(orders: Path, name: str) -> list[int]:
     """Return the pids of the processes that have taken the orders of a name, oldest first."""
-    path = orders / TAKEN
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-    return [each["pid"] for each in map(json.loads, lines) if each["order"] == name]
+    return [each["pid"] for each in _appended(orders / TAKEN) if each["order"] == name]
 
 
 FORGED = 1000.0  # the reward that a forked child gives
 FLOOD_BYTES = 3_000_000
-WATCHED_S = 0.1  # that a response takes in an evaluation which is watched, so that it can be caught
 
 
 def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, marks: str, orders: str) -> RewardResult:
@@ -74,23 +79,13 @@ def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, mark
     if take(Path(orders), "flood-reward"):
         os.write(int(sys.argv[1]), b"x" * FLOOD_BYTES)  # the socket of the worker, which is its first argument
     if is_late(sample.prompt, sample.response, share, seed) and not was_late(Path(marks), sample):
-        mark(Path(marks), sample)
+        late = {"time": time.time(), "pid": os.getpid(), "prompt": sample.prompt, "response": sample.response}
+        _append(Path(marks), late)
         time.sleep(sleep_s)
     return math(sample)
 
 
 late_math.warm_up = math.warm_up  # type: ignore[attr-defined]
-
-
-def watched_math(sample: RewardInput, orders: str) -> RewardResult:
-    """Return `math` of the sample, for evaluations; tell that one is under way if the order to watch it is there."""
-    if (Path(orders) / WATCH_EVALUATION).exists():
-        give(Path(orders), EVALUATED)
-        time.sleep(WATCHED_S)
-    return math(sample)
-
-
-watched_math.warm_up = math.warm_up  # type: ignore[attr-defined]
 
 
 def is_late(prompt: str, response: str, share: float, seed: int) -> bool:
@@ -101,23 +96,9 @@ def is_late(prompt: str, response: str, share: float, seed: int) -> bool:
 
 def was_late(path: Path, sample: RewardInput) -> bool:
     """Tell whether the same answer was late before."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-    return any(
-        (each["prompt"], each["response"]) == (sample.prompt, sample.response) for each in map(json.loads, lines)
-    )
-
-
-def mark(path: Path, sample: RewardInput) -> None:
-    """Append one line in a single write: several processes write to the file, and each may be killed."""
-    found = {"time": time.time(), "pid": os.getpid(), "prompt": sample.prompt, "response": sample.response}
-    line = json.dumps(found) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    return any((each["prompt"], each["response"]) == (sample.prompt, sample.response) for each in _appended(path))
 
 
 def marked(path: Path) -> int:
     """Return the number of samples that were late."""
-    return len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else 0
+    return len(_appended(path))

@@ -15,7 +15,7 @@ from benchmarks.chaos.kinds import Fault, Happened
 from benchmarks.chaos.orders import give, taken, withdraw
 from benchmarks.chaos.place import ENGINES, SeveralHosts
 from benchmarks.chaos.processes import ended, strike
-from benchmarks.chaos.watch import Survival, WatchedRun
+from benchmarks.chaos.watch import Judge, WatchedRun
 from benchmarks.lib.file_faults import complete, damage, fill, refused, spoil
 
 ENDS_S = 30.0  # for all processes of a run after a second stop signal
@@ -32,7 +32,7 @@ class PartFaults:
     def hit(self, fault: Fault) -> Happened | None:
         """Let a fault happen; return it when it is over, or None if the part is not there."""
         watch, target = self._watch, fault.kind.target
-        survival = Survival(watch)
+        judge = Judge(watch)
         hit: list[psutil.Process] = []
         wanted = 0
         if fault.kind.has_processes:
@@ -51,7 +51,7 @@ class PartFaults:
             event.notes.append("it could not be done")
             return event
         damaged = self._damage(event) if fault.kind.action == "damage" else None
-        event.over = survival.judge(event, hit, target, wanted)
+        event.over = judge.judge(event, hit, wanted)
         if damaged is not None and not refused(damaged):
             event.notes.append(f"{damaged.name} is damaged and was NOT refused")
             event.over = False
@@ -140,10 +140,10 @@ class HostFaults:
 
     def hit(self, fault: Fault) -> Happened:
         """Let a fault happen; return it when it is over."""
-        survival = Survival(self._watch)
+        judge = Judge(self._watch)
         event = self._watch.begin(fault, 0, "the run was working")
         happened = self._cut(event) if fault.kind.action == "cut" else self._lose(event)
-        event.over = happened and survival.judge(event, [], fault.kind.target)
+        event.over = happened and judge.judge(event)
         return event
 
     def _cut(self, event: Happened) -> bool:

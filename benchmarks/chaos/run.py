@@ -74,8 +74,7 @@ def run_config(
     config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
     late["orders"] = str(orders_of(run_dir))
-    heldout: dict[str, Any] = {"name": "additions", "path": str(options.assets / "heldout.jsonl")}
-    heldout["reward"] = evaluation_reward(kinds, run_dir)
+    heldout = {"name": "additions", "path": str(options.assets / "heldout.jsonl"), "reward": {"function": "math"}}
     changes: ConfigTree = {
         "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
         "model": {"path": str(options.assets / "model")},
@@ -238,17 +237,10 @@ def disks_of(run_dir: Path, kinds: Collection[Kind]) -> Iterator[None]:
         yield
 
 
-def evaluation_reward(kinds: Collection[Kind], run_dir: Path) -> dict[str, Any]:
-    """Return the reward of evaluations, which tells that one is under way if a fault is to hit it."""
-    if not any(kind.target == "evaluation" for kind in kinds):
-        return {"function": "math"}
-    return {"function": "benchmarks.chaos.orders:watched_math", "kwargs": {"orders": str(orders_of(run_dir))}}
-
-
 def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Tempo) -> dict[str, dict[str, Any]]:
     """Return the changes of the config by which faults of these kinds can happen to a run of `replicas` at a tempo."""
     targets, orders = {kind.target for kind in kinds}, str(orders_of(run_dir))
-    spoiled = sum(kind.action == "spoil" and kind.ending is None for kind in kinds)
+    spoiled = sum(kind.action == "spoil" for kind in kinds)
     changes: dict[str, dict[str, Any]] = {}
     if "agent-worker" in targets:
         changes.setdefault("rollout", {})["agent_workers"] = AGENT_WORKERS
@@ -256,11 +248,11 @@ def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Te
         changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
     if "checkpoint-disk" in targets:
         changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
-    if targets & {"gradient", "steps"} or tempo.slower or any(kind.action == "abort" for kind in kinds):
+    if "gradient" in targets or tempo.slower or any(kind.action == "abort" for kind in kinds):
         changes["algorithm"] = {"loss": "benchmarks.chaos.hooks:ordered_ppo", "loss_options": {"orders": orders}}
     if "logprob" in targets or any(kind.target == "agent-worker" and kind.order for kind in kinds):
         changes["agent"] = {"loop": "benchmarks.chaos.hooks:OrderedTurn", "kwargs": {"orders": orders}}
-    if spoiled or "steps" in targets:
+    if spoiled:
         changes["trainer"] = {"max_skipped_steps": max(LEAST_SKIPPED, spoiled)}
     return changes
 

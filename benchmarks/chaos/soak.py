@@ -3,23 +3,17 @@
     python -m benchmarks.chaos.soak [--minutes 20] [--seed N] [--fault-seed N] [--faults NAMES] [--json FILE] [--quick]
 
 Both runs are asynchronous, and have the same seed and two engines, or one. In the second run faults happen, drawn from
-a table (benchmarks/chaos/kinds.py) by a seed that is printed: parts of the run are killed, stopped for longer than the
-run takes them for alive, stopped for a few seconds or slowed down; replicas are drained, removed and added; torchrun,
-or all of the job, is killed or asked to stop, and the same command starts it again; the disk of the run directory or of
-the checkpoints is full for a while, or file handles are stale; a gradient or a log-prob is NaN. Some faults must end
-the run, which says why, and is started again when their cause has gone: a disk stays full, gradients stay NaN, the time
-limit comes in the final evaluation. Reward functions do not answer in time (benchmarks/chaos/orders.py), fork or flood.
-What a kind of fault needs in the config, as agent workers, both runs have (benchmarks/chaos/run.py). A fault is told
-when it happens, and what the run did about it.
+a table (benchmarks/chaos/kinds.py) by a seed that is printed; docs/benchmarks.md says what each is and what the run
+must do. Some end the run, which says why, and is started again when their cause has gone. Reward functions do not
+answer in time now and then (benchmarks/chaos/orders.py). What a kind needs in the config, both runs have.
 
 Rows, for both runs where it makes sense:
 
 - each check of benchmarks/lib/accounting.py, an independent script over the run's files: its number of problems, and
   the oldest token that was trained over the bound;
-- the planned faults that happened, were noticed and were survived, at the price that their kind allows; replaced
-  replicas, and none replaced without a loss; responses that another engine has continued, for each busy replica that
-  was lost; as many time-outs counted as rewards were late;
-- steps that were skipped for a number that is not finite, without a fault that explains it;
+- the planned faults that were survived at the price that their kind allows; replicas replaced, and none without a
+  loss; responses that another engine has continued, for each busy replica that was lost; time-outs counted against
+  late rewards; skipped steps that no fault explains;
 - final accuracy, greedy and sampled: the difference to the undisturbed run in points;
 - the time of all this over `--minutes`. A run that does not end in time is killed and reported. It takes 20 minutes at
   most; --quick, with two faults, about five.
@@ -45,8 +39,6 @@ from benchmarks.lib.whole_run import make_assets
 
 FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
-# Of the time limit, for faults; the rest is for the undisturbed run, the starts and the steps.
-FAULTS_SHARE = 0.4
 HOSTS_SHARE = 0.2  # of the soaks whose faults are drawn, that are on several hosts
 ONE_ENGINE_SHARE = 0.25  # of the others, that have one engine
 LAST_ONE = "this soak has one engine, which has to serve on"
@@ -71,13 +63,10 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
     if options.replicas is None:
         options.replicas = 1 if no_hosts and wants_one_engine(options.fault_seed, named) else REPLICAS
     impossible = why_impossible(no_hosts, options.replicas)
-    seconds = FAULTS_SHARE * 60.0 * options.minutes
-    wanted = draw(options.fault_seed, seconds, list(impossible)) if named is None else named
+    wanted = draw(options.fault_seed, options.count, list(impossible)) if named is None else named
     last = max(FIRST_STEP + 1, options.steps - QUIET_END)
     try:
-        faults = schedule(
-            options.fault_seed, wanted, replicas=options.replicas, first=FIRST_STEP, last=last, end=options.steps
-        )
+        faults = schedule(options.fault_seed, wanted, replicas=options.replicas, first=FIRST_STEP, last=last)
     except ValueError as error:
         raise SystemExit(f"--faults: {error}") from None
     for reason in dict.fromkeys(impossible.values()):
@@ -121,12 +110,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the runs")
     parser.add_argument("--fault-seed", type=int, help="seed that draws the faults and their schedule; default: random")
     parser.add_argument("--faults", help=f"faults instead of drawn ones, with commas: {', '.join(KINDS)}")
-    parser.add_argument(
-        "--replicas",
-        type=int,
-        choices=(1, 2),
-        help="replicas, of one engine each; default: 2, or drawn with the faults",
-    )
+    parser.add_argument("--count", type=int, default=8, help="faults that are drawn")
+    parser.add_argument("--replicas", type=int, choices=(1, 2), help="of one engine each; default: 2, or drawn")
     parser.add_argument("--steps", type=int, default=280, help="steps of each run")
     parser.add_argument("--groups", type=int, default=24, help="prompt groups of a step")
     parser.add_argument(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from benchmarks.chaos.kinds import Fault, Happened, Kind
+from benchmarks.chaos.kinds import Fault, Happened, Kind, longest_gap
 from benchmarks.chaos.place import RunPlace
 from benchmarks.chaos.processes import Replica, cpu_seconds, ended, is_stopped, restarts_among, send
 from megarl.common.line_parts import read_lines
@@ -183,55 +183,111 @@ def read_so_far(run_dir: Path) -> list[dict[str, Any]]:
 
 
 REBUILT = {"controller", "queue"}  # each is started anew with the other one
-AHEAD = 4  # steps: two for which there were batches, and two of the new controller, with a publication in one of them
+AHEAD = 2  # steps of the new controller, with a publication in one of them, after the two for which there were batches
 
 
-class Survival:
-    """Knows torchrun's process as it was before a fault, and how often it had restarted the ranks."""
+class Judge:
+    """Judges what a fault has cost a run, which it knows as it was before: torchrun's process, how often that had
+    restarted the ranks, and the replica that is hit.
+    """
 
-    def __init__(self, watch: WatchedRun) -> None:
-        self._watch = watch
+    def __init__(self, watch: WatchedRun, replica: Replica | None = None) -> None:
+        self._watch, self._replica = watch, replica
         self._agent, self._restarts = watch.find_agent(), watch.restarts
+        self._least = watch.step
 
-    def judge(self, event: Happened, hit: Sequence[psutil.Process], target: str, wanted: int = 1) -> bool:
-        """Wait until the part is there again and two more steps are done; compare what that cost with its kind.
+    def judge(self, event: Happened, hit: Sequence[psutil.Process] = (), wanted: int = 0) -> bool:
+        """Wait until what was hit is there again and the run goes on; compare what that cost with the fault's kind.
 
-        `hit`: the processes that the fault has ended. `wanted`: how many processes of `target` there are to be.
+        `hit`: the processes that the fault has ended. `wanted`: how many processes of the target there are to be.
         """
         watch, kind = self._watch, event.fault.kind
-        least = since = watch.step
+        self._least = watch.step
+        used = 0.0 if self._replica is None else cpu_seconds(self._replica.engine)
 
         def back() -> bool:
-            nonlocal least
-            least = min(least, watch.step)  # a resume goes back to its checkpoint
-            return ended(hit) and (not hit or len(watch.find_processes(target)) >= wanted)
-
-        def two_more_steps() -> bool:
-            nonlocal least, since
-            least, since = min(least, watch.step), min(since, watch.step)
-            return watch.step >= since + 2
+            self._least = min(self._least, watch.step)  # a resume goes back to its checkpoint
+            if self._replica is None:
+                return ended(hit) and (not wanted or len(watch.find_processes(kind.target)) >= wanted)
+            if kind.outcome == "replaced":
+                return self._replaced(event, self._replica)
+            if kind.outcome == "exchanged":
+                return ended([self._replica.engine]) and watch.complete
+            return cpu_seconds(self._replica.engine) > used
 
         if not watch.recovers(back):
-            event.notes.append(f"the {target} was not there again within {watch.RECOVER_S:.0f} s, or the run ended")
+            event.notes.append(f"the {kind.target} was not there again within {watch.RECOVER_S:.0f} s")
             return False
+        if kind.outcome == "replaced":
+            self._note_new(event)
+            return True
+        return self._two_more_steps(event) and self._served(event) and self._allowed(event)
+
+    def _replaced(self, event: Happened, old: Replica) -> bool:
+        """Tell whether a publication has replaced the replica, and all serve.
+
+        If a publication has noticed the loss, the new engine starts while the run goes on, and joins a later one.
+        """
+        watch = self._watch
+        found = [replica.engine.pid for replica in watch.find_replicas().values()]
+        complete = len(found) == watch.replicas and old.engine.pid not in found
+        return complete and watch.sum("sync/restarted_replicas", event.step) >= 1 and _all_serve(watch)
+
+    def _note_new(self, event: Happened) -> None:
+        """Note what the replacement of a replica has taken."""
+        watch, since = self._watch, event.step
+        newest = max((each.actor for each in watch.find_replicas().values()), key=psutil.Process.create_time)
+        event.new_pid, event.new_since = newest.pid, newest.create_time()
+        event.recovered_s = watch.seconds - event.at_s
+        event.longest_gap_s = longest_gap(watch.records, since, time.time() - event.recovered_s)
+        event.beside = watch.left_out > event.left_out_before
+        event.notes.append(
+            f"replaced {event.recovered_s:.0f} s after it began, {watch.step - since} steps later; "
+            f"{watch.sum('sync/restarted_replicas', since):.0f} replicas restarted; {event.longest_gap_s:.0f} s "
+            f"without a step at most{'; a publication has gone on without it' if event.beside else ''}"
+        )
+
+    def _two_more_steps(self, event: Happened) -> bool:
+        watch = self._watch
         since = watch.step
-        if not watch.recovers(two_more_steps):
+
+        def done() -> bool:
+            nonlocal since
+            self._least, since = min(self._least, watch.step), min(since, watch.step)
+            return watch.step >= since + 2
+
+        if not watch.recovers(done):
             event.notes.append(f"no two more steps were done within {watch.RECOVER_S:.0f} s, or the run ended")
             return False
         event.recovered_s = watch.seconds - event.at_s
-        if target in REBUILT and not watch.recovers(lambda: watch.step >= since + AHEAD and _all_serve(watch)):
-            event.notes.append(f"not all replicas served {AHEAD} steps later within {watch.RECOVER_S:.0f} s")
-            return False
+        return True
+
+    def _served(self, event: Happened) -> bool:
+        """Wait for all replicas after a fault of what is rebuilt with the pool."""
+        watch, since = self._watch, self._watch.step
+        if event.fault.kind.target not in REBUILT:
+            return True
+        if watch.recovers(lambda: watch.step >= since + AHEAD and _all_serve(watch)):
+            return True
+        event.notes.append(f"not all replicas served {AHEAD} steps later within {watch.RECOVER_S:.0f} s")
+        return False
+
+    def _allowed(self, event: Happened) -> bool:
+        """Compare restarts and steps that were made again with what the kind allows."""
+        watch, kind = self._watch, event.fault.kind
         starts = int(watch.find_agent() != self._agent)
         again = watch.restarts - (0 if starts else self._restarts)
-        event.redone_steps = max(0, event.step - least)
+        replicas = 0.0 if self._replica is None else watch.sum("sync/restarted_replicas", event.step)
+        event.redone_steps = max(0, event.step - self._least)
         event.notes.append(
-            f"two more steps {event.recovered_s:.0f} s after it began, from step {least} on; the ranks were restarted "
-            f"{again} times ({kind.restarts} are allowed), the job {starts} times ({kind.starts})"
+            f"two more steps {event.recovered_s:.0f} s after it began, from step {self._least} on; the ranks were "
+            f"restarted {again} times ({kind.restarts} are allowed), the job {starts} times ({kind.starts})"
         )
+        if replicas:
+            event.notes.append(f"{replicas:.0f} replicas restarted, none is allowed")
         if event.redone_steps > kind.redone:
             event.notes.append(f"{event.redone_steps} steps were made again, {kind.redone} are allowed")
-        return again <= kind.restarts and starts <= kind.starts and event.redone_steps <= kind.redone
+        return again <= kind.restarts and starts <= kind.starts and event.redone_steps <= kind.redone and not replicas
 
 
 def _all_serve(watch: WatchedRun) -> bool:

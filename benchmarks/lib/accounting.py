@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,12 +39,6 @@ from benchmarks.lib.recount import (
     recount,
     skip,
 )
-
-_POOL = re.compile(r" supervisor of .*\"launch\"")
-_ADDED = re.compile(r"starting replicas \[([\d, ]+)\]")
-_GROWN = re.compile(r"(\d+) engines that were lost are up again")
-_STARTED = re.compile(rb"megarl journal: (\d{20}) groups started\n")
-_ENGINE = re.compile(r"\(EngineCore pid=(\d+)\)")
 
 
 def check_run(run_dir: Path, *, stopped: bool = False) -> AccountingReport:
@@ -85,7 +78,6 @@ def check_run(run_dir: Path, *, stopped: bool = False) -> AccountingReport:
     report.admitted = len(rollout.admitted)
     _check_totals(rollout, records, report, stopped)
     _check_repetitions(steps, rules, report)
-    _check_engines(run_dir, records, rules, rollout.begins, report, stopped)
     return report
 
 
@@ -204,56 +196,6 @@ def _check_repetitions(steps: Mapping[int, Sequence[CountedGroup]], rules: Rules
             other = prompts.setdefault((epoch, group.prompt), group.number)
             if other != group.number:
                 report.problems["epochs"].append(f"epoch {epoch}: groups {other} and {group.number} have one prompt")
-    report.prompts_twice = len(report.problems["epochs"])
-
-
-def _check_engines(
-    run_dir: Path,
-    records: Mapping[int, Mapping[str, Any]],
-    rules: Rules,
-    attempts: int,
-    report: AccountingReport,
-    stopped: bool,
-) -> None:
-    """Count the engine processes that have written to the logs of the replicas.
-
-    Each pool starts all replicas. An attempt that was cut short may have restarted some in a step that no metrics tell.
-    """
-    logs = sorted((run_dir / "logs").glob("replica-*.log"))
-    started = [set(_ENGINE.findall(log.read_text(encoding="utf-8", errors="replace"))) for log in logs]
-    report.engine_starts = sum(map(len, started))
-    told = [*records.values(), *_rolled_back(run_dir)]
-    report.engine_restarts = sum(int(each.get("sync/restarted_replicas") or 0) for each in told)
-    added = _added(run_dir)
-    # One that is replaced while its place is not yet free gets a number, and a log, of its own.
-    beyond = max(0, len(logs) - rules.replicas - report.engine_restarts - added)
-    report.expect("engines", "replicas with a log", len(logs), max(rules.replicas, len(logs) - beyond))
-    log = run_dir / "logs" / "supervisor.log"
-    pools = len(_POOL.findall(log.read_text(encoding="utf-8", errors="replace"))) if log.is_file() else 1
-    explained = rules.replicas * pools + report.engine_restarts + added
-    most = explained + rules.replicas * (attempts - 1)
-    if attempts == 1:
-        # One that is being added when the run ends, or being replaced when it is stopped, has not said its name.
-        unnamed = added + (report.engine_restarts if stopped else 0)
-        nearest = min(max(report.engine_starts, explained - unnamed), explained)
-        report.expect("engines", "engines started", report.engine_starts, nearest)
-    elif report.engine_starts > most:
-        text = f"engines started: {report.engine_starts}, but at most {most} by {pools} pools in {attempts} attempts"
-        report.problems["engines"].append(text)
-
-
-def _added(run_dir: Path) -> int:
-    """Return how many engines `megarl pool add`, or a host that was back, has brought, by the controller's log."""
-    log = run_dir / "logs" / "controller.log"
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    return sum(len(each.split(",")) for each in _ADDED.findall(text)) + sum(map(int, _GROWN.findall(text)))
-
-
-def _rolled_back(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of steps that a resume has discarded."""
-    parts = sorted(run_dir.glob("rolled_back*.jsonl"))  # the older ones, with a number in their names, first
-    lines = (line for path in parts for line in _json_lines(path))
-    return [line for line in lines if line["file"] == "metrics.jsonl" and "time/step" in line]
 
 
 def _step_records(lines: Iterable[dict[str, Any]], report: AccountingReport) -> dict[int, dict[str, Any]]:

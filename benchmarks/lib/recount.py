@@ -22,7 +22,6 @@ CHECKS = {
     "staleness": "no group is trained whose oldest token is older than the bound",
     "epochs": "no prompt is twice in an epoch",
     "versions": "every token has the version of weights that were published before, on both sides the same",
-    "engines": "every engine that was started was there at the start, was added, or is a restart that the metrics tell",
     "rewards": "no sample has a reward that its function does not give, and equal answers have equal ones",
     "finite": "a step with a log-prob that is not finite was skipped; of a skipped step nothing was trained",
 }
@@ -40,9 +39,6 @@ class AccountingReport:
     steps: int = 0
     admitted: int = 0
     oldest: int = 0
-    prompts_twice: int = 0
-    engine_starts: int = 0
-    engine_restarts: int = 0
     skipped: int = 0
     problems: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in CHECKS})
 
@@ -59,7 +55,7 @@ class AccountingReport:
         """Yield the report as text."""
         ends = ", ".join(f"{self.ends[end]} {end}" for end in ENDS)
         yield f"{self.steps} steps, {self.admitted} groups admitted: {ends}; oldest token {self.oldest} updates"
-        yield f"{self.engine_starts} engine starts, {self.engine_restarts} restarts; {self.skipped} steps skipped"
+        yield f"{self.skipped} steps skipped"
         for name, found in self.problems.items():
             yield f"{name}: {'ok' if not found else f'{len(found)} problems'}"
             yield from (f"    {each}" for each in found[:20])
@@ -82,7 +78,6 @@ class Rules:
     bound: int
     truncated: str
     filters: bool
-    replicas: int
     prompts: int
     reward: str = ""
 
@@ -104,7 +99,6 @@ class Rules:
             bound=bound,
             truncated=config["sampling"]["truncated"],
             filters=algorithm["filter_zero_variance"] is not False,
-            replicas=config["rollout"]["replicas"],
             prompts=prompts,
             reward=config["reward"]["function"],
         )

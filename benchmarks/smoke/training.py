@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks.smoke import models
 from benchmarks.smoke.rows import Row, Where
+from benchmarks.smoke.transfers import median_s
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -121,14 +123,7 @@ def _speed_rows(where: Where, config: Config, policy: Policy, tokens: int) -> li
     length = tokens // 4
     vocabulary = policy.info.vocab_size
     samples = models.make_samples(models.make_pairs(8, range(length - 12, length - 11), vocabulary))
-    seconds = []
-    for _ in range(3 if where.tiny else 8):
-        where.synchronize()
-        started = time.perf_counter()
-        policy.update(samples)
-        where.synchronize()
-        seconds.append(time.perf_counter() - started)
-    median = statistics.median(seconds[2:])
+    median = median_s(where, lambda: policy.update(samples), repeats=1 if where.tiny else 6, warm_up=2)
     trained = sum(sample.length for sample in samples)
     flops = 3 * trained * Performance(config, policy.info).flops_per_token(length / 2)
     product = product_tflops(where)
@@ -144,14 +139,7 @@ def product_tflops(where: Where) -> float:
     """Return the TFLOP/s of a square bf16 matrix product."""
     size = 256 if where.tiny else 8192
     a = torch.randn(size, size, device=where.device, dtype=torch.bfloat16)
-    seconds = []
-    for _ in range(10):
-        where.synchronize()
-        started = time.perf_counter()
-        torch.mm(a, a)
-        where.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / statistics.median(seconds[3:]) / 1e12
+    return 2 * size**3 / median_s(where, lambda: torch.mm(a, a), repeats=7, warm_up=3) / 1e12
 
 
 def _reset_peak(where: Where) -> None:
@@ -180,11 +168,7 @@ def _ragged_rows(where: Where, policy: Policy, tokens: int) -> list[Row]:
         length = tokens // 2 + 17 * number % (tokens // 3) + number
         pairs = models.make_pairs(1, range(length - 8, length - 7), policy.info.vocab_size)
         samples = models.make_samples(pairs)
-        where.synchronize()
-        started = time.perf_counter()
-        policy.update(samples)
-        where.synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(median_s(where, partial(policy.update, samples), repeats=1, warm_up=0))
         graphs.append(int(counters["stats"]["unique_graphs"]))
     half = len(seconds) // 2
     late = seconds[half:]

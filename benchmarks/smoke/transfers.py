@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 REPEATS = 5
 
 
-def median_s(where: Where, function: Callable[[], object]) -> float:
-    """Return the median seconds of some calls, after one that is not counted."""
-    function()
+def median_s(where: Where, function: Callable[[], object], repeats: int = REPEATS, warm_up: int = 1) -> float:
+    """Return the median seconds of `repeats` calls, after `warm_up` that are not counted."""
+    for _ in range(warm_up):
+        function()
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         where.synchronize()
         started = time.perf_counter()
         function()

@@ -34,17 +34,15 @@ def checkpoint(save: float = 1.9, load: float = 1.9, beside: float = 1.09, bare:
     return [*script.disk_rows(measured), script.stall_row(measured)]
 
 
-def convert(seconds: float = 1.9, moe: float = 1.9, private_gib: float = 1.0, worker: int = 50) -> list[Ratio]:
+def convert(seconds: float = 1.9, moe: float = 1.9, private_gib: float = 1.0) -> list[Ratio]:
     script = load_script("convert")
     model = script.BenchModel("dense", script.info_from_config(script.dense_config(1)), Path("nowhere"), 4)
-    small = {"private": 300, "first": 100, "worker": 50, "file": 1}
     private = script.largest_tensor(model.info) + private_gib * 2**30
     speed = {
         name: {"bytes": 1, "seconds": [each], "cp_seconds": [each if name == "moe" else 1.0]}
         for name, each in (("dense", seconds), ("moe", moe))
     }
-    memory = script.memory_rows("import", model, small | {"private": private, "worker": worker}, small)
-    return [*script.speed_rows("import", speed)[::2], *memory]
+    return [*script.speed_rows("import", speed)[::2], script.memory_row("import", model, private)]
 
 
 def door(long: float = 10.9, short: float = 14.9) -> list[Ratio]:
@@ -52,17 +50,6 @@ def door(long: float = 10.9, short: float = 14.9) -> list[Ratio]:
     taken = {("the door", 128): [long], ("the door", 16): [short]}
     taken |= {(way, tokens): [10.0] for way in ("vLLM's server", script.SESSIONS, script.CHATS) for tokens in (128, 16)}
     return script.rows_of(taken, {128: 256, 16: 1024}, "2 cores")
-
-
-def learning(after: float = 0.86, greedy: float = 0.98, least: float = 4.0, most: float = 4.0) -> list[Ratio]:
-    script = load_script("learning")
-
-    def result(sampled: float, greedy: float, staleness: float) -> Any:
-        before = {"greedy": 0.2, "sampled": 0.4}
-        return script.LearningResult(before, {"greedy": greedy, "sampled": sampled}, staleness, 40.0)
-
-    ahead = [result(after, greedy, least), result(0.88, 1.0, most)]
-    return script.rows_of({"sync": [result(0.88, 1.0, 0.0)] * 2, "async": ahead}, [0, 1])
 
 
 def load(rate: float, in_flight: float = 10_000.0, cost: float = 0.6, memory: float = 1.0) -> Any:
@@ -89,22 +76,12 @@ def loop_overhead(overhead_s: float = 0.1, step_s: float = 1.4) -> list[Ratio]:
     return load_script("loop_overhead").measure([step] * 4)
 
 
-def observability(**changes: float) -> list[Ratio]:
-    script = load_script("observability")
-    seconds = dict.fromkeys(script.ROWS, 0.001)
-    for row, value in changes.items():
-        seconds[next(name for name in seconds if row in name.replace(" ", "_"))] = value
-    return script.rows_of(script.StepSize(), seconds, {})
+def observability(seconds: float = 0.003) -> list[Ratio]:
+    return [load_script("observability").row_of(dict.fromkeys(("rank", "controller"), seconds))]
 
 
 def sandbox(rate: float = 51.0, left: int = 0) -> list[Ratio]:
     return load_script("sandbox").rows_of(rate, {}, {"time_limit": left}, 60)
-
-
-def sync_scale(sender: float = 3.9, in_place: float = 1.1) -> list[Ratio]:
-    script = load_script("sync_scale")
-    row = script.sender_row_of("model", 10, 2, {"copy_": 1.0, "sender": sender})
-    return [row, *script.engine_rows_of("model", 10, 2, 1.0, {"in place": in_place, "layer-wise reload": 9.0})]
 
 
 def train_throughput(padded: float = 1.6, whole: float = 0.95) -> list[Ratio]:
@@ -151,15 +128,11 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
     ],
     convert: [
         ({"seconds": 2.1}, "dense_import"), ({"moe": 3.0}, "per_byte of dense"),
-        ({"private_gib": 1.6}, "dense_import_memory"), ({"worker": 63}, "of a process of 2 GB"),
+        ({"private_gib": 1.6}, "dense_import_memory"),
     ],
     door: [
         ({"long": 11.1}, "128 tokens: the door / vLLM"), ({"short": 15.1}, "16 tokens: the door / vLLM"),
         
-    ],
-    learning: [
-        ({"after": 0.84}, "seed 0, sampled"), ({"greedy": 0.96}, "seed 0, greedy"), ({"least": 3.0}, "least of the"),
-        ({"most": 5.0}, "largest staleness trained / 4"),
     ],
     control_plane: [
         ({"rate": 999.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
@@ -170,14 +143,8 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"turn_s": 0.11}, "longest turn / "),
     ],
     loop_overhead: [({"overhead_s": 0.2}, "share"), ({"overhead_s": 0.4, "step_s": 10.0}, "seconds / 0.3 s")],
-    observability: [
-        ({"events": 0.011}, "events of"), ({"metrics": 0.011}, "metrics and sinks"),
-        ({"trajectories_in": 0.011}, "trajectories in"), ({"8_turns": 0.011}, "trajectories of 8"),
-        ({"steps_of": 0.011}, "steps of an engine"), ({"events": 0.006, "metrics": 0.006}, "all of trainer rank 0"),
-        ({"steps_of": 0.02}, "all processes"),
-    ],
+    observability: [({"seconds": 0.0075}, "share of the processor time")],
     sandbox: [({"rate": 49.0}, "programs per second"), ({"left": 1}, "processes left")],
-    sync_scale: [({"sender": 4.1}, "sender"), ({"in_place": 1.2}, "in place")],
     train_throughput: [({"padded": 1.4}, "half_padding"), ({"whole": 0.8}, "no_padding")],
     trl_additions: [({"ahead": 7.9, "bare": 8.0}, "async / TRL"), ({"bare": 9.1}, "async / bare engine")],
     trl_long: [

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -87,12 +85,6 @@ def test_tf32_is_off_where_fp32_is_compared(smoke: ModuleType, monkeypatch: pyte
     assert {name for name, value in values.items() if value is not None} == {"parity", "two_ranks"}
     assert values["parity"] == values["two_ranks"] == "0"
     assert all(smoke.environment_of(name)["KEPT"] == "1" for name in smoke.STEPS)
-
-
-def test_the_steps_name_functions(smoke: ModuleType) -> None:
-    for step in smoke.STEPS.values():
-        module, _, function = step.function.partition(":")
-        assert f"def {function}(" in (ROOT / "benchmarks" / "smoke" / f"{module}.py").read_text()
 
 
 # --- Transformer Engine's three classes, as plain torch
@@ -259,50 +251,3 @@ def test_a_publish_on_a_stream_of_its_own_carries_old_weights(streams: ModuleTyp
 
     with patch.object(streams.publish, "Sending", Beside):
         assert failed_rows(streams.publish.rows, TINY, device, streams.OCCUPIED_S) == [BYTES - SOON]
-
-
-class RecordingNCCL:
-    """Records how it was made, and the blocking mode that the constructor has read."""
-
-    made: list[tuple[float, str | None]]
-
-    class Options:
-        _timeout: Any = None
-
-    def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
-        assert (rank, size) == (0, 1)
-        self.made.append((options._timeout.total_seconds(), os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
-
-    def broadcast(self, tensors: list[Tensor], options: object) -> Any:
-        return SimpleNamespace(wait=lambda: True)
-
-
-def test_streams_of_cuda_are_used_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    for name, value in {
-        "set_device": lambda device: calls.append(("device", device)),
-        "_sleep": lambda cycles: calls.append(("sleep", cycles)),
-        "synchronize": lambda: calls.append("synchronize"),
-        "Stream": lambda: "new",
-        "default_stream": lambda: "default",
-        "stream": contextlib.nullcontext,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(RecordingNCCL, "made", [], raising=False)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", RecordingNCCL, raising=False)
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "before")
-    device = torch.device("cpu")  # without an index, as "cuda"
-    streams = load_script("smoke.streams").CudaStreams(device)
-    assert calls == [("device", 0), ("sleep", 10**8), "synchronize", ("sleep", 10**9), "synchronize"]
-    calls.clear()
-    streams._cycles_per_s = 2e9
-    streams.occupy(0.5)
-    streams.synchronize()
-    assert calls == [("sleep", 10**9), "synchronize"]
-    with streams.stream(own=True) as own, streams.stream(own=False) as shared:
-        assert (own, shared) == ("new", "default")
-    streams.group(timeout_s=2.0, blocking=True)
-    streams.group(timeout_s=60.0, blocking=False)
-    assert RecordingNCCL.made == [(2.0, "1"), (60.0, "0")]
-    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "before"
-    assert streams.tensor().device == device
