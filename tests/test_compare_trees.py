@@ -13,7 +13,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from tests.support.compare_trees import DifferenceError, compare_runs, records_of
+from megarl.config.load import config_from_tree
+from tests.support.checkout import ROOT
+from tests.support.compare_trees import DifferenceError, compare_replays, compare_runs, records_of
+from tests.support.configs import tree, with_sections
+from tests.support.older_configs import REMOVED_VALUES, for_this_tree, keys_of, known_part, renamed_for
 
 
 def write_run(directory: Path) -> Path:
@@ -144,3 +148,77 @@ def test_the_number_of_buckets_is_no_outcome(tmp_path: Path) -> None:
     for run, buckets in ((before, 5.0), (after, 4.0)):
         write_metrics(run, 0.5, **{"sync/buckets": buckets})
     compare_runs("same", before, after)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("weights of the run, and of its replay before", lambda run: CHANGES["exported files"](run.parent / "before")),
+        ("weights of the run, and of its replay after", lambda run: CHANGES["exported files"](run.parent / "after")),
+        ("metrics of the replays", lambda run: CHANGES["metrics"](run.parent / "after")),
+    ],
+)
+def test_a_difference_between_replays_is_found_and_named(
+    tmp_path: Path, what: str, change: Callable[[Path], object]
+) -> None:
+    run, before, after = (write_run(tmp_path / name) for name in ("run", "before", "after"))
+    compare_replays("async", run, before, after)
+    change(run)
+    with pytest.raises(DifferenceError, match=f"async: {what}: 1 differ"):
+        compare_replays("async", run, before, after)
+
+
+OLDER_PAGE = """
+## `monitor`
+| key | type | default | meaning |
+|---|---|---|---|
+| `min_tokens` | integer | `256` | Tokens. |
+## `monitor.entropy`
+| `threshold` | number | `0.003` | Alarm below it. |
+## `telemetry`
+| `metrics_gib` | number | `4.0` | Bound. |
+## `door`
+| `enabled` | boolean | `false` | Serve. |
+## `data.sets[]`
+| `path` | path | required | File. |
+## `reward`
+| `kwargs` | mapping | `{}` | Arguments. |
+"""
+
+
+def test_each_tree_gets_its_own_names_of_keys(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    assert keys_of(tmp_path) == set()
+    (tmp_path / "docs" / "configuration.md").write_text(OLDER_PAGE)
+    keys = keys_of(tmp_path)
+    assert {"monitor", "monitor.min_tokens", "door.enabled", "data.sets", "data.sets.path"} <= keys
+    new = {
+        "monitor": {"min_tokens": 1, "rules": {"entropy": {"threshold": 0.1}}, "new": 1},
+        "gateway": {"enabled": True},
+        "telemetry": {"keep_gib": 2.0},
+    }
+    old = {
+        "monitor": {"min_tokens": 1, "rules": {}, "new": 1, "entropy": {"threshold": 0.1}},
+        "door": {"enabled": True},
+        "telemetry": {"metrics_gib": 2.0},
+    }
+    assert renamed_for(keys, new) == renamed_for(keys, old) == old
+    assert renamed_for({"gateway", "monitor.rules"}, old) == new
+    stored = {**old, "data": {"sets": [{"path": "x"}]}, "reward": {"kwargs": {"any": {"thing": 1}}}, "queue": {}}
+    del stored["data"]
+    assert known_part(keys, stored) == {
+        "monitor": {"min_tokens": 1, "entropy": {"threshold": 0.1}},
+        "door": {"enabled": True},
+        "telemetry": {"metrics_gib": 2.0},
+        "reward": {"kwargs": {"any": {"thing": 1}}},
+    }
+
+
+def test_a_config_with_keys_that_are_gone_is_one_of_this_tree_once_it_is_rewritten(tmp_path: Path) -> None:
+    """Each row of names that is not of this tree is among them, so what this table says is what a user may do."""
+    older = with_sections(tree(tmp_path), REMOVED_VALUES)
+    config = config_from_tree(for_this_tree(older))
+    assert config.telemetry.keep_gib == 1.0 and config.telemetry.events_mib == 16.0
+    assert config.monitor.rules["entropy"].threshold == 0.001
+    stored = config.model_dump(mode="json")
+    assert known_part(keys_of(ROOT), stored) == stored, "the page has every key, so nothing is lost"

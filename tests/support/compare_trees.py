@@ -1,18 +1,27 @@
 """Shows that a change of structure changed nothing: two commits, the same deterministic runs, bit for bit equal.
 
-    python -m tests.support.compare_trees --before e41680d
-    MEGARL_CPU_MATMUL=torch python -m tests.support.compare_trees --before 83e36d5 --ascending \
-        --quickstart runs/quickstart/assets
+    python -m tests.support.compare_trees --before b761bc2e
+    python -m tests.support.compare_trees --before 83e36d5 --ascending --quickstart runs/quickstart/assets
 
-checks `--before` out in a temporary worktree and starts the same CPU runs there and in this tree: a dense model under
-TP2 and a mixture of experts under EP2, six steps with evaluations, an export and a checkpoint in the middle, and a
-second run that goes on from that checkpoint. It compares exported weights, the tensors of every checkpoint, the prompts
-drawn, all recorded trajectories, answers and metrics; timings, the number of buckets and fields that the old tree has
-not are left out, and these fields are named. With `--quickstart` it compares a few steps of the quickstart's own job
-instead, with the model and the data of that directory. Exit status 1 names the first difference. The variable makes
-both trees use torch's own RMSNorm, SwiGLU and RoPE (`megarl/platforms/cpu_elementwise.py`), and older ones torch's own
-float32 products, as trees did that know nothing of it. With `--ascending` both trees lay the sequences of a
-micro-batch in ascending order of their samples, as trees before 596367d did.
+checks `--before` out in a temporary worktree and starts the same CPU jobs there and in this tree, all or those of
+`--jobs`:
+
+- dense, moe: a dense model under TP2 and a mixture of experts under EP2, six steps with evaluations, an export and a
+  checkpoint in the middle, and a second run that goes on from that checkpoint. It compares exported weights, the
+  tensors of every checkpoint, the prompts drawn, all recorded trajectories, answers and metrics; timings, the number of
+  buckets and fields that the old tree has not are left out, and these fields are named.
+- async: time decides what an asynchronous run generates ahead, so each tree records a run (its batches, and the
+  schedule of admission's decisions), and both trees replay each record: the decisions must give the recorded batches
+  again, and the batches the weights that the run has exported, and the same metrics.
+- kept: an asynchronous run of the older tree is killed; it goes on in this tree from its checkpoint and its journal,
+  with its config as a user rewrites it, and every group ends once.
+
+Each tree gets the names that it has for keys of the config (`older_configs.py`). With `--quickstart` it compares a few
+steps of the quickstart's own job instead, with the model and the data of that directory. Exit status 1 names the first
+difference. MEGARL_CPU_MATMUL=torch, which the runs get, makes both trees use torch's own RMSNorm, SwiGLU and RoPE
+(`megarl/platforms/cpu_elementwise.py`), and older ones torch's own float32 products, as trees did that know nothing of
+it. With `--ascending` both trees lay the sequences of a micro-batch in ascending order of their samples, as trees
+before 596367d did.
 """
 
 from __future__ import annotations
@@ -34,11 +43,24 @@ import torch
 import yaml
 
 from megarl.common.line_parts import read_lines
-from tests.support.checkout import ROOT, environment
-from tests.support.run import tiny_config
-from tests.support.whole_runs import contents_of, repeatable
+from tests.support.checkout import ROOT
+from tests.support.leftovers import marked
+from tests.support.older_configs import REMOVED_VALUES, for_this_tree, keys_of, known_part, renamed_for
+from tests.support.run import Run, popen, step_records, tiny_config
+from tests.support.whole_runs import (
+    JOURNAL_S,
+    check_every_group_once,
+    contents_of,
+    holds_finished_groups,
+    kill_everything,
+    metric_steps,
+    repeatable,
+    wait_for,
+)
 
 STEPS, MIDDLE = 6, 3
+KEPT_STEPS = 20
+ASYNC = {"mode": "async", "sync_interval": 2, "max_staleness": 3}
 QUICKSTART_STEPS = 3
 RUN_TIMEOUT_S = 600.0
 REWARD = (
@@ -54,9 +76,11 @@ del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 '''
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dense TP2": {"family": "qwen3", "parallel": {"tensor": 2}},
-    "MoE EP2": {"family": "qwen3_moe", "parallel": {"expert": 2}},
+    "dense": {"family": "qwen3", "parallel": {"tensor": 2}},
+    "moe": {"family": "qwen3_moe", "parallel": {"expert": 2}},
 }
+# torchrun's own meeting place, because old trees have none.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 class DifferenceError(AssertionError):
@@ -67,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", required=True, metavar="COMMIT", help="the commit to compare this tree with")
     parser.add_argument("--quickstart", type=Path, metavar="ASSETS", help="compare the quickstart, with these assets")
+    parser.add_argument("--jobs", nargs="+", choices=(*LAYOUTS, "async", "kept"), default=(*LAYOUTS, "async", "kept"))
     parser.add_argument("--ascending", action="store_true", help="micro-batches have the order from before 596367d")
     options = parser.parse_args(arguments)
     with ExitStack() as stack:
@@ -79,8 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             trees = {"before": before, "after": ROOT}
             if options.quickstart is not None:
                 _compare_quickstart(work, trees, options.quickstart.resolve(), ascending=options.ascending)
-            for name, layout in LAYOUTS.items() if options.quickstart is None else ():
-                _compare_layout(name, work / name.replace(" ", "_"), trees, layout, ascending=options.ascending)
+            for job in options.jobs if options.quickstart is None else ():
+                (work / job).mkdir()
+                (work / job / "compared_reward.py").write_text(REWARD)
+                if job in LAYOUTS:
+                    _compare_layout(job, work / job, trees, LAYOUTS[job], ascending=options.ascending)
+                else:
+                    {"async": _compare_async, "kept": _resume_older}[job](work / job, trees)
+                sys.stdout.write(f"{job}: no difference\n")
+                sys.stdout.flush()
         except DifferenceError as difference:
             sys.stderr.write(f"DIFFERENT: {difference}\n")
             return 1
@@ -91,8 +123,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare_layout(
     name: str, work: Path, trees: Mapping[str, Path], layout: Mapping[str, Any], *, ascending: bool
 ) -> None:
-    work.mkdir()
-    (work / "compared_reward.py").write_text(REWARD)
     config = tiny_config(work, steps=STEPS, family=layout["family"])
     config["run"]["deterministic"] = True
     config["trainer"]["parallel"] = layout["parallel"]
@@ -110,7 +140,68 @@ def _compare_layout(
         sys.stdout.flush()
     for kind, runs in (("whole run", whole), ("resumed run", resumed)):
         compare_runs(f"{name}, {kind}", runs["before"], runs["after"])
-    sys.stdout.write(f"{name}: equal\n")
+
+
+def _compare_async(work: Path, trees: Mapping[str, Path]) -> None:
+    """Each tree records a run, and both replay it: this tree first, as the older one needs another config.yaml."""
+    config = _async_config(work, STEPS)
+    for recorder, root in trees.items():
+        run_dir = _run(root, config, work / recorder, work, ascending=False)
+        sys.stdout.write(f"async: ran {recorder}\n")
+        for tree in ("after", "before"):
+            if (tree, recorder) == ("before", "after"):
+                path, keys = run_dir / "config.yaml", keys_of(trees[tree])
+                stored = yaml.safe_load(path.read_text())
+                path.write_text(yaml.safe_dump(known_part(keys, renamed_for(keys, stored))))
+            out = work / f"{recorder}_replayed_by_{tree}"
+            arguments = ["-m", "megarl", "replay", "--run-dir", str(run_dir), "--out", str(out), "--export"]
+            _finish(trees[tree], [*TORCHRUN, *arguments], work, run_dir)
+            sys.stdout.write(f"async: replayed the run of {recorder} in {tree}\n")
+            sys.stdout.flush()
+        compare_replays(
+            f"async, run of {recorder}", run_dir, *(work / f"{recorder}_replayed_by_{tree}" for tree in trees)
+        )
+
+
+def _async_config(work: Path, steps: int) -> dict[str, Any]:
+    config = tiny_config(work, steps=steps)
+    config |= {"admission": ASYNC, "telemetry": {"dump_batches": True}}
+    config["reward"]["function"] = "compared_reward:digit_share"
+    return config
+
+
+def compare_replays(name: str, run: Path, before: Path, after: Path) -> None:
+    """DifferenceError unless two replays have given the weights of the run itself, and the same metrics."""
+    for tree, replay in (("before", before), ("after", after)):
+        weights = [_files(directory / "hf", "*.safetensors") for directory in (run, replay)]
+        _same(f"{name}: weights of the run, and of its replay {tree}", *weights)
+    metrics = [_lines(replay, [replay / "metrics.jsonl"], _outcomes) for replay in (before, after)]
+    _same(f"{name}: metrics of the replays", *_of_both(f"{name}: metrics of the replays", *metrics))
+
+
+def _resume_older(work: Path, trees: Mapping[str, Path]) -> None:
+    """Kill a run of the older tree, and let it go on in this one, with its config as a user rewrites it."""
+    config = _async_config(work, KEPT_STEPS)
+    config["rollout"]["journal_s"] = JOURNAL_S
+    config["checkpoint"] = {"every": 2}
+    for name, section in REMOVED_VALUES.items():
+        config[name] = config.get(name, {}) | section
+    run_dir, groups = work / "kept", config["batch"]["groups"]
+    config["run"]["dir"] = str(run_dir)
+    process = popen(
+        _train(trees["before"], config, work), run_dir, cwd=work, env=_variables(trees["before"], work, run_dir)
+    )
+    try:
+        wait_for(lambda: metric_steps(run_dir) >= 3 and holds_finished_groups(run_dir, groups), process)
+    finally:
+        kill_everything(process, run_dir)
+    sys.stdout.write(f"kept: killed before after {metric_steps(run_dir)} steps\n")
+    _run(trees["after"], for_this_tree(config), run_dir, work, ascending=False)
+    check_every_group_once(Run(0, "", run_dir), KEPT_STEPS)
+    kept = sum(record.get("rollout/groups_kept", 0) for record in step_records(run_dir))
+    if not kept:
+        raise DifferenceError("kept: no group of the older tree's journal was used again")
+    sys.stdout.write(f"kept: {kept:.0f} groups of the journal went on\n")
 
 
 def _compare_quickstart(work: Path, trees: Mapping[str, Path], assets: Path, *, ascending: bool) -> None:
@@ -130,22 +221,33 @@ def _compare_quickstart(work: Path, trees: Mapping[str, Path], assets: Path, *, 
 
 
 def _run(root: Path, config: Mapping[str, Any], run_dir: Path, work: Path, *overrides: str, ascending: bool) -> Path:
+    config = {**config, "run": {**config["run"], "dir": str(run_dir)}}
+    _finish(root, _train(root, config, work, *overrides, ascending=ascending), work, run_dir)
+    return run_dir
+
+
+def _train(root: Path, config: Mapping[str, Any], work: Path, *overrides: str, ascending: bool = False) -> list[str]:
+    """Return the command that starts the tree's own script, with a config whose keys have the names of the tree."""
     path = work / "config.yaml"
-    path.write_text(yaml.safe_dump({**config, "run": {**config["run"], "dir": str(run_dir)}}))
+    path.write_text(yaml.safe_dump(renamed_for(keys_of(root), config)))
     script = [str(root / "examples/rl/train_rl.py")]
     if ascending:
         (work / "ascending.py").write_text(ASCENDING)
         script.insert(0, str(work / "ascending.py"))
-    # torchrun's own meeting place, because old trees have none.
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, *script, "--config", str(path), *overrides]
-    variables = environment(PYTHONPATH=f"{root}{os.pathsep}{work}")
+    return [*TORCHRUN, *script, "--config", str(path), *overrides]
+
+
+def _variables(root: Path, work: Path, run_dir: Path) -> dict[str, str]:
+    return marked(run_dir, PYTHONPATH=f"{root}{os.pathsep}{work}", MEGARL_CPU_MATMUL="torch")
+
+
+def _finish(root: Path, command: Sequence[str], work: Path, run_dir: Path) -> None:
     ended = subprocess.run(
-        command, cwd=work, env=variables, text=True, capture_output=True, timeout=RUN_TIMEOUT_S, check=False
-    )
+        command, cwd=work, env=_variables(root, work, run_dir), text=True, capture_output=True, timeout=RUN_TIMEOUT_S,
+        check=False,
+    )  # fmt: skip
     if ended.returncode:
         raise DifferenceError(f"{root}: the run failed\n{(ended.stdout + ended.stderr)[-4000:]}")
-    return run_dir
 
 
 def compare_runs(name: str, before: Path, after: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,11 @@ def start(
     return popen(command, chosen[-1] if chosen else yaml.safe_load(config.read_text())["run"]["dir"])
 
 
-def popen(command: Sequence[str], run_dir: Path | str) -> subprocess.Popen[str]:
+def popen(
+    command: Sequence[str], run_dir: Path | str, *, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """A command that makes a run, in a session of its own; stdout and stderr together in its pipe."""
     return subprocess.Popen(
-        command, cwd=ROOT, env=marked(run_dir), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command, cwd=cwd, env=env or marked(run_dir), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip

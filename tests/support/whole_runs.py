@@ -25,6 +25,8 @@ from tests.support.leftovers import assert_nothing_left, survivors
 from tests.support.run import ENTRY, Run, start, step_records, tiny_config
 from tests.support.tensors import Tensors, differing, read_hf
 
+JOURNAL_S = 0.2  # rollout.journal_s of runs that `holds_finished_groups` is asked about
+
 
 def config_of(
     directory: Path, model: Path | None = None, *, steps: int = 4, family: str = "qwen3", **sections: Any
@@ -70,6 +72,14 @@ def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 900
         assert process.poll() is None, process.communicate()[0][-4000:]
         assert time.monotonic() < deadline, "what the test waits for did not happen"
         time.sleep(0.01)
+
+
+def holds_finished_groups(run_dir: Path, groups: int) -> bool:
+    """Tell whether the journal has finished groups that no checkpoint has: those of the time before it was written."""
+    finished = sum(json.loads(line)["event"] == "finish" for line in read_lines(run_dir / "schedule.jsonl"))
+    time.sleep(2 * JOURNAL_S)
+    saved = CheckpointDirectory(run_dir / "checkpoints").steps()
+    return bool(saved) and finished > groups * saved[-1]
 
 
 def metric_steps(run_dir: Path) -> int:

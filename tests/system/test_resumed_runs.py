@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.cluster.handle import read_state
-from megarl.common.line_parts import read_lines
 from megarl.queue.dump import read_batch
 from megarl.rollout.loop_records import INTERRUPTED
 from megarl.telemetry.event_files import read_events
@@ -22,10 +21,12 @@ from tests.support.calling_model import teach_calls
 from tests.support.leftovers import assert_nothing_left, of_private_directory
 from tests.support.run import Run, train
 from tests.support.whole_runs import (
+    JOURNAL_S,
     assert_same_run,
     check_counters,
     config_of,
     contents_of,
+    holds_finished_groups,
     kill_everything,
     metric_steps,
     repeatable,
@@ -132,15 +133,6 @@ def check_the_best_is_kept(run: Run) -> None:
 
 
 STEPS_AHEAD = 20
-JOURNAL_S = 0.2
-
-
-def holds_finished_groups(run_dir: Path, groups: int) -> bool:
-    """Tell whether the journal has finished groups that no checkpoint has: those of the time before it was written."""
-    finished = sum(json.loads(line)["event"] == "finish" for line in read_lines(run_dir / "schedule.jsonl"))
-    time.sleep(2 * JOURNAL_S)
-    saved = CheckpointDirectory(run_dir / "checkpoints").steps()
-    return bool(saved) and finished > groups * saved[-1]
 
 
 @pytest.mark.slow
