@@ -108,8 +108,6 @@ class WeightSyncError(RuntimeError):
             the connection to a failed member.
         needs_restart: replicas that failed themselves, or had begun to load and did not finish. Their weights are
             undefined, so they have to be replaced.
-        interrupted: replicas that had begun to load when others failed. They are sound, and can take all weights again
-            if the sync is repeated at once; otherwise they have to be replaced too.
     """
 
     def __init__(
@@ -119,13 +117,11 @@ class WeightSyncError(RuntimeError):
         version: int = -1,
         failed_members: Sequence[str] = (),
         needs_restart: Sequence[str] = (),
-        interrupted: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.version = version
         self.failed_members = tuple(failed_members)
         self.needs_restart = tuple(needs_restart)
-        self.interrupted = tuple(interrupted)
 
 
 class SyncAborted(WeightSyncError):  # noqa: N818

@@ -45,12 +45,24 @@ class GroupFormer:
         self._rank, self._ranks, self._connect = rank, ranks, connect
         self.generation = -1
 
-    def form(self, plan: BucketPlan, replace: Sequence[str] = (), *, later: bool = False) -> tuple[Group, bool]:
-        """Form the next generation's group; return it, and whether all engine workers load in place.
+    def form(
+        self, plan: BucketPlan, replace: Sequence[str] = (), *, later: bool = False
+    ) -> tuple[Group, bool, tuple[str, ...]]:
+        """Form the next generation's group; if replicas fail to join, restart them and form it once more.
 
         Replaces the replicas `replace` first, or `later` without waiting for the new ones. `plan`: what is published.
-        Raises WeightSyncError on every rank if that fails.
+        Returns the group, whether all engine workers load in place, and the replicas that were restarted because they
+        did not join. Raises WeightSyncError on every rank if it is not formed.
         """
+        try:
+            return *self._form_once(plan, replace, later), ()
+        except WeightSyncError as error:
+            if not error.needs_restart or set(replace) & set(error.needs_restart) or self._settings.restarts == 0:
+                raise
+            logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
+            return *self._form_once(plan, error.needs_restart), error.needs_restart
+
+    def _form_once(self, plan: BucketPlan, replace: Sequence[str], later: bool = False) -> tuple[Group, bool]:
         self.generation += 1
         group: Group | None = None
         error: WeightSyncError | None = None
@@ -94,26 +106,6 @@ class GroupFormer:
         if error is not None:
             raise error
         return in_place
-
-    def form_anew(
-        self, plan: BucketPlan, replace: Sequence[str] = (), *, later: bool = False
-    ) -> tuple[Group, bool, tuple[str, ...]]:
-        """Form the next generation's group as `form` does; if replicas fail to join, restart them and try again.
-
-        Return also the names of those that were restarted for that. Each is restarted once at most: that of several
-        replicas one has ended may be known before that of another. Raises what `form` raises.
-        """
-        restarted: tuple[str, ...] = ()
-        while True:
-            try:
-                return *self.form(plan, replace, later=later), restarted
-            except WeightSyncError as error:
-                again = {*replace, *restarted} & set(error.needs_restart)
-                if not error.needs_restart or again or self._settings.restarts == 0:
-                    raise
-                logger.warning("restarting %s: %s", ", ".join(error.needs_restart), error)
-                restarted += error.needs_restart
-                replace, later = error.needs_restart, False
 
     @property
     def _controller_s(self) -> float:

@@ -2,9 +2,9 @@
 
 Order of one sync, over all replicas: wait until the leader has staged its first buckets, while they generate -> pause
 -> start -> update (all buckets) -> compare every worker's digests with the senders' -> finish, which sets the version
--> resume. After a failure between start and finish the replicas are not resumed: if the sync is repeated, those that
-failed are replaced, and the others give up what they have loaded, stay paused and load all of it again; if not, all
-must be replaced.
+-> resume. After a failure between start and resume no replica is resumed: if the sync is repeated, those that failed
+are replaced, and the others give up what they have loaded, stay paused and load all of it again; if not, all must be
+replaced.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class EngineCalls:
         self._recompute_kv = recompute_kv
         # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
-        self._called = True  # whether the replicas may have been told of the current sync
+        self._phase = STAGE  # in which the last sync has ended
         self._ways = LoadingWays()
 
     def members(self, generation: int, senders: Sequence[int], backend: str, sync_s: float) -> GroupMembers:
@@ -135,8 +135,7 @@ class EngineCalls:
         `staged`: set when the leader has staged its first buckets; until then the replicas generate.
 
         Raises:
-            WeightSyncError: with the failed members, the replicas that must be replaced, and those that need not if
-                the sync is repeated.
+            WeightSyncError: with the failed members, and the replicas that must be replaced even if it is repeated.
         """
         started = time.monotonic()
         deadline = started + timeout_s
@@ -157,7 +156,7 @@ class EngineCalls:
         except (CallsFailed, WeightSyncError) as error:
             raise self._failures.explain(error, group, self._replicas, version, calls.phase) from error
         finally:
-            self._called = calls.phase != STAGE
+            self._phase = calls.phase
         total = time.monotonic() - started
         pause_s = max(each.at for each in resumed) - pause_begun
         digest_s = _digest_seconds(group.members, reports)
@@ -196,29 +195,31 @@ class EngineCalls:
     def after_failure(self, failure: WeightSyncError, *, repeats: bool) -> list[str]:
         """Prepare the replicas for what follows a failed sync; return the names of those that must be replaced.
 
-        If the sync `repeats`, those that others have interrupted give up what they have loaded, and stay paused. One
-        that cannot, and all that must be replaced, refuse requests from now on. The others resume with the version they
-        have; if the sync failed before they were paused, they are left alone. All at the same time: the trainer ranks
-        wait for the outcome, and a replica that hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` otherwise.
+        Those that have not begun to load resume, or are left alone, with the version they have. If the sync `repeats`,
+        the others give up what they have loaded, and stay paused; one that cannot, and all that must be replaced,
+        refuse requests from now on. All at the same time: the trainer ranks wait for the outcome, and a replica that
+        hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` otherwise.
         """
-        replicas = self._replicas if self._called else []
+        replicas = self._replicas if self._phase != STAGE else []
         calls = [BackgroundCall(self._release_replica, replica, failure, repeats) for replica in replicas]
-        replaced = [replica.name for replica, call in zip(replicas, calls, strict=True) if call.result()]
-        return replaced if self._called else list(failure.needs_restart)
+        return [replica.name for replica, call in zip(replicas, calls, strict=True) if call.result()]
+
+    @property
+    def loading(self) -> bool:
+        """Whether the replicas may have begun to load in the last sync."""
+        return self._phase not in (STAGE, "pause")
 
     def _release_replica(self, replica: ReplicaHandle, failure: WeightSyncError, repeats: bool) -> bool:
         """Do what `after_failure` says with one replica; tell whether it must be replaced."""
         reason = f"was left in the middle of a failed weight sync: {failure}"
-        replaced = replica.name in failure.needs_restart
-        if replica.name in failure.interrupted:
-            replaced = not repeats
-            if repeats:
-                try:
-                    replica.call("abandon_weight_update", ABANDON, timeout_s=self._rpc_s)
-                    return False
-                except Exception as error:
-                    replaced, reason = True, f"could not give up a failed weight sync: {brief(error)}"
-                    logger.warning("engine %s %s", replica.name, reason)
+        replaced = replica.name in failure.needs_restart or (self.loading and not repeats)
+        if self.loading and not replaced:
+            try:
+                replica.call("abandon_weight_update", ABANDON, timeout_s=self._rpc_s)
+                return False
+            except Exception as error:
+                replaced, reason = True, f"could not give up a failed weight sync: {brief(error)}"
+                logger.warning("engine %s %s", replica.name, reason)
         try:
             if replaced:
                 replica.call("fail", reason, timeout_s=EXTRA_WAIT_S)

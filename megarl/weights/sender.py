@@ -115,9 +115,7 @@ class WeightSender:
         if self._former is None:
             raise RuntimeError("WeightSender.connect has not been called")
         restarted: tuple[str, ...] = ()
-        if self._group is None:  # the last publish raised; its caller is responsible for the replicas that failed
-            self._enter(*self._former.form(self.plan))
-        elif self._former.members_differ(self._group.members, self._sync):
+        if self._group is None or self._former.members_differ(self._group.members, self._sync):
             self.close()
             restarted = self._form()
         begun = time.monotonic()
@@ -133,7 +131,7 @@ class WeightSender:
             if self._rank == 0:
                 events.fault("sync", outcome["message"])
             logger.warning("repeating the sync in another group: %s", outcome["message"])
-            restarted += self._form(outcome["needs_restart"], later=outcome["interrupted"])
+            restarted += self._form(outcome["needs_restart"], later=outcome["later"])
         raise WeightSyncError(
             outcome["message"],
             version=version,
@@ -142,10 +140,10 @@ class WeightSender:
         )
 
     def _form(self, replace: Sequence[str] = (), *, later: bool = False) -> tuple[str, ...]:
-        """Form the next group and enter it; return the replicas that were restarted for that (`form_anew`)."""
+        """Form the next group (`GroupFormer.form`) and enter it; return the replicas that were restarted for that."""
         assert self._former is not None
-        group, in_place, restarted = self._former.form_anew(self.plan, replace, later=later)
-        self._enter(group, in_place)
+        self._group, in_place, restarted = self._former.form(self.plan, replace, later=later)
+        self._lay_out_buckets(None if in_place else RELOAD_LAYER_SPAN)
         return restarted
 
     def _record(self, report: SyncReport, begun: float) -> None:
@@ -166,15 +164,10 @@ class WeightSender:
         self._group = self._packer = None
         self._gathers = ()
 
-    def _enter(self, group: Group, in_place: bool) -> None:
-        """Take part in a new group. `in_place`: all its engine workers load tensors of several layers mixed."""
-        self._group = group
-        self._lay_out_buckets(None if in_place else RELOAD_LAYER_SPAN)
-
     def _lay_out_buckets(self, layer_span: int | None) -> None:
         """Make the plan, the order of operations, this rank's buffers and its part of every bucket's gather.
 
-        `layer_span`: see `bucket_plan`.
+        `layer_span`: the most layers whose tensors may be incomplete at once, None for any number.
         """
         if layer_span != self.plan.layer_span:
             self._plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
@@ -273,16 +266,17 @@ class WeightSender:
             own = error is not None and not isinstance(error, WeightSyncError)
             repeat = may_repeat and not mine and not own and bool(failure.needs_restart)
             replaced = self._engines.after_failure(failure, repeats=repeat)
+            names = ", ".join(replaced) or "none"
             return {
                 "status": "repeat" if repeat else "failed",
-                "message": str(failure),
+                "message": f"{failure}. The version is not published; replicas to replace: {names}",
                 "failed_members": failure.failed_members,
                 "needs_restart": replaced,
-                "interrupted": bool(set(failure.interrupted) - set(replaced)),
+                "later": self._engines.loading,
             }
         except Exception as failure:
             outcome = {"status": "failed", "message": f"weight sync: {failure!r}"}
-            return {**outcome, "failed_members": [], "needs_restart": [], "interrupted": False}
+            return {**outcome, "failed_members": [], "needs_restart": []}
         fields = asdict(report)
         return {"status": "published", "report": {**fields, "seconds": max(seconds, report.seconds)}}
 

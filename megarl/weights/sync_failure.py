@@ -43,7 +43,7 @@ class FailureReader:
     ) -> WeightSyncError:
         """Return the error of a sync that has failed with `error` in `phase`, and release all members from their waits.
 
-        It has the members that failed, the replicas to restart, and the reasons.
+        It has the failed members, the replicas that must be replaced even if the sync is repeated, and the reasons.
         """
         group.post_abort(f"the sync failed during {phase}: {brief(error)}")
         # Before its update no engine takes part in broadcasts: that it is silent then says nothing.
@@ -58,20 +58,14 @@ class FailureReader:
             calls = _failed_calls(error, replicas, phase, reported) if isinstance(error, CallsFailed) else []
             cause = find_cause(list(reports.values()), calls, answers, group.names, uncalled)
         reasons, failed_members = cause.reasons or (str(error),), cause.failed_members
-        needs_restart, interrupted = left_behind(group.members, failed_members, phase)
-        message = (
-            f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}. "
-            f"The version is not published; replicas to replace: {', '.join(needs_restart) or 'none'}"
-        )
-        if interrupted:
-            message += f"; interrupted: {', '.join(interrupted)}"
+        needs_restart = unusable(group.members, failed_members, phase)
+        message = f"weight sync of version {version} failed during {phase}: {'; '.join(reasons)}"
         logger.error("%s", message)
         return WeightSyncError(
             message,
             version=version,
             failed_members=failed_members,
             needs_restart=needs_restart,
-            interrupted=interrupted,
         )
 
     def _answers(self, group: Group, workers: Sequence[str]) -> list[Answer]:
@@ -109,18 +103,13 @@ def _failed_calls(
     ]
 
 
-def left_behind(
-    members: GroupMembers, failed_members: Sequence[str], phase: str
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the replicas that a failure in `phase` leaves unusable, and those that it has only interrupted.
+def unusable(members: GroupMembers, failed_members: Sequence[str], phase: str) -> Sequence[str]:
+    """Return the replicas that a failure in `phase` leaves unusable.
 
     Unless engines alone are known to have failed, every replica that may have begun to load is in doubt.
     """
     if phase == STAGE:  # no replica was called: all go on with the weights they have
-        return (), ()
+        return ()
     failed = names_of(members, failed_members)
-    if phase == "pause":
-        return failed, ()
-    if not failed or any(name.startswith("trainer rank") for name in failed_members):
-        return members.replicas, ()
-    return failed, [name for name in members.replicas if name not in failed]
+    in_doubt = not failed or any(name.startswith("trainer rank") for name in failed_members)
+    return members.replicas if in_doubt and phase != "pause" else failed

@@ -210,6 +210,9 @@ class FakePool:
 
     def replace_later(self, names: Sequence[str], timeout_s: float) -> None:
         """A test adds the new ones."""
+        if not set(self.names()) - set(names):
+            self.restart(names, timeout_s)
+            return
         self.replaced_later += names
         self._replicas = [replica for replica in self._replicas if replica.name not in names]
 

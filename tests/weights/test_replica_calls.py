@@ -14,7 +14,7 @@ from megarl.weights import parallel_calls
 from megarl.weights.buckets import TensorSpec, bucket_plan
 from megarl.weights.member_progress import Answer
 from megarl.weights.replica_calls import EngineCalls
-from megarl.weights.sync_failure import left_behind
+from megarl.weights.sync_failure import unusable
 from megarl.weights.transport import GroupMembers
 from megarl.weights.watch import answer_key
 
@@ -32,10 +32,12 @@ class Replica:
 
 @pytest.fixture
 def engine_calls() -> Callable[[list[Replica]], EngineCalls]:
-    def make(replicas: list[Replica], store: Any = None, trainer_ranks: int = 1, rpc_s: float = 5.0) -> EngineCalls:
+    def make(
+        replicas: list[Replica], store: Any = None, trainer_ranks: int = 1, rpc_s: float = 5.0, phase: str = "pause"
+    ) -> EngineCalls:
         handles: Any = None
         calls = EngineCalls(handles, store, trainer_ranks, rpc_s=rpc_s, recompute_kv=True)
-        calls._replicas = list(replicas)
+        calls._replicas, calls._phase = list(replicas), phase
         return calls
 
     return make
@@ -77,28 +79,28 @@ def test_an_interrupted_replica_is_kept_only_if_the_sync_repeats_and_it_can_give
 
     acts = [lambda _: None, lambda _: None, refuse]
     replicas = [Replica(f"replica {index}", act) for index, act in enumerate(acts)]
-    failure = WeightSyncError("failed", needs_restart=["replica 0"], interrupted=["replica 1", "replica 2"])
-    assert engine_calls(replicas).after_failure(failure, repeats=repeats) == replaced
+    failure = WeightSyncError("failed", needs_restart=["replica 0"])
+    assert engine_calls(replicas, phase="update").after_failure(failure, repeats=repeats) == replaced
     assert [each.ended for each in replicas] == ended
 
 
 @pytest.mark.parametrize(
-    ("phase", "failed", "replaced", "interrupted"),
+    ("phase", "failed", "replaced"),
     [
-        ("stage", ["trainer rank 0"], [], []),
-        ("pause", ["engine replica 1"], ["replica 1"], []),
-        ("update", ["engine replica 1 worker 0"], ["replica 1"], ["replica 0", "replica 2"]),
-        ("finish", ["engine replica 0", "engine replica 2"], ["replica 0", "replica 2"], ["replica 1"]),
-        ("update", [], ["replica 0", "replica 1", "replica 2"], []),
-        ("update", ["engine replica 1", "trainer rank 1"], ["replica 0", "replica 1", "replica 2"], []),
+        ("stage", ["trainer rank 0"], []),
+        ("pause", ["engine replica 1"], ["replica 1"]),
+        ("pause", ["trainer rank 0"], []),
+        ("update", ["engine replica 1 worker 0"], ["replica 1"]),
+        ("finish", ["engine replica 0", "engine replica 2"], ["replica 0", "replica 2"]),
+        ("update", [], ["replica 0", "replica 1", "replica 2"]),
+        ("update", ["engine replica 1", "trainer rank 1"], ["replica 0", "replica 1", "replica 2"]),
     ],
 )
 def test_only_if_engines_alone_have_failed_the_others_are_not_in_doubt(
-    phase: str, failed: list[str], replaced: list[str], interrupted: list[str]
+    phase: str, failed: list[str], replaced: list[str]
 ) -> None:
     members = GroupMembers(0, (0, 1), ("replica 0", "replica 1", "replica 2"), (1, 1, 1), "gloo", timeout_s=60.0)
-    found = left_behind(members, failed, phase)
-    assert [list(each) for each in found] == [replaced, interrupted]
+    assert list(unusable(members, failed, phase)) == replaced
 
 
 class Sync:
