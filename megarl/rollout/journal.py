@@ -41,6 +41,14 @@ FORMAT = 2  # of the records; those of another one are not read
 PENDING_BYTES = 8 << 20  # written at once if this much waits
 GROUPS_AT_ONCE = 16  # that are looked at for what they have more, between which other tasks run
 SLACK_BYTES = 64 << 20  # what the file may grow before it is searched for what can be removed
+# Keys that are gone, with the values that hold now: the digests in a journal of an earlier version have them.
+_GONE: dict[str, dict[str, float]] = {
+    "agent": {"act_attempts": 3},
+    "sampling": {
+        "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    },
+}  # fmt: skip
 _BEFORE_A_CALL = "a tool whose calls must not be repeated was about to be called"
 
 
@@ -313,6 +321,7 @@ def identity(config: Config) -> dict[str, str]:
     """Return digests of the settings on which a group's trajectories depend, by name."""
     content = config.model_dump(mode="json")
     chosen = {name: content[name] for name in ("data", "sampling", "reward", "agent", "tools")}
+    chosen |= {name: content[name] | values for name, values in _GONE.items()}
     chosen |= {"model.path": content["model"]["path"], "run.seed": content["run"]["seed"]}
     if config.teachers:
         chosen["teachers"] = content["teachers"]

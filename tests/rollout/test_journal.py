@@ -20,7 +20,7 @@ from megarl.queue.trajectory import MISSING_LOGPROB, Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.group_progress import GroupProgress, UnfinishedGroup
-from megarl.rollout.journal import GROUPS_AT_ONCE, JOURNAL_FILE
+from megarl.rollout.journal import GROUPS_AT_ONCE, JOURNAL_FILE, identity
 from megarl.rollout.journal_file import JournalFile
 from megarl.rollout.journal_records import EpochRecord, decode_group, decode_unfinished, encode_unfinished, read_head
 from megarl.rollout.kept_groups import KeptGroups
@@ -352,6 +352,17 @@ def test_what_changed_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert sorted(taken) == [3, 4, 5, 6, 7, 8] and asked >= set(taken)
 
     run(scenario)
+
+
+def test_settings_have_the_digests_that_a_journal_of_b761bc2e_has_for_them() -> None:
+    """Else every group in it would be drawn again, although nothing has changed for the user."""
+    found = identity(config_of("model"))
+    assert found["agent"] == "32980137e9f777d978984ce5a372179e"
+    assert found["sampling"] == "949d49bb8d06de6d0e339e6d926876d2"
+    assert found["data"] == "b4488d9ae782ecee70f36052850c4d1d"
+    assert found["reward"] == "2ad76e4fff400f36dfe9df56faee902d"
+    changed = identity(config_of("model", sampling__temperature=0.5))
+    assert changed != found and changed | {"sampling": found["sampling"]} == found
 
 
 def test_a_journal_that_cannot_be_read_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
