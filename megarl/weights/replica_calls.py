@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
+from megarl.common.thread_results import call_in_thread
 from megarl.telemetry import events
-from megarl.weights.background_call import BackgroundCall
 from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.handles import ABANDON, EngineHandles, ReplicaHandle
 from megarl.weights.loading_ways import LoadingWays
@@ -202,7 +202,7 @@ class EngineCalls:
         wait for the outcome, and a replica that hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` otherwise.
         """
         replicas = self._replicas if self._called else []
-        calls = [BackgroundCall(self._release_replica, replica, failure, repeats) for replica in replicas]
+        calls = [call_in_thread(self._release_replica, replica, failure, repeats) for replica in replicas]
         replaced = [replica.name for replica, call in zip(replicas, calls, strict=True) if call.result()]
         return replaced if self._called else list(failure.needs_restart)
 
