@@ -143,7 +143,6 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "telemetry/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",
     "telemetry/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",
     "tools/process_tool.py:_Place._started": "no wait: the task has ended",
-    "weights/background_call.py:BackgroundCall.result": "the call, whose deadline the class demands",
     "weights/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",
     "weights/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
     "weights/replica_calls.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",

@@ -254,7 +254,7 @@ class Supervisor:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(pool.devices)
         if config.ray.address is None:
             os.environ.update(access_environment(self.run_dir, create=True))
-        os.environ.update(one_node_environment(config))
+        os.environ.update(one_node_environment(config.ray))
         run_token()  # raises now, not after the engines' start, if the queue could not be locked
         if config.ray.address is None:
             share = rollout_share(config, cuda=self.spec.cuda)

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
     plan, notes = _plan(config, options, slurm=slurm)
-    user_environment(config)
+    user_environment(config.launch)
     if not options.dry_run and (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
         return 0
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     if slurm:
         script = slurm_script(config, options.config, arguments, cuda=plan.device == "cuda")
     else:
-        script = local_script(config, options.config, arguments)
+        script = local_script(config.launch, options.config, arguments)
     if options.dry_run:
         sys.stdout.write(script)
         sys.stdout.flush()

@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     schedule = check_schedule(options.run_dir / SCHEDULE_FILE, steps)
     from megarl.run.claim_for_ranks import claim_for_ranks
 
-    held = claim_for_ranks(config, int(os.environ.get("RANK", "0")), "megarl replay")
+    held = claim_for_ranks(config.run_dir, config.timeouts.node_s, int(os.environ.get("RANK", "0")), "megarl replay")
     try:
         return _run_rank(config, batches, steps, schedule, options.checkpoint, held, export=options.export)
     finally:
@@ -346,7 +346,7 @@ def _init_process_group(backend: str, config: Config) -> None:
         from megarl.cluster.nodes.network import one_node_environment
         from megarl.run.peers import join_peers
 
-        os.environ.update(one_node_environment(config))
+        os.environ.update(one_node_environment(config.ray))
         join_peers(backend, config.timeouts.collective_s, config.run_dir)
     else:
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -71,5 +71,10 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
         sys.stderr.write(f"megarl: warning: {warning}\n")
     mark_checked(os.environ)
     # After a stop signal the ranks need this time to end their step and save.
-    ranks = ("--shutdown-timeout", str(stop_seconds(config)), "--nproc-per-node", str(config.trainer.gpus))
+    ranks = (
+        "--shutdown-timeout",
+        str(stop_seconds(config.launch, config.timeouts)),
+        "--nproc-per-node",
+        str(config.trainer.gpus),
+    )
     return [sys.executable, *TORCHRUN, *ranks, "-m", "megarl", "train", *arguments]

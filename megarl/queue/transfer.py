@@ -15,12 +15,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megarl.common.errors import RolloutError
+from megarl.common.thread_results import call_in_thread
 from megarl.queue.curve import lock
 from megarl.queue.rows import EncodedRow, decode, decode_tag, join_rows
 from megarl.queue.trajectory import SampleTag, Trajectory
@@ -59,23 +60,10 @@ def bounded(function: Callable[[], T], timeout_s: float, what: str) -> T:
     The thread of a late call keeps running. If it waits inside Ray, the process crashes at `ray.shutdown()` (Ray
     2.60.0); callers should therefore check beforehand whether a call would wait for long.
     """
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    call = call_in_thread(function, name=what)
+    if not wait([call], timeout_s).done:
         raise TimeoutError(f"{what} did not end within {timeout_s:.0f} s")
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    return call.result(0)
 
 
 class QueueServer:

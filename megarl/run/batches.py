@@ -8,15 +8,15 @@ draws them again.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megarl.common.errors import PartsLost
 from megarl.common.object_collectives import TEXT
+from megarl.common.thread_results import call_in_thread
 from megarl.config.pace import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
@@ -60,7 +60,8 @@ class BatchSource:
         self._config, self._pool, self._recorder = config, pool, recorder
         self._packer = packer
         self._background = BackgroundChannel(config.timeouts) if pace_of(config).runs_ahead else None
-        self._next: _Preparation | None = None
+        self._next: Future[PreparedBatch | PublicationNeeded] | None = None  # what a thread prepares
+        self._prepares: tuple[int, int] | None = None  # its step and version
 
     def take(self, step: int, version: int) -> PreparedBatch | PublicationNeeded:
         """Return the batch of `step`, which updates the weights of `version`.
@@ -98,15 +99,20 @@ class BatchSource:
         """Return what the preparation of `step` has found, which begins now if it has not yet."""
         if self._next is None:
             self._start(channel, step, version)
-        assert self._next is not None and self._next.of == (step, version)
+        assert self._next is not None and self._prepares == (step, version)
         channel.hurry()
-        prepared = self._next.future.result()
+        prepared = self._next.result()
         self._next = None
         return prepared
 
     def _start(self, channel: BackgroundChannel, step: int, version: int) -> None:
         channel.relax()
-        self._next = _Preparation(self, channel, step, version)
+        self._prepares = (step, version)
+        self._next = call_in_thread(self._prepare_next, step, version, channel, name=f"prepare-batch-{step}")
+
+    def _prepare_next(self, step: int, version: int, channel: BackgroundChannel) -> PreparedBatch | PublicationNeeded:
+        with events.span("prepare_batch", step=step + 1):
+            return self._prepare(step, version, channel)
 
     def _prepare(
         self, step: int, version: int, channel: BackgroundChannel | None = None
@@ -154,9 +160,9 @@ class BatchSource:
 
     def finish(self) -> None:
         """End a preparation that is running. Bounded by `timeouts.shutdown_s`; one that goes on is logged."""
-        if (thread := self._end(self._config.timeouts.shutdown_s)) is not None:
+        if not self._end(self._config.timeouts.shutdown_s):
             waited = f"{self._config.timeouts.shutdown_s:.0f} s (timeouts.shutdown_s)"
-            logger.warning("waited %s for %s to end; it is left to the end of the process", waited, thread.name)
+            logger.warning("waited %s for the next batch's thread; it is left to the end of the process", waited)
 
     def close(self) -> None:
         """Do the same after a failure: not collective, because the other ranks may not come.
@@ -165,37 +171,15 @@ class BatchSource:
         """
         self._end(2 * SLICE_S)
 
-    def _end(self, timeout_s: float) -> threading.Thread | None:
-        """Close the channel and wait for the thread; return it if it has not ended. Its failure is logged."""
+    def _end(self, timeout_s: float) -> bool:
+        """Close the channel and wait for the thread; tell whether it has ended. Its failure is logged."""
         preparation, self._next = self._next, None
         if self._background is None or preparation is None:
-            return None
+            return True
         self._background.close()
-        preparation.thread.join(timeout_s)
-        if preparation.thread.is_alive():
-            return preparation.thread
-        error = preparation.future.exception()
+        if not wait([preparation], timeout_s).done:
+            return False
+        error = preparation.exception(0)
         if error is not None and not isinstance(error, ChannelClosed | PeerFailedError):
-            logger.warning("%s failed before it was ended: %r", preparation.thread.name, error)
-        return None
-
-
-class _Preparation:
-    """The preparation of one batch in a daemon thread; `future` gets the batch or the exception."""
-
-    def __init__(self, source: BatchSource, channel: BackgroundChannel, step: int, version: int) -> None:
-        self.of = (step, version)
-        self.future: Future[PreparedBatch | PublicationNeeded] = Future()
-        self.thread = threading.Thread(
-            target=self._run, args=(source, channel), name=f"prepare-batch-{step}", daemon=True
-        )
-        self.thread.start()
-
-    def _run(self, source: BatchSource, channel: BackgroundChannel) -> None:
-        step = self.of[0] + 1
-        try:
-            with events.span("prepare_batch", step=step):
-                prepared = source._prepare(*self.of, channel)
-            self.future.set_result(prepared)
-        except BaseException as error:
-            self.future.set_exception(error)
+            logger.warning("the preparation of the next batch failed before it was ended: %r", error)
+        return True

@@ -30,7 +30,7 @@ def elsewhere_findings(config: Config, tell: Tell | None = None) -> Findings:
     lacking = {key: lack for key, own in rewards.items() if (lack := _lack(own))}
     with trial_calls(config, first, lacking) as calls:  # they start while the files are read
         found.add(data_file_findings(config, tell, only_present=True))
-        tried = reward_findings(config, calls)
+        tried = reward_findings(config.reward, calls)
     found.add(Findings([f"{problem}\n      {WAY_OUT}" for problem in tried.problems], tried.warnings))
     found.notes += [f"{key}.function: not tried here, because {lack}" for key, lack in lacking.items()]
     if config.reward.trial_call:

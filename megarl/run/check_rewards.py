@@ -35,7 +35,7 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
     )
 
 
-def reward_findings(config: Config, calls: TrialCalls) -> Findings:
+def reward_findings(reward: RewardConfig, calls: TrialCalls) -> Findings:
     """Wait for the trial of the rewards.
 
     A call that fails is a warning where the config says what becomes of such samples: `reward.on_error` is a number, or
@@ -43,7 +43,7 @@ def reward_findings(config: Config, calls: TrialCalls) -> Findings:
     """
     found = Findings()
     for each in calls.problems():
-        if each.called and _expects_failures(config.reward):
+        if each.called and _expects_failures(reward):
             found.warnings.append(each.text)
         elif each.called:
             hint = "(reward.trial_call: false if it may fail or must not be called)"

@@ -44,7 +44,7 @@ def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) ->
         found.add(_tokenizer_and_agent(config, info, first, whole=tell is not None))
         found.add(Findings(list(weight_problems(config, info))))
         found.add(Findings(list(resume_problems(config, info))))
-        found.add(reward_findings(config, calls))
+        found.add(reward_findings(config.reward, calls))
     return found
 
 

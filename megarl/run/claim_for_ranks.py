@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
 from megarl.common.claim import Holder, RunClaim, await_claim, claim
 from megarl.common.processes import ProcessId
 from megarl.common.timeouts import GRACE_S
-from megarl.config.schema import Config
 
 
 def holder_for_ranks(what: str = "torchrun") -> Holder:
@@ -18,7 +18,9 @@ def holder_for_ranks(what: str = "torchrun") -> Holder:
     return Holder.here(what, process, os.environ.get(LAUNCH_ID_VARIABLE))
 
 
-def claim_for_ranks(config: Config, rank: int, what: str = "torchrun", *, force: bool = False) -> RunClaim | None:
+def claim_for_ranks(
+    run_dir: Path, node_s: float, rank: int, what: str = "torchrun", *, force: bool = False
+) -> RunClaim | None:
     """Claim RUN_DIR for torchrun's agent on rank 0; elsewhere wait until the claim is made, and return None.
 
     A rank that torchrun has not started holds the claim itself. `what`: the command, for messages. `force`: take it
@@ -27,8 +29,8 @@ def claim_for_ranks(config: Config, rank: int, what: str = "torchrun", *, force:
     A launch has claimed it before it started the ranks, and its agent renews the claim. Raises ConfigError if another
     run holds RUN_DIR, and TimeoutError if this one does not get it.
     """
-    node_s, mine = config.timeouts.node_s, holder_for_ranks(what)
+    mine = holder_for_ranks(what)
     if mine.launch is None and rank == 0:
-        return claim(config.run_dir, mine, node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"), force=force)
-    await_claim(config.run_dir, mine, node_s + GRACE_S)
+        return claim(run_dir, mine, node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"), force=force)
+    await_claim(run_dir, mine, node_s + GRACE_S)
     return None

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         if rank == 0 and not _is_restart():
             _check_first_start(config, plan, mistake_printer(options))
-        claim = claim_for_ranks(config, rank, force=options.force and not _is_restart())
+        claim = claim_for_ranks(config.run_dir, config.timeouts.node_s, rank, force=options.force and not _is_restart())
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
             # Rank 0 reports the mistake. torchrun ends all ranks when the first one exits, so rank 0 must exit first.
@@ -227,7 +227,7 @@ def _train(
     from megarl.common.processes import die_with_parent
 
     die_with_parent()
-    os.environ.update(one_node_environment(config))
+    os.environ.update(one_node_environment(config.ray))
     rank = int(os.environ["RANK"])
     signals = _stop_signals(config, terminal, rank)
     signals.install()
@@ -241,7 +241,7 @@ def _train(
 
     store = join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
     if rank == 0:
-        tell_seconds_to_stop(os.environ, stop_seconds(config), config.timeouts.collective_s)
+        tell_seconds_to_stop(os.environ, stop_seconds(config.launch, config.timeouts), config.timeouts.collective_s)
     begin_events(config, rank)  # after rank 0 has moved those of an earlier run aside
     watch = watch_ranks(store, config.run_dir, config.timeouts, report)
     if rank == 0:

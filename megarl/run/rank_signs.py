@@ -6,7 +6,7 @@ import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +14,9 @@ from megarl.common.errors import NotAuthentic
 from megarl.common.processes import ProcessId
 from megarl.common.rate_limit import RateLimit
 from megarl.common.signed_values import sign, verify
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 logger = logging.getLogger(__name__)
 
@@ -85,20 +88,10 @@ def decode(text: str) -> list[SilentRank]:
     return msgspec.json.decode(text, type=list[SilentRank]) if text else []
 
 
-class Store(Protocol):
-    """The methods of torch's TCPStore that are used."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key; nothing is waited for."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys in one request, once all of them are set."""
-
-
 class SignBoard:
     """One rank's connection to the store. A value that no rank of this run has signed counts as none."""
 
-    def __init__(self, store: Store, key: bytes) -> None:
+    def __init__(self, store: TCPStore, key: bytes) -> None:
         self._store, self._key = store, key
         self._complaints = RateLimit(COMPLAIN_S)
 

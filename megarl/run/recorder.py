@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
@@ -110,9 +111,9 @@ class ResultFiles:
 
     key = "files"
 
-    def __init__(self, config: Config, waiting: Callable[[], Mapping[str, int]] = dict) -> None:
+    def __init__(self, run_dir: Path, waiting: Callable[[], Mapping[str, int]] = dict) -> None:
         """`waiting`: has all lines written, and returns the bytes that a full disk has not taken, by file name."""
-        self._run_dir, self._waiting = config.run_dir, waiting
+        self._run_dir, self._waiting = run_dir, waiting
 
     def state_dict(self) -> dict[str, int]:
         """Return the current position of each file, in bytes."""
@@ -150,7 +151,7 @@ class Recorder:
     @property
     def parts(self) -> Sequence[Stateful]:
         """The recorder's parts that a checkpoint keeps."""
-        return (self.summary, self._totals, ResultFiles(self._config, self._writer.waiting), self._evaluated)
+        return (self.summary, self._totals, ResultFiles(self._run_dir, self._writer.waiting), self._evaluated)
 
     @property
     def evaluated(self) -> dict[str, float]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
-from megarl.config.schema import Config
+from megarl.config.monitor_section import MonitorConfig
 from megarl.run.compare_logprobs import StepMeasures
+from megarl.run.pool_link import PoolLink
 from megarl.run.readings import REPLICA_GAP, logprob_values, plan_values, readings, replica_values, rules_of
 from megarl.run.recorder import Recorder
 from megarl.run.step_plan import StepPlan
@@ -29,25 +30,14 @@ class AlarmStopsRun(StepRefused):
     """An alarm with the action `stop`: the run ends as failed, with the weights from before the batch."""
 
 
-class QuarantinePool(Protocol):
-    """The part of `PoolLink` that the monitor uses."""
-
-    def quarantine(self, replica: int, reason: str) -> bool:
-        """Take a replica out until the next publication has replaced it; False if that cannot be.
-
-        Not collective: only rank 0 acts.
-        """
-        ...
-
-
 class RunMonitor:
     """Judges the steps of a run, as a `Stateful` part. For each step: `watch`, then `act`."""
 
     key = "monitor"
 
-    def __init__(self, config: Config, pool: QuarantinePool, recorder: Recorder) -> None:
-        self._config, self._pool, self._recorder = config.monitor, pool, recorder
-        self._monitor = Monitor(rules_of(config.monitor))
+    def __init__(self, config: MonitorConfig, pool: PoolLink, recorder: Recorder) -> None:
+        self._config, self._pool, self._recorder = config, pool, recorder
+        self._monitor = Monitor(rules_of(config))
         self._judges_before = any(rule.action in _BEFORE for rule in self._monitor.rules.values())
         self._quarantines: Counter[int] = Counter()
         self._engine_since: dict[int, int] = {}  # see `replica_values`, of replicas that were quarantined

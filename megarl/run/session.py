@@ -70,7 +70,7 @@ class Session:
         self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
-        self.monitor = RunMonitor(config, self.pool, self.recorder)
+        self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
         self.sender = WeightSender(config, self._exporter)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank

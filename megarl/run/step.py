@@ -19,11 +19,12 @@ import torch
 
 from megarl.algorithms.aggregation import GlobalCounts
 from megarl.algorithms.filters import with_advantages
-from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.kl import KLEstimator, kl_penalty
 from megarl.common.object_collectives import Codec, codec_of
 from megarl.common.sample_parts import by_sample
 from megarl.config.algorithm import advantage_of
 from megarl.config.datasets import own_temperatures
+from megarl.config.job_sections import TelemetryConfig
 from megarl.config.old_logprobs import (
     correction_of,
     interpolates_proximal,
@@ -124,7 +125,7 @@ def train_step(
                 set_interpolation(mine, rows, version=plan.version, updates=made)
             update = partial(
                 policy.update, mine, counts, packed=ready, another_follows=number + 1 < len(updates),
-                measure_entropy=made == 0 and entropy_due(config, step), check=_unchecked if made else check,
+                measure_entropy=made == 0 and entropy_due(config.telemetry, step), check=_unchecked if made else check,
             )  # fmt: skip
             if (values := _make_update(update, mine, made, step)) is None:
                 done += [sample.key for sample in mine]
@@ -217,7 +218,7 @@ def _mini_batches(
     ahead: list[PackedBatch | None] = [*ready_made] or [None] * len(plan.mini_batches)
     for mini_batch, ready in zip(plan.mini_batches, ahead, strict=True):
         samples = [packed.samples[key] for key in mini_batch[parallel.dp_rank()]]
-        yield _MiniBatch(samples, _counts(plan, mini_batch, config, kept), ready)
+        yield _MiniBatch(samples, _counts(plan, mini_batch, config.sampling.max_tokens, kept), ready)
 
 
 def _compute_logprobs(policy: Policy, packed: PackedStep, stream: str) -> None:
@@ -228,9 +229,9 @@ def _compute_logprobs(policy: Policy, packed: PackedStep, stream: str) -> None:
         sample.streams[stream] = result.logprobs_R
 
 
-def entropy_due(config: Config, step: int) -> bool:
+def entropy_due(telemetry: TelemetryConfig, step: int) -> bool:
     """Tell whether the step after `step` others of the history measures the entropy of its first mini-batch."""
-    every = config.telemetry.entropy_every
+    every = telemetry.entropy_every
     return every > 0 and step % every == 0
 
 
@@ -241,7 +242,7 @@ def train_samples(
     trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
     sources, compares_all = TokenSources.of(plan.tags.values(), config), recomputes_old_logprobs(config)
     # A mini-batch is compared with the weights after the updates before it, unless all are with those before the first.
-    made = [int(_counts(plan, parts, config, None).tokens > 0) for parts in plan.mini_batches]
+    made = [int(_counts(plan, parts, config.sampling.max_tokens, None).tokens > 0) for parts in plan.mini_batches]
     before = itertools.accumulate(made, initial=0)
     update_of = {
         key: number for number, parts in zip(before, plan.mini_batches, strict=False) for key in parts[replica]
@@ -271,7 +272,7 @@ def _set_advantages(
     groups = [by_sample(group) for group in plan.shaped.groups]
     kl = config.algorithm.kl
     if config.needs_reference and kl.where == "reward" and groups:
-        penalty = _kl_of_all(samples, rows, config)
+        penalty = _kl_of_all(samples, rows, kl.estimator)
         lowered = [
             [
                 replace(row, reward=row.reward - kl.coef * sum(penalty[each.key] for each in rows))
@@ -301,22 +302,24 @@ def _set_advantages(
         metrics.record("policy/advantage_std", float(spread.std(correction=0)))
 
 
-def _kl_of_all(samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory], config: Config) -> dict[str, float]:
+def _kl_of_all(
+    samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory], estimator: KLEstimator
+) -> dict[str, float]:
     """Return the KL to the reference of every response of the step, summed over its sampled tokens, on every rank."""
     own = {}
     for key, sample in samples.items():
         old_R = sample.streams.get(OLD_LOGPROBS, sample.streams.get(ROLLOUT_LOGPROBS))
         assert old_R is not None  # train_samples sets one of them
-        kl_R = kl_penalty(old_R, sample.streams[REFERENCE_LOGPROBS], config.algorithm.kl.estimator)
+        kl_R = kl_penalty(old_R, sample.streams[REFERENCE_LOGPROBS], estimator)
         sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
         own[key] = float(kl_R[sampled_R].double().sum())
     return {key: value for part in parallel.dp_all_gather_object(own, _SUMS) for key, value in part.items()}
 
 
 def _counts(
-    plan: StepPlan, mini_batch: Sequence[Sequence[str]], config: Config, kept: Mapping[str, int] | None
+    plan: StepPlan, mini_batch: Sequence[Sequence[str]], max_tokens: int, kept: Mapping[str, int] | None
 ) -> GlobalCounts:
     trained = {sample.key for group in plan.shaped.groups for sample in group if sample.trained}
     keys = [key for part in mini_batch for key in part if key in trained]
     lengths = [plan.tags[key].sampled_tokens if kept is None else kept[key] for key in keys]
-    return GlobalCounts.of(lengths, config.sampling.max_tokens)
+    return GlobalCounts.of(lengths, max_tokens)

@@ -129,8 +129,8 @@ def plan_step(
     if a sample or a group appears twice, and ReuseError if one of `reused` cannot be trained.
     """
     pace = pace_of(config)
-    _check_replaced(tags, config, replaced)
-    _check_reused(tags, config, reused)
+    _check_replaced(tags, refill_groups(config), replaced)
+    _check_reused(tags, config.admission.max_uses, reused)
     oldest = version + pace.updates_per_step - 1 - pace.max_staleness
     groups = [
         list(group)
@@ -169,21 +169,21 @@ def _oldest_version(samples: Sequence[Sequence[SampleTag]], *, otherwise: int) -
     return min(versions, default=otherwise)
 
 
-def _check_replaced(tags: Sequence[SampleTag], config: Config, replaced: Sequence[int]) -> None:
+def _check_replaced(tags: Sequence[SampleTag], limit: int, replaced: Sequence[int]) -> None:
     """Check the rollout side's report of replaced groups. Raises ValueError for ids that cannot be right."""
     twice = set(replaced) & {tag.group_id for tag in tags}
     if twice or len(set(replaced)) != len(replaced):
         raise ValueError(f"groups were reported as replaced that are in the batch or were reported twice: {replaced}")
-    if len(replaced) > (limit := refill_groups(config)):
+    if len(replaced) > limit:
         raise ValueError(f"{len(replaced)} groups were replaced before a step; admission.refill allows {limit}")
 
 
-def _check_reused(tags: Sequence[SampleTag], config: Config, reused: Sequence[int]) -> None:
+def _check_reused(tags: Sequence[SampleTag], max_uses: int, reused: Sequence[int]) -> None:
     """Check the rollout side's report of groups that are used again. Raises ReuseError for ids that cannot be right."""
     missing = set(reused) - {tag.group_id for tag in tags}
     if missing or len(set(reused)) != len(reused):
         raise ReuseError(f"groups were reported as used again that are not in the batch or appear twice: {reused}")
-    if reused and config.admission.max_uses == 1:
+    if reused and max_uses == 1:
         raise ReuseError(f"groups {list(reused)} were reported as used again, but admission.max_uses is 1")
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
-from megarl.weights.background_call import BackgroundCall
+from megarl.common.thread_results import call_in_thread
 from megarl.weights.buckets import BucketPlan
 from megarl.weights.replica_calls import EngineCalls
 from megarl.weights.store import SyncStore
@@ -165,11 +166,11 @@ class GroupFormer:
         Returns whether all engine workers load in place, which only the leader knows.
         """
         members, timeout_s = group.members, self._settings.rpc_s
-        leading: list[BackgroundCall[Any]] = []
+        leading: list[Future[Any]] = []
         if self._engines is not None:
             leading = [
-                BackgroundCall(await_members, self._store.connection(), members, timeout_s),
-                BackgroundCall(self._engines.connect, members, plan, timeout_s),
+                call_in_thread(await_members, self._store.connection(), members, timeout_s),
+                call_in_thread(self._engines.connect, members, plan, timeout_s),
             ]
         error: Exception | None = None
         try:

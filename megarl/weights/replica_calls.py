@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
+from megarl.common.thread_results import call_in_thread
 from megarl.telemetry import events
-from megarl.weights.background_call import BackgroundCall
 from megarl.weights.buckets import BucketPlan, pack_manifest
 from megarl.weights.handles import ABANDON, EngineHandles, ReplicaHandle
 from megarl.weights.loading_ways import LoadingWays
@@ -201,7 +201,7 @@ class EngineCalls:
         hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` otherwise.
         """
         replicas = self._replicas if self._phase != STAGE else []
-        calls = [BackgroundCall(self._release_replica, replica, failure, repeats) for replica in replicas]
+        calls = [call_in_thread(self._release_replica, replica, failure, repeats) for replica in replicas]
         return [replica.name for replica, call in zip(replicas, calls, strict=True) if call.result()]
 
     @property

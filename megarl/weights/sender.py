@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -19,11 +20,11 @@ import torch
 from torch.distributed import DistNetworkError
 
 from megarl.common.errors import PeerTimeout, WeightSyncError
+from megarl.common.thread_results import call_in_thread
 from megarl.config.schema import Config
 from megarl.models.gather import GatherRequest
 from megarl.telemetry import events
 from megarl.weights.backends import BACKENDS
-from megarl.weights.background_call import BackgroundCall
 from megarl.weights.bucket_packer import BucketPacker
 from megarl.weights.buckets import RELOAD_LAYER_SPAN, BucketPlan, ManifestEntry, bucket_plan
 from megarl.weights.group_former import GroupFormer
@@ -195,7 +196,7 @@ class WeightSender:
         engines = None
         if self._engines is not None:
             publish = self._engines.publish
-            engines = BackgroundCall(publish, group, self.plan, sync, version, limit_s, sending.staged)
+            engines = call_in_thread(publish, group, self.plan, sync, version, limit_s, sending.staged)
         error: Exception | None = None
         try:
             sending.run()
@@ -236,7 +237,7 @@ class WeightSender:
         return dict(end)
 
     def _end(
-        self, engines: BackgroundCall[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
+        self, engines: Future[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
     ) -> dict[str, Any]:
         """On the leader, wait for the engines and end the sync for all members. Return the outcome."""
         assert self._store is not None and self._group is not None and self._engines is not None
@@ -255,7 +256,7 @@ class WeightSender:
         return outcome
 
     def _outcome(
-        self, engines: BackgroundCall[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
+        self, engines: Future[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
     ) -> dict[str, Any]:
         """Wait for the engines, and return the outcome as JSON. `error`: this process's own; `seconds`: since start."""
         assert self._engines is not None

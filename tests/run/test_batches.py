@@ -162,7 +162,7 @@ def test_a_stop_ends_the_wait_for_a_batch_that_nobody_will_train(make_run: Calla
     assert waiting.wait(WAIT_S) and session.stopped == "SIGTERM"
     session.finish()
     session.close()
-    assert not preparing()
+    assert wait_for(lambda: not preparing())
     assert [line for line in run.journal if line.startswith("commit")] == ["commit 0", "commit 1"]
 
 
@@ -181,7 +181,9 @@ def test_the_failure_of_a_batch_that_nobody_needs_is_logged(
     train(session)
     with caplog.at_level(logging.WARNING):
         session.finish()
-    assert "prepare-batch-1 failed before it was ended" in caplog.text and "out of memory" in caplog.text
+    assert (
+        "the preparation of the next batch failed before it was ended" in caplog.text and "out of memory" in caplog.text
+    )
 
 
 def test_a_preparation_that_does_not_end_delays_the_end_by_no_more_than_its_bound(
@@ -195,7 +197,7 @@ def test_a_preparation_that_does_not_end_delays_the_end_by_no_more_than_its_boun
     train(session)
     with caplog.at_level(logging.WARNING):
         session.finish()
-    assert "waited 0 s (timeouts.shutdown_s) for prepare-batch-1 to end" in caplog.text
+    assert "waited 0 s (timeouts.shutdown_s) for the next batch's thread" in caplog.text
     released.set()
     assert wait_for(lambda: not preparing())
 

@@ -215,7 +215,7 @@ def start_under_torchrun(
     monkeypatch.setattr(main, "make_plan", lambda config: None)
     monkeypatch.setattr(main, "already_finished", lambda config: None)
     monkeypatch.setattr(main, "_check_first_start", lambda config, plan, tell: None)
-    monkeypatch.setattr(main, "claim_for_ranks", lambda config, rank, force: None)
+    monkeypatch.setattr(main, "claim_for_ranks", lambda run_dir, node_s, rank, force: None)
     monkeypatch.setattr(main, "end_before_start", lambda speaks: sys.stderr.write(f"tells of signals: {speaks}\n"))
     monkeypatch.setattr(main, "run", lambda config, plan, claim: 0)
     monkeypatch.setattr(sys, "argv", ["train_rl.py", "--config", "C"])

@@ -235,7 +235,7 @@ def test_a_resumed_run_has_no_evaluation_of_its_own_weights() -> None:
 
 
 def test_positions_are_those_of_complete_records(config: Config, open_recorder: Callable[..., Recorder]) -> None:
-    recorder, files = open_recorder(), ResultFiles(config)
+    recorder, files = open_recorder(), ResultFiles(config.run_dir)
     assert files.state_dict() == {"metrics.jsonl": 0, "samples.jsonl": 0}
     take_step(recorder, config)
     position = files.state_dict()["metrics.jsonl"]

@@ -43,7 +43,7 @@ class Made:
             alarm=lambda alarm: self.recorded.append((alarm.rule.name, alarm.subject, "begins")),
             alarm_ended=lambda *ended: self.recorded.append(ended),
         )  # fmt: skip
-        return RunMonitor(self.config, self, recorder)
+        return RunMonitor(self.config.monitor, self, recorder)
 
     def quarantine(self, replica: int, reason: str) -> bool:
         assert f"replica_gap of replica {replica}: " in reason

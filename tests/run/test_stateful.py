@@ -76,7 +76,7 @@ def session_of(run_dir: Path) -> Any:
     recorder = Recorder(config, peers, io.StringIO())
     pool = PoolLink(config, peers, recorder)
     evaluations = Evaluations(config, pool, recorder, lambda: False)
-    monitor = RunMonitor(config, pool, recorder)
+    monitor = RunMonitor(config.monitor, pool, recorder)
     session: Any = SimpleNamespace(pool=pool, recorder=recorder, evaluations=evaluations, monitor=monitor)
     assert Session.parts.fget is not None
     session.parts = list(Session.parts.fget(session))

@@ -809,7 +809,7 @@ def test_entropy_is_computed_where_it_is_shown_or_weighed(
 @pytest.mark.parametrize(("every", "due"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
 def test_entropy_is_due_by_the_step_of_the_history(every: int, due: list[int]) -> None:
     settings = config(telemetry={"entropy_every": every})
-    assert [step for step in range(5) if entropy_due(settings, step)] == due
+    assert [step for step in range(5) if entropy_due(settings.telemetry, step)] == due
 
 
 def expected_updates(

@@ -164,7 +164,7 @@ class NodeAgent:
         interface = self.config.launch.interface
         if several or interface is not None:
             self.address = own_address(self.launch.hosts, interface)
-        os.environ.update(commands.user_environment(self.config))
+        os.environ.update(commands.user_environment(self.config.launch))
         os.environ.update(
             commands.network_environment(
                 self.address, interface_of(self.address), several=several, chosen=interface is not None

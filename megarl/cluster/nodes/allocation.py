@@ -86,7 +86,7 @@ def _time_problems(config: Config, allocation: Allocation) -> list[str]:
     if allocation.seconds is None:
         return []
     problems = []
-    stop = stop_seconds(config)
+    stop = stop_seconds(config.launch, config.timeouts)
     if allocation.seconds <= stop:
         problems.append(
             f"time: {allocation.seconds} s are left, but a run is asked to stop {stop} s before the limit "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.cluster.nodes.topology import make_topology, stop_seconds
+from megarl.config.job_sections import LaunchConfig
 from megarl.config.schema import Config
 
 
@@ -28,10 +29,10 @@ def slurm_script(config: Config, config_file: Path, arguments: Sequence[str] = (
     return "\n".join(lines) + "\n"
 
 
-def local_script(config: Config, config_file: Path, arguments: Sequence[str] = ()) -> str:
+def local_script(launch: LaunchConfig, config_file: Path, arguments: Sequence[str] = ()) -> str:
     """Return the script that runs one config on this machine, by launch/local.sh. `arguments`: as for SLURM."""
     command = " ".join(map(shlex.quote, ["launch/local.sh", str(config_file), *arguments]))
-    return "\n".join(["#!/usr/bin/env bash", *config.launch.setup, f"source {command}"]) + "\n"
+    return "\n".join(["#!/usr/bin/env bash", *launch.setup, f"source {command}"]) + "\n"
 
 
 def directives(config: Config, *, cuda: bool) -> list[str]:
@@ -40,7 +41,7 @@ def directives(config: Config, *, cuda: bool) -> list[str]:
     options = [
         f"--job-name={config.run.name}",
         "--ntasks-per-node=1",
-        f"--signal=B:USR1@{stop_seconds(config)}",
+        f"--signal=B:USR1@{stop_seconds(launch, config.timeouts)}",
         "--requeue",
         "--open-mode=append",
         "--output=%x-%j.log",

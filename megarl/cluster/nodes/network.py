@@ -12,7 +12,7 @@ import psutil
 from megarl.cluster.nodes.node_commands import network_environment
 from megarl.cluster.ray_head import LOOPBACK
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
-from megarl.config.schema import Config
+from megarl.config.job_sections import RayConfig
 
 
 def own_address(hosts: Sequence[str], interface: str | None = None) -> str:
@@ -39,13 +39,13 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def one_node_environment(config: Config) -> dict[str, str]:
+def one_node_environment(ray: RayConfig) -> dict[str, str]:
     """Return `network_environment` on loopback for a run that no agent has started, which has one node only.
 
     Without what the user has set; empty if an agent has set it, or if the engines are in a Ray cluster of the user's.
     Raises ValueError if torchrun has started ranks on several nodes without an agent.
     """
-    if NODE_ADDRESS_VARIABLE in os.environ or config.ray.address is not None:
+    if NODE_ADDRESS_VARIABLE in os.environ or ray.address is not None:
         return {}
     if (nodes := os.environ.get("GROUP_WORLD_SIZE", "1")) != "1":
         raise ValueError(

@@ -13,6 +13,7 @@ import yaml
 from megarl.cluster.nodes.topology import NodePlan, Topology, stop_seconds
 from megarl.common.errors import ConfigError
 from megarl.common.run_secret import RUN_DIR_VARIABLE
+from megarl.config.job_sections import LaunchConfig
 from megarl.config.schema import Config
 from megarl.config.secret_checks import referenced_variables
 
@@ -49,7 +50,7 @@ def torchrun_command(
         "--log-dir", os.devnull,  # by default torchrun leaves a temporary directory at each start
         "--max-restarts", str(config.launch.max_restarts),
         # After a SIGTERM the ranks need this time to end their step and save.
-        "--shutdown-timeout", str(stop_seconds(config)),
+        "--shutdown-timeout", str(stop_seconds(config.launch, config.timeouts)),
         entry, "--config", config_file,
     ]  # fmt: skip
 
@@ -67,9 +68,9 @@ def raylet_command(launch: str, index: int, agent_pid: int) -> list[str]:
     return [sys.executable, "-m", "megarl.cluster.nodes.raylet", launch, str(index), str(agent_pid)]
 
 
-def user_environment(config: Config) -> dict[str, str]:
+def user_environment(launch: LaunchConfig) -> dict[str, str]:
     """Return the `env_vars` of `launch.runtime_env`. Raises ConfigError as `read_runtime_env`."""
-    path = config.launch.runtime_env
+    path = launch.runtime_env
     if path is None:
         return {}
     return read_runtime_env(path)

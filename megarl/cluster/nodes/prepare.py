@@ -44,7 +44,7 @@ def prepare(
     """
     cuda = detect_device() == "cuda"
     make_plan(config)
-    user_environment(config)
+    user_environment(config.launch)
     if not Path(entry).is_file():
         raise ConfigError([f"{Path.cwd() / entry} does not exist: start from the repository's root"])
     topology = make_topology(config)

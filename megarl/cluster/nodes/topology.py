@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.job_sections import STOP_MARGIN_S
+from megarl.config.job_sections import STOP_MARGIN_S, LaunchConfig, TimeoutsConfig
 from megarl.config.pools import Pools, resolve_pools
 from megarl.config.schema import Config
 
@@ -84,6 +84,6 @@ def _supervisor(pools: Pools) -> int:
     return 0 if pools.shared else pools.trainer.nodes
 
 
-def stop_seconds(config: Config) -> int:
+def stop_seconds(launch: LaunchConfig, timeouts: TimeoutsConfig) -> int:
     """Return the seconds between the stop request and the end of the job: time for the step in progress and a save."""
-    return config.launch.stop_before_s or int(config.timeouts.save_s) + STOP_MARGIN_S
+    return launch.stop_before_s or int(timeouts.save_s) + STOP_MARGIN_S

@@ -212,7 +212,7 @@ def test_local_scripts(shell: Shell) -> None:
     assert calls[1].endswith("launch.json 0")
     for status, ends in (("preempted", 0), ("unsaved", 1), ("failed", 1)):
         assert shell.run(LOCAL, "x", status=status)[0] == ends
-    chosen = local_script(config("model"), Path("c.yaml"), ["run.name=a b", "--force"])
+    chosen = local_script(config("model").launch, Path("c.yaml"), ["run.name=a b", "--force"])
     assert shell.run(chosen, status="finished")[2][0].endswith("--config c.yaml run.name=a b --force")
 
 

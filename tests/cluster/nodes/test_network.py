@@ -6,7 +6,7 @@ import pytest
 
 from megarl.cluster.nodes.network import interface_of, one_node_environment, own_address
 from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
-from tests.support.configs import config
+from megarl.config.job_sections import RayConfig
 
 
 def test_own_address() -> None:
@@ -24,18 +24,18 @@ def test_a_run_without_an_agent_stays_on_loopback_unless_the_user_says_otherwise
     for name in (NODE_ADDRESS_VARIABLE, "VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     alone = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert one_node_environment(config("model")) == alone
+    assert one_node_environment(RayConfig()) == alone
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert "GLOO_SOCKET_IFNAME" not in one_node_environment(config("model"))
-    assert one_node_environment(config("model", ray={"address": "10.0.0.1:6379"})) == {}
+    assert "GLOO_SOCKET_IFNAME" not in one_node_environment(RayConfig())
+    assert one_node_environment(RayConfig(address="10.0.0.1:6379")) == {}
     monkeypatch.setenv(NODE_ADDRESS_VARIABLE, "10.0.0.7")
-    assert one_node_environment(config("model")) == {}
+    assert one_node_environment(RayConfig()) == {}
 
 
 def test_torchrun_on_several_nodes_without_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NODE_ADDRESS_VARIABLE, raising=False)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 nodes without megarl"):
-        one_node_environment(config("model"))
+        one_node_environment(RayConfig())
     monkeypatch.setenv(NODE_ADDRESS_VARIABLE, "10.0.0.7")
-    assert one_node_environment(config("model")) == {}
+    assert one_node_environment(RayConfig()) == {}

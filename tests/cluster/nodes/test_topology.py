@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.cluster.nodes.topology import Topology, make_topology, stop_seconds
 from megarl.common.errors import ConfigError
+from megarl.config.job_sections import LaunchConfig, TimeoutsConfig
 from tests.support.configs import config
 
 
@@ -75,8 +76,8 @@ def test_every_rank_and_engine_has_exactly_one_place(
 
 
 def test_the_time_for_stopping_follows_from_the_saves_bound() -> None:
-    assert stop_seconds(config("model", timeouts={"save_s": 100})) == 400
-    assert stop_seconds(config("model", launch={"stop_before_s": 50})) == 50
+    assert stop_seconds(LaunchConfig(), TimeoutsConfig(save_s=100)) == 400
+    assert stop_seconds(LaunchConfig(stop_before_s=50), TimeoutsConfig()) == 50
 
 
 def test_a_save_that_cannot_end_in_time_is_refused() -> None:

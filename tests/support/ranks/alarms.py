@@ -34,7 +34,7 @@ def watched(
         taken: list[int] = []
         pool = SimpleNamespace(quarantine=lambda replica, reason: taken.append(replica) or True)
         recorder = SimpleNamespace(metrics=metrics, say=said.append, alarm=_ignored, alarm_ended=_ignored)
-        monitor = RunMonitor(config, pool, recorder)
+        monitor = RunMonitor(config.monitor, pool, recorder)
         for version, rows in enumerate(steps):
             before, ended = exported(policy), ""
             plan = plan_step([row.tag for row in rows], config, dp_size=parallel.dp_size(), version=version)
