@@ -63,7 +63,7 @@ def without_removed(tree: Tree, prefix: str = "") -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in tree.items():
         key = prefix + name
-        if key in REMOVED:
+        if key in REMOVED or (value is None and name in VERL):  # two of verl's were keys, null by default
             continue
         if isinstance(value, list):
             kept[name] = [without_removed(each, f"{key}.") if isinstance(each, Mapping) else each for each in value]
