@@ -16,7 +16,7 @@ ENV_PY := $(ENV_VENV)/bin/python
 # Another Megatron-Core than the locked one, for make nightly-mcore: only its own files, laid before those of .venv.
 NEXT ?= 0.19.2
 MCORE := $(VENV)/mcore-$(NEXT)
-MCORE_TESTS ?= tests/platforms/test_patches.py tests/platforms/test_cpu_elementwise.py tests/common/test_megatron_versions.py tests/models tests/trainer tests/checkpoint
+MCORE_TESTS ?= tests/platforms/test_patches.py tests/platforms/test_cpu_kernels.py tests/common/test_megatron_versions.py tests/models tests/trainer tests/checkpoint
 # Published implementations that tests compare with (verl, AReaL).
 ORACLES ?= .oracles
 # By files, the longest first (tests/conftest.py).
@@ -138,7 +138,7 @@ nightly-properties: setup-test  ## Property tests of every part with 200 example
 	$(PY) -m pytest -m "hypothesis and not slow" --hypothesis-profile full --ignore tests/system --ignore tests/jobs $(PARALLEL)
 
 nightly-pool: setup-test  ## Slow tests of engines, replicas, door, weight sync, commands and telemetry.
-	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/commands tests/door tests/telemetry $(PARALLEL)
+	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/cli tests/gateway tests/telemetry $(PARALLEL)
 
 nightly-security: setup-test  ## Attacks on the sandbox and on what a run listens on.
 	$(PY) -m pytest -m slow tests/security tests/sandbox tests/rewards tests/tools $(PARALLEL)
@@ -168,7 +168,7 @@ nightly-stops: setup-test  ## Runs that are killed or stopped at any moment.
 	  tests/system/test_stopped_twice.py tests/system/test_one_directory.py tests/system/test_ends_of_runs.py
 
 nightly-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained.
-	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/door/test_verifiers_client.py tests/environments \
+	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/gateway/test_verifiers_client.py tests/environments \
 	  tests/system/test_verifiers_training.py
 
 nightly-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core, NEXT=0.19.2.

@@ -67,8 +67,8 @@ def make_model(directory: Path, args: argparse.Namespace) -> None:
 def make_policy(directory: Path, step_tokens: int) -> tuple[Policy, list[TrainSample]]:
     """Return the policy of this rank, and its samples of one update of `step_tokens` tokens."""
     from megarl.config.schema import Config
-    from megarl.models.layout import Layout
-    from megarl.models.read_config import load_info
+    from megarl.models.hf.read_config import load_info
+    from megarl.models.megatron.layout import Layout
     from megarl.trainer import parallel
     from megarl.trainer.policy import Policy, TrainSample
 

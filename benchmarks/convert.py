@@ -33,11 +33,11 @@ import psutil
 import torch
 
 from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
-from megarl.models.export import ExportedTensor, plan_files
-from megarl.models.info import ModelInfo
-from megarl.models.read_config import info_from_config
-from megarl.models.safetensors_io import SafetensorsWriter, TensorHeader, write_index
-from megarl.models.shards import table
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.hf.export import ExportedTensor, plan_files
+from megarl.models.hf.read_config import info_from_config
+from megarl.models.hf.safetensors import SafetensorsWriter, TensorHeader, write_index
+from megarl.models.megatron.shards import table
 
 COMMAND_TIMEOUT_S = 3600.0  # ends a command that hangs; the slowest one takes minutes
 SPEED_BOUND, MOE_BOUND, MEMORY_BOUND_GIB = 2.0, 1.5, 1.5

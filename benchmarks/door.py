@@ -161,8 +161,8 @@ def await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 @contextmanager
 def vllm_server(model: Path, directory: Path) -> Iterator[Server]:
     """Run vLLM's server with the settings of megarl's engines."""
-    from megarl.config.load import config_from_tree
-    from megarl.rollout.engine_args import engine_environment
+    from megarl.config.loading.load import config_from_tree
+    from megarl.rollout.engine.engine_args import engine_environment
 
     config = config_from_tree(
         {
@@ -188,7 +188,7 @@ def vllm_server(model: Path, directory: Path) -> Iterator[Server]:
 @contextmanager
 def door(model: Path, directory: Path) -> Iterator[Server]:
     """Run `megarl serve`."""
-    from megarl.door.access import read_door_file
+    from megarl.gateway.token_file import read_door_file
 
     run_dir, log = directory / "serve", directory / "serve.log"
     command = [

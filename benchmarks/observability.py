@@ -22,18 +22,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.lib.report import Ratio, finish, new_parser
-from megarl.config.load import config_from_tree
+from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
-from megarl.rollout.batch_stats import BatchStats
-from megarl.rollout.engine_load import EngineLoad
-from megarl.rollout.replica_activity import ReplicaActivity
-from megarl.rollout.request_times import RequestTimes
-from megarl.rollout.requests import GenerateResult
-from megarl.rollout.sample_times import SampleTimes
-from megarl.telemetry import events
-from megarl.telemetry.declarations import REGISTRY
-from megarl.telemetry.event_lines import CONTROLLER, rank_process, replica_process
-from megarl.telemetry.sinks import MetricsWriter
+from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.agents.sample_times import SampleTimes
+from megarl.rollout.engine.activity import ReplicaActivity
+from megarl.rollout.engine.engine_load import EngineLoad
+from megarl.rollout.engine.messages import GenerateResult
+from megarl.rollout.engine.request_times import RequestTimes
+from megarl.telemetry.metrics.declarations import REGISTRY
+from megarl.telemetry.sinks.sinks import MetricsWriter
+from megarl.telemetry.trace import events
+from megarl.telemetry.trace.lines import CONTROLLER, rank_process, replica_process
 
 BOUND = 0.01
 STEP_CPU_S = 1.4  # of a step, all processes together

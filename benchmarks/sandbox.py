@@ -26,9 +26,9 @@ from typing import Any
 
 from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 from megarl.sandbox.availability import sandbox_problem
-from megarl.sandbox.bounds import Limits, RunResult, SandboxError
 from megarl.sandbox.guard import marked
 from megarl.sandbox.installation import this_installation
+from megarl.sandbox.limits import Limits, RunResult, SandboxError
 from megarl.sandbox.runner import Sandbox
 
 BOUND = 50.0  # programs per second on two cores

@@ -115,8 +115,8 @@ class Packed:
 
     def __init__(self, directory: Path, args: argparse.Namespace, device: torch.device) -> None:
         from megarl.config.schema import Config
-        from megarl.models.layout import Layout
-        from megarl.models.read_config import load_info
+        from megarl.models.hf.read_config import load_info
+        from megarl.models.megatron.layout import Layout
         from megarl.trainer import parallel
         from megarl.trainer.policy import Policy
 

@@ -40,8 +40,8 @@ from benchmarks.lib.live_engine import EngineWorker
 from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 
 if TYPE_CHECKING:
-    from megarl.models.export import HFExporter
-    from megarl.weights.transport import Group
+    from megarl.models.hf.export import HFExporter
+    from megarl.weights.group.transport import Group
 
 RATIO_BOUND = 1.5
 DIGEST_BOUND = 0.25
@@ -140,7 +140,7 @@ class WorkerExtension(EngineWorker):
         return time.perf_counter() - start
 
     def bench_digest(self, on: bool) -> None:
-        switch_digest("megarl.weights.receiver", on)
+        switch_digest("megarl.weights.receive.receiver", on)
 
 
 class MemoryWatcher:
@@ -194,7 +194,7 @@ def private_bytes(pid: int) -> int:
 
 def switch_digest(module: str, on: bool) -> None:
     """Restore a module's digest function, or replace it by one that takes no time."""
-    from megarl.weights.digest import digest
+    from megarl.weights.plan.digest import digest
 
     def nothing(payload: torch.Tensor, *, version: int, bucket: int) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int64)
@@ -248,11 +248,11 @@ def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     from megarl import platforms
 
     platforms.activate()
-    from megarl.models.export import HFExporter
-    from megarl.models.layout import Layout
-    from megarl.models.loader import load_hf_weights
-    from megarl.models.provider import build_model, transformer_config
-    from megarl.models.read_config import load_info
+    from megarl.models.hf.export import HFExporter
+    from megarl.models.hf.load import load_hf_weights
+    from megarl.models.hf.read_config import load_info
+    from megarl.models.megatron.build_model import build_model, transformer_config
+    from megarl.models.megatron.layout import Layout
     from megarl.trainer import parallel
 
     torch.set_num_threads(1)
@@ -271,8 +271,8 @@ class Bench:
     """The measurements on one trainer rank; `times` holds the seconds of each, by name."""
 
     def __init__(self, directory: Path, exporter: HFExporter, bucket_mb: float) -> None:
-        from megarl.weights.sender import WeightSender
-        from megarl.weights.sync_settings import SyncSettings
+        from megarl.weights.plan.settings import SyncSettings
+        from megarl.weights.send.sender import WeightSender
 
         self.directory = directory
         self.exporter = exporter
@@ -343,7 +343,7 @@ class Bench:
             raise SystemExit(f"the engine was not loaded in place: {self._worker('loaded')}")
 
     def _switch_digest(self, on: bool) -> None:
-        switch_digest("megarl.weights.bucket_packer", on)
+        switch_digest("megarl.weights.plan.bucket_packer", on)
         self._worker("bench_digest", on)
 
     def _export(self) -> float:

@@ -24,7 +24,7 @@ trap 'stop SIGUSR1' USR1
 trap 'stop SIGTERM; [ -z "$agent" ] || kill -TERM "$agent" 2>/dev/null || true' TERM
 trap 'stop SIGINT; [ -z "$agent" ] || kill -INT "$agent" 2>/dev/null || true' INT
 
-"$PYTHON" -m megarl.cluster.nodes.agent "$launch" 0 &
+"$PYTHON" -m megarl.cluster.nodes.launcher "$launch" 0 &
 agent=$!
 # A trapped signal interrupts `wait`.
 while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done

@@ -36,12 +36,12 @@ trap 'stop SIGINT' INT
 # every user of a host can read the command lines of all processes, and RAY_AUTH_TOKEN or VLLM_API_KEY are secrets.
 environment=$("$PYTHON" -m megarl.cluster.nodes environment "$launch")
 
-# One agent per host starts the host's share and ends all of it (megarl/cluster/nodes/agent.py). Agents report failures
+# One agent per host starts the host's share and ends all of it (megarl/cluster/nodes/launcher.py). Agents report failures
 # to each other through the run directory and notice when one of them is silent, so all of them end.
 start() { # HOST INDEX
   local code=0 remote
   printf '%s\n' "$environment" | $MEGARL_RSH "$1" \
-    "cd '$PWD' && eval \"\$(cat)\" && exec '$PYTHON' -m megarl.cluster.nodes.agent '$launch' $2 </dev/null" &
+    "cd '$PWD' && eval \"\$(cat)\" && exec '$PYTHON' -m megarl.cluster.nodes.launcher '$launch' $2 </dev/null" &
   remote=$!
   trap 'kill "$remote" 2>/dev/null || true' TERM
   wait "$remote" || code=$?

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megarl.algorithms.contract import check_advantage, check_loss
-    from megarl.algorithms.group_rewards import Advantages, GroupRewards
-    from megarl.algorithms.token_loss import TokenInputs, TokenLoss
+    from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards
+    from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
     from megarl.common.errors import TrajectoryFull
     from megarl.common.options import Section
-    from megarl.config.load import load_config
+    from megarl.config.loading.load import load_config
     from megarl.config.schema import Config
     from megarl.data.curriculum import TrainingProgress
     from megarl.environments.harness_loop import SampleFailed
     from megarl.queue.trajectory import Trajectory, VersionSpan
-    from megarl.rewards.math import math
+    from megarl.rewards.builtin.math import math
     from megarl.rewards.types import RewardInput, RewardResult, Turn
     from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
     from megarl.rollout.agents.finish import finish
-    from megarl.rollout.requests import GenerateResult
+    from megarl.rollout.engine.messages import GenerateResult
     from megarl.tools.tool import Tool, ToolAnswer
 
 __version__ = "0.1.0"
@@ -61,7 +61,7 @@ _LIGHT = {
     "AgentContext": "megarl.rollout.agents.agent_loop",
     "AgentLoop": "megarl.rollout.agents.agent_loop",
     "Config": "megarl.config.schema",
-    "GenerateResult": "megarl.rollout.requests",
+    "GenerateResult": "megarl.rollout.engine.messages",
     "RewardInput": "megarl.rewards.types",
     "RewardResult": "megarl.rewards.types",
     "SampleFailed": "megarl.environments.harness_loop",
@@ -74,14 +74,14 @@ _LIGHT = {
     "Turn": "megarl.rewards.types",
     "VersionSpan": "megarl.queue.trajectory",
     "finish": "megarl.rollout.agents.finish",
-    "load_config": "megarl.config.load",
-    "math": "megarl.rewards.math",
+    "load_config": "megarl.config.loading.load",
+    "math": "megarl.rewards.builtin.math",
 }
 _WITH_TORCH = {
-    "Advantages": "megarl.algorithms.group_rewards",
-    "GroupRewards": "megarl.algorithms.group_rewards",
-    "TokenInputs": "megarl.algorithms.token_loss",
-    "TokenLoss": "megarl.algorithms.token_loss",
+    "Advantages": "megarl.algorithms.interface.group_rewards",
+    "GroupRewards": "megarl.algorithms.interface.group_rewards",
+    "TokenInputs": "megarl.algorithms.interface.token_loss",
+    "TokenLoss": "megarl.algorithms.interface.token_loss",
     "check_advantage": "megarl.algorithms.contract",
     "check_loss": "megarl.algorithms.contract",
 }

@@ -2,7 +2,7 @@
 
 import sys
 
-from megarl.commands.cli import main
+from megarl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

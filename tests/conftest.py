@@ -15,11 +15,11 @@ import hypothesis
 import pytest
 
 from megarl.sandbox.availability import sandbox_problem
+from tests.support.attacks.escape_attempts import SHOWN
 from tests.support.checkout import ROOT
-from tests.support.escape_attempts import SHOWN
-from tests.support.megatron_version import check_megatron_version
-from tests.support.needs import SANDBOX, need
-from tests.support.world import Starter, World
+from tests.support.repository.megatron_version import check_megatron_version
+from tests.support.repository.needs import SANDBOX, need
+from tests.support.worlds.world import Starter, World
 
 # Deadlines of single examples would fail at random on a busy machine. make nightly-properties takes the full profile.
 hypothesis.settings.register_profile("full", deadline=None, max_examples=200)
@@ -38,23 +38,23 @@ LONG_FILES = (
     "tests/system/test_modes.py",
     "tests/system/test_recipe_twins.py",
     "tests/system/test_agents.py",
-    "tests/door/test_real_pool.py",
-    "tests/weights/test_engine.py",
-    "tests/weights/test_sender.py",
-    "tests/weights/test_sending.py",
+    "tests/gateway/test_real_pool.py",
+    "tests/weights/receive/test_engine.py",
+    "tests/weights/send/test_sender.py",
+    "tests/weights/send/test_sync_attempt.py",
     "tests/trainer/test_layouts.py",
     "tests/cluster/test_running_pool.py",
     "tests/checkpoint/save/test_checkpointer.py",
     "tests/trainer/test_policy.py",
     "tests/rewards/test_worker_pool.py",
-    "tests/commands/test_launch.py",
+    "tests/cli/test_launch.py",
     "tests/checkpoint/convert/test_layouts.py",
     "tests/sandbox/test_runner.py",
     "tests/queue/test_transfer.py",
     "tests/platforms/test_patches.py",
-    "tests/commands/doctor/test_examine.py",
-    "tests/weights/test_sender_on_ranks.py",
-    "tests/run/test_step.py",
+    "tests/cli/doctor/test_examine.py",
+    "tests/weights/send/test_sender_on_ranks.py",
+    "tests/run/step/test_step.py",
 )
 
 
@@ -95,7 +95,7 @@ def pytest_unconfigure() -> None:
 def end_of_events() -> Iterator[None]:
     """Close the events of a part that a test has made in this process, and that would end with a process of its own."""
     yield
-    if (events := sys.modules.get("megarl.telemetry.events")) is not None:
+    if (events := sys.modules.get("megarl.telemetry.trace.events")) is not None:
         events.close_events()
 
 

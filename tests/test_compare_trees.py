@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from megarl.config.load import config_from_tree
+from megarl.config.loading.load import config_from_tree
 from tests.support.checkout import ROOT
-from tests.support.compare_trees import DifferenceError, compare_replays, compare_runs, records_of
-from tests.support.configs import tree, with_sections
-from tests.support.older_configs import REMOVED_VALUES, for_this_tree, keys_of, known_part, renamed_for
+from tests.support.repository.compare_trees import DifferenceError, compare_replays, compare_runs, records_of
+from tests.support.repository.older_configs import REMOVED_VALUES, for_this_tree, keys_of, known_part, renamed_for
+from tests.support.trainer.configs import tree, with_sections
 
 
 def write_run(directory: Path) -> Path:

@@ -97,10 +97,12 @@ def test_the_pages_show_the_public_api_only() -> None:
 
 def test_a_name_that_is_not_public_is_found() -> None:
     top = "megarl"  # apart, because a module of the tests may name only what is there
-    code = f"from {top} import Turn, Own\nimport megarl, megarl.run.main\nfrom megarl.rewards import math\n"
-    text = '"""A `megarl.tools.tool.Tool`, for megarl.rewards.math."""\n'
+    code = (
+        f"from {top} import Turn, Own\nimport megarl, megarl.run.start.main\nfrom megarl.rewards.builtin import math\n"
+    )
+    text = '"""A `megarl.tools.tool.Tool`, for megarl.rewards.builtin.math."""\n'
     assert sorted(private_names(text + code)) == [
-        f"{top}.Own", "megarl.rewards.math", "megarl.run.main", "megarl.tools.tool.Tool",
+        f"{top}.Own", "megarl.rewards.builtin.math", "megarl.run.start.main", "megarl.tools.tool.Tool",
     ]  # fmt: skip
     assert private_names("from megarl import Turn, math\nimport megarl_tools.x\n'megarl.Turn'") == []
 
@@ -168,8 +170,8 @@ def test_contributors_are_told_of_files_that_exist() -> None:
     assert len(there) >= 8 and [path for path in there if not (ROOT / path).exists()] == []
     new = [path for path in paths if "NAME" in path]
     assert len(new) == 5 and all((ROOT / path).parent.is_dir() for path in new)
-    edited = {"_MODULES": "models/families/__init__.py", "SHIPPED": "rewards/resolve.py",
-              "find_loop": "rollout/agents/find_loop.py"}  # fmt: skip
+    edited = {"_MODULES": "models/families/__init__.py", "SHIPPED": "rewards/registry.py",
+              "find_loop": "rollout/agents/loops.py"}  # fmt: skip
     for name, file in edited.items():
         found = re.search(rf"^(def )?{name}\b", (ROOT / "megarl" / file).read_text(), re.MULTILINE)
         assert f"`{name}`" in text and found is not None

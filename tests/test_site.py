@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.support.checkout import ROOT
-from tests.support.markdown_links import anchors_of, broken_links, count_tags, rendered_tags, targets_of
+from tests.support.repository.markdown_links import anchors_of, broken_links, count_tags, rendered_tags, targets_of
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkout import ROOT
-from tests.support.references import files_with_references, unknown_references
-from tests.support.unbounded_waits import blocking_waits, unbounded_waits, wrong_numbers
+from tests.support.repository.references import files_with_references, unknown_references
+from tests.support.repository.unbounded_waits import blocking_waits, unbounded_waits, wrong_numbers
 
 PACKAGE = ROOT / "megarl"
 _SLOW_PART = re.compile(r"^(nightly-\w+):.*\n\t\$\(PY\) -m pytest -m slow ((?:.*\\\n)*.*)$", re.MULTILINE)
@@ -46,45 +46,45 @@ def _has_slow_tests(path: Path) -> bool:
 
 # The waits without a bound where they stand, and who bounds them.
 BOUNDED_ELSEWHERE = {
-    "rollout/batcher.py:Batcher.generate": "the call to the fleet, which has bounds of its own",
-    "rollout/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
-    "rollout/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
-    "rollout/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/eval_context.py:Share.generate": "whoever waits for the evaluation, timeouts.generate_s",
-    "rollout/evaluate_on_fleet.py:evaluate_on_fleet.respond": "who waits for the evaluation, timeouts.generate_s",
-    "rollout/evaluator.py:Evaluator._evaluate": "whoever waits for the evaluation, timeouts.generate_s",
-    "rollout/group_runner.py:_ended_in_time": "without a deadline the trainer's wait, timeouts.generate_s",
-    "rollout/journal.py:RolloutJournal.begin": "the trainer that begins, timeouts.engine_start_s and rpc_s",
-    "rollout/journal.py:RolloutJournal.candidates": "the trainer's set_version, timeouts.rpc_s",
-    "rollout/journal.py:RolloutJournal.write": "the trainer that begins or sets a version; else nobody waits for it",
-    "rollout/journal.py:RolloutJournal._take_grown": "nobody waits for it",
-    "rollout/journal.py:RolloutJournal._write_urgent": "`persist`, timeouts.rpc_s",
-    "rollout/journal.py:RolloutJournal.keep_up": "nobody waits for it",
-    "rollout/journal.py:RolloutJournal._tidy": "nobody waits for it",
-    "rollout/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",
-    "rollout/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
-    "rollout/shared_calls.py:CallDesk.take": "the controller's link, POLL_S and timeouts.rpc_s",
-    "rollout/shared_calls.py:CallLink.call": "`ReplicaActors.call`, the time limit of each call",
+    "rollout/fleet/request_coalescer.py:Batcher.generate": "the call to the fleet, which has bounds of its own",
+    "rollout/orchestrator/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
+    "rollout/orchestrator/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
+    "rollout/fleet/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/agents/eval_context.py:Share.generate": "whoever waits for the evaluation, timeouts.generate_s",
+    "rollout/orchestrator/evaluation.py:evaluate_on_fleet.respond": "who waits for the evaluation, timeouts.generate_s",
+    "rollout/orchestrator/evaluator.py:Evaluator._evaluate": "whoever waits for the evaluation, timeouts.generate_s",
+    "rollout/agents/group_runner.py:_ended_in_time": "without a deadline the trainer's wait, timeouts.generate_s",
+    "rollout/resume/journal.py:RolloutJournal.begin": "the trainer that begins, timeouts.engine_start_s and rpc_s",
+    "rollout/resume/journal.py:RolloutJournal.candidates": "the trainer's set_version, timeouts.rpc_s",
+    "rollout/resume/journal.py:RolloutJournal.write": "the trainer that begins or sets a version; else nobody waits for it",  # noqa: E501
+    "rollout/resume/journal.py:RolloutJournal._take_grown": "nobody waits for it",
+    "rollout/resume/journal.py:RolloutJournal._write_urgent": "`persist`, timeouts.rpc_s",
+    "rollout/resume/journal.py:RolloutJournal.keep_up": "nobody waits for it",
+    "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
+    "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
+    "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
+    "rollout/transport/rpc.py:CallDesk.take": "the controller's link, POLL_S and timeouts.rpc_s",
+    "rollout/transport/rpc.py:CallLink.call": "`ReplicaActors.call`, the time limit of each call",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
-    "rollout/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
-    "rollout/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
+    "rollout/engine/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
+    "rollout/engine/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": "the controller, a part of timeouts.shutdown_s",
     "rollout/workers/worker_groups.py:WorkerGroups.put": "the worker's put, timeouts.rpc_s, or its loss",
     "rollout/workers/worker_groups.py:WorkerGroups.respond": "the evaluation's wait, timeouts.generate_s, or its loss",
     "rollout/workers/worker_groups.py:WorkerGroups.run": "the group's deadline, without one the trainer; or its loss",
-    "rollout/workers/worker_link.py:WorkerLink._give": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/workers/worker_link.py:WorkerLink.drop": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/workers/worker_client.py:WorkerLink._give": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/workers/worker_client.py:WorkerLink.drop": "whoever holds the lock, timeouts.rpc_s",
     "rollout/workers/worker_loops.py:WorkerLoops.take": "the controller's call, timeouts.rpc_s after it is due",
     "rollout/workers/worker_runs.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
     "rollout/workers/worker_runs.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
-    "common/thread_results.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
-    "door/background_items.py:background_items": "the task, which was cancelled",
-    "door/controller_link.py:Generation.more_than": "`Generations.open`, door.request_timeout_s",
-    "door/controller_link.py:Generation.end": "`Generations.open`, door.request_timeout_s",
-    "door/controller_link.py:_quietly": "nobody waits for it",
-    "door/door_actor.py:DoorActor.start": "the supervisor's door keeper, its time for a start",
-    "door/door_actor.py:DoorActor._find_controller": "`ControllerLink._connect`, timeouts.rpc_s",
-    "door/model_text.py:ModelText._run": "the thread, which renders or reads one request of bounded size",
+    "common/process/threads.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
+    "gateway/background_items.py:background_items": "the task, which was cancelled",
+    "gateway/pool_client.py:Generation.more_than": "`Generations.open`, door.request_timeout_s",
+    "gateway/pool_client.py:Generation.end": "`Generations.open`, door.request_timeout_s",
+    "gateway/pool_client.py:_quietly": "nobody waits for it",
+    "gateway/actor.py:DoorActor.start": "the supervisor's door keeper, its time for a start",
+    "gateway/actor.py:DoorActor._find_controller": "`ControllerLink._connect`, timeouts.rpc_s",
+    "gateway/text.py:ModelText._run": "the thread, which renders or reads one request of bounded size",
     "environments/env_client.py:EnvironmentClient.close": "the task, which was cancelled",
     "environments/env_client.py:EnvironmentClient._ask": "`health`, or the time limit of an attempt in the harness",
     "environments/env_server.py:EnvironmentServer.close": "the process, which was killed",
@@ -100,13 +100,13 @@ BOUNDED_ELSEWHERE = {
 
 # How many of them these functions have; the others have one.
 SEVERAL_WAITS = {
-    "door/door_actor.py:DoorActor.start": 2,
+    "gateway/actor.py:DoorActor.start": 2,
     "environments/env_server.py:EnvironmentServer.close": 2,
-    "rollout/controller.py:RolloutController.start": 2,
-    "rollout/controller.py:RolloutController.shutdown": 2,
-    "rollout/evaluator.py:Evaluator._evaluate": 2,
-    "rollout/journal.py:RolloutJournal._write_urgent": 2,
-    "rollout/prompt_groups.py:PromptGroups._settle_kept": 2,
+    "rollout/orchestrator/controller.py:RolloutController.start": 2,
+    "rollout/orchestrator/controller.py:RolloutController.shutdown": 2,
+    "rollout/orchestrator/evaluator.py:Evaluator._evaluate": 2,
+    "rollout/resume/journal.py:RolloutJournal._write_urgent": 2,
+    "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": 2,
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": 2,
     "rollout/workers/worker_groups.py:WorkerGroups.put": 2,
     "rollout/workers/worker_groups.py:WorkerGroups.run": 2,
@@ -124,36 +124,36 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "checkpoint/convert/workers.py:_Pool._receive": "no wait: the connection has a message, of a few bytes",
     "checkpoint/convert/workers.py:_serve": "nobody waits for it; it dies with its parent",
     "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
-    "cluster/pool_actors.py:PoolActors._await": "no wait: `ray.wait` has found that it has ended",
-    "commands/launch.py:run_script": "the user's script, and the user who ends it",
-    "common/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",
-    "models/gather.py:Gather.done": "no wait, or the time-out of the process group",
-    "models/gather.py:GlooWaiter._run": "the time-out of the process group; whoever waits for the thread has a bound",
-    "models/gather_pairs.py:_exchange": "`connect`, which waits for its thread at most `timeout_s`",
+    "cluster/pool/actors.py:PoolActors._await": "no wait: `ray.wait` has found that it has ended",
+    "cli/launch.py:run_script": "the user's script, and the user who ends it",
+    "common/process/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",  # noqa: E501
+    "models/hf/gather.py:Gather.done": "no wait, or the time-out of the process group",
+    "models/hf/gather.py:GlooWaiter._run": "the time-out of the process group; whoever waits for the thread has a bound",  # noqa: E501
+    "models/hf/gather_pairs.py:_exchange": "`connect`, which waits for its thread at most `timeout_s`",
     "queue/transfer.py:_start": "`start_queue`, timeouts.engine_start_s",
     "queue/transfer.py:_Client.call": "no wait: the future is done",
-    "report/metrics_file.py:metrics_of": "no wait: what `MetricsReader` has read",
-    "rewards/code.py:CodeReward._of_pieces": "the program, which was cancelled, END_S of the sandbox",
-    "rollout/batch_decoder.py:_settle": "no wait: the task has ended",
-    "rollout/engine_requests.py:EngineRequests._part": "no wait: the task has ended",
-    "rollout/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",
-    "rollout/shared_calls.py:CallDesk._ended": "no wait: the task has ended",
+    "report/reading/metrics_file.py:metrics_of": "no wait: what `MetricsReader` has read",
+    "rewards/builtin/code.py:CodeReward._of_pieces": "the program, which was cancelled, END_S of the sandbox",
+    "rollout/transport/batch_decoder.py:_settle": "no wait: the task has ended",
+    "rollout/engine/engine_requests.py:EngineRequests._part": "no wait: the task has ended",
+    "rollout/engine/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",  # noqa: E501
+    "rollout/transport/rpc.py:CallDesk._ended": "no wait: the task has ended",
     "rollout/workers/remote_run.py:RemoteRun._answer": "no wait: the task has ended",
-    "run/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",
-    "telemetry/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",
-    "telemetry/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",
+    "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",  # noqa: E501
+    "telemetry/sinks/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",  # noqa: E501
+    "telemetry/sinks/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",  # noqa: E501
     "tools/process_tool.py:_Place._started": "no wait: the task has ended",
-    "weights/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",
-    "weights/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
-    "weights/replica_calls.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
-    "weights/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
-    "weights/sending.py:Sending._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",
-    "weights/transport.py:Group.enter": "`StageWatch.join`, a bound of its own",
-    "weights/transport.py:PendingBroadcast.wait": "no wait: the broadcast has ended",
+    "weights/send/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",  # noqa: E501
+    "weights/receive/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/send/leader.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
+    "weights/send/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
+    "weights/send/sync_attempt.py:Sending._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/group/transport.py:Group.enter": "`StageWatch.join`, a bound of its own",
+    "weights/group/transport.py:PendingBroadcast.wait": "no wait: the broadcast has ended",
 }
 
 
-SEVERAL_BLOCKING_WAITS = {"models/gather.py:Gather.done": 2, "rollout/shared_calls.py:CallDesk._ended": 2}
+SEVERAL_BLOCKING_WAITS = {"models/hf/gather.py:Gather.done": 2, "rollout/transport/rpc.py:CallDesk._ended": 2}
 
 
 def test_every_wait_that_blocks_a_thread_has_a_bound() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.support.tensors import worst
+from tests.support.models.tensors import worst
 
 EXPECTED = {name: torch.ones(4) for name in ("first", "middle", "last")}
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards.math import math
+from megarl.rewards.builtin.math import math
 from megarl.rewards.types import RewardInput, RewardResult
 
 TAKEN = "taken.jsonl"

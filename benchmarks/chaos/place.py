@@ -32,7 +32,7 @@ TRAINER, POOL, ENGINES = 0, 1, 2  # the hosts: both ranks; the supervisor, contr
 NODE_S = 20.0  # after which a host that is silent is lost
 HOSTS_RPC_S = 60.0  # longer than a link is cut for
 HOSTS_SYNC_S = 150.0
-AGENT = "megarl.cluster.nodes.agent"
+AGENT = "megarl.cluster.nodes.launcher"
 
 
 class RunPlace:
@@ -103,7 +103,7 @@ class SeveralHosts(RunPlace):
             return self.hosts.everything()
         if target == "rank":
             here = with_title(self.hosts.processes(TRAINER), "train_rl.py")
-            return [each for each in here if not with_title([each], "megarl.cluster.nodes.torchrun")]
+            return [each for each in here if not with_title([each], "megarl.cluster.torchrun.run")]
         return parts_among(self.hosts.everything(), target)
 
     def find_agent(self, run_dir: Path) -> psutil.Process | None:

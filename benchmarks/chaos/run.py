@@ -27,7 +27,7 @@ from benchmarks.lib.hosts import Hosts
 from benchmarks.lib.recount import UnreadableRun
 from benchmarks.lib.whole_run import QUICKSTART, environment, run_command, step_records
 from megarl.checkpoint.save.history import ROLLED_BACK
-from megarl.common.line_parts import read_lines
+from megarl.common.rundir.rotating_lines import read_lines
 
 AGENT_WORKERS = 2
 LEAST_SKIPPED = 2  # steps, at every start of the run

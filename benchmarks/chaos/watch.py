@@ -16,7 +16,7 @@ import psutil
 from benchmarks.chaos.kinds import Fault, Happened, Kind, longest_gap
 from benchmarks.chaos.place import RunPlace
 from benchmarks.chaos.processes import Replica, cpu_seconds, ended, is_stopped, restarts_among, send
-from megarl.common.line_parts import read_lines
+from megarl.common.rundir.rotating_lines import read_lines
 
 
 def orders_of(run_dir: Path) -> Path:

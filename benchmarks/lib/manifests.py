@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megarl.models.read_config import info_from_config
-from megarl.models.shards import table
-from megarl.weights.buckets import TensorSpec
+from megarl.models.hf.read_config import info_from_config
+from megarl.models.megatron.shards import table
+from megarl.weights.plan.buckets import TensorSpec
 
 _MODELS = Path(__file__).resolve().parents[2] / "examples" / "rl" / "models"
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 from benchmarks.lib.report import ROOT
-from megarl.config.pace import pace_of
+from megarl.config.derived.staleness import pace_of
 from megarl.config.schema import Config
 
 SCRIPT = ROOT / "examples" / "rl" / "train_rl.py"

@@ -98,7 +98,7 @@ def allowed_steps(options: argparse.Namespace, in_flight: int) -> int:
 
 def responses(directory: Path) -> list[Response]:
     """Return responses of the first turn, which call the tool, and as many of the second one, with a final answer."""
-    from megarl.data.tokenize import load_tokenizer, stop_token_ids
+    from megarl.chat.tokenize import load_tokenizer, stop_token_ids
 
     model = directory / "assets" / "model"
     tokenizer = load_tokenizer(model)

@@ -39,10 +39,10 @@ import psutil
 from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 from benchmarks.load.stand_ins import LONGEST, ActorPool, Response, TakenBatch, TakingTrainer, TimedReplica
 from megarl.config.schema import Config
-from megarl.rollout.controller import RolloutController
+from megarl.rollout.orchestrator.controller import RolloutController
 
 if TYPE_CHECKING:
-    from megarl.cluster.ray_head import RayHead
+    from megarl.cluster.pool.ray_head import RayHead
 
 _Result = TypeVar("_Result")
 SAMPLES_PER_GROUP = 16
@@ -186,7 +186,7 @@ def steps_ahead(options: argparse.Namespace, in_flight: int) -> int:
 
 def responses(directory: Path) -> list[Response]:
     """Return responses that the reward has to read: steps of worked solutions, over and over, and a final answer."""
-    from megarl.data.tokenize import load_tokenizer
+    from megarl.chat.tokenize import load_tokenizer
 
     tokenizer = load_tokenizer(directory / "assets" / "model")
     found = []
@@ -205,7 +205,7 @@ def running_pool(
 ) -> Iterator[TakingTrainer]:  # fmt: skip
     """Run the real controller, queue and rewards of a config over stand-ins; yield that of the trainer."""
     from megarl.queue.transfer import QueueReader
-    from megarl.rollout.replica import ReplicaSpec
+    from megarl.rollout.engine.replica import ReplicaSpec
 
     config.run_dir.joinpath("logs").mkdir(parents=True)
     spec = ReplicaSpec(
@@ -270,8 +270,8 @@ def rows_of(results: Sequence[Measured]) -> list[Ratio]:
 
 def start_ray(directory: Path) -> RayHead:
     """Start a Ray cluster as a run's supervisor does; return its head."""
-    from megarl.cluster.ray_head import RayHead, RayShare, access_environment
-    from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
+    from megarl.cluster.pool.ray_head import RayHead, RayShare, access_environment
+    from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 
     directory.mkdir()
     os.environ.update(access_environment(directory, create=True))

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megarl.common.garbage import collect_rarely, exempt_present_objects
+from megarl.common.process.memory_tuning import collect_rarely, exempt_present_objects
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout.controller import RolloutController
-from megarl.rollout.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
-from megarl.rollout.replica import ReplicaSpec, replica_name
-from megarl.rollout.requests import GenerateRequest
-from megarl.rollout.response_parts import EngineReport, ResponsePart
-from megarl.rollout.shared_calls import CallDesk, CallResults, SharedCall
+from megarl.rollout.engine.messages import GenerateRequest
+from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
+from megarl.rollout.engine.replica import ReplicaSpec, replica_name
+from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
+from megarl.rollout.orchestrator.controller import RolloutController
+from megarl.rollout.transport.rpc import CallDesk, CallResults, SharedCall
 from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.tools.tool import ToolAnswer
 

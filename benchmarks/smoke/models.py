@@ -125,8 +125,8 @@ def built_policy(config: Config, tensor: int = 1) -> Iterator[Policy]:
     """Build the policy of `config` on `tensor` ranks; afterwards the layout can be built again."""
     import gc
 
-    from megarl.models.layout import Layout
-    from megarl.models.read_config import load_info
+    from megarl.models.hf.read_config import load_info
+    from megarl.models.megatron.layout import Layout
     from megarl.trainer import parallel
     from megarl.trainer.policy import Policy
 

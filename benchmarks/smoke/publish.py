@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.smoke.rows import Row, Where
 from megarl.common.errors import PeerTimeout
-from megarl.models.gather import GatherRequest
-from megarl.weights.bucket_packer import BucketPacker
-from megarl.weights.buckets import BucketPlan, TensorSpec, bucket_plan
-from megarl.weights.operation_order import schedule
-from megarl.weights.sending import Sending
-from megarl.weights.store import SyncStore
-from megarl.weights.transport import Group, GroupMembers, await_members
-from megarl.weights.watch import end_key
+from megarl.models.hf.gather import GatherRequest
+from megarl.weights.group.stage_end import end_key
+from megarl.weights.group.store import SyncStore
+from megarl.weights.group.transport import Group, GroupMembers, await_members
+from megarl.weights.plan.bucket_packer import BucketPacker
+from megarl.weights.plan.buckets import BucketPlan, TensorSpec, bucket_plan
+from megarl.weights.plan.operation_order import schedule
+from megarl.weights.send.sync_attempt import Sending
 
 if TYPE_CHECKING:
     from benchmarks.smoke.streams import Streams

@@ -4,7 +4,7 @@ The first rows test the premise under which a weight sync of two threads would d
 broadcasts: both use the device's default stream unless they say otherwise, and NCCL makes a collective wait for
 everything before it on the caller's current stream. So a broadcast would wait for the other thread's work, which may
 itself wait for the broadcast. That is why the weight sync issues everything on one thread, in one order on all ranks
-(`megarl/weights/sending.py`). `Streams` is what this needs of a device. Tests
+(`megarl/weights/send/sync_attempt.py`). `Streams` is what this needs of a device. Tests
 give it simulated ones, with NCCL's order over gloo.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.smoke import publish
 from benchmarks.smoke.rows import Row, Where
 
 if TYPE_CHECKING:
-    from megarl.weights.backends import Backend
+    from megarl.weights.group.backends import Backend
 
 OCCUPIED_S = 0.5
 POLL_S = 0.001
@@ -52,7 +52,7 @@ class Streams(Protocol):
 
     @property
     def backend(self) -> str:
-        """The key of `megarl.weights.backends.BACKENDS` by which the weight sync communicates on this device."""
+        """The key of `megarl.weights.group.backends.BACKENDS` by which the weight sync communicates on this device."""
 
 
 class CudaStreams:

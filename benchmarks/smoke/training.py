@@ -118,7 +118,7 @@ def speed(where: Where) -> tuple[list[Row], list[str]]:
 
 
 def _speed_rows(where: Where, config: Config, policy: Policy, tokens: int) -> list[Row]:
-    from megarl.run.performance import Performance
+    from megarl.run.record.performance import Performance
 
     length = tokens // 4
     vocabulary = policy.info.vocab_size
@@ -149,8 +149,8 @@ def _reset_peak(where: Where) -> None:
 
 def _memory_row(config: Config, policy: Policy) -> Row:
     """Compare the peak of allocated memory with the plan's, without the term for contexts, which are not allocated."""
-    from megarl.config.memory import trainer_memory
-    from megarl.models.layer_spec import use_transformer_engine
+    from megarl.config.memory_plan.memory import trainer_memory
+    from megarl.models.megatron.layer_spec import use_transformer_engine
 
     plan = trainer_memory(config, policy.info, policy.layout, cuda=True, fused=use_transformer_engine(), limit=None)
     counted = sum(term.bytes for term in plan.terms if term.when in ("always", "update") and "CUDA" not in term.name)
@@ -229,7 +229,7 @@ def await_ranks(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> N
 
 def _one_of_two(device: str, folder: str, address: str, rank: int, parent: int) -> None:
     """Compute log-probs as one of two tensor ranks; rank 0 writes them. Process `parent` has started this one."""
-    from megarl.common.processes import die_with_parent
+    from megarl.common.process.processes import die_with_parent
 
     die_with_parent(parent)
     faulthandler.dump_traceback_later(RANKS_S - 10)

@@ -18,7 +18,7 @@ from benchmarks.smoke import models
 from benchmarks.smoke.rows import Row, Where
 
 if TYPE_CHECKING:
-    from megarl.weights.buckets import Bucket
+    from megarl.weights.plan.buckets import Bucket
 
 REPEATS = 5
 
@@ -39,7 +39,7 @@ def median_s(where: Where, function: Callable[[], object], repeats: int = REPEAT
 
 def digest_step(where: Where) -> tuple[list[Row], list[str]]:
     """Compare the digest of a bucket on the device with that on the CPU, and its time with a copy of the bucket."""
-    from megarl.weights.digest import digest
+    from megarl.weights.plan.digest import digest
 
     nbytes = (8 if where.tiny else 512) * 2**20 + 24  # a row that is not full, too
     host_B = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -71,9 +71,9 @@ def export_step(where: Where) -> tuple[list[Row], list[str]]:
         models.join(models.free_address(), 0, 1)
         config = models.make_config(Path(folder), trainer={"precision": "fp32"})
         with models.built_policy(config) as policy:
-            from megarl.models.export import HFExporter
-            from megarl.weights.bucket_packer import BucketPacker
-            from megarl.weights.buckets import bucket_plan
+            from megarl.models.hf.export import HFExporter
+            from megarl.weights.plan.bucket_packer import BucketPacker
+            from megarl.weights.plan.buckets import bucket_plan
 
             exporter = HFExporter(policy.module_chunks, policy.info, torch.float32)
             plan = bucket_plan(exporter.manifest(), (1 if where.tiny else 64) * 2**20, None)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 async def rate(config_path: Path, responses: int) -> float:
     """Return responses per second, all of them requested at once."""
-    from megarl.config.checks import max_sequence_tokens
-    from megarl.config.load import load_config
-    from megarl.models.read_config import load_info
-    from megarl.rollout.engine_args import engine_args, engine_environment
-    from megarl.rollout.prompts import PromptSource
-    from megarl.rollout.requests import request_seed
+    from megarl.config.checks.sections import max_sequence_tokens
+    from megarl.config.loading.load import load_config
+    from megarl.models.hf.read_config import load_info
+    from megarl.rollout.engine.engine_args import engine_args, engine_environment
+    from megarl.rollout.engine.messages import request_seed
+    from megarl.rollout.tasks.prompts import PromptSource
 
     config = load_config(config_path, ["rollout.load_weights=true"])
     os.environ.update(engine_environment(config, cuda=False))

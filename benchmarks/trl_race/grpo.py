@@ -17,7 +17,7 @@ from typing import Any
 
 def reward_of(function: str) -> Callable[..., list[float]]:
     """Return megarl's reward function as TRL calls it."""
-    from megarl.rewards.resolve import resolve
+    from megarl.rewards.registry import resolve
     from megarl.rewards.types import RewardInput
 
     score = resolve(function)

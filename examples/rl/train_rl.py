@@ -8,7 +8,7 @@ Usage:
     torchrun ... examples/rl/train_rl.py --config CONFIG run.steps=10 trainer.optimizer.lr=1e-5
 """
 
-from megarl.run.main import main
+from megarl.run.start.main import main
 
 if __name__ == "__main__":
     main()

@@ -17,9 +17,9 @@ stop() { [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"; }
 trap 'stop "the time limit is near (SIGUSR1)"' USR1
 trap 'stop SIGTERM' TERM
 
-# One agent per node starts the node's share and ends all of it (megarl/cluster/nodes/agent.py).
+# One agent per node starts the node's share and ends all of it (megarl/cluster/nodes/launcher.py).
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0 \
-  "$PYTHON" -m megarl.cluster.nodes.agent "$launch" &
+  "$PYTHON" -m megarl.cluster.nodes.launcher "$launch" &
 agents=$!
 # A trapped signal interrupts `wait`.
 while kill -0 "$agents" 2>/dev/null; do wait "$agents" || true; done

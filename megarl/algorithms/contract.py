@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.group_rewards import Advantages, GroupRewards, advantages_of
+from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards, advantages_of
+from megarl.algorithms.interface.registry import Chosen
+from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.registry import Chosen
-from megarl.algorithms.token_loss import TokenInputs, TokenLoss
 
 Loss = Chosen[TokenInputs, TokenLoss]
 Advantage = Chosen[GroupRewards, Advantages]

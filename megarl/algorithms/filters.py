@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from megarl.algorithms.group_rewards import Advantages, GroupRewards, advantages_of, zero_variance
-from megarl.algorithms.registry import Chosen
+from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards, advantages_of, zero_variance
+from megarl.algorithms.interface.registry import Chosen
 from megarl.algorithms.reward_shaping import TruncatedPolicy, apply_truncation, overlong_penalty
 from megarl.common.sample_parts import by_sample
 

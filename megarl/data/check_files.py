@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from megarl.chat.formats import Prompt
 from megarl.common.findings import Findings
-from megarl.config.datasets import HeldOutSet, TrainSet, all_sets
+from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
 from megarl.config.schema import Config
 from megarl.data.dataset import RowMistake, has_more_rows, load_prompts, row_mistakes
-from megarl.data.formats import Prompt
 
 MOST_ROWS = 50_000  # of each file, about a second; the run itself checks all of them
 MOST_SHOWN = 10  # rows with the same mistake

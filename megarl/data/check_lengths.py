@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megarl.config.datasets import HeldOutSet, TrainSet
+from megarl.chat.formats import Prompt
+from megarl.chat.tokenize import PromptEncoder
+from megarl.config.derived.datasets import HeldOutSet, TrainSet
 from megarl.data.check_files import most_rows
 from megarl.data.dataset import load_prompts
-from megarl.data.formats import Prompt
-from megarl.data.shown_responses import DemonstrationEncoder, end_token
-from megarl.data.tokenize import PromptEncoder
+from megarl.data.demonstrations import DemonstrationEncoder, end_token
 
 MOST_CHARACTERS = 10_000_000  # of a set, some seconds if they have to be tokenized; the run itself measures all
 

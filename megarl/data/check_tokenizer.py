@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from megarl.chat.formats import Prompt
+from megarl.chat.tokenize import PromptEncoder, PromptTooLongError, load_tokenizer, stop_token_ids
 from megarl.common.findings import Findings
-from megarl.config.checks import evaluation_prompt_limit, prompt_limit
-from megarl.config.datasets import HeldOutSet, TrainSet, all_sets
+from megarl.config.checks.sections import evaluation_prompt_limit, prompt_limit
+from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
 from megarl.config.schema import Config
 from megarl.data.check_lengths import length_notes
-from megarl.data.formats import Prompt
-from megarl.data.tokenize import PromptEncoder, PromptTooLongError, load_tokenizer, stop_token_ids
-from megarl.models.info import ModelInfo
+from megarl.models.architecture.architecture import ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

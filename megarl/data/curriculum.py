@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.common.secret_references import resolved
+from megarl.common.trust.secret_references import resolved
 
 KEPT_GROUPS = 256  # per set, of the latest rewards that a curriculum sees
 

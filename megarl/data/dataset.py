@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
-from megarl.config.checks import PARQUET_SUFFIXES
-from megarl.config.data_sections import DataConfig
-from megarl.data.formats import Format, Prompt, RowError, detect_format, to_prompt
+from megarl.chat.formats import Format, Prompt, RowError, detect_format, to_prompt
+from megarl.config.checks.sections import PARQUET_SUFFIXES
+from megarl.config.schema.data import DataConfig
 
 __all__ = ["Prompt", "PromptDataset", "RowMistake", "has_more_rows", "load_prompts", "row_mistakes"]
 

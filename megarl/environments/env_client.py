@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from megarl.common.byte_units import MIB
-from megarl.environments.door_client import AttemptLost
+from megarl.environments.gateway_client import AttemptLost
 
 logger = logging.getLogger(__name__)
 

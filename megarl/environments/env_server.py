@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.common.child_process import kill_session
 from megarl.common.errors import RolloutError
-from megarl.common.private_directory import VARIABLE
+from megarl.common.process.child_process import kill_session
+from megarl.common.rundir.private_directory import VARIABLE
 from megarl.environments.env_client import EnvironmentClient, EnvironmentLost, TraceSoFar
 
 PROGRAM = Path(__file__).with_name("server_program.py")

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from megarl.common.errors import RolloutError, ToolFailed
-from megarl.common.secret_references import resolved
-from megarl.config.agent_sections import LOOP_TURNS, AgentConfig
-from megarl.door.session_terms import RUN_SESSIONS, SessionTerms
-from megarl.environments.door_client import AttemptLost, DoorClient, DoorLost, wait_for_door
+from megarl.common.trust.secret_references import resolved
+from megarl.config.schema.agent import LOOP_TURNS, AgentConfig
+from megarl.environments.gateway_client import AttemptLost, DoorClient, DoorLost, wait_for_door
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
+from megarl.gateway.session_terms import RUN_SESSIONS, SessionTerms
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, RewardResult, Turn
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.requests import GenerateResult
-from megarl.rollout.to_trajectory import defect, failed_trajectory
+from megarl.rollout.agents.trajectory_builder import defect, failed_trajectory
+from megarl.rollout.engine.messages import GenerateResult
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import aiohttp
 
 from megarl.common.errors import RolloutError
-from megarl.config.agent_sections import ACT_TIMEOUT_S
-from megarl.environments.door_client import CALL_S, DoorClient
+from megarl.config.schema.agent import ACT_TIMEOUT_S
 from megarl.environments.env_client import EnvironmentFailed, TraceSoFar
 from megarl.environments.env_server import TOKEN_VARIABLE, EnvironmentServer, EnvironmentSpec
+from megarl.environments.gateway_client import CALL_S, DoorClient
 from megarl.environments.harness_loop import Harness, SampleFailed
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardResult

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from megarl.common import megatron_versions
-from megarl.common.kernel_cache import keep_kernels
-from megarl.common.private_directory import make_private_directory
+from megarl.common.rundir.kernel_cache import keep_kernels
+from megarl.common.rundir.private_directory import make_private_directory
 from megarl.platforms import cuda
 
 
@@ -59,6 +59,6 @@ def _make_megatron_usable() -> None:
 
     patches.apply()
     if not current().is_cuda:
-        from megarl.platforms import cpu_elementwise
+        from megarl.platforms import cpu_kernels
 
-        cpu_elementwise.install()
+        cpu_kernels.install()

@@ -21,9 +21,9 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megarl.common.errors import RolloutError
-from megarl.common.thread_results import call_in_thread
-from megarl.queue.curve import lock
-from megarl.queue.rows import EncodedRow, decode, decode_tag, join_rows
+from megarl.common.process.threads import call_in_thread
+from megarl.queue.row_format import EncodedRow, decode, decode_tag, join_rows
+from megarl.queue.socket_auth import lock
 from megarl.queue.trajectory import SampleTag, Trajectory
 
 if TYPE_CHECKING:

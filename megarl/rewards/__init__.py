@@ -1,6 +1,6 @@
 """Reward functions (user functions and the shipped `gsm8k`, `math` and `code`), run in processes that can be killed."""
 
-from megarl.rewards.resolve import resolve
+from megarl.rewards.registry import resolve
 from megarl.rewards.types import RewardInput, RewardOutcome, RewardResult
 from megarl.rewards.worker_pool import RewardPool, RewardPoolError
 

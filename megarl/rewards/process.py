@@ -7,10 +7,10 @@ import pickle
 import sys
 from collections.abc import Sequence
 
-from megarl.common.child_process import AnswerError, ChildProcess, StartError
-from megarl.common.frames import FrameError, receive_frame, send_frame
-from megarl.rewards.answers import MAX_ANSWER_BYTES, RewardAnswer, decode_answer
+from megarl.common.process.child_process import AnswerError, ChildProcess, StartError
+from megarl.common.process.frames import FrameError, receive_frame, send_frame
 from megarl.rewards.types import RewardSpec, Setup
+from megarl.rewards.worker_protocol import MAX_ANSWER_BYTES, RewardAnswer, decode_answer
 
 
 class WorkerDiedError(RuntimeError):

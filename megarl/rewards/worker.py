@@ -1,4 +1,4 @@
-"""The program of a reward process (`megarl.common.child_program`).
+"""The program of a reward process (`megarl.common.process.child_program`).
 
 The setup is a pickled `Setup`. The pool then sends pickled lists of (number of the sample, pickled pair of the
 function's number and the sample). The worker scores them one at a time and sends one `RewardAnswer` per sample, in
@@ -12,11 +12,11 @@ import pickle
 import traceback
 from collections.abc import Sequence
 
-from megarl.common.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
-from megarl.common.secret_references import resolved
-from megarl.rewards.answers import RewardAnswer, encode_answer
-from megarl.rewards.resolve import as_result, resolve
+from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
+from megarl.common.trust.secret_references import resolved
+from megarl.rewards.registry import as_result, resolve
 from megarl.rewards.types import ErrorReason, RewardFunction, Setup
+from megarl.rewards.worker_protocol import RewardAnswer, encode_answer
 
 Batch = list[tuple[int, bytes]]
 TRACE_FRAMES = 6

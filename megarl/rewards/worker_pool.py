@@ -21,15 +21,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from megarl.common.byte_units import GIB
-from megarl.common.child_process import StartError
 from megarl.common.errors import RolloutError
-from megarl.common.thread_results import ThreadResults
-from megarl.rewards.answers import RewardAnswer
+from megarl.common.process.child_process import StartError
+from megarl.common.process.threads import ThreadResults
 from megarl.rewards.error_limit import ErrorLimit
-from megarl.rewards.error_report import ErrorReport
+from megarl.rewards.failures import ErrorReport
 from megarl.rewards.process import ForeignAnswerError, RewardProcess, WorkerDiedError, WorkerTimeoutError
-from megarl.rewards.resolve import import_path
+from megarl.rewards.registry import import_path
 from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardOutcome, RewardSpec
+from megarl.rewards.worker_protocol import RewardAnswer
 
 log = logging.getLogger(__name__)
 

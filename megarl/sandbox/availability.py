@@ -9,8 +9,8 @@ import re
 import subprocess
 from collections.abc import Callable
 
-from megarl.sandbox.bounds import Limits, SandboxError
 from megarl.sandbox.installation import find_program
+from megarl.sandbox.limits import Limits, SandboxError
 from megarl.sandbox.runner import Sandbox
 from megarl.sandbox.seccomp import MACHINES
 

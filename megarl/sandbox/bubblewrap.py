@@ -7,8 +7,8 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.sandbox.bounds import Limits
 from megarl.sandbox.installation import NOBODY, Installation
+from megarl.sandbox.limits import Limits
 from megarl.sandbox.packages import NO_PACKAGES, Packages
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cache
 
-from megarl.sandbox.bounds import SandboxError
+from megarl.sandbox.limits import SandboxError
 
 SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32")

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
 
-from megarl.sandbox.bounds import Limits, RunResult, SandboxBusyError, SandboxError
 from megarl.sandbox.bubblewrap import Descriptors, Programs, command
 from megarl.sandbox.guard import guard_of
 from megarl.sandbox.installation import (
@@ -23,6 +22,7 @@ from megarl.sandbox.installation import (
     id_of_slot,
     this_installation,
 )
+from megarl.sandbox.limits import Limits, RunResult, SandboxBusyError, SandboxError
 from megarl.sandbox.owned import OwnedDescriptors
 from megarl.sandbox.packages import find_packages
 from megarl.sandbox.seccomp import filter_program

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from megarl.sandbox.bounds import LimitName, Limits, RunResult, SandboxError
+from megarl.sandbox.limits import LimitName, Limits, RunResult, SandboxError
 from megarl.sandbox.owned import OwnedDescriptors
 from megarl.sandbox.usage import usage
 

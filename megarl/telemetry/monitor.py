@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.monitor_section import Side
+from megarl.config.schema.monitor import Side
 
 HYSTERESIS = 0.1  # the share of the threshold by which a value must be better than it for the alarm to end
 RUN = -1  # the subject of rules that are not about a replica

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from megarl.common.secret_references import resolved
+from megarl.common.trust.secret_references import resolved
 from megarl.tools.bounded_text import MAX_CHARACTERS, bounded
 from megarl.tools.tool import ToolAnswer
 

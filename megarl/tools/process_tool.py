@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.common.byte_units import GIB
-from megarl.common.child_process import AnswerError, ChildProcess, StartError, checked_answer
-from megarl.common.frames import FrameError, framed, read_frame
+from megarl.common.process.child_process import AnswerError, ChildProcess, StartError, checked_answer
+from megarl.common.process.frames import FrameError, framed, read_frame
 from megarl.tools.bounded_text import MAX_CHARACTERS
 from megarl.tools.process_worker import MAX_MESSAGE
 from megarl.tools.tool import ToolAnswer

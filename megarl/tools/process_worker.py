@@ -1,4 +1,4 @@
-"""The program of a process that has a tool of a user's (`megarl.common.child_program`), in JSON.
+"""The program of a process that has a tool of a user's (`megarl.common.process.child_program`), in JSON.
 
 The setup names a class or a function. An object of the class answers any number of calls at once, each under its
 number; a message with `close` closes it, and one with `cancel` gives up the call of that number. A function answers one
@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.common.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
-from megarl.common.frames import framed, read_frame
-from megarl.common.secret_references import resolved
+from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
+from megarl.common.process.frames import framed, read_frame
+from megarl.common.trust.secret_references import resolved
 from megarl.tools.bounded_text import bounded
 from megarl.tools.function_schema import DescribedFunction, describe, import_function
 from megarl.tools.tool import Tool, ToolAnswer

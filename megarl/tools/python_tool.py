@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.sandbox.availability import require_sandbox
-from megarl.sandbox.bounds import Limits, RunResult, SandboxError
+from megarl.sandbox.limits import Limits, RunResult, SandboxError
 from megarl.sandbox.runner import Sandbox
 from megarl.tools.bounded_text import MAX_CHARACTERS, bounded
 from megarl.tools.model_program import with_last_line_printed, without_fence

@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.algorithms.terms import WEIGHT_STREAMS
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS
 from megarl.queue.streams import ADVANTAGES, CE_WEIGHTS, STREAMS, Stream
 from megarl.queue.trajectory import Trajectory
 

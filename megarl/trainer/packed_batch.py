@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.terms import WEIGHT_STREAMS
+from megarl.algorithms.objective.aggregation import GlobalCounts
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS
 from megarl.config.schema import Config
-from megarl.models.layout import Layout
+from megarl.models.megatron.layout import Layout
 from megarl.trainer.batch import MicroBatch, TrainSample, check_samples, pack
 from megarl.trainer.packing import plan_micro_batches
 

@@ -15,8 +15,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from megarl.common.object_collectives import Codec, all_gather, broadcast
-from megarl.models.layout import Layout
+from megarl.common.trust.object_collectives import Codec, all_gather, broadcast
+from megarl.models.megatron.layout import Layout
 
 T = TypeVar("T")
 

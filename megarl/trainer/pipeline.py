@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.models.shards import unwrap
+from megarl.models.megatron.shards import unwrap
 from megarl.trainer.batch import MicroBatch
 
 Result = TypeVar("Result")

@@ -20,24 +20,24 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megarl import platforms
-from megarl.algorithms.aggregation import GlobalCounts
-from megarl.algorithms.objective import LossFunction, LossInputs, MicroBatchLoss, micro_batch_loss
-from megarl.algorithms.source_gaps import SourceGaps
-from megarl.algorithms.stats import LossStats
-from megarl.algorithms.terms import TermCounts, count_terms
+from megarl.algorithms.objective.aggregation import GlobalCounts
+from megarl.algorithms.objective.objective import LossFunction, LossInputs, MicroBatchLoss, micro_batch_loss
+from megarl.algorithms.objective.stats import LossStats
+from megarl.algorithms.objective.terms import TermCounts, count_terms
+from megarl.algorithms.objective.token_origin import SourceGaps
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.common.malloc import keep_freed_memory
-from megarl.common.object_collectives import Codec, all_gather, codec_of
-from megarl.config.megatron_defaults import transformer_fields
-from megarl.config.monitor_checks import SourceBuckets
-from megarl.config.old_logprobs import recomputes_old_logprobs
+from megarl.common.process.malloc import keep_freed_memory
+from megarl.common.trust.object_collectives import Codec, all_gather, codec_of
+from megarl.config.checks.monitor_checks import SourceBuckets
+from megarl.config.derived.logprob_passes import recomputes_old_logprobs
+from megarl.config.derived.teachers import trainer_teachers
+from megarl.config.derived.training_loss import needed_streams, objective_of
+from megarl.config.megatron.megatron_defaults import transformer_fields
 from megarl.config.schema import Config
-from megarl.config.teachers import trainer_teachers
-from megarl.config.training_loss import needed_streams, objective_of
-from megarl.models.info import ModelInfo
-from megarl.models.layout import Layout
-from megarl.models.provider import build_model, transformer_config
-from megarl.models.read_config import load_info
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.hf.read_config import load_info
+from megarl.models.megatron.build_model import build_model, transformer_config
+from megarl.models.megatron.layout import Layout
 from megarl.queue.streams import OLD_LOGPROBS, ROLLOUT_LOGPROBS, SOURCES
 from megarl.trainer.batch import MicroBatch, TrainSample, agreed_streams, common_streams, unpack
 from megarl.trainer.head import response_logprobs, return_hidden_states

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megarl import platforms
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.config.megatron_defaults import transformer_fields
+from megarl.config.megatron.megatron_defaults import transformer_fields
 from megarl.config.schema import Config
-from megarl.models.info import ModelInfo
-from megarl.models.layout import Layout
-from megarl.models.provider import build_model, transformer_config
-from megarl.models.shards import unwrap
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.megatron.build_model import build_model, transformer_config
+from megarl.models.megatron.layout import Layout
+from megarl.models.megatron.shards import unwrap
 from megarl.trainer.head import return_hidden_states
 from megarl.trainer.optimizer import precision_wrap
 

@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.aggregation import GlobalCounts, token_weights
-from megarl.algorithms.group_rewards import GroupRewards, advantages_of, zero_variance
+from megarl.algorithms.interface.group_rewards import GroupRewards, advantages_of, zero_variance
+from megarl.algorithms.objective.aggregation import GlobalCounts, token_weights
 from megarl.algorithms.reward_shaping import apply_truncation, overlong_penalty
-from tests.support.loss_batches import cu_seqlens
-from tests.support.trl_loss import grpo_module
+from tests.support.losses.loss_batches import cu_seqlens
+from tests.support.losses.trl_loss import grpo_module
 
 REWARDS = st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=2, max_size=8)
 

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megarl.algorithms import kl, objective
-from megarl.algorithms.correction import CorrectionSpec
+from megarl.algorithms.correction.apply import CorrectionSpec
+from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import gspo, ppo
 from megarl.algorithms.losses.ppo import PPOOptions
-from megarl.algorithms.token_loss import TokenInputs, TokenLoss
-from tests.support.loss_batches import Batch, Result, loss_spec, packed_result, random_batch
-from tests.support.padded_loss import reference_result
-from tests.support.trl_loss import LOSS_TYPES, trl_result
+from megarl.algorithms.objective import kl, objective
+from tests.support.losses.loss_batches import Batch, Result, loss_spec, packed_result, random_batch
+from tests.support.losses.padded_loss import reference_result
+from tests.support.losses.trl_loss import LOSS_TYPES, trl_result
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length")
 TIS = CorrectionSpec("token_tis", cap=1.5)

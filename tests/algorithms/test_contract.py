@@ -10,10 +10,10 @@ from pydantic import Field, ValidationError
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.contract import ContractError, check_advantage, check_loss
-from megarl.algorithms.group_rewards import Advantages, GroupRewards
+from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards
+from megarl.algorithms.interface.registry import Chosen, FunctionRegistry, options_of
+from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.registry import Chosen, FunctionRegistry, options_of
-from megarl.algorithms.token_loss import TokenInputs, TokenLoss
 from megarl.common.options import Section
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.filters import ShapedBatch, ShapingSpec, shape_batch, without_signal
 from megarl.queue.trajectory import SampleTag
-from tests.support.samples import judged
+from tests.support.losses.samples import judged
 
 
 def group(name: str, *rewards: float, **kwargs: bool) -> list[SampleTag]:

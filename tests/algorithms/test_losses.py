@@ -10,15 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.correction import CorrectionSpec
-from megarl.algorithms.kl import kl_penalty
+from megarl.algorithms.correction.apply import CorrectionSpec
+from megarl.algorithms.interface.segments import segment_sum, sequence_ids
+from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.objective import LossInputs, micro_batch_loss
-from megarl.algorithms.segments import segment_sum, sequence_ids
-from megarl.algorithms.stats import LossStats
-from megarl.algorithms.terms import TermCounts
-from megarl.algorithms.token_loss import TokenInputs, TokenLoss
-from tests.support.loss_batches import MAX_TOKENS, Batch, LossSpec, cu_seqlens, loss_spec, packed_result, random_batch
+from megarl.algorithms.objective.kl import kl_penalty
+from megarl.algorithms.objective.objective import LossInputs, micro_batch_loss
+from megarl.algorithms.objective.stats import LossStats
+from megarl.algorithms.objective.terms import TermCounts
+from tests.support.losses.loss_batches import (
+    MAX_TOKENS,
+    Batch,
+    LossSpec,
+    cu_seqlens,
+    loss_spec,
+    packed_result,
+    random_batch,
+)
 
 LOG2 = math.log(2.0)
 COUNTS = TermCounts.without_streams(random_batch(0).counts())

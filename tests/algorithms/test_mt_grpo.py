@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.group_rewards import GroupRewards, advantages_of
+from megarl.algorithms.interface.group_rewards import GroupRewards, advantages_of
 
 REWARDS = st.floats(-5, 5, allow_subnormal=False)
 GROUPS = st.lists(

@@ -17,14 +17,14 @@ import torch
 from megarl.algorithms import advantages as shipped_advantages
 from megarl.algorithms import losses as shipped_losses
 from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.group_rewards import GroupRewards, advantages_of
+from megarl.algorithms.interface.group_rewards import GroupRewards, advantages_of
+from megarl.algorithms.interface.registry import Chosen
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.objective import Objective
-from megarl.algorithms.registry import Chosen
-from tests.support.loss_batches import loss_spec, packed_result, random_batch
-from tests.support.mutants import mutant
-from tests.support.trl_loss import OWN_LOSS_TYPES, trl_result
-from tests.support.written_losses import ADVANTAGE_RULES, TOKEN_RULES
+from megarl.algorithms.objective.objective import Objective
+from tests.support.losses.loss_batches import loss_spec, packed_result, random_batch
+from tests.support.losses.trl_loss import OWN_LOSS_TYPES, trl_result
+from tests.support.losses.written_losses import ADVANTAGE_RULES, TOKEN_RULES
+from tests.support.models.mutants import mutant
 
 SEEDS = range(4)
 LOSS_CASES: dict[str, tuple[str, dict[str, Any]]] = {

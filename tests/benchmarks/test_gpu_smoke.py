@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.report import load_script
-from megarl.weights.sending import Sending
+from megarl.weights.send.sync_attempt import Sending
 from tests.support.checkout import ROOT
-from tests.support.smoke_streams import SimulatedStreams
+from tests.support.streams.smoke_streams import SimulatedStreams
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 from benchmarks.lib.accounting import check_run
 from benchmarks.lib.chaos import KINDS, Fault, Happened, Injector, Replica, SoakOutcome, loss_rows, rows_of, schedule
 from benchmarks.lib.recount import AccountingReport
-from tests.support.soak_runs import edit_lines, edit_rows, write_run
+from tests.support.runs.soak_runs import edit_lines, edit_rows, write_run
 from tests.support.waiting import wait_until
 
 SCHEDULE = schedule(0, ["kill-engine", "pause-replica"], replicas=2, first=3, last=20)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from tests.support.family_models import family_models
+from tests.support.models.family_models import family_models
 
 
 @pytest.fixture(scope="session")

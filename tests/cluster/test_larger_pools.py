@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.common.processes import ProcessId, descendants, is_alive
+from megarl.common.process.processes import ProcessId, descendants, is_alive
 from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
-from megarl.rollout.back_pressure import FULL, BackPressure
-from megarl.rollout.engine_load import EngineLoad
-from megarl.rollout.fleet import Fleet
-from megarl.rollout.replica import replica_name, restart_replica
-from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
-from megarl.rollout.response_parts import ResponsePart
-from tests.support.pool import TestPool, start_pool
-from tests.support.pool_checks import check_rows, command_of, inside, process_of, reference_logprobs, serve
+from megarl.rollout.engine.engine_load import EngineLoad
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.engine.replica import replica_name, restart_replica
+from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.rollout.fleet.back_pressure import FULL, BackPressure
+from megarl.rollout.fleet.engine_pool import Fleet
+from tests.support.pool.pool import TestPool, start_pool
+from tests.support.pool.pool_checks import check_rows, command_of, inside, process_of, reference_logprobs, serve
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

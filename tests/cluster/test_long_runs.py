@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tests.support.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
+import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
 
 import os
 import threading
@@ -15,14 +15,14 @@ from unittest import mock
 import psutil
 import pytest
 
-from megarl.cluster.handle import STATE_FILE, SupervisorSpec
-from megarl.cluster.nodes import node_processes
-from megarl.cluster.nodes.agent import NodeAgent
-from megarl.cluster.nodes.launch_spec import LaunchSpec, launch_directory
-from megarl.cluster.supervisor import Supervisor
-from megarl.common.processes import ProcessId
-from tests.support.configs import config
-from tests.support.growth import held_bytes, in_own_process, slopes_over
+from megarl.cluster.nodes import processes as node_processes
+from megarl.cluster.nodes.launcher import NodeAgent
+from megarl.cluster.nodes.spec import LaunchSpec, launch_directory
+from megarl.cluster.pool.pool_process import STATE_FILE, SupervisorSpec
+from megarl.cluster.pool.supervisor import Supervisor
+from megarl.common.process.processes import ProcessId
+from tests.support.measures.growth import held_bytes, in_own_process, slopes_over
+from tests.support.trainer.configs import config
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,7 @@
 """The rollout side on a real engine: batches, versions, log-probs, evaluation; then the ways in which it can end.
 
 One pool serves all tests of this file, in order: the last ones kill parts of it. A supervisor that is killed ends the
-pool of tests/door/test_real_pool.py.
+pool of tests/gateway/test_real_pool.py.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ import psutil
 import pytest
 import torch
 
-from megarl.cluster.handle import launch_supervisor, read_state
-from megarl.common import held_outputs
+from megarl.chat.tokenize import load_tokenizer
+from megarl.cluster.pool.pool_process import launch_supervisor, read_state
 from megarl.common.errors import BatchNotReady, ReplicaFailed, RequestFailed, RolloutError
-from megarl.common.processes import descendants, is_alive
+from megarl.common.process import held_outputs
+from megarl.common.process.processes import descendants, is_alive
 from megarl.data.cursor import Cursor
-from megarl.data.tokenize import load_tokenizer
 from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
-from megarl.rollout.ready_batches import PublicationNeeded
-from megarl.rollout.requests import GenerateRequest, SamplingSpec
-from megarl.rollout.responses_so_far import ResponsesSoFar
-from megarl.run.batch_metrics import record_batch
-from megarl.run.step_plan import plan_step
-from megarl.telemetry.declarations import step_metrics
-from tests.support.configs import write_problems
-from tests.support.leftovers import (
+from megarl.rollout.engine.continuation import ResponsesSoFar
+from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
+from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.run.record.batch_metrics import record_batch
+from megarl.run.step.plan import plan_step
+from megarl.telemetry.metrics.declarations import step_metrics
+from tests.support.attacks.open_sockets import check_on_loopback
+from tests.support.pool.leftovers import (
     assert_nothing_left,
     of_private_directory,
     open_to_others,
     sockets_and_temporary_files,
     survivors,
 )
-from tests.support.open_sockets import check_on_loopback
-from tests.support.pool import TestPool, pool_config, start_pool
-from tests.support.pool_checks import (
+from tests.support.pool.pool import TestPool, pool_config, start_pool
+from tests.support.pool.pool_checks import (
     GONE_S,
     assert_all_go,
     check_rows,
@@ -58,7 +57,8 @@ from tests.support.pool_checks import (
     reference_logprobs,
     serve,
 )
-from tests.support.trained_groups import trained_as_planned
+from tests.support.trainer.configs import write_problems
+from tests.support.trainer.trained_groups import trained_as_planned
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -397,7 +397,7 @@ def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: P
     weights = config.model.path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     before = descendants(os.getpid())
-    from megarl.cluster.client import PoolClient
+    from megarl.cluster.client.pool_client import PoolClient
 
     handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid())
     children = descendants(handle.process.pid)
@@ -413,7 +413,7 @@ def test_an_engine_that_cannot_start_is_one_error_and_leaves_nothing(tmp_path: P
 @pytest.mark.slow  # one more engine start
 def test_an_engine_that_is_killed_while_it_starts_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     """The actor dies before it has answered once."""
-    from megarl.cluster.client import PoolClient
+    from megarl.cluster.client.pool_client import PoolClient
 
     config = pool_config(tmp_path)
     handle = launch_supervisor(config.model_dump_json(), config.run_dir, os.getpid())

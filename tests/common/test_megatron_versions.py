@@ -15,8 +15,8 @@ from packaging.version import Version
 from megarl.common import megatron_versions
 from megarl.common.errors import InstallationError
 from tests.support.checkout import ROOT, environment
-from tests.support.megatron_version import VARIABLE, check_megatron_version
-from tests.support.world import World
+from tests.support.repository.megatron_version import VARIABLE, check_megatron_version
+from tests.support.worlds.world import World
 
 
 def test_the_range_is_that_of_the_package() -> None:
@@ -45,7 +45,7 @@ def test_other_versions_are_refused(version: str, supported: bool, monkeypatch: 
 @pytest.mark.world
 def test_ranks_import_the_version_that_is_installed(world: Callable[[int], World]) -> None:
     installed = version("megatron-core")  # of the first directory on the path that has one
-    [imported] = world(1).run("tests.support.ranks.megatron_defects:imported_version")
+    [imported] = world(1).run("tests.support.ranks.models.megatron_defects:imported_version")
     assert Version(imported).public == installed
 
 
@@ -65,7 +65,7 @@ def test_the_commit_of_a_repository_around_it_is_no_other_version(found: str, mo
 
 
 def test_a_session_with_another_version_than_expected_does_not_start() -> None:
-    program = "from tests.support.megatron_version import check_megatron_version as check; check()"
+    program = "from tests.support.repository.megatron_version import check_megatron_version as check; check()"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(**{VARIABLE: "0.0.1"}), cwd=ROOT, capture_output=True,
         text=True, timeout=300, check=False,

@@ -8,11 +8,11 @@ import shlex
 
 import pytest
 
-from megarl.commands import train
-from megarl.config.arguments import run_arguments
-from megarl.config.load import load_config
-from megarl.config.pace import Pace, pace_of, pace_problems
-from megarl.config.removed_keys import advice_on
+from megarl.cli import train
+from megarl.config.derived.staleness import Pace, pace_of, pace_problems
+from megarl.config.loading.arguments import run_arguments
+from megarl.config.loading.load import load_config
+from megarl.config.loading.removed_keys import advice_on
 from megarl.config.schema import Config
 from tests.support.checkout import ROOT
 

@@ -13,15 +13,22 @@ from hypothesis import strategies as st
 
 from megarl.common.byte_units import GIB
 from megarl.common.errors import ConfigError
-from megarl.config.load import config_from_tree
-from megarl.config.megatron_defaults import transformer_fields
-from megarl.config.memory import MOST_TOKENS, TOKENS_STEP, Device, resolve_auto, trainer_memory, with_trainer
-from megarl.config.plan import RunPlan, make_plan
+from megarl.config.loading.load import config_from_tree
+from megarl.config.megatron.megatron_defaults import transformer_fields
+from megarl.config.memory_plan.memory import (
+    MOST_TOKENS,
+    TOKENS_STEP,
+    Device,
+    resolve_auto,
+    trainer_memory,
+    with_trainer,
+)
+from megarl.config.memory_plan.plan import RunPlan, make_plan
 from megarl.config.schema import Config
-from megarl.models.layout import Layout
-from megarl.models.read_config import load_info
+from megarl.models.hf.read_config import load_info
+from megarl.models.megatron.layout import Layout
 from tests.support.checkout import ROOT
-from tests.support.configs import config
+from tests.support.trainer.configs import config
 
 RECIPES = sorted((ROOT / "examples/rl/configs").glob("qwen*.yaml"))
 SHAPE = ROOT / "examples/rl/models/Qwen3-8B"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config.load import config_from_tree
+from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
 from tests.support.checkout import ROOT
-from tests.support.configs import tree
+from tests.support.trainer.configs import tree
 
 OTHERS = {"scrape_configs"}  # Prometheus'
 BLOCKS = [

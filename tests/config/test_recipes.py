@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import ConfigError
-from megarl.config.checks import check
-from megarl.config.data_sections import EvalSetConfig
-from megarl.config.load import config_from_tree
-from megarl.config.old_logprobs import correction_of, recomputes_old_logprobs
-from megarl.config.pace import Pace, pace_of
+from megarl.config.checks.sections import check
+from megarl.config.derived.logprob_passes import correction_of, recomputes_old_logprobs
+from megarl.config.derived.staleness import Pace, pace_of
+from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
-from megarl.rollout.make_toolboxes import make_tool
-from tests.support.configs import with_changes
-from tests.support.recipe_twins import RECIPES, differing_keys, recipe, twin
+from megarl.config.schema.data import EvalSetConfig
+from megarl.rollout.tasks.toolboxes import make_tool
+from tests.support.runs.recipe_twins import RECIPES, differing_keys, recipe, twin
+from tests.support.trainer.configs import with_changes
 
 # What a twin may change, and nothing else: where things are, how many, how long, how long to wait for them, and what a
 # CPU (precision) and a random model (a reward that it varies) need.

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bpe_tokenizer import make_tokenizer
+from tests.support.models.bpe_tokenizer import make_tokenizer
 
 
 @pytest.fixture(scope="session")

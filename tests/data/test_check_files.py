@@ -13,12 +13,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.commands import cli
+from megarl.cli import main
 from megarl.data import check_files
 from megarl.data.check_files import data_file_findings
 from tests.support.checkout import environment
-from tests.support.configs import config, tree, write_problems
-from tests.support.tiny import make_tiny_model
+from tests.support.models.tiny import make_tiny_model
+from tests.support.trainer.configs import config, tree, write_problems
 
 BAD = '{"problem": 3, "answer": "1"}\n\n{"problem": "a", "answer" "1"}\n{"problem": "a", "answer": "1"}\n[1]\n'
 
@@ -155,11 +155,11 @@ def test_a_command_tells_them_before_anything_starts(
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(tree(model, data, run__dir=str(tmp_path / "run"))))
     capsys.readouterr()  # what making the model has shown
-    assert cli.main([command, "--config", str(path)]) == 2
+    assert main.main([command, "--config", str(path)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("megarl: 3 problems\n  - data: ") and "bad.jsonl:11:27: not JSON" in told
     assert not (tmp_path / "run").exists()
-    assert cli.main([command, "--config", str(path), "--all-mistakes"]) == 2
+    assert main.main([command, "--config", str(path), "--all-mistakes"]) == 2
     printed = capsys.readouterr()
     assert printed.err == told
     assert [line.partition(": ")[0] for line in printed.out.splitlines()] == [f"{data}:{n}" for n in (9, "11:27", 13)]
@@ -174,7 +174,7 @@ def test_a_dry_run_says_that_there_are_more_rows_than_it_has_checked(
     monkeypatch.setattr(check_files, "MOST_ROWS", 8)
     for command in (["plan"], ["train", "--dry-run"]):
         capsys.readouterr()
-        assert cli.main([*command, "--config", str(path)]) == 0
+        assert main.main([*command, "--config", str(path)]) == 0
         told = " ".join(capsys.readouterr().out.split())
         assert told.endswith(f"note: {data}: the first 8 rows were checked; megarl plan --all-mistakes reads all")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.data_sections import DataConfig
+from megarl.config.schema.data import DataConfig
 from megarl.data.dataset import PromptDataset, load_prompts
 from tests.support.checkout import EXCERPTS
 

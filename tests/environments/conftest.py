@@ -1,5 +1,5 @@
-"""The stand-in doors of the tests of harnesses: see `tests.support.door_fixtures`."""
+"""The stand-in doors of the tests of harnesses: see `tests.support.gateway.door_fixtures`."""
 
-from tests.support.door_fixtures import chat_model, doors
+from tests.support.gateway.door_fixtures import chat_model, doors
 
 __all__ = ["chat_model", "doors"]

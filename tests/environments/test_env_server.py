@@ -23,7 +23,7 @@ REQUEST = {"task_data": {}, "client": {}, "model": "m", "sampling": {}}
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env_server, "PROGRAM", ROOT / "tests/support/environment_program.py")
+    monkeypatch.setattr(env_server, "PROGRAM", ROOT / "tests/support/agents/environment_program.py")
     monkeypatch.setenv("A_SECRET_OF_THE_RUN", "1")
 
 

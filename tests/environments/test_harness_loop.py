@@ -17,25 +17,25 @@ import openai
 import pytest
 from aiohttp import web
 
+from megarl.chat.tokenize import load_tokenizer
 from megarl.common.errors import ToolFailed
-from megarl.config.agent_sections import LOOP_TURNS, AgentConfig
-from megarl.config.job_sections import TimeoutsConfig
-from megarl.data.tokenize import load_tokenizer
-from megarl.door.access import write_door_file, write_token
-from megarl.door.session_terms import SessionTerms, read_terms
-from megarl.environments import door_client, harness_loop
-from megarl.environments.door_client import AttemptLost, DoorLost
+from megarl.config.schema.agent import LOOP_TURNS, AgentConfig
+from megarl.config.schema.job import TimeoutsConfig
+from megarl.environments import gateway_client, harness_loop
+from megarl.environments.gateway_client import AttemptLost, DoorLost
 from megarl.environments.harness_loop import Harness, terms_of
 from megarl.environments.verifiers_loop import Verifiers
+from megarl.gateway.session_terms import SessionTerms, read_terms
+from megarl.gateway.token_file import write_door_file, write_token
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout import background
-from megarl.rollout.agents.find_loop import find_loop
-from megarl.rollout.group_deadline import GroupDeadline
-from megarl.rollout.requests import GenerateRequest
-from megarl.rollout.sample_rows import sample_rows
-from tests.support.door_requests import get, post
-from tests.support.door_stand_in import TOKEN, StandInDoor
-from tests.support.harness_context import ROW, SAMPLING, Context, announce
+from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.agents.sample_rows import sample_rows
+from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.messages import GenerateRequest
+from megarl.rollout.transport import background
+from tests.support.agents.harness_context import ROW, SAMPLING, Context, announce
+from tests.support.gateway.door_requests import get, post
+from tests.support.gateway.door_stand_in import TOKEN, StandInDoor
 
 
 def speak(request: GenerateRequest) -> list[int]:
@@ -51,7 +51,7 @@ def door(doors: Any, tmp_path: Path) -> StandInDoor:
 
 
 def harness_of(name: str, **changes: Any) -> Harness:
-    made = find_loop(AgentConfig(**{"loop": "harness", "act": f"tests.support.acts:{name}"} | changes))
+    made = find_loop(AgentConfig(**{"loop": "harness", "act": f"tests.support.gateway.acts:{name}"} | changes))
     assert isinstance(made, Harness)
     return made
 
@@ -213,8 +213,8 @@ NUMBERS = ("3-1-dead", "3-10-alive", "13-1-alive")
 def test_a_loop_that_is_cancelled_ends_soon_though_the_door_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert door_client.END_S < background.CANCEL_S
-    monkeypatch.setattr(door_client, "END_S", 0.2)
+    assert gateway_client.END_S < background.CANCEL_S
+    monkeypatch.setattr(gateway_client, "END_S", 0.2)
 
     async def cancelled() -> None:
         acts = asyncio.Event()
@@ -417,7 +417,7 @@ def test_a_prompt_of_tokens_that_does_not_fit_is_noted_in_its_session_too(doors:
     sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [2]}
     import httpx
 
-    from tests.support.door_requests import HEADERS
+    from tests.support.gateway.door_requests import HEADERS
 
     httpx.put(f"{door.url}/v1/sessions/a", json={"sampling": sampling}, headers=HEADERS, timeout=60)
     for path in ("/inference/v1/generate", "/in/a/inference/v1/generate"):
@@ -444,12 +444,12 @@ def test_a_client_without_headers_names_its_session_in_the_url(door: StandInDoor
 
 def test_a_door_that_stays_away_is_named(tmp_path: Path) -> None:
     async def wait() -> None:
-        await door_client.wait_for_door(tmp_path, 0.1)
+        await gateway_client.wait_for_door(tmp_path, 0.1)
 
     with pytest.raises(DoorLost, match="waited 0 s for the door of the run to be open again: FileNotFoundError"):
         asyncio.run(wait())
     with pytest.raises(DoorLost, match="the address of the door cannot be read"):
-        door_client.DoorClient(tmp_path)
+        gateway_client.DoorClient(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ def test_functions_that_cannot_act_are_refused_at_the_start(act: str, changes: A
 def test_a_session_is_opened_once_and_with_known_fields(door: StandInDoor) -> None:
     import httpx
 
-    from tests.support.door_requests import HEADERS
+    from tests.support.gateway.door_requests import HEADERS
 
     def put(name: str, body: Any) -> httpx.Response:
         return httpx.put(f"{door.url}/v1/sessions/{name}", json=body, headers=HEADERS, timeout=60)

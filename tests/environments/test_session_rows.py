@@ -15,8 +15,8 @@ from megarl.environments.harness_loop import ActEnd, trajectories
 from megarl.environments.session_rows import SessionTurn, read_turns, session_rows
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardOutcome
-from megarl.rollout.response_parts import ResponsePart
-from tests.support.recorded_sessions import recorded
+from megarl.rollout.engine.response_parts import ResponsePart
+from tests.support.gateway.recorded_sessions import recorded
 
 
 @st.composite

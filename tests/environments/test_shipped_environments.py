@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megarl.data.tokenize import load_tokenizer
-from tests.support.verifiers_play import exported, needs_verifiers, play
+from megarl.chat.tokenize import load_tokenizer
+from tests.support.gateway.verifiers_play import exported, needs_verifiers, play
 
 pytestmark = needs_verifiers
 NULL: dict[str, Any] = {"harness": {"id": "null"}}

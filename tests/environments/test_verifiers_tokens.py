@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megarl.data.tokenize import load_tokenizer
+from megarl.chat.tokenize import load_tokenizer
 from megarl.queue.trajectory import Trajectory
-from tests.support.chat_templates import chat_tokenizer
-from tests.support.verifiers_play import exported, needs_verifiers, play
+from tests.support.gateway.verifiers_play import exported, needs_verifiers, play
+from tests.support.models.chat_templates import chat_tokenizer
 
 pytestmark = needs_verifiers
 QWEN3 = {"name": "qwen3", "thinking_retention": "all"}

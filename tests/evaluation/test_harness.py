@@ -9,7 +9,7 @@ import pytest
 from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.evaluation.harness import evaluate_set
 from megarl.evaluation.table import render_line
-from megarl.telemetry.declarations import REGISTRY
+from megarl.telemetry.metrics.declarations import REGISTRY
 
 
 async def respond(problem: str, index: int, mode: str, sample: int) -> ScoredResponse:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.hosts import Hosts
-from tests.support.jobs import TWO_HOSTS, check_groups, check_steps, some_steps, start_job, wait_for, write_job
-from tests.support.random_moment import moments
-from tests.support.run import step_records
+from tests.support.runs.jobs import TWO_HOSTS, check_groups, check_steps, some_steps, start_job, wait_for, write_job
+from tests.support.runs.random_moment import moments
+from tests.support.runs.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -12,14 +12,14 @@ import pytest
 
 from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
-from tests.support.slurm import Slurm
+from tests.support.runs.slurm import Slurm
 
 pytestmark = pytest.mark.cluster
 
 
 def test_doctor_under_srun(slurm: Slurm, tmp_path: Path) -> None:
     torchrun = (
-        f"exec {shlex.quote(sys.executable)} -m megarl.cluster.nodes.torchrun --rdzv-backend megarl --nnodes 2 "
+        f"exec {shlex.quote(sys.executable)} -m megarl.cluster.torchrun.run --rdzv-backend megarl --nnodes 2 "
         "--nproc-per-node 1 --rdzv-endpoint 127.0.0.1:29433 --local-addr 127.0.0.1 --rdzv-conf "
         "is_host=$([ $SLURM_PROCID = 0 ] && echo true || echo false) "
         "-m megarl doctor --nodes --json --mib 1 --timeout 45"

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.lib.chaos import KINDS, SeveralHosts
 from benchmarks.lib.hosts import Hosts
 from benchmarks.lib.whole_run import make_assets
-from tests.support.fault_table import FaultRuns, losses_of_accuracy, problems_of, table_of
+from tests.support.runs.fault_table import FaultRuns, losses_of_accuracy, problems_of, table_of
 
 # test_hosts.py and test_cut_network.py have the same faults of a run of random tokens; here two runs must learn.
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.lib.file_faults import preloading, spoil
 from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
-from tests.support.jobs import (
+from tests.support.runs.jobs import (
     FOUR_HOSTS,
     check_groups,
     check_steps,
@@ -25,8 +25,8 @@ from tests.support.jobs import (
     wait_for,
     write_job,
 )
-from tests.support.random_moment import moments
-from tests.support.run import step_records
+from tests.support.runs.random_moment import moments
+from tests.support.runs.run import step_records
 
 pytestmark = pytest.mark.cluster
 
@@ -43,7 +43,7 @@ def engine_pids(hosts: Hosts) -> set[int]:
 
 def is_rank(process: psutil.Process) -> bool:
     command = process.cmdline()
-    return any(word.endswith("train_rl.py") for word in command) and "megarl.cluster.nodes.torchrun" not in command
+    return any(word.endswith("train_rl.py") for word in command) and "megarl.cluster.torchrun.run" not in command
 
 
 def check_places(hosts: Hosts) -> None:
@@ -65,7 +65,7 @@ def check_ports(hosts: Hosts) -> None:
     torch's own store, which unpickles what it is sent, would be one more.
     """
     for index, address in enumerate(hosts.addresses):
-        listed = hosts.call(index, sys.executable, "-m", "tests.support.open_sockets")
+        listed = hosts.call(index, sys.executable, "-m", "tests.support.attacks.open_sockets")
         assert listed.returncode == 0, listed.stdout + listed.stderr
         ports = json.loads(listed.stdout)
         expected = "train_rl.py" if index < 2 else "ray::EngineReplica"
@@ -192,7 +192,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         hosts.revive(3)
         back = time.monotonic()
         (launch,) = (run_dir / "launch").glob("*/launch.json")
-        again = f"cd {ROOT} && exec {sys.executable} -m megarl.cluster.nodes.agent {launch} 3"
+        again = f"cd {ROOT} && exec {sys.executable} -m megarl.cluster.nodes.launcher {launch} 3"
         agent = subprocess.Popen(
             [hosts.rsh, hosts.addresses[3], again], env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
         )

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkout import ROOT, environment
-from tests.support.jobs import check_steps, exit_record, wait_for, write_job
-from tests.support.leftovers import assert_nothing_left, marked, survivors
-from tests.support.run import step_records
+from tests.support.pool.leftovers import assert_nothing_left, marked, survivors
+from tests.support.runs.jobs import check_steps, exit_record, wait_for, write_job
+from tests.support.runs.run import step_records
 
 pytestmark = pytest.mark.cluster
 
@@ -38,7 +38,7 @@ def test_two_runs_at_once_do_not_mix(tmp_path: Path) -> None:
         assert again.returncode == 2 and "is in use by launch" in again.stderr, again.stderr
         steps = len(step_records(dirs[1]))
         # To torchrun itself: its ranks get it too, and time to end their step.
-        (torchrun,) = [p for p in survivors(dirs[1]) if "megarl.cluster.nodes.torchrun" in p.cmdline()]
+        (torchrun,) = [p for p in survivors(dirs[1]) if "megarl.cluster.torchrun.run" in p.cmdline()]
         torchrun.terminate()
         assert processes[1].wait(timeout=600) == 0, long.with_name("job.log").read_text()[-4000:]
     finally:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import FOUR_HOSTS, TWO_HOSTS, check_steps, exit_record, wait_for, write_job
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import step_records
-from tests.support.slurm import Slurm, submit
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.jobs import FOUR_HOSTS, TWO_HOSTS, check_steps, exit_record, wait_for, write_job
+from tests.support.runs.run import step_records
+from tests.support.runs.slurm import Slurm, submit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.family_models import Batch, family_models, make_batch
+from tests.support.models.family_models import Batch, family_models, make_batch
 
 
 @pytest.fixture(scope="session")

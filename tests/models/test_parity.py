@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megarl.models.families import FAMILIES
-from megarl.models.read_config import load_info
-from tests.support.family_models import MODELS, MOE, Batch
-from tests.support.ranks.mutations import MUTATIONS, active_rules
-from tests.support.world import World
+from megarl.models.hf.read_config import load_info
+from tests.support.models.family_models import MODELS, MOE, Batch
+from tests.support.ranks.training.mutations import MUTATIONS, active_rules
+from tests.support.worlds.world import World
 
 pytestmark = pytest.mark.world
 TOLERANCE = 1e-5
@@ -80,7 +80,7 @@ def test_logprobs_equal_transformers(
     batch: Batch,
 ) -> None:
     results = world(ranks).run(
-        "tests.support.ranks.models:logprobs", model_dir=str(model_dir(family)), batch=batch, **sizes
+        "tests.support.ranks.models.models:logprobs", model_dir=str(model_dir(family)), batch=batch, **sizes
     )
     answers = [result for result in results if result is not None]
     assert len(answers) == ranks // sizes.get("pipeline", 1)
@@ -100,7 +100,7 @@ def test_bf16_is_close(
 ) -> None:
     """This is not parity, because bf16 rounds every activation; but a wrong rule moves log-probs by whole units."""
     results = world(2).run(
-        "tests.support.ranks.models:logprobs",
+        "tests.support.ranks.models.models:logprobs",
         model_dir=str(model_dir(family)),
         batch=batch,
         precision="bf16",
@@ -122,7 +122,7 @@ def test_a_wrong_rule_shows_in_the_logprobs(
     batch: Batch,
 ) -> None:
     results = world(2).run(
-        "tests.support.ranks.mutations:mutated_logprobs",
+        "tests.support.ranks.training.mutations:mutated_logprobs",
         model_dir=str(model_dir(mutation.model)),
         batch=batch,
         mutation=mutation.name,
@@ -166,7 +166,10 @@ def test_each_rule_shows_in_the_logprobs(
     rules = BROKEN[model] or active_rules(load_info(model_dir(model)))
     few = batch[:1]
     results = world(2).run(
-        "tests.support.ranks.mutations:reversed_logprobs", model_dir=str(model_dir(model)), batch=few, rules=list(rules)
+        "tests.support.ranks.training.mutations:reversed_logprobs",
+        model_dir=str(model_dir(model)),
+        batch=few,
+        rules=list(rules),
     )
     answers = {rule: answer for result in results for rule, answer in result.items()}
     gaps = {rule: float((answer[0] - reference(model)[0]).abs().max()) for rule, answer in answers.items()}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.parameters import model_parameters
-from megarl.models.read_config import info_from_config
-from megarl.models.shards import table
+from megarl.config.memory_plan.parameters import model_parameters
+from megarl.models.hf.read_config import info_from_config
+from megarl.models.megatron.shards import table
 
 
 def _config(architecture: str, sizes: tuple[int, int, int, int, int, int, int], **more: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from megarl import platforms
 from megarl.platforms import cpu
-from tests.support.world import World
+from tests.support.worlds.world import World
 
 
 def test_the_table_is_complete() -> None:
@@ -62,7 +62,7 @@ assert torch.zeros(2, device="cuda").device.type == "cpu"
 
     @pytest.mark.world
     def test_the_random_state_tracker(self, world: Callable[[int], World]) -> None:
-        results = world(2).run("tests.support.ranks.megatron_defects:tracker_states")
+        results = world(2).run("tests.support.ranks.models.megatron_defects:tracker_states")
         for plain, after, first, second in results:
             assert plain == after
             assert len({tuple(plain), tuple(first), tuple(second)}) == 3
@@ -70,7 +70,9 @@ assert torch.zeros(2, device="cuda").device.type == "cpu"
 
     @pytest.mark.world
     def test_uneven_collectives(self, world: Callable[[int], World]) -> None:
-        for rank, (before, after) in enumerate(world(2).run("tests.support.ranks.megatron_defects:uneven_collectives")):
+        for rank, (before, after) in enumerate(
+            world(2).run("tests.support.ranks.models.megatron_defects:uneven_collectives")
+        ):
             assert isinstance(before, str)  # gloo refuses
             assert after == ([1.0, 2.0, 2.0, 2.0], [2.0] if rank == 0 else [4.0] * 3)
 
@@ -96,7 +98,7 @@ platforms.activate()
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 from dataclasses import replace
 from tests.support.ranks import megatron_defects as model
-from tests.support.ranks.layouts import make_layout, use_layout
+from tests.support.ranks.models.layouts import make_layout, use_layout
 model.INFO = replace(model.INFO, family="qwen3_moe", num_experts=4, topk=2, moe_ffn=8, moe_layers=(True,))
 with use_layout(make_layout()) as layout:
     model.train(*model.build(layout), 2)

@@ -15,7 +15,7 @@ import torch
 from megarl import platforms
 from megarl.common import megatron_versions
 from megarl.platforms import patches
-from tests.support.world import World
+from tests.support.worlds.world import World
 
 
 def skip_unless_needed(patch: Callable[[], None]) -> None:
@@ -70,14 +70,14 @@ def test_router_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.world
 def test_all_to_all_split_sizes(world: Callable[[int], World]) -> None:
-    for before, after in world(2).run("tests.support.ranks.megatron_defects:all_to_all_with_tensors"):
+    for before, after in world(2).run("tests.support.ranks.models.megatron_defects:all_to_all_with_tensors"):
         assert before == "TypeError"
         assert after == 1 + 2
 
 
 @pytest.mark.world
 def test_adam_step_after_a_resume(world: Callable[[int], World]) -> None:
-    for before, after in world(2).run("tests.support.ranks.megatron_defects:adam_steps_after_resume"):
+    for before, after in world(2).run("tests.support.ranks.models.megatron_defects:adam_steps_after_resume"):
         assert before != {5.0}
         assert after == {5.0}
 
@@ -85,7 +85,7 @@ def test_adam_step_after_a_resume(world: Callable[[int], World]) -> None:
 @pytest.mark.world
 def test_dp_reshardable_load_into_fp32(world: Callable[[int], World], tmp_path: Path) -> None:
     for unbroken, resumed, (without_no_grad, without_step) in world(2).run(
-        "tests.support.ranks.megatron_defects:resume",
+        "tests.support.ranks.models.megatron_defects:resume",
         path=_directory(tmp_path),
         sharding="dp_reshardable",
         patches=("load_parameter_state_from_dp_reshardable", "_set_main_param_and_optimizer_states"),
@@ -98,7 +98,7 @@ def test_dp_reshardable_load_into_fp32(world: Callable[[int], World], tmp_path: 
 @pytest.mark.world
 def test_fully_reshardable_load_and_fresh_optimizers(world: Callable[[int], World], tmp_path: Path) -> None:
     for unbroken, resumed, (without_step, without_state) in world(2).run(
-        "tests.support.ranks.megatron_defects:resume",
+        "tests.support.ranks.models.megatron_defects:resume",
         path=_directory(tmp_path),
         sharding="fully_reshardable",
         patches=("_set_main_param_and_optimizer_states", "sharded_state_dict"),
@@ -110,13 +110,13 @@ def test_fully_reshardable_load_and_fresh_optimizers(world: Callable[[int], Worl
 
 @pytest.mark.world
 def test_a_save_leaves_no_manager_process(world: Callable[[int], World]) -> None:
-    [(before, after)] = world(1).run("tests.support.ranks.megatron_defects:manager_processes")
+    [(before, after)] = world(1).run("tests.support.ranks.models.megatron_defects:manager_processes")
     assert before > 0 and after == 0
 
 
 @pytest.mark.world
 def test_norm_recompute_without_transformer_engine(world: Callable[[int], World]) -> None:
-    for before, after, plain in world(2).run("tests.support.ranks.megatron_defects:norm_recompute"):
+    for before, after, plain in world(2).run("tests.support.ranks.models.megatron_defects:norm_recompute"):
         assert before == "NameError"
         assert after == pytest.approx(plain, rel=1e-6)
 
@@ -124,7 +124,7 @@ def test_norm_recompute_without_transformer_engine(world: Callable[[int], World]
 @pytest.mark.world
 def test_recompute_needs_no_compiler(world: Callable[[int], World]) -> None:
     skip_unless_needed(patches.recompute_compiles_at_run_time)
-    [(before, after)] = world(1).run("tests.support.ranks.megatron_defects:compiling_recompute")
+    [(before, after)] = world(1).run("tests.support.ranks.models.megatron_defects:compiling_recompute")
     assert before == "OSError"
     assert isinstance(after, list) and after[0] > 0
 
@@ -133,7 +133,7 @@ def test_recompute_needs_no_compiler(world: Callable[[int], World]) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_latent_attention_without_transformer_engine(world: Callable[[int], World], sequence: bool) -> None:
     """It can be built, and the shared rotated key gets the gradients of every rank's heads."""
-    results = world(2).run("tests.support.ranks.megatron_defects:latent_attention_defects", sequence=sequence)
+    results = world(2).run("tests.support.ranks.models.megatron_defects:latent_attention_defects", sequence=sequence)
     assert [failure for failure, _, _ in results] == ["TypeError", "TypeError"]  # HAVE_TE, although it is not there
     assert results[0][1] < 1e-5 and results[1][1] > 1e-3  # the second rank holds the rotated key's rows
     assert all(after < 1e-5 for _, _, after in results)
@@ -142,17 +142,17 @@ def test_latent_attention_without_transformer_engine(world: Callable[[int], Worl
 @pytest.mark.world
 def test_queries_that_are_not_compressed_have_no_norm(world: Callable[[int], World]) -> None:
     skip_unless_needed(patches.mla_query_has_no_norm_without_compression)
-    [(before, after)] = world(1).run("tests.support.ranks.megatron_defects:uncompressed_queries")
+    [(before, after)] = world(1).run("tests.support.ranks.models.megatron_defects:uncompressed_queries")
     assert before != after == ["weight"]
 
 
 @pytest.mark.world
 def test_padding_weighs_nothing_in_a_mixture_of_experts(world: Callable[[int], World]) -> None:
-    unpatched, patched = world(1).run("tests.support.ranks.megatron_defects:padding_only_counts")[0]
+    unpatched, patched = world(1).run("tests.support.ranks.models.megatron_defects:padding_only_counts")[0]
     assert torch.isnan(unpatched) and patched == 0
-    for unpatched, patched in world(2).run("tests.support.ranks.megatron_defects:padded_counts"):
+    for unpatched, patched in world(2).run("tests.support.ranks.models.megatron_defects:padded_counts"):
         assert unpatched == (3.0, 3.0) and patched == (1.5, 3.0)
-    unpatched, patched = world(1).run("tests.support.ranks.megatron_defects:expert_bias_of_padding")[0]
+    unpatched, patched = world(1).run("tests.support.ranks.models.megatron_defects:expert_bias_of_padding")[0]
     assert "size" in unpatched and patched == [1.0, 1.0, 0.0]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.simulated_streams import Device, on
-from tests.support.world import World
+from tests.support.streams.simulated_streams import Device, on
+from tests.support.worlds.world import World
 
-RUN = "tests.support.ranks.stream_programs:run"
+RUN = "tests.support.ranks.sync.stream_programs:run"
 
 
 @pytest.mark.parametrize("single_queue", [False, True])

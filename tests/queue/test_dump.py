@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.queue import rows
+from megarl.queue import row_format
 from megarl.queue.dump import DumpError, read_batch, recorded_steps, write_batch
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
@@ -74,14 +74,14 @@ def test_nan_of_a_failed_sample_survives(tmp_path):
 
 
 def test_parts_are_merged_and_a_step_counts_only_when_whole(tmp_path):
-    rows = [make(group, index) for group in range(2) for index in range(2)]
-    write_batch(tmp_path, 4, 3, rows[2:], part=1, parts=2)
+    row_format = [make(group, index) for group in range(2) for index in range(2)]
+    write_batch(tmp_path, 4, 3, row_format[2:], part=1, parts=2)
     assert recorded_steps(tmp_path) == []
     with pytest.raises(DumpError, match="step 4 is incomplete"):
         read_batch(tmp_path, 4)
-    write_batch(tmp_path, 4, 3, rows[:2], part=0, parts=2)
+    write_batch(tmp_path, 4, 3, row_format[:2], part=0, parts=2)
     assert recorded_steps(tmp_path) == [4]
-    assert read_batch(tmp_path, 4).trajectories == rows
+    assert read_batch(tmp_path, 4).trajectories == row_format
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_000004.0-of-2.parquet", "step_000004.1-of-2.parquet",
     ]  # fmt: skip
@@ -134,7 +134,7 @@ def test_tokens_of_lost_updates_keep_their_origin_in_every_record(tmp_path):
     """The records: queue, recorded batch, samples.jsonl. The tokens count as older than any of the history."""
     row = make(1, 0, versions=(VersionSpan(3, 0, 1), VersionSpan(5, 1, 2, lost=2, epoch=4)))
     assert row.tag.oldest_version == 1  # from version 5 two updates back to 3, which is as far from later ones as 1
-    assert rows.decode(*rows.encode([row, make(1, 1)])) == [row, make(1, 1)]
+    assert row_format.decode(*row_format.encode([row, make(1, 1)])) == [row, make(1, 1)]
     write_batch(tmp_path, 3, 3, [row])
     assert read_batch(tmp_path, 3).trajectories == [row]
     assert sample_record(3, row, decode, "5")["versions"][1] == {

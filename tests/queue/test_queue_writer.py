@@ -12,7 +12,7 @@ import pytest
 from megarl.queue import transfer
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.queue.transfer import QueueWriter
-from tests.support import own_time
+from tests.support.measures import own_time
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.objective import Objective
-from megarl.algorithms.terms import WEIGHT_STREAMS
+from megarl.algorithms.objective.objective import Objective
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS
 from megarl.queue.dump import read_batch, write_batch
-from megarl.queue.rows import decode, encode
+from megarl.queue.row_format import decode, encode
 from megarl.queue.streams import (
     ADVANTAGES,
     CE_WEIGHTS,
@@ -32,7 +32,7 @@ from megarl.queue.streams import (
 )
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from tests.support.checkout import ROOT
-from tests.support.declared_streams import EVERY_DTYPE, WEIGHT, declared
+from tests.support.rollout.declared_streams import EVERY_DTYPE, WEIGHT, declared
 
 VALUES = {
     "float32": st.floats(width=32, allow_nan=False),
@@ -159,7 +159,7 @@ def test_a_name_has_one_declaration() -> None:
 
 def test_the_loss_uses_the_declared_names() -> None:
     """The layers forbid `algorithms` to import `queue`, so the loss writes the names out."""
-    used = stream_names((ROOT / "megarl/algorithms/objective.py").read_text())
+    used = stream_names((ROOT / "megarl/algorithms/objective/objective.py").read_text())
     assert used == {OLD_LOGPROBS, ADVANTAGES, ROLLOUT_LOGPROBS}
     assert Objective.reference_stream == REFERENCE_LOGPROBS
     assert WEIGHT_STREAMS == (RL_WEIGHTS, CE_WEIGHTS, REF_KL_WEIGHTS)

@@ -26,19 +26,19 @@ from hypothesis import strategies as st
 from megarl.common.errors import RolloutError
 from megarl.queue import transfer
 from megarl.queue.dump import read_batch, write_batch
-from megarl.queue.rows import decode, encode
+from megarl.queue.row_format import decode, encode
 from megarl.queue.sample_lines import sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.queue.transfer import QueueReader, QueueServer, QueueWriter, bounded, start_queue
-from megarl.rollout.to_trajectory import failed_trajectory
-from megarl.run.batch_metrics import record_batch
-from megarl.run.step_plan import plan_step
-from megarl.telemetry.declarations import step_metrics
-from tests.support import pool as _tokens  # noqa: F401  (one Ray access token for this process)
-from tests.support.configs import config
-from tests.support.declared_streams import EVERY_DTYPE, declared
-from tests.support.queue_attack import attack
-from tests.support.trained_groups import trained_as_planned
+from megarl.rollout.agents.trajectory_builder import failed_trajectory
+from megarl.run.record.batch_metrics import record_batch
+from megarl.run.step.plan import plan_step
+from megarl.telemetry.metrics.declarations import step_metrics
+from tests.support.attacks.queue_attack import attack
+from tests.support.pool import pool as _tokens  # noqa: F401  (one Ray access token for this process)
+from tests.support.rollout.declared_streams import EVERY_DTYPE, declared
+from tests.support.trainer.configs import config
+from tests.support.trainer.trained_groups import trained_as_planned
 
 float32 = st.floats(width=32, allow_nan=False, max_value=0.0)
 
@@ -198,7 +198,7 @@ def test_a_look_at_the_queue_names_the_process_that_has_died_or_hangs(
 @pytest.fixture(scope="module")
 def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A Ray head and the queue of one partition, in this process."""
-    from megarl.cluster.ray_head import RayHead, RayShare
+    from megarl.cluster.pool.ray_head import RayHead, RayShare
 
     os.environ.update(RAY_worker_niceness="0", RAY_enable_worker_prestart="0", TQ_NUM_THREADS="1")
     head = RayHead(RayShare(4, 0, {}), "queue-test", tmp_path_factory.mktemp("logs"), 200.0)

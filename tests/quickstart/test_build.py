@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import megarl.quickstart.build as build_module
-from megarl.config.load import load_config
-from megarl.models.read_config import load_info
+from megarl.config.loading.load import load_config
+from megarl.models.hf.read_config import load_info
 from megarl.quickstart.__main__ import main
 from megarl.quickstart.additions_task import AdditionsTask
 from megarl.quickstart.build import build_assets

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megarl.config.load import load_config
-from megarl.models.read_config import load_info
+from megarl.config.loading.load import load_config
+from megarl.models.hf.read_config import load_info
 from megarl.quickstart.__main__ import TASKS, main
 from megarl.quickstart.build import build_assets
 from megarl.quickstart.demonstrations import read_problems

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.report import run_events as report_events
-from megarl.report.run_events import pair, read_run_events
-from megarl.telemetry.event_files import RunEvent
-from megarl.telemetry.event_lines import EventLine
-from tests.support.reported_events import slow, write_events
-from tests.support.reported_runs import START
+from megarl.report.reading import run_events as report_events
+from megarl.report.reading.run_events import pair, read_run_events
+from megarl.telemetry.trace.files import RunEvent
+from megarl.telemetry.trace.lines import EventLine
+from tests.support.telemetry.reported_events import slow, write_events
+from tests.support.telemetry.reported_runs import START
 
 
 def event(name: str, at: float, kind: str, replica: int | None = None, text: str = "", **more: str) -> RunEvent:

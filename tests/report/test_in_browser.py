@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands import cli
-from tests.support.browser import Page, browser
-from tests.support.reported_events import write_slow_trajectories
-from tests.support.reported_runs import evaluation_line, sample_line, small_run, step_line, write_run
+from megarl.cli import main
+from tests.support.telemetry.browser import Page, browser
+from tests.support.telemetry.reported_events import write_slow_trajectories
+from tests.support.telemetry.reported_runs import evaluation_line, sample_line, small_run, step_line, write_run
 
 ATTACK = "</script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
 
@@ -40,7 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 def report(tmp_path: Path, *runs: Path) -> Path:
     out = tmp_path / "page.html"
-    assert cli.main(["report", *map(str, runs), "--out", str(out)]) == 0
+    assert main.main(["report", *map(str, runs), "--out", str(out)]) == 0
     return out
 
 

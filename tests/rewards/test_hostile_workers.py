@@ -12,12 +12,12 @@ import pytest
 
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rewards.worker_pool import RewardPool, RewardPoolError
-from tests.support.reward_pool import make_reward_pool, score_all, worker_pids
+from tests.support.rewards.reward_pool import make_reward_pool, score_all, worker_pids
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-MODULE = "tests.support.reward_functions"
+MODULE = "tests.support.rewards.reward_functions"
 TIMEOUT_S = 2.0
 
 

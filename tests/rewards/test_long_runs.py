@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from megarl.rewards.types import RewardInput
-from tests.support.growth import held_bytes, in_own_process, slopes_over
-from tests.support.reward_pool import make_reward_pool, score_all
+from tests.support.measures.growth import held_bytes, in_own_process, slopes_over
+from tests.support.rewards.reward_pool import make_reward_pool, score_all
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def sample(number: int) -> RewardInput:
 
 
 def slopes_of_a_pool() -> dict[str, float]:
-    pool = make_reward_pool("tests.support.reward_functions:by_response", workers=2)
+    pool = make_reward_pool("tests.support.rewards.reward_functions:by_response", workers=2)
 
     def take_steps(turn: int) -> None:
         outcomes = score_all(pool, [sample(turn * AT_ONCE + number) for number in range(AT_ONCE)])

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from megarl.rewards.resolve import as_result as convert
+from megarl.rewards.registry import as_result as convert
 from megarl.rewards.types import ErrorReason, RewardInput, RewardResult
 from megarl.rewards.worker import score
 

@@ -22,9 +22,9 @@ from megarl.rewards.process import RewardProcess, WorkerDiedError
 from megarl.rewards.types import RewardInput, RewardOutcome, RewardSpec
 from megarl.rewards.worker_pool import MAX_NOT_TAKEN, RewardPool, RewardPoolError
 from tests.support.checkout import ROOT
-from tests.support.reward_pool import make_reward_pool, score_all, worker_pids
+from tests.support.rewards.reward_pool import make_reward_pool, score_all, worker_pids
 
-MODULE = "tests.support.reward_functions"
+MODULE = "tests.support.rewards.reward_functions"
 FUNCTION = f"{MODULE}:by_response"
 TIMEOUT_S = 2.0
 
@@ -317,7 +317,7 @@ def test_close_fails_what_waits_and_can_be_repeated() -> None:
 @pytest.mark.slow
 def test_workers_die_with_a_killed_parent() -> None:
     code = (
-        "import asyncio; from tests.support.reward_pool import make_reward_pool, worker_pids\n"
+        "import asyncio; from tests.support.rewards.reward_pool import make_reward_pool, worker_pids\n"
         "from megarl.rewards.types import RewardInput\n"
         f"pool = make_reward_pool({FUNCTION!r}, workers=2, timeout_s=600)\n"
         "asyncio.run(pool.start())\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import own_time
+from tests.support.measures import own_time
 
 
 @pytest.fixture(autouse=True)

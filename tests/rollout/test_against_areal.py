@@ -16,9 +16,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.config.pace import Pace
-from megarl.rollout.admission import Admission
-from tests.support.areal_staleness import (
+from megarl.config.derived.staleness import Pace
+from megarl.rollout.admission.admission import Admission
+from tests.support.losses.oracles import VARIABLE
+from tests.support.machines.areal_staleness import (
     PACES,
     CapacityRun,
     areal_directory,
@@ -26,7 +27,6 @@ from tests.support.areal_staleness import (
     recorded_runs,
     staleness_manager,
 )
-from tests.support.oracles import VARIABLE
 
 
 def rooms(run: CapacityRun, kind: type[Admission] = Admission) -> Iterator[int]:

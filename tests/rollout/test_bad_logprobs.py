@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.journal import JOURNAL_FILE
-from megarl.rollout.journal_file import JournalFile
-from megarl.rollout.journal_records import read_head
-from tests.support.configs import config as config_of
-from tests.support.damaged_engine import NanLogprobs
-from tests.support.fake_rollout import local_controller
+from megarl.rollout.resume.journal import JOURNAL_FILE
+from megarl.rollout.resume.journal_file import JournalFile
+from megarl.rollout.resume.journal_records import read_head
+from tests.support.engines.damaged_engine import NanLogprobs
+from tests.support.rollout.fake_rollout import local_controller
+from tests.support.trainer.configs import config as config_of
 
 GROUPS, SAMPLES = 3, 4
 WAIT_S = 5.0

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from megarl.common.notices import notices_file
-from megarl.data.formats import Prompt
+from megarl.chat.formats import Prompt
+from megarl.common.rundir.notices import notices_file
 from megarl.rewards.types import RewardInput
-from megarl.rollout.eval_sets import EvalProblem, EvalSet
-from megarl.rollout.journal import JOURNAL_FILE
-from megarl.rollout.journal_file import JournalFile, groups_started
-from megarl.rollout.requests import SamplingSpec
-from tests.support.configs import config as config_of
-from tests.support.fake_rollout import local_controller
+from megarl.rollout.engine.messages import SamplingSpec
+from megarl.rollout.resume.journal import JOURNAL_FILE
+from megarl.rollout.resume.journal_file import JournalFile, groups_started
+from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
+from tests.support.rollout.fake_rollout import local_controller
+from tests.support.trainer.configs import config as config_of
 
 GROUPS, SAMPLES = 3, 2
 WAIT_S = 5.0

@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout import background, group_deadline
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
+from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.batcher import Batcher
-from megarl.rollout.group_deadline import GroupDeadline
-from megarl.rollout.group_runner import GroupRunner
-from tests.support.configs import config as config_of
-from tests.support.fake_replicas import FakeReplica, fleet_of
-from tests.support.fake_rollout import FakeBatcher, FakeRewards, FakeSource, local_controller
-from tests.support.fake_workers import Crew, WorkerQueue
+from megarl.rollout.engine import group_deadline
+from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.transport import background
+from tests.support.engines.fake_replicas import FakeReplica, fleet_of
+from tests.support.rollout.fake_rollout import FakeBatcher, FakeRewards, FakeSource, local_controller
+from tests.support.rollout.fake_workers import Crew, WorkerQueue
+from tests.support.trainer.configs import config as config_of
 
 GROUPS, SAMPLES = 3, 2
 DEADLINE_S = 0.2

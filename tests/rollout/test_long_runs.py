@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.rollout import prompt_groups
-from megarl.rollout.failure_policy import FailurePolicy
-from megarl.rollout.journal import JOURNAL_FILE
-from tests.support.configs import config as config_of
-from tests.support.fake_rollout import LocalController, local_controller
-from tests.support.growth import growth_per_step, held_bytes
+from megarl.rollout.orchestrator import prompt_groups
+from megarl.rollout.orchestrator.failure_policy import FailurePolicy
+from megarl.rollout.resume.journal import JOURNAL_FILE
+from tests.support.measures.growth import growth_per_step, held_bytes
+from tests.support.rollout.fake_rollout import LocalController, local_controller
+from tests.support.trainer.configs import config as config_of
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +94,7 @@ def sizes(local: LocalController, directory: Path) -> dict[str, float]:
     process = psutil.Process()
     return {
         "bytes held by the controller": held_bytes(vars(local.controller)),
-        # Without events, which rotate (tests/telemetry/test_event_writer.py).
+        # Without events, which rotate (tests/telemetry/trace/test_writer.py).
         "bytes in files": sum(size_of(path) for path in directory.rglob("*") if path.parent.name != EVENTS),
         "bytes in the journal": size_of(directory / JOURNAL_FILE),
         "files": sum(1 for _ in directory.rglob("*")),

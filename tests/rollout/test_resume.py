@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Set
 import pytest
 from hypothesis import settings
 
-from megarl.config.pace import Pace
+from megarl.config.derived.staleness import Pace
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout import kept_groups
-from megarl.rollout.admission import Admission
-from megarl.rollout.retention import Retention
-from tests.support.resume_machine import ResumeMachine, run_with_crashes
+from megarl.rollout.admission.admission import Admission
+from megarl.rollout.resume import kept_groups
+from megarl.rollout.resume.retention import Retention
+from tests.support.machines.resume_machine import ResumeMachine, run_with_crashes
 
 ResumeMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestResume = ResumeMachine.TestCase

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.configs import write_problems
-from tests.support.tiny import make_tiny_model
+from tests.support.models.tiny import make_tiny_model
+from tests.support.trainer.configs import write_problems
 
 
 @pytest.fixture(scope="session")

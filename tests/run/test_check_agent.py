@@ -6,14 +6,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import config_from_tree
-from megarl.models.read_config import load_info
-from megarl.run.check_start import check_start
-from tests.support.chat_templates import CHATML_TOOLS
-from tests.support.check_start import problems_of
-from tests.support.configs import config, tree
+from megarl.config.loading.load import config_from_tree
+from megarl.models.hf.read_config import load_info
+from megarl.run.start.checks import check_start
+from tests.support.models.chat_templates import CHATML_TOOLS
+from tests.support.trainer.check_start import problems_of
+from tests.support.trainer.configs import config, tree
 
-SHARE = "tests.support.reward_functions:digit_share"
+SHARE = "tests.support.rewards.reward_functions:digit_share"
 ROOMY: dict[str, Any] = {"data__max_prompt_tokens": 2048}  # for the schemas of tools, letter by letter
 NO_TOOLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 DROPS_TURNS = (
@@ -78,8 +78,8 @@ def test_what_an_agent_of_ones_own_names_is_imported(sound: Path, data: Path) ->
 def test_the_tools_that_were_tried_are_closed(model: Path, data: Path, tmp_path: Path) -> None:
     noted = tmp_path / "noted"
     (model / "chat_template.jinja").write_text(CHATML_TOOLS)
-    own = {"kind": "tests.support.tool_classes:Misbehaving", "kwargs": {"path": str(noted)}}
-    tools = [own, {"kind": "tests.support.tool_functions:add"}]
+    own = {"kind": "tests.support.agents.tool_classes:Misbehaving", "kwargs": {"path": str(noted)}}
+    tools = [own, {"kind": "tests.support.agents.tool_functions:add"}]
     agent = {"agent__loop": "tool_agent", "agent__tool_format": "hermes", **ROOMY}
     chosen = config(model, data, reward__function=SHARE, reward__trial_call=False, tools=tools, **agent)
     assert check_start(chosen, load_info(model)) == []

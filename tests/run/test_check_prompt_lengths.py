@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from megarl.commands import cli
+from megarl.cli import main
 from megarl.config.schema import Config
 from megarl.data import check_files, check_lengths
-from megarl.models.read_config import load_info
-from megarl.rollout.prompts import PromptSource
-from megarl.run.check_start import check_start, start_findings
-from tests.support.check_start import problems_of
-from tests.support.configs import config, tree
+from megarl.models.hf.read_config import load_info
+from megarl.rollout.tasks.prompts import PromptSource
+from megarl.run.start.checks import check_start, start_findings
+from tests.support.trainer.check_start import problems_of
+from tests.support.trainer.configs import config, tree
 
-REWARD: dict[str, Any] = {"function": "tests.support.reward_functions:digit_share", "trial_call": False}
+REWARD: dict[str, Any] = {"function": "tests.support.rewards.reward_functions:digit_share", "trial_call": False}
 SKIP = {"data__overlong_prompts": "skip"}
 SHORT, LONG = "1+1=?", "1+1=" * 40
 
@@ -45,10 +45,10 @@ def test_a_dry_run_refuses_prompts_that_are_too_long(
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(tree(sound, data, reward=REWARD, run__dir=str(tmp_path / "run"))))
     command = ["train", "--config", str(path), "--dry-run"]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
-        cli.main([*command, "data.max_prompt_tokens=3"])
+        main.main([*command, "data.max_prompt_tokens=3"])
     told = capsys.readouterr()
     assert "megarl: data: prompt 0 has " in told.err and "more than data.max_prompt_tokens = 3; raise it" in told.err
     assert told.out == ""

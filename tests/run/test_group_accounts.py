@@ -9,22 +9,22 @@ from typing import Any
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from megarl.cluster.client import PoolClient
+from megarl.cluster.client.pool_client import PoolClient
 from megarl.common.sample_parts import first_parts
-from megarl.config.pace import pace_of, refill_groups
+from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, sample_key
-from megarl.rollout.admission import Admission
-from megarl.rollout.group_end import usable_samples
-from megarl.rollout.handover import Committed
-from megarl.run.batch_metrics import record_batch
-from megarl.run.pool_link import PoolLink
-from megarl.run.recorder import Totals
-from megarl.run.step_batch import StepBatch
-from megarl.run.step_plan import StepPlan, plan_step
-from megarl.telemetry.declarations import step_metrics
-from tests.support.configs import config as config_of
-from tests.support.trained_groups import trained_as_planned
+from megarl.rollout.admission.admission import Admission
+from megarl.rollout.orchestrator.failover import Committed
+from megarl.rollout.workers.finished_group import usable_samples
+from megarl.run.pool.rollout_client import PoolLink
+from megarl.run.record.batch_metrics import record_batch
+from megarl.run.record.recorder import Totals
+from megarl.run.step.plan import StepPlan, plan_step
+from megarl.run.step.step_batch import StepBatch
+from megarl.telemetry.metrics.declarations import step_metrics
+from tests.support.trainer.configs import config as config_of
+from tests.support.trainer.trained_groups import trained_as_planned
 
 GROUPS, SAMPLES, STEPS = 3, 3, 4
 OLD = -100  # a version that is too old for every step

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from tests.support.rl_problem import TEMPERATURE, dense_dims
-from tests.support.tiny import make_tiny_model
+from tests.support.losses.rl_problem import TEMPERATURE, dense_dims
+from tests.support.models.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.world, pytest.mark.slow]
 
@@ -96,7 +96,9 @@ def generated(
 
 def run(world: Any, model: Path, steps: list[list[Trajectory]], **changes: Any) -> list[dict[str, Any]]:
     """The steps on two DP ranks, which have to agree about everything."""
-    one, other = world(2).run("tests.support.ranks.alarms:watched", model_dir=model, steps=steps, **STILL | changes)
+    one, other = world(2).run(
+        "tests.support.ranks.training.alarms:watched", model_dir=model, steps=steps, **STILL | changes
+    )
     changed = [mine.pop("changed") | theirs.pop("changed") for mine, theirs in zip(one, other, strict=True)]
     for step in (*one, *other):
         step["metrics"].pop("mismatch/logprob_pearson")  # NaN where nothing varies, which equals nothing
@@ -231,7 +233,7 @@ def test_an_alarm_that_forces_a_sync_does_so_in_every_step_beyond_the_threshold(
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=["TP", "PP"])
 def test_every_layout_finds_the_same_numbers(world: Any, models: dict[str, Path], layout: dict[str, int]) -> None:
     rows = batch(models["sharp"], 0, wrong=damage)
-    both = partial(world(2).run, "tests.support.ranks.alarms:watched", model_dir=models["sharp"], steps=[rows])
+    both = partial(world(2).run, "tests.support.ranks.training.alarms:watched", model_dir=models["sharp"], steps=[rows])
     names = [
         f"mismatch/{part}"
         for part in ("replica/0/tokens", "replica/0/logprob_abs_diff", "replica/1/logprob_abs_diff", "lag/0/ess")

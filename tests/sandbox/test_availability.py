@@ -12,7 +12,7 @@ import pytest
 
 from megarl.sandbox import availability, installation, runner
 from megarl.sandbox.availability import remedy, require_sandbox, sandbox_problem
-from megarl.sandbox.bounds import SandboxError
+from megarl.sandbox.limits import SandboxError
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from megarl.sandbox.bounds import Limits, RunResult
+from megarl.sandbox.limits import Limits, RunResult
 from megarl.sandbox.packages import FOLDER, NO_PACKAGES, Packages, find_packages
 from megarl.sandbox.runner import Sandbox
 

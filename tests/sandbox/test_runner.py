@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox.bounds import Limits, SandboxBusyError, SandboxError
+from megarl.sandbox.limits import Limits, SandboxBusyError, SandboxError
 from megarl.sandbox.runner import Sandbox
 from tests.support.checkout import ROOT
-from tests.support.sandboxes import processes_with, run_sandboxed, sandboxes_of
+from tests.support.rewards.sandboxes import processes_with, run_sandboxed, sandboxes_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.sandbox
@@ -327,7 +327,7 @@ def test_a_user_that_is_killed_while_a_run_starts_leaves_nothing() -> None:
     size = random.randrange(1000, 60000)
     program = f"""
 from megarl.sandbox.runner import Sandbox
-from megarl.sandbox.bounds import Limits
+from megarl.sandbox.limits import Limits
 print("ready", flush=True)
 input()
 Sandbox(Limits(scratch_mib={size})).run_now("import time; time.sleep(1000)", timeout_s=900)

@@ -28,25 +28,25 @@ from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoConfig
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from megarl.chat.tokenize import load_tokenizer
 from megarl.checkpoint.convert.inspection import content_metadata_of
+from megarl.checkpoint.convert.open_model import open_model
 from megarl.checkpoint.format.hf_files import HFDirectory, MappedFile
 from megarl.checkpoint.format.load_weights import check_keys
 from megarl.checkpoint.format.manifest import FileEntry, check_files
 from megarl.checkpoint.format.mapped_reader import MappedReader
 from megarl.checkpoint.format.megatron_files import Chunk, MegatronDirectory, archived_tensor, read_index
-from megarl.checkpoint.format.open_model import open_model
-from megarl.config.engine_checks import engine_problems
+from megarl.config.checks.engine import engine_problems
 from megarl.config.schema import Config
-from megarl.data.tokenize import load_tokenizer
-from megarl.models.export import copy_side_files
-from megarl.models.read_config import load_info
-from megarl.models.safetensors_io import SafetensorsDirectory
-from megarl.models.source import hf_files
-from megarl.rollout.engine_args import engine_args
-from tests.support.converter import convert, refused
-from tests.support.family_models import family_models
-from tests.support.run import tiny_config
-from tests.support.world import World
+from megarl.models.hf.export import copy_side_files
+from megarl.models.hf.model_files import hf_files
+from megarl.models.hf.read_config import load_info
+from megarl.models.hf.safetensors import SafetensorsDirectory
+from megarl.rollout.engine.engine_args import engine_args
+from tests.support.checkpoints.converter import convert, refused
+from tests.support.models.family_models import family_models
+from tests.support.runs.run import tiny_config
+from tests.support.worlds.world import World
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_training_from_a_crafted_checkpoint(
     torch.save({"args": Payload(marker)}, step / "common.pt")
     with runs(marker):
         torch.load(step / "common.pt", weights_only=False)
-    load = "tests.support.ranks.crafted:load"
+    load = "tests.support.ranks.checkpoints.crafted:load"
     arguments = {"path": str(megatron), "model_dir": str(models[0])}
     assert world(1).run(load, **arguments) == [["", ""]]
     assert not marker.exists()
@@ -169,7 +169,7 @@ def test_training_from_damaged_shards(
     shard = min((megatron / "release").glob("*.distcp"))
     shard.write_bytes(bytes(shard.stat().st_size))
     arguments = {"path": str(megatron), "model_dir": str(models[0])}
-    answers = world(ranks).run("tests.support.ranks.crafted:load", timeout=60.0, **arguments)
+    answers = world(ranks).run("tests.support.ranks.checkpoints.crafted:load", timeout=60.0, **arguments)
     assert [len(messages) for messages in answers] == [2] * ranks
     for message in (message for messages in answers for message in messages):
         assert "release cannot be loaded: rank 0: ValueError: " in message, message

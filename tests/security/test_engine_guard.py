@@ -14,8 +14,8 @@ import pytest
 import torch
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 
-from megarl.weights.engine_guard import EngineUnpickler
-from tests.support.attack import attack
+from megarl.weights.receive.engine_guard import EngineUnpickler
+from tests.support.attacks.attack import attack
 
 
 @pytest.fixture

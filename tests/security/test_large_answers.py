@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.rewards.types import RewardInput
-from tests.support.reward_pool import make_reward_pool, score_all
+from tests.support.rewards.reward_pool import make_reward_pool, score_all
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 4.0  # of a reward; a sound one takes milliseconds
 
 @pytest.mark.parametrize("response", ATTACKS)
 def test_the_attack_succeeds_without_the_look_at_sizes(response: str) -> None:
-    pool = make_reward_pool("tests.support.reward_functions:math_of_any_size", timeout_s=TIMEOUT_S)
+    pool = make_reward_pool("tests.support.rewards.reward_functions:math_of_any_size", timeout_s=TIMEOUT_S)
     try:
         sound, held = score_all(
             pool, [RewardInput("", r"\boxed{3}", answer="3"), RewardInput("", response, answer="3")]

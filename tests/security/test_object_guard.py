@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megarl.common.object_guard import GuardedUnpickler, guard_object_collectives
-from tests.support.attack import attack
-from tests.support.world import World
+from megarl.common.trust.object_guard import GuardedUnpickler, guard_object_collectives
+from tests.support.attacks.attack import attack
+from tests.support.worlds.world import World
 
 
 def received(content: bytes) -> Any:
@@ -176,7 +176,7 @@ def test_no_other_exceptions_and_no_frames_of_a_traceback(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_rank_learns_which_rank_failed_and_why(ranks: int, world: Callable[[int], World]) -> None:
     """In each way in which torch plans a save or a load."""
-    answers = world(ranks).run("tests.support.ranks.crafted:fail_to_plan", timeout=30.0)
+    answers = world(ranks).run("tests.support.ranks.checkpoints.crafted:fail_to_plan", timeout=30.0)
     cause = f"(RANK {ranks - 1})\nRuntimeError: ValueError: rank {ranks - 1} cannot plan"
     assert len(answers) == ranks
     for step, *messages in zip(("reduce_scatter", "all_reduce", "all_gather"), *answers, strict=True):

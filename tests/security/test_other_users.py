@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.common.private_directory import make_private_directory, remove_private_directory
-from tests.support.needs import FAULTS, need
+from megarl.common.rundir.private_directory import make_private_directory, remove_private_directory
+from tests.support.repository.needs import FAULTS, need
 
 NOBODY = 65534
 

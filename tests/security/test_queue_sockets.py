@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import zmq
 
-import tests.support.ray_token  # noqa: F401  # the token from which the keys derive
-from megarl.queue import curve
-from megarl.queue.curve import create_locked_socket, key_pair
+import tests.support.pool.ray_token  # noqa: F401  # the token from which the keys derive
+from megarl.queue import socket_auth
+from megarl.queue.socket_auth import create_locked_socket, key_pair
 from megarl.queue.transfer import quiet_library
+from tests.support.attacks.queue_attack import admitted, attack, malicious_frames
 from tests.support.checkout import ROOT
-from tests.support.queue_attack import admitted, attack, malicious_frames
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ RAN_S = 20.0
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.support.queue_servers"]
+    command = [sys.executable, "-m", "tests.support.rollout.queue_servers"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         yield json.loads(process.stdout.readline())
@@ -42,7 +42,7 @@ def servers() -> Iterator[dict[str, Any]]:
 def library() -> Any:
     """The library's own function that makes sockets."""
     quiet_library()
-    curve.lock()
+    socket_auth.lock()
     return create_locked_socket.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -115,7 +115,7 @@ def test_a_client_reads_no_answer_of_an_impostor(library: Any, tmp_path: Path, l
 def test_without_an_answer_about_a_client_it_is_refused(
     library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(curve, "_answer_for", lambda ctx: None)
+    monkeypatch.setattr(socket_auth, "_answer_for", lambda ctx: None)
     context, client = zmq.Context(), key_pair("client")
     router = create_locked_socket(context, zmq.ROUTER, "127.0.0.1")
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -167,7 +167,7 @@ def test_a_socket_of_another_type_is_refused(library: Any) -> None:
 def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.1.12")
     with pytest.raises(RuntimeError, match=r"TransferQueue 0\.1\.11 makes sockets, but 0\.1\.12 is installed"):
-        curve.lock()
+        socket_auth.lock()
 
 
 def test_the_library_makes_its_sockets_nowhere_else() -> None:

@@ -10,9 +10,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from megarl.cluster.nodes.rendezvous import SignedBackend
-from megarl.cluster.nodes.rendezvous_mark import NAME
-from tests.support.attack import attack
+from megarl.cluster.torchrun.mark import NAME
+from megarl.cluster.torchrun.rendezvous import SignedBackend
+from tests.support.attacks.attack import attack
 
 KEY = b"secret of the run"
 

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.rewards.types import RewardInput, RewardOutcome
 from tests.support.checkout import ROOT
-from tests.support.reward_pool import make_reward_pool, score_all
+from tests.support.rewards.reward_pool import make_reward_pool, score_all
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def unguarded() -> Iterator[socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.unguarded_worker", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.support.attacks.unguarded_worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
         )
@@ -61,7 +61,7 @@ def test_the_attack_succeeds_on_an_unguarded_worker(unguarded: socket.socket, fo
 
 @pytest.mark.parametrize("fork", ["fork", "fork_exit", "fork_raise", "fork_c"])
 def test_the_attack_fails_on_the_pool(fork: str) -> None:
-    pool = make_reward_pool("tests.support.reward_functions:hostile", timeout_s=20.0)
+    pool = make_reward_pool("tests.support.rewards.reward_functions:hostile", timeout_s=20.0)
     try:
         for _ in range(2):
             samples = [RewardInput("", f"{fork if number == 1 else 'ok'} {number}") for number in range(1, 9)]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox.bounds import Limits
-from tests.support.sandboxes import outside, processes_with, run_sandboxed
+from megarl.sandbox.limits import Limits
+from tests.support.rewards.sandboxes import outside, processes_with, run_sandboxed
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.slow]

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.attacks.escape_attempts import ALL, ATTEMPTS, ESCAPED, SECRETS, SHOWN, Host, host_in
 from tests.support.checkout import ROOT
-from tests.support.escape_attempts import ALL, ATTEMPTS, ESCAPED, SECRETS, SHOWN, Host, host_in
-from tests.support.needs import FAULTS, need
-from tests.support.sandboxes import outside, run_sandboxed
+from tests.support.repository.needs import FAULTS, need
+from tests.support.rewards.sandboxes import outside, run_sandboxed
 
 pytestmark = pytest.mark.sandbox
 
@@ -84,7 +84,7 @@ def test_an_attempt_fails_in_the_sandbox_of_an_ordinary_user_too() -> None:
     unreadable = "no Python 3.11 here, or not this checkout, can be read by others than root"
     need(FAULTS, unreadable if python is None else "")
     assert python is not None
-    ended = as_ordinary_user(python, "-m", "tests.support.escape_attempts")
+    ended = as_ordinary_user(python, "-m", "tests.support.attacks.escape_attempts")
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found.keys() > ALL.keys()

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.nodes.node_commands import exports
-from megarl.config.load import to_yaml
+from megarl.cluster.nodes.commands import exports
+from megarl.config.checks.secrets import secret_problems
+from megarl.config.loading.load import to_yaml
 from megarl.config.schema import Config
-from megarl.config.secret_checks import secret_problems
-from megarl.config.section import Section
-from megarl.rewards.resolve import resolve
+from megarl.config.schema.section import Section
+from megarl.rewards.registry import resolve
 from megarl.rewards.types import RewardInput
-from megarl.rollout.engine_args import engine_args
+from megarl.rollout.engine.engine_args import engine_args
 from tests.support.checkout import ROOT
-from tests.support.reward_pool import make_reward_pool, score_all
-from tests.support.run import tiny_config
+from tests.support.rewards.reward_pool import make_reward_pool, score_all
+from tests.support.runs.run import tiny_config
 
 SECRET = "s3cr3t value"
 REFERENCE = {"env": "JUDGE_KEY"}
@@ -37,7 +37,9 @@ def config_with(tmp_path: Path, **changes: dict[str, Any]) -> Config:
 
 def test_a_reward_process_gets_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
-    pool = make_reward_pool("tests.support.reward_functions:is_the_key", {"key": REFERENCE, "more": [REFERENCE]})
+    pool = make_reward_pool(
+        "tests.support.rewards.reward_functions:is_the_key", {"key": REFERENCE, "more": [REFERENCE]}
+    )
     try:
         (outcome,) = score_all(pool, [RewardInput("p", SECRET, [1], "stop", "a", {})])
     finally:
@@ -49,7 +51,7 @@ def test_a_reward_process_gets_the_value(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_reward_process_without_the_variable_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Ray cluster of the user's own the variable may be missing where the process runs."""
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    pool = make_reward_pool("tests.support.reward_functions:is_the_key", {"key": REFERENCE, "more": []})
+    pool = make_reward_pool("tests.support.rewards.reward_functions:is_the_key", {"key": REFERENCE, "more": []})
     try:
         with pytest.raises(Exception, match=r"reward\.kwargs\.key: the environment variable JUDGE_KEY is not set"):
             score_all(pool, [RewardInput("p", "r", [1], "stop", "a", {})])
@@ -204,9 +206,9 @@ esac
     )
     assert (tmp_path / "agents").read_text() == f"{SECRET}\n" * 2
     arguments = (tmp_path / "arguments").read_text()
-    assert "megarl.cluster.nodes.agent" in arguments and SECRET not in arguments
+    assert "megarl.cluster.nodes.launcher" in arguments and SECRET not in arguments
     # As one would write it first: the variable before the command.
-    command = f"RAY_AUTH_TOKEN='{SECRET}' exec {tmp_path}/python -m megarl.cluster.nodes.agent"
+    command = f"RAY_AUTH_TOKEN='{SECRET}' exec {tmp_path}/python -m megarl.cluster.nodes.launcher"
     subprocess.run([str(tmp_path / "rsh"), "a", command], env=environment, cwd=tmp_path, timeout=60, check=True)
     assert (tmp_path / "agents").read_text() == f"{SECRET}\n" * 3
     assert SECRET in (tmp_path / "arguments").read_text(), "whoever lists the processes would see it"

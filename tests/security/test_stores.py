@@ -17,13 +17,13 @@ from torch.distributed import TCPStore
 from megarl.checkpoint.format.manifest import FileEntry
 from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.checkpoint.save.writer import Written, WrittenItem
-from megarl.common.bound_store import connect_store
 from megarl.common.errors import NotAuthentic
-from megarl.common.run_secret import run_secret
-from megarl.weights.member_progress import MemberProgress
-from megarl.weights.store import SyncStore, open_shared_store
-from megarl.weights.watch import StageWatch, end_key
-from tests.support.attack import addresses, attack, reachable
+from megarl.common.trust.run_secret import run_secret
+from megarl.common.trust.signed_store import connect_store
+from megarl.weights.group.member_progress import MemberProgress
+from megarl.weights.group.stage_end import StageWatch, end_key
+from megarl.weights.group.store import SyncStore, open_shared_store
+from tests.support.attacks.attack import addresses, attack, reachable
 
 WRITTEN = Written({"__0_0.distcp": FileEntry(3, "ab")}, [WrittenItem("a", (0, 4), None, 3, "f", 0, 3)], None, 0.5)
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from megarl.commands.train import TORCHRUN
+from megarl.cli.train import TORCHRUN
 
 ROOT = Path(__file__).resolve().parents[2]
 EXCERPTS = Path(__file__).parent / "excerpts"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.assets import Assets, make_assets
+from tests.support.models.assets import Assets, make_assets
 
 
 @pytest.fixture(scope="session")

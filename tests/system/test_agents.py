@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 
 from examples.tutorials.two_data_sets import make_data
 from megarl.queue.dump import read_batch
-from megarl.telemetry.event_files import read_events
-from tests.support.chat_templates import CHATML_TOOLS
+from megarl.telemetry.trace.files import read_events
+from tests.support.attacks.open_sockets import check_on_loopback
 from tests.support.checkout import ROOT
-from tests.support.leftovers import assert_nothing_left
-from tests.support.open_sockets import check_on_loopback
-from tests.support.run import Run, tiny_config
-from tests.support.whole_runs import (
+from tests.support.models.chat_templates import CHATML_TOOLS
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import Run, tiny_config
+from tests.support.runs.whole_runs import (
     actors,
     check_every_group_once,
     kill_everything,

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from tests.support.checkout import ROOT, torchrun
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import ON_POLICY_MAX, ON_POLICY_MEAN, popen, step_records, tiny_config
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import ON_POLICY_MAX, ON_POLICY_MEAN, popen, step_records, tiny_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -26,7 +26,9 @@ def test_what_is_off_policy_exceeds_the_bounds(tmp_path: Path, rule: str, broken
     config["evaluation"] = {}
     path, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     path.write_text(yaml.safe_dump(config))
-    process = popen(torchrun(2, str(ROOT / "tests/support/broken_run.py"), rule, "--config", str(path)), run_dir)
+    process = popen(
+        torchrun(2, str(ROOT / "tests/support/trainer/broken_run.py"), rule, "--config", str(path)), run_dir
+    )
     try:
         output, _ = process.communicate(timeout=500)
     finally:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.assets import Assets, make_assets
 from tests.support.checkout import ROOT
-from tests.support.run import start
+from tests.support.models.assets import Assets, make_assets
+from tests.support.runs.run import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.checkout import ROOT, environment, torchrun
-from tests.support.run import tiny_config, train
-from tests.support.tensors import differing
+from tests.support.models.tensors import differing
+from tests.support.runs.run import tiny_config, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -47,7 +47,7 @@ def test_a_converted_model_trains_and_its_checkpoint_is_served(tmp_path: Path, f
     report = tmp_path / "report.json"
     call(
         sys.executable, "-m", "megarl", "eval", "--model", str(tmp_path / "exported"),
-        "--data", str(tmp_path / "heldout.jsonl"), "--reward", "tests.support.reward_functions:digit_share",
+        "--data", str(tmp_path / "heldout.jsonl"), "--reward", "tests.support.rewards.reward_functions:digit_share",
         "--samples", "2", "--max-tokens", "12", "--run-dir", str(tmp_path / "eval"), "--json", str(report),
     )  # fmt: skip
     (found,) = json.loads(report.read_text())["sets"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.queue.dump import read_batch
-from tests.support.run import Run, tiny_config, train
-from tests.support.whole_runs import check_every_group_once
+from tests.support.runs.run import Run, tiny_config, train
+from tests.support.runs.whole_runs import check_every_group_once
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -9,11 +9,11 @@ import pytest
 
 from megarl.queue.dump import read_batch
 from megarl.queue.streams import TEACHER_LOGPROBS
-from tests.support.digit_teacher import make_digit_teacher
-from tests.support.leftovers import assert_nothing_left
-from tests.support.open_sockets import check_on_loopback
-from tests.support.run import Run, step_records, tiny_config, train
-from tests.support.whole_runs import actors, check_every_group_once, kill_everything, start_run, wait_for
+from tests.support.attacks.open_sockets import check_on_loopback
+from tests.support.models.digit_teacher import make_digit_teacher
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import Run, step_records, tiny_config, train
+from tests.support.runs.whole_runs import actors, check_every_group_once, kill_everything, start_run, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from megarl.common.run_files import ask_to_stop, read_exit
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import Run, tiny_config, train
-from tests.support.whole_runs import kill_everything, metric_steps, start_run, wait_for
+from megarl.common.rundir.run_files import ask_to_stop, read_exit
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import Run, tiny_config, train
+from tests.support.runs.whole_runs import kill_everything, metric_steps, start_run, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-FUNCTIONS = "tests.support.reward_functions"
+FUNCTIONS = "tests.support.rewards.reward_functions"
 
 
 def test_a_time_limit_in_the_final_evaluation_loses_nothing(tmp_path: Path) -> None:

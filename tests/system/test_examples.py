@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from megarl import RewardInput
-from megarl.commands.cli import main
-from megarl.config.load import load_config
-from megarl.rewards.resolve import resolve
+from megarl.cli.main import main
+from megarl.config.loading.load import load_config
+from megarl.rewards.registry import resolve
 from megarl.tools.process_tool import function_tool
-from tests.support.run import Run
-from tests.support.tensors import differing
-from tests.support.tutorials import (
+from tests.support.models.tensors import differing
+from tests.support.runs.run import Run
+from tests.support.runs.tutorials import (
     COMMANDS,
     MINUTE_S,
     PREPARATION,
@@ -137,7 +137,7 @@ def test_the_tool_of_agent_with_a_tool() -> None:
 
 
 # A random model is seldom right, so that no group would have a signal.
-RANDOM_MODEL = ("reward.function=tests.support.reward_functions:digit_share", "batch.groups=4",
+RANDOM_MODEL = ("reward.function=tests.support.rewards.reward_functions:digit_share", "batch.groups=4",
                 "batch.samples_per_group=4", "sampling.max_tokens=12")  # fmt: skip
 
 

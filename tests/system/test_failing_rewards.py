@@ -13,13 +13,13 @@ import psutil
 import pytest
 import yaml
 
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import start, step_records, tiny_config, train
-from tests.support.whole_runs import kill_everything
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import start, step_records, tiny_config, train
+from tests.support.runs.whole_runs import kill_everything
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-MODULE = "tests.support.reward_functions"
+MODULE = "tests.support.rewards.reward_functions"
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.lib.chaos import KINDS, SoakOutcome, lethal
 from benchmarks.lib.file_faults import why_no_handles
-from tests.support.assets import Assets
-from tests.support.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, problems_of, table_of
-from tests.support.needs import FAULTS, left_out
+from tests.support.models.assets import Assets
+from tests.support.repository.needs import FAULTS, left_out
+from tests.support.runs.fault_table import GO_ON_S, FaultRuns, losses_of_accuracy, problems_of, table_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

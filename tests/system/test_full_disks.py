@@ -15,21 +15,21 @@ import yaml
 from benchmarks.lib import file_faults
 from benchmarks.lib.chaos import longest_gap
 from benchmarks.lib.file_faults import fill, fill_up, small_disk, why_no_disk
-from megarl.common.line_parts import read_lines
-from megarl.common.run_files import read_exit
-from megarl.rollout.journal import JOURNAL_FILE
-from megarl.rollout.journal_file import groups_started
-from tests.support.leftovers import assert_nothing_left
-from tests.support.needs import FAULTS, need
-from tests.support.random_moment import moments
-from tests.support.run import start, step_records, tiny_config
-from tests.support.whole_runs import kill_everything, start_run, wait_for
+from megarl.common.rundir.rotating_lines import read_lines
+from megarl.common.rundir.run_files import read_exit
+from megarl.rollout.resume.journal import JOURNAL_FILE
+from megarl.rollout.resume.journal_file import groups_started
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.repository.needs import FAULTS, need
+from tests.support.runs.random_moment import moments
+from tests.support.runs.run import start, step_records, tiny_config
+from tests.support.runs.whole_runs import kill_everything, start_run, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FULL_S = 20.0
 STEPS, GROUPS, SAMPLES, EVERY = 24, 4, 4, 6
-MODULE = "tests.support.reward_functions"
+MODULE = "tests.support.rewards.reward_functions"
 
 
 @pytest.fixture(autouse=True)

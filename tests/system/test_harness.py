@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from megarl.environments.session_rows import read_turns, session_rows
 from megarl.queue.dump import read_batch
-from megarl.rollout.eval_context import EVAL_SEED_OFFSET
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import tiny_config, train
+from megarl.rollout.agents.eval_context import EVAL_SEED_OFFSET
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import tiny_config, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -34,7 +34,7 @@ def test_the_sessions_of_a_harness_are_trained(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "model")
     kept = tmp_path / "sessions"
     kept.mkdir()
-    config["agent"] = {"loop": "harness", "act": "tests.support.acts:two_turns", "kwargs": {"keep": str(kept)}}
+    config["agent"] = {"loop": "harness", "act": "tests.support.gateway.acts:two_turns", "kwargs": {"keep": str(kept)}}
     config["agent"]["act_timeout_s"] = 150
     config["door"] = {"enabled": True}
     config["rollout"]["agent_workers"] = 2

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.chaos import version_being_published
-from megarl.cluster.handle import read_state
-from megarl.rollout.schedule import SCHEDULE_FILE
-from megarl.rollout.schedule_replay import read_schedule, replay_schedule
-from tests.support.leftovers import assert_nothing_left
-from tests.support.random_moment import moments
-from tests.support.run import Run, step_records
-from tests.support.whole_runs import (
+from megarl.cluster.pool.pool_process import read_state
+from megarl.rollout.admission.admission_log import SCHEDULE_FILE
+from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.random_moment import moments
+from tests.support.runs.run import Run, step_records
+from tests.support.runs.whole_runs import (
     actors,
     check_counters,
     check_engine_bound,

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from megarl.cluster.handle import read_state
-from tests.support.kill_points import POINTS
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import Run, train
-from tests.support.whole_runs import (
+from megarl.cluster.pool.pool_process import read_state
+from tests.support.checkpoints.kill_points import POINTS
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import Run, train
+from tests.support.runs.whole_runs import (
     assert_same_run,
     check_counters,
     config_of,
@@ -34,7 +34,7 @@ from tests.support.whole_runs import (
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 12
-KILLED_ENTRY = ("-m", "tests.support.kill_points")
+KILLED_ENTRY = ("-m", "tests.support.checkpoints.kill_points")
 KILLS = 10
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megarl.common.run_files import read_exit
+from megarl.common.rundir.run_files import read_exit
 from megarl.queue.dump import read_batch
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.schedule import SCHEDULE_FILE
-from megarl.rollout.schedule_replay import read_schedule, replay_schedule
-from tests.support.run import Run, step_records, tiny_config, train
-from tests.support.straggling_agent import SHORT, STRAGGLERS
-from tests.support.tensors import differing
-from tests.support.whole_runs import check_every_group_once, replay
+from megarl.rollout.admission.admission_log import SCHEDULE_FILE
+from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
+from tests.support.agents.straggling_agent import SHORT, STRAGGLERS
+from tests.support.models.tensors import differing
+from tests.support.runs.run import Run, step_records, tiny_config, train
+from tests.support.runs.whole_runs import check_every_group_once, replay
 
 pytestmark = pytest.mark.engine
 
@@ -108,7 +108,7 @@ def test_a_straggler_of_a_streaming_run_fails_at_its_deadline_and_a_run_without_
     config["trainer"]["gpus"] = 1
     config["checkpoint"] = {"every": bound + 1, "dir": str(tmp_path / "disk")}
     (tmp_path / "disk").write_text("not mounted")
-    config["agent"] = {"loop": "tests.support.straggling_agent:StragglingAgent"}
+    config["agent"] = {"loop": "tests.support.agents.straggling_agent:StragglingAgent"}
     config["trainer"]["micro_batch_tokens"] = 512
     config["evaluation"] = {"sets": []}
     config["sampling"]["max_tokens"] = 100
@@ -151,7 +151,7 @@ def test_groups_without_signal_are_replaced(tmp_path: Path, mode: str) -> None:
     steps, groups = 3, 4
     config = tiny_config(tmp_path, steps=steps)
     config["admission"] = {"mode": mode, "refill": True}
-    config["reward"]["function"] = "tests.support.reward_functions:even_sums_are_equal"
+    config["reward"]["function"] = "tests.support.rewards.reward_functions:even_sums_are_equal"
     config["telemetry"] = {"dump_batches": True}
     run = train(config)
     assert run.code == 0, run.output[-4000:]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import tiny_config, train
-from tests.support.whole_runs import check_every_group_once
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import tiny_config, train
+from tests.support.runs.whole_runs import check_every_group_once
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -25,7 +25,7 @@ def test_a_replica_with_wrong_weights_is_named_within_one_step_and_replaced(
     config["telemetry"], config["monitor"] = {"dump_batches": True}, {"min_tokens": 40}
     config["rollout"] |= {
         "replicas": 2,
-        "engine_kwargs": {"worker_extension_cls": "tests.support.wrong_weights.LoadsWrongWeights"},
+        "engine_kwargs": {"worker_extension_cls": "tests.support.engines.wrong_weights.LoadsWrongWeights"},
     }
     run = train(config)
     assert run.code == 0, run.output[-4000:]
@@ -71,7 +71,9 @@ def test_an_alarm_that_skips_leaves_the_weights_alone_and_both_sides_count_the_g
     config["monitor"] = {
         "min_tokens": 40, "rules": {"logprob_gap": {"threshold": 0.05, "patience": 1, "action": "skip"}},
     }  # fmt: skip
-    config["rollout"]["engine_kwargs"] = {"worker_extension_cls": "tests.support.wrong_weights.LoadsWrongWeights"}
+    config["rollout"]["engine_kwargs"] = {
+        "worker_extension_cls": "tests.support.engines.wrong_weights.LoadsWrongWeights"
+    }
     run = train(config)
     assert run.code == 0, run.output[-4000:]
     assert (tmp_path / "happened").exists()

@@ -20,12 +20,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from megarl.telemetry.prometheus import read_endpoint
-from megarl.telemetry.prometheus_names import all_names
+from megarl.telemetry.sinks.prometheus import read_endpoint
+from megarl.telemetry.sinks.prometheus_names import all_names
+from tests.support.attacks.open_sockets import check_on_loopback
 from tests.support.checkout import ROOT, environment
-from tests.support.leftovers import assert_nothing_left
-from tests.support.open_sockets import check_on_loopback
-from tests.support.run import popen, step_records, tiny_config
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import popen, step_records, tiny_config
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.leftovers import survivors
-from tests.support.run import step_records, tiny_config
-from tests.support.two_signals import check_end, launch, press_twice
+from tests.support.pool.leftovers import survivors
+from tests.support.runs.run import step_records, tiny_config
+from tests.support.runs.two_signals import check_end, launch, press_twice
+from tests.support.runs.whole_runs import kill_everything, start_run
 from tests.support.waiting import wait_until
-from tests.support.whole_runs import kill_everything, start_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -21,7 +21,7 @@ def test_a_second_start_is_refused_and_ctrl_c_twice_ends_an_evaluation_at_once(t
     """It evaluates from its beginning for longer than the second start and the signals take."""
     config = tiny_config(tmp_path, steps=5000)
     mark, run_dir = tmp_path / "evaluating", tmp_path / "run"
-    function = {"function": "tests.support.reward_functions:slow_and_marked"}
+    function = {"function": "tests.support.rewards.reward_functions:slow_and_marked"}
     config["evaluation"]["sets"][0]["reward"] = function | {"kwargs": {"mark": str(mark), "seconds": 8.0}}
     config["reward"] |= {"workers": 1, "trial_call": False}  # which would leave the mark
     path, log = tmp_path / "launched.yaml", tmp_path / "launch.log"

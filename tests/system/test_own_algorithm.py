@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run import tiny_config, train
+from tests.support.runs.run import tiny_config, train
 
 pytestmark = pytest.mark.engine
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megarl.commands import cli
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import Run, step_records
-from tests.support.whole_runs import (
+from megarl.cli import main
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import Run, step_records
+from tests.support.runs.whole_runs import (
     check_every_group_once,
     config_of,
     kill_everything,
@@ -35,7 +35,7 @@ def test_engines_are_added_drained_and_removed_while_the_run_goes_on(
     def pool(*arguments: str) -> tuple[int, str]:
         """The exit status and the output of `megarl pool`."""
         capsys.readouterr()
-        status = cli.main(["pool", arguments[0], str(run_dir), *arguments[1:]])
+        status = main.main(["pool", arguments[0], str(run_dir), *arguments[1:]])
         told = capsys.readouterr()
         return status, told.out if status == 0 else told.err.splitlines()[-1]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.assets import Assets
 from tests.support.checkout import ROOT
-from tests.support.run import start
+from tests.support.models.assets import Assets
+from tests.support.runs.run import start
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -1,4 +1,4 @@
-"""Every recipe's CPU-sized twin trains: the recipe's own file with other sizes (tests/support/recipe_twins.py)."""
+"""Every recipe's CPU-sized twin trains: the recipe's own file with other sizes (tests/support/runs/recipe_twins.py)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms.reward_shaping import overlong_penalty
-from megarl.config.load import config_from_tree
-from megarl.config.old_logprobs import correction_of
-from megarl.config.pace import pace_of
+from megarl.config.derived.logprob_passes import correction_of
+from megarl.config.derived.staleness import pace_of
+from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
 from megarl.queue.dump import read_batch
-from megarl.telemetry.event_files import read_events
-from tests.support.calling_model import CALL, PRINTED
-from tests.support.recipe_twins import GROUPS, RANKS, RECIPES, SAMPLES, twin, write_model_and_data
-from tests.support.run import Run, train
-from tests.support.whole_runs import check_every_group_once
+from megarl.telemetry.trace.files import read_events
+from tests.support.models.calling_model import CALL, PRINTED
+from tests.support.runs.recipe_twins import GROUPS, RANKS, RECIPES, SAMPLES, twin, write_model_and_data
+from tests.support.runs.run import Run, train
+from tests.support.runs.whole_runs import check_every_group_once
 
 pytestmark = pytest.mark.engine
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.run import Run, train
-from tests.support.tensors import Tensors, read_hf
-from tests.support.whole_runs import config_of, replay
+from tests.support.models.tensors import Tensors, read_hf
+from tests.support.runs.run import Run, train
+from tests.support.runs.whole_runs import config_of, replay
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

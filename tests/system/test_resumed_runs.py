@@ -13,14 +13,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from megarl.cluster.handle import read_state
+from megarl.cluster.pool.pool_process import read_state
 from megarl.queue.dump import read_batch
-from megarl.rollout.loop_records import INTERRUPTED
-from megarl.telemetry.event_files import read_events
-from tests.support.calling_model import teach_calls
-from tests.support.leftovers import assert_nothing_left, of_private_directory
-from tests.support.run import Run, train
-from tests.support.whole_runs import (
+from megarl.rollout.resume.loop_records import INTERRUPTED
+from megarl.telemetry.trace.files import read_events
+from tests.support.models.calling_model import teach_calls
+from tests.support.pool.leftovers import assert_nothing_left, of_private_directory
+from tests.support.runs.run import Run, train
+from tests.support.runs.whole_runs import (
     JOURNAL_S,
     assert_same_run,
     check_counters,
@@ -177,13 +177,13 @@ def test_no_call_of_a_tool_is_made_again_after_the_death_of_every_process(tmp_pa
         "run": {"deterministic": False},
         "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 1},  # so that groups begin at each version
         "rollout": {"journal_s": 5.0},  # only what is written before a call is newer
-        "agent": {"loop": "tests.support.noted_calls:NotedToolAgent", "tool_format": "hermes"},
+        "agent": {"loop": "tests.support.agents.noted_calls:NotedToolAgent", "tool_format": "hermes"},
         "sampling": {"max_tokens": 256},
         "checkpoint": {"every": 1},
     }
     config = config_of(tmp_path, steps=steps, **changes)
     config["evaluation"], config["trainer"]["micro_batch_tokens"] = {}, 1024
-    tool = "tests.support.noted_calls:NotedCalls"
+    tool = "tests.support.agents.noted_calls:NotedCalls"
     config["tools"] = [{"kind": tool, "kwargs": {"path": str(notes), "seconds": 2.0}}]
     problems = [json.loads(line)["problem"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     teach_calls(tmp_path / "model", problems)
@@ -217,7 +217,7 @@ def test_a_curriculum_goes_on_where_it_was(tmp_path: Path) -> None:
     """
     sets = [{"name": name, "path": str(tmp_path / f"{name}.jsonl")} for name in ("first", "second")]
     notes = tmp_path / "notes.jsonl"
-    curriculum = {"function": "tests.support.curricula:noted_by_rewards", "kwargs": {"notes": str(notes)}}
+    curriculum = {"function": "tests.support.agents.curricula:noted_by_rewards", "kwargs": {"notes": str(notes)}}
     data = {"path": None, "sets": sets, "curriculum": curriculum}
     config = config_of(tmp_path, data=data, evaluation={"every": 4})
     problems = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)

@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from benchmarks.lib.file_faults import complete, damage, refused
-from megarl.cluster.handle import read_state
+from megarl.cluster.pool.pool_process import read_state
 from tests.support.checkout import ROOT
-from tests.support.leftovers import assert_nothing_left, marked
-from tests.support.random_moment import moments
-from tests.support.run import Run
-from tests.support.whole_runs import (
+from tests.support.pool.leftovers import assert_nothing_left, marked
+from tests.support.runs.random_moment import moments
+from tests.support.runs.run import Run
+from tests.support.runs.whole_runs import (
     check_counters,
     check_every_group_once,
     config_of,
@@ -103,7 +103,7 @@ def launch(directory: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
 def torchrun_of(started: subprocess.Popen[str]) -> psutil.Process:
     """The process whose children are the ranks."""
     root = psutil.Process(started.pid)
-    found = [each for each in root.children(recursive=True) if "megarl.cluster.nodes.torchrun" in each.cmdline()]
+    found = [each for each in root.children(recursive=True) if "megarl.cluster.torchrun.run" in each.cmdline()]
     return found[0] if found else root
 
 

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from benchmarks.lib.chaos import version_being_published
-from megarl.cluster.handle import read_state
-from tests.support.leftovers import survivors
-from tests.support.run import step_records, tiny_config
-from tests.support.two_signals import check_end, launch, press_twice
+from megarl.cluster.pool.pool_process import read_state
+from tests.support.pool.leftovers import survivors
+from tests.support.runs.run import step_records, tiny_config
+from tests.support.runs.two_signals import check_end, launch, press_twice
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -34,7 +34,7 @@ def slow_config(directory: Path, steps: int) -> dict[str, Any]:
     config = tiny_config(directory, steps=steps)
     config["checkpoint"] = {"every": 1}
     config["telemetry"] = {"dump_batches": True}  # the schedule tells when a version is published
-    function = "tests.support.reward_functions:slow_and_marked"
+    function = "tests.support.rewards.reward_functions:slow_and_marked"
     config["evaluation"]["sets"][0]["reward"] = {
         "function": function,
         "kwargs": {"mark": str(directory / "evaluating")},

@@ -19,18 +19,17 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.common.run_secret import run_secret
+from megarl.common.trust.run_secret import run_secret
 from megarl.queue.dump import DumpedBatch, read_batch
-from megarl.rollout.sample_times import PARTS
-from megarl.telemetry.event_files import read_events
-from tests.support import perfetto
-from tests.support.leftovers import assert_nothing_left
-from tests.support.needs import NODE, left_out
-from tests.support.open_sockets import check_on_loopback
-from tests.support.random_moment import moments
-from tests.support.reward_functions import digit_share
-from tests.support.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
-from tests.support.whole_runs import (
+from megarl.rollout.agents.sample_times import PARTS
+from megarl.telemetry.trace.files import read_events
+from tests.support.attacks.open_sockets import check_on_loopback
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.repository.needs import NODE, left_out
+from tests.support.rewards.reward_functions import digit_share
+from tests.support.runs.random_moment import moments
+from tests.support.runs.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
+from tests.support.runs.whole_runs import (
     check_engine_bound,
     check_every_group_once,
     first_engine,
@@ -39,6 +38,7 @@ from tests.support.whole_runs import (
     start_run,
     wait_for,
 )
+from tests.support.telemetry import perfetto
 
 pytestmark = pytest.mark.engine
 
@@ -186,7 +186,7 @@ def two_sets(directory: Path) -> list[dict[str, Any]]:
         "answer_field": "gold",
         "system_prompt": "You add.",
         "suffix": " Think.",
-        "reward": {"function": "tests.support.reward_functions:scaled_digit_share", "kwargs": {"scale": -2.0}},
+        "reward": {"function": "tests.support.rewards.reward_functions:scaled_digit_share", "kwargs": {"scale": -2.0}},
         "sampling": {"temperature": TEMPERATURES["other"], "max_tokens": 7},
     }
     return [{"name": "plain", "path": str(directory / "train.jsonl"), "weight": 1.5}, other]
@@ -272,9 +272,12 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
     config = tiny_config(tmp_path, steps=400)
     chosen = rng.randint(2, 8)
     steps = [0, chosen, chosen + 1] if last == "logprobs" else [0]
-    config["agent"] = {"loop": "tests.support.damaged_engine:NanLogprobs", "kwargs": {"steps": steps, "groups": 4}}
+    config["agent"] = {
+        "loop": "tests.support.engines.damaged_engine:NanLogprobs",
+        "kwargs": {"steps": steps, "groups": 4},
+    }
     config["reward"] = {
-        "function": "tests.support.reward_functions:overflowing_at", "kwargs": {"mark": str(mark)},
+        "function": "tests.support.rewards.reward_functions:overflowing_at", "kwargs": {"mark": str(mark)},
     }  # fmt: skip
     config["algorithm"] = {"advantage": "dr_grpo"}
     most = 1 if last == "logprobs" else 2
@@ -350,7 +353,7 @@ def check_skipped_logprobs(run: Run, kept: Path, most: int) -> None:
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, steps=2)
-    config["reward"]["function"] = "tests.support.reward_functions:overflowing"
+    config["reward"]["function"] = "tests.support.rewards.reward_functions:overflowing"
     config["trainer"]["max_skipped_steps"] = 0
     config["algorithm"] = {"advantage": "dr_grpo"}
     config["evaluation"] = {}
@@ -384,7 +387,7 @@ def test_killed_engine_then_killed_agent(tmp_path: Path, monkeypatch: pytest.Mon
     config = tiny_config(tmp_path, steps=5000)
     config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
     config["reward"] = {
-        "function": "tests.support.reward_functions:knows_a_password",
+        "function": "tests.support.rewards.reward_functions:knows_a_password",
         "kwargs": {"password": {"env": "MEGARL_TEST_SECRET"}, "digest": hashlib.sha256(password.encode()).hexdigest()},
     }
     path = tmp_path / "config.yaml"
@@ -424,7 +427,7 @@ def test_a_replica_killed_in_the_middle_of_a_sync_costs_the_other_one_nothing_an
     config["timeouts"]["weight_sync_s"] = 40  # a silent engine is known by this alone
     config["rollout"] |= {
         "replicas": 2,
-        "engine_kwargs": {"worker_extension_cls": "tests.support.dies_in_sync.DiesInSync"},
+        "engine_kwargs": {"worker_extension_cls": "tests.support.engines.dies_in_sync.DiesInSync"},
     }
     run = train(config)
     assert (tmp_path / "died").exists()

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import read_batch
-from tests.support.leftovers import assert_nothing_left
-from tests.support.run import Run, tiny_config, train
-from tests.support.verifiers_play import EXAMPLES, VARIABLE, exported, needs_verifiers, shipped
+from tests.support.gateway.verifiers_play import EXAMPLES, VARIABLE, exported, needs_verifiers, shipped
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import Run, tiny_config, train
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

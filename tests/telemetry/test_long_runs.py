@@ -13,12 +13,12 @@ import pytest
 
 from megarl.checkpoint.save import history
 from megarl.checkpoint.save.history import positions, roll_back
-from megarl.common import notices
-from megarl.common.line_parts import read_lines
-from megarl.common.notices import NoticeWatch, write_notice
-from megarl.telemetry.sinks import MetricsWriter
-from tests.support.configs import config
-from tests.support.growth import held_bytes, slopes_over
+from megarl.common.rundir import notices
+from megarl.common.rundir.notices import NoticeWatch, write_notice
+from megarl.common.rundir.rotating_lines import read_lines
+from megarl.telemetry.sinks.sinks import MetricsWriter
+from tests.support.measures.growth import held_bytes, slopes_over
+from tests.support.trainer.configs import config
 
 pytestmark = pytest.mark.slow
 

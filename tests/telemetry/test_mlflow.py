@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from megarl.common.run_files import ExitRecord
+from megarl.common.rundir.run_files import ExitRecord
 from megarl.config.schema import Config
-from megarl.run.failure import set_aside
-from megarl.telemetry import remote_sink
-from megarl.telemetry.mlflow_remote import ID_TAG, MlflowRemote, key_of, parameters_of
-from megarl.telemetry.remote_sink import LostRecords, Record
-from megarl.telemetry.sinks import MetricsWriter
-from tests.support.configs import config
-from tests.support.mlflow_package import MISSING, mlflow_directory
+from megarl.run.ranks.failure import set_aside
+from megarl.telemetry.sinks import remote_sink
+from megarl.telemetry.sinks.mlflow_remote import ID_TAG, MlflowRemote, key_of, parameters_of
+from megarl.telemetry.sinks.remote_sink import LostRecords, Record
+from megarl.telemetry.sinks.sinks import MetricsWriter
+from tests.support.telemetry.mlflow_package import MISSING, mlflow_directory
+from tests.support.trainer.configs import config
 from tests.support.waiting import wait_until
 
 DIRECTORY = mlflow_directory()
@@ -157,7 +157,7 @@ def test_what_the_server_refuses_for_good_is_not_sent_again(
 
 
 def _is_refused_for_good(uri: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.telemetry import mlflow_remote
+    from megarl.telemetry.sinks import mlflow_remote
 
     remote = MlflowRemote(at(uri, run_dir))
     monkeypatch.setattr(mlflow_remote, "key_of", lambda name: name)

@@ -8,8 +8,8 @@ from typing import NamedTuple, get_args
 
 import pytest
 
-from megarl.config.monitor_section import RULES, AlarmAction, MonitorConfig, ReplicaAction
-from megarl.run.readings import rules_of
+from megarl.config.schema.monitor import RULES, AlarmAction, MonitorConfig, ReplicaAction
+from megarl.run.loop.alarm_inputs import rules_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
 

@@ -11,14 +11,14 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.common.child_process import StartError
+from megarl.common.process.child_process import StartError
 from megarl.tools import process_tool
 from megarl.tools.process_tool import ProcessTool, ToolRaisedError, class_tool
 from megarl.tools.tool import ToolAnswer
-from tests.support.sandboxes import processes_with
+from tests.support.rewards.sandboxes import processes_with
 from tests.support.waiting import wait_until
 
-PLACE = "tests.support.tool_classes"
+PLACE = "tests.support.agents.tool_classes"
 LONG_S = 120.0
 
 

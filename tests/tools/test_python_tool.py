@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.sandbox.bounds import Limits, SandboxError
+from megarl.sandbox.limits import Limits, SandboxError
 from megarl.tools import python_tool
 from megarl.tools.python_tool import PythonTool
 from megarl.tools.tool import ToolAnswer, schema_of

@@ -12,11 +12,11 @@ import pytest
 from megarl.tools.function_schema import describe, import_function
 from megarl.tools.process_tool import ProcessTool, function_tool
 from megarl.tools.tool import ToolAnswer
-from tests.support import tool_functions
-from tests.support.sandboxes import processes_with
+from tests.support.agents import tool_functions
+from tests.support.rewards.sandboxes import processes_with
 from tests.support.waiting import wait_until
 
-PLACE = "tests.support.tool_functions"
+PLACE = "tests.support.agents.tool_functions"
 LONG_S = 120.0
 
 

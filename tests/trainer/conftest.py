@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.trainer.batch import TrainSample
-from tests.support.rl_problem import rl_models, rl_samples
-from tests.support.tensors import merge
+from tests.support.losses.rl_problem import rl_models, rl_samples
+from tests.support.models.tensors import merge
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def trained(
         arguments = {"model_dir": model_dir(model), "layout": layout or {}, "samples": samples_of(model), **options}
         if ranks == 1 and key in known:
             return known[key]
-        results = world(ranks).run("tests.support.ranks.policy:train", timeout=240, **arguments)
+        results = world(ranks).run("tests.support.ranks.training.policy:train", timeout=240, **arguments)
         metrics = results[0]["metrics"]
         assert all(result["metrics"] == metrics for result in results), "metrics differ between ranks"
         merged = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.trainer.batch import TrainSample, check_samples, common_streams, pack, unpack
-from tests.support.samples import train_sample as sample
+from tests.support.losses.samples import train_sample as sample
 
 
 def test_two_sequences_end_to_end() -> None:

@@ -16,7 +16,7 @@ from megarl.trainer import compiled_head
 from megarl.trainer.compiled_head import RowTerms
 from megarl.trainer.logprobs import _grad_logits, _reduce_rows, _scale
 from tests.support.checkout import ROOT, environment
-from tests.support.head_results import results
+from tests.support.losses.head_results import results
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_the_fused_formulas_are_those_of_the_separate_operations(
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_the_compiled_head_equals_the_eager_one_with_any_number_of_rows(dtype: str, with_entropy: bool) -> None:
     """It is compiled once per dtype and kind, and once more for a single row: no other number compiles it again."""
-    done = run_compiling("-m", "tests.support.head_results", dtype, str(with_entropy))
+    done = run_compiling("-m", "tests.support.losses.head_results", dtype, str(with_entropy))
     assert done.returncode == 0, done.stderr
 
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.trainer.batch import TrainSample
-from tests.support.rl_problem import plain_gradients
-from tests.support.tensors import worst
+from tests.support.losses.rl_problem import plain_gradients
+from tests.support.models.tensors import worst
 
 pytestmark = pytest.mark.world
 

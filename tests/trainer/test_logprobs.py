@@ -10,8 +10,8 @@ import torch
 
 from megarl.trainer import logprobs
 from megarl.trainer.logprobs import linear_token_logprobs
-from tests.support.live_bytes import LiveBytes
-from tests.support.ranks.logprobs import HIDDEN, ROWS, VOCAB, problem
+from tests.support.measures.live_bytes import LiveBytes
+from tests.support.ranks.training.logprobs import HIDDEN, ROWS, VOCAB, problem
 
 TEMPERATURES = (1.0, 0.6)
 
@@ -34,7 +34,7 @@ def test_all_splits_equal_the_whole_softmax(world: Callable[[int], Any], size: i
         reference = expected(temperature)
         for chunk in (1, 5, 100):
             ranks = world(size).run(
-                "tests.support.ranks.logprobs:shares", temperature=temperature, chunk=chunk, padding=padding
+                "tests.support.ranks.training.logprobs:shares", temperature=temperature, chunk=chunk, padding=padding
             )
             for name in ("logprobs", "entropy", "hidden"):
                 for result in ranks:

@@ -32,7 +32,9 @@ def test_reduction_and_gather_overlap_where_megatron_allows_it(
     changes: dict[str, Any],
     expected: dict[str, bool],
 ) -> None:
-    found = world(2).run("tests.support.ranks.gpu_defaults:ddp_settings", model_dir=model_dir("dense"), **changes)
+    found = world(2).run(
+        "tests.support.ranks.models.gpu_defaults:ddp_settings", model_dir=model_dir("dense"), **changes
+    )
     assert found == [expected, expected]
 
 
@@ -41,6 +43,6 @@ def test_weight_gradients_are_fused_in_the_policy_only(
 ) -> None:
     """The frozen reference has no gradients; the switch reaches all four linear modules of each layer."""
     [(policy, reference, count)] = world(1).run(
-        "tests.support.ranks.gpu_defaults:fused_flags", model_dir=model_dir("dense")
+        "tests.support.ranks.models.gpu_defaults:fused_flags", model_dir=model_dir("dense")
     )
     assert (policy, reference) == ({True}, {False}) and count % 4 == 0 and count > 0

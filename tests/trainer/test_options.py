@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megarl.trainer.batch import TrainSample
-from tests.support.loss_batches import MAX_TOKENS, loss_spec
-from tests.support.rl_problem import CLIP, ENTROPY, KL, padded_gradients
-from tests.support.tensors import worst
+from tests.support.losses.loss_batches import MAX_TOKENS, loss_spec
+from tests.support.losses.rl_problem import CLIP, ENTROPY, KL, padded_gradients
+from tests.support.models.tensors import worst
 
 pytestmark = pytest.mark.world
 

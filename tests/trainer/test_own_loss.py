@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.trainer.batch import TrainSample
-from tests.support.rl_problem import plain_gradients_of, plain_logprobs
-from tests.support.samples import advantage_of
-from tests.support.tensors import worst
+from tests.support.losses.rl_problem import plain_gradients_of, plain_logprobs
+from tests.support.losses.samples import advantage_of
+from tests.support.models.tensors import worst
 
 pytestmark = pytest.mark.world
 

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.trainer.batch import TrainSample
-from tests.support.rl_problem import dense_dims, plain_logprobs
-from tests.support.tensors import worst
-from tests.support.tiny import make_tiny_model
+from tests.support.losses.rl_problem import dense_dims, plain_logprobs
+from tests.support.models.tensors import worst
+from tests.support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.world
 
@@ -55,7 +55,7 @@ def test_logprobs_are_those_of_transformers(
     samples = samples_of(model)
     got = gathered(
         world(ranks).run(
-            "tests.support.ranks.policy:logprobs", model_dir=model_dir(model), layout=layout, samples=samples
+            "tests.support.ranks.training.policy:logprobs", model_dir=model_dir(model), layout=layout, samples=samples
         )
     )
     plain = AutoModelForCausalLM.from_pretrained(model_dir(model), dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_the_reference_has_its_own_weights(
     samples = samples_of("dense")
     got = gathered(
         world(2).run(
-            "tests.support.ranks.policy:logprobs",
+            "tests.support.ranks.training.policy:logprobs",
             model_dir=model_dir("dense"),
             layout={"pipeline": 2},
             samples=samples,
@@ -90,7 +90,7 @@ def test_without_a_kl_coefficient_there_is_no_reference(
     world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples
 ) -> None:
     got = world(1).run(
-        "tests.support.ranks.policy:no_reference", model_dir=model_dir("dense"), samples=samples_of("dense")
+        "tests.support.ranks.training.policy:no_reference", model_dir=model_dir("dense"), samples=samples_of("dense")
     )
     assert "algorithm.kl.coef is 0" in got[0]
 
@@ -227,7 +227,10 @@ def test_bad_mini_batches_are_refused(
     world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str, message: str
 ) -> None:
     got = world(2).run(
-        "tests.support.ranks.policy:refused", model_dir=model_dir("dense"), samples=samples_of("dense"), what=what
+        "tests.support.ranks.training.policy:refused",
+        model_dir=model_dir("dense"),
+        samples=samples_of("dense"),
+        what=what,
     )
     assert all(message in text for text in got), got
 
@@ -237,7 +240,10 @@ def test_nan_stops_every_rank_before_any_weight_or_the_schedule_changed(
     world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str
 ) -> None:
     for message, unchanged in world(2).run(
-        "tests.support.ranks.policy:non_finite", model_dir=model_dir("dense"), samples=samples_of("dense"), what=what
+        "tests.support.ranks.training.policy:non_finite",
+        model_dir=model_dir("dense"),
+        samples=samples_of("dense"),
+        what=what,
     ):
         assert "no weight was changed" in message and what in message and unchanged
 
@@ -252,12 +258,12 @@ def test_learning_rate_schedule_counts_updates(
         "trainer__optimizer__schedule": "linear",
         "trainer__optimizer__min_lr": 1e-4,
     }
-    metrics = world(1).run("tests.support.ranks.policy:train", **run, **options)[0]["metrics"]
+    metrics = world(1).run("tests.support.ranks.training.policy:train", **run, **options)[0]["metrics"]
     assert [m["lr"] for m in metrics] == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
 
 
 def test_leader_broadcast_and_replicas(world: Callable[[int], Any]) -> None:
-    results = world(4).run("tests.support.ranks.policy:broadcast", layout={"tensor": 2})
+    results = world(4).run("tests.support.ranks.training.policy:broadcast", layout={"tensor": 2})
     assert sum(leader for _, leader, _ in results) == 2
     for replica, _, received in results:
         assert received == {"from": replica}

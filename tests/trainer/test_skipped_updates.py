@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.trainer.optimizer import NonFiniteError, build_scheduler
 from megarl.trainer.policy import Policy
-from tests.support.configs import config
+from tests.support.trainer.configs import config
 
 UPDATES = 6
 

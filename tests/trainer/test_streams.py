@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.queue.rows import decode, encode
+from megarl.queue.row_format import decode, encode
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from tests.support.declared_streams import WEIGHT, declared
-from tests.support.tensors import merge, worst
+from tests.support.models.tensors import merge, worst
+from tests.support.rollout.declared_streams import WEIGHT, declared
 
-CASE = "tests.support.ranks.streams:gradients_of_weighted_likelihood"
+CASE = "tests.support.ranks.sync.streams:gradients_of_weighted_likelihood"
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megarl.common.errors import WeightSyncError
-from megarl.weights.sender import WeightSender
-from megarl.weights.sync_settings import SyncSettings
+from megarl.weights.plan.settings import SyncSettings
+from megarl.weights.send.sender import WeightSender
 from tests.support.checkout import ROOT, environment
-from tests.support.fake_engines import FakePool, FakeReplica, ListExporter
+from tests.support.engines.fake_engines import FakePool, FakeReplica, ListExporter
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ class ProcessReplica:
         self.name = name
         listener = Listener(("127.0.0.1", 0), authkey=b"test")
         listener._listener._socket.settimeout(120.0)  # type: ignore[attr-defined]
-        command = [sys.executable, "-m", "tests.support.replica_process", str(listener.address[1]), name]
+        command = [sys.executable, "-m", "tests.support.engines.replica_process", str(listener.address[1]), name]
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment())
         self._connection: Connection = listener.accept()
         listener.close()

@@ -7,10 +7,10 @@ import threading
 import psutil
 import pytest
 
-from megarl.weights.sender import WeightSender
-from megarl.weights.sync_settings import SyncSettings
-from tests.support.fake_engines import FakePool, ListExporter, random_tensors
-from tests.support.growth import in_own_process, slopes_over
+from megarl.weights.plan.settings import SyncSettings
+from megarl.weights.send.sender import WeightSender
+from tests.support.engines.fake_engines import FakePool, ListExporter, random_tensors
+from tests.support.measures.growth import in_own_process, slopes_over
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ torchrun --rdzv-backend megarl --nproc-per-node 8 convert.py import ...
 
 import sys
 
-from megarl.checkpoint.convert.command_line import main
+from megarl.checkpoint.convert.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

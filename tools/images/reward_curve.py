@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megarl.report.markup import Html, tag
+from megarl.report.page.html import Html, tag
 from tools.images.quickstart_run import Evaluation, QuickstartRun
 from tools.images.svg import document, number, text
 

@@ -6,7 +6,7 @@ drawing, so that it can be read on a page of the other theme too.
 
 from __future__ import annotations
 
-from megarl.report.markup import Html, tag
+from megarl.report.page.html import Html, tag
 
 # Named colors: (in light, in dark).
 COLORS = {

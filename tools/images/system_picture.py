@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megarl.report.markup import Html, tag
+from megarl.report.page.html import Html, tag
 from tools.images.svg import document, number, text
 from tools.images.system import Arrow, Box, Kind, Panel, Port, SystemMap
 

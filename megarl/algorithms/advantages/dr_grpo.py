@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.algorithms.group_rewards import ADVANTAGES, Advantages, GroupRewards, centred
+from megarl.algorithms.interface.group_rewards import ADVANTAGES, Advantages, GroupRewards, centred
 
 
 @ADVANTAGES.register("dr_grpo", title="r - mean of the group", paper="arXiv:2503.20783")

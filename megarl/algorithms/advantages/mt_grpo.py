@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from megarl.algorithms.advantages.grpo import standardised
-from megarl.algorithms.group_rewards import ADVANTAGES, Advantages, GroupRewards
+from megarl.algorithms.interface.group_rewards import ADVANTAGES, Advantages, GroupRewards
 from megarl.common.options import Section
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from megarl.algorithms.group_rewards import ADVANTAGES, Advantages, GroupRewards, centred
+from megarl.algorithms.interface.group_rewards import ADVANTAGES, Advantages, GroupRewards, centred
 from megarl.common.options import Section
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.algorithms.group_rewards import ADVANTAGES, Advantages, GroupRewards, centred
+from megarl.algorithms.interface.group_rewards import ADVANTAGES, Advantages, GroupRewards, centred
 
 
 @ADVANTAGES.register("rloo", title="r - mean of the group's other samples", paper="arXiv:2402.14740")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from megarl.algorithms.token_loss import LOSSES, TokenInputs, TokenLoss
+from megarl.algorithms.interface.token_loss import LOSSES, TokenInputs, TokenLoss
 from megarl.common.options import Section
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megarl.algorithms.interface.token_loss import LOSSES, MAX_LOG_RATIO, TokenInputs, TokenLoss
 from megarl.algorithms.losses.ppo import PPOOptions, clipped_surrogate
-from megarl.algorithms.token_loss import LOSSES, MAX_LOG_RATIO, TokenInputs, TokenLoss
 
 
 class GSPOOptions(PPOOptions):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from megarl.algorithms.token_loss import LOSSES, TokenInputs, TokenLoss
+from megarl.algorithms.interface.token_loss import LOSSES, TokenInputs, TokenLoss
 from megarl.common.options import Section
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from megarl.algorithms.token_loss import LOSSES, TokenInputs, TokenLoss
+from megarl.algorithms.interface.token_loss import LOSSES, TokenInputs, TokenLoss
 from megarl.common.options import Section
 
 

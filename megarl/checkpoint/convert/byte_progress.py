@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from megarl.telemetry.progress import duration
+from megarl.telemetry.metrics.progress import duration
 
 _LIVE_S, _PLAIN_S = 0.2, 10.0  # seconds between two lines
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.checkpoint.convert.os_errors import writing
 from megarl.checkpoint.convert.planner import LazySavePlanner
 from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
@@ -30,11 +31,10 @@ from megarl.checkpoint.format.hf_files import HFDirectory, fingerprint
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
 from megarl.checkpoint.format.megatron_files import source_pieces
-from megarl.checkpoint.format.os_errors import writing
 from megarl.common.errors import ConversionError
-from megarl.models.export import copy_side_files
-from megarl.models.loader import left_out_note
-from megarl.models.source import COMMON_FILE, FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
+from megarl.models.hf.export import copy_side_files
+from megarl.models.hf.load import left_out_note
+from megarl.models.hf.model_files import COMMON_FILE, FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

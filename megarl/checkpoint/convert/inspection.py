@@ -12,8 +12,8 @@ from megarl.checkpoint.format.hf_files import HFDirectory
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.checkpoint.format.plain_values import load_plain
 from megarl.common.confined_paths import inside
-from megarl.models.loader import left_out_note
-from megarl.models.source import COMMON_FILE
+from megarl.models.hf.load import left_out_note
+from megarl.models.hf.model_files import COMMON_FILE
 
 
 def describe(model: HFDirectory | MegatronDirectory) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Protocol, TextIO, TypeVar
 
 from megarl.checkpoint.convert.byte_progress import ByteProgress, size
+from megarl.checkpoint.convert.os_errors import from_os_error
 from megarl.checkpoint.convert.ranks import Ranks
 from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.workers import ReportBytes, run_units
-from megarl.checkpoint.format.os_errors import from_os_error
 from megarl.common.byte_units import MIB
 from megarl.common.errors import ConversionError
 

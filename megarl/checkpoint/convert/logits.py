@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from megarl.data.tokenize import load_tokenizer
-from megarl.models.read_config import load_info
-from megarl.models.source import hf_files, megatron_step
+from megarl.chat.tokenize import load_tokenizer
+from megarl.models.hf.model_files import hf_files, megatron_step
+from megarl.models.hf.read_config import load_info
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
 
     from megarl import platforms
     from megarl.checkpoint.format.load_weights import load_weights
-    from megarl.models.layout import Layout
-    from megarl.models.provider import build_model, transformer_config
+    from megarl.models.megatron.build_model import build_model, transformer_config
+    from megarl.models.megatron.layout import Layout
 
     platforms.activate()
     device = platforms.current().device
@@ -120,7 +120,7 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
 def _single_rank() -> Iterator[None]:
     """Initialise torch.distributed and Megatron's groups for this process alone."""
     from megarl.config.schema import TimeoutsConfig
-    from megarl.models.layout import Layout
+    from megarl.models.megatron.layout import Layout
     from megarl.trainer import parallel
 
     with tempfile.TemporaryDirectory() as directory:

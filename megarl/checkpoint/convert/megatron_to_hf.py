@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 
+from megarl.checkpoint.convert.os_errors import writing
 from megarl.checkpoint.convert.target import Output
 from megarl.checkpoint.convert.units import Item, convert, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format.hf_files import fingerprint
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
-from megarl.checkpoint.format.os_errors import writing
-from megarl.models.export import ExportedTensor, copy_side_files, plan_files
-from megarl.models.safetensors_io import HF_INDEX, TensorHeader, encode_header, write_index
-from megarl.models.source import HF_FILES, HF_SHARD_BYTES
+from megarl.models.hf.export import ExportedTensor, copy_side_files, plan_files
+from megarl.models.hf.model_files import HF_FILES, HF_SHARD_BYTES
+from megarl.models.hf.safetensors import HF_INDEX, TensorHeader, encode_header, write_index
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from megarl.common.errors import ConversionError
-from megarl.common.json_values import JsonValue
+from megarl.common.values import JsonValue
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -10,7 +10,7 @@ import torch
 
 from megarl.checkpoint.convert.units import split
 from megarl.checkpoint.format.hf_files import HFDirectory, HFTensors
-from megarl.models.loader import LISTED, left_out_note
+from megarl.models.hf.load import LISTED, left_out_note
 
 
 @dataclass

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.config.schema import Config
-from megarl.models.info import ModelInfo
-from megarl.models.loader import check_tensors
-from megarl.models.safetensors_io import SafetensorsDirectory
-from megarl.models.shards import table
-from megarl.models.source import megatron_step
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.hf.load import check_tensors
+from megarl.models.hf.model_files import megatron_step
+from megarl.models.hf.safetensors import SafetensorsDirectory
+from megarl.models.megatron.shards import table
 
 
 def weight_problems(config: Config, info: ModelInfo) -> Iterator[str]:

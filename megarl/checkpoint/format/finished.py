@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megarl.checkpoint.format.manifest import MANIFEST
-from megarl.common.run_files import ExitRecordError, read_exit
+from megarl.common.rundir.run_files import ExitRecordError, read_exit
 from megarl.config.schema import Config
-from megarl.models.source import step_name
+from megarl.models.hf.model_files import step_name
 
 
 def already_finished(config: Config) -> str | None:

@@ -14,12 +14,12 @@ import torch
 
 from megarl.checkpoint.format.plain_values import load_plain
 from megarl.common.confined_paths import inside
-from megarl.models.info import ModelInfo
-from megarl.models.loader import check_tensors, is_left_out
-from megarl.models.mapping import Entry
-from megarl.models.read_config import load_info
-from megarl.models.safetensors_io import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord, read_weight_map
-from megarl.models.shards import table
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.mapping import Entry
+from megarl.models.hf.load import check_tensors, is_left_out
+from megarl.models.hf.read_config import load_info
+from megarl.models.hf.safetensors import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord, read_weight_map
+from megarl.models.megatron.shards import table
 
 READAHEAD_BYTES = 2**21
 _BIN_INDEX = "pytorch_model.bin.index.json"

@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.loader import listed
-from megarl.models.mapping import Entry
+from megarl.models.architecture.mapping import Entry
+from megarl.models.hf.load import listed
 
 _LAYER = re.compile(r"^(decoder\.layers\.\d+\.)(.*)$")
 # A norm's name, and the layer that Transformer Engine fuses it into if the model has that layer.

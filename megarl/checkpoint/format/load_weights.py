@@ -17,10 +17,10 @@ from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
 from megarl.checkpoint.format.megatron_files import read_index
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.common.byte_units import MIB
-from megarl.models.info import ModelInfo
-from megarl.models.loader import load_hf_weights
-from megarl.models.shards import table
-from megarl.models.source import megatron_step
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.hf.load import load_hf_weights
+from megarl.models.hf.model_files import megatron_step
+from megarl.models.megatron.shards import table
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from megarl.checkpoint.format.hf_files import MappedFile
 from megarl.checkpoint.format.keys import StoredTensor, is_model_key, problems_of, resolve, stored_tensors
 from megarl.checkpoint.format.shard_index import read_metadata
-from megarl.models.info import ModelInfo
-from megarl.models.mapping import Piece, cut
-from megarl.models.read_config import load_info
-from megarl.models.shards import table
-from megarl.models.source import SHARD_INDEX, megatron_step
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.mapping import Piece, cut
+from megarl.models.hf.model_files import SHARD_INDEX, megatron_step
+from megarl.models.hf.read_config import load_info
+from megarl.models.megatron.shards import table
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata

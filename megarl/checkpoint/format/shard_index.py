@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.common.confined_paths import inside
-from megarl.models.source import SHARD_INDEX
+from megarl.models.hf.model_files import SHARD_INDEX
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"

@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 
 from megarl.checkpoint.format.keys import GATE_UP, StoredTensor, content_metadata, is_model_key, stored_tensors
-from megarl.models.info import ModelInfo
-from megarl.models.shards import Shard, local_shards, table
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.megatron.shards import Shard, local_shards, table
 
 __all__ = ["content_metadata", "is_model_key", "model_sharded_state_dict", "stored_tensors"]
 

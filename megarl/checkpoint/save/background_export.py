@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from megarl.common.processes import ProcessId
+from megarl.common.process.processes import ProcessId
 from megarl.config.schema import Config
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,9 @@ def convert_command(checkpoint: Path, out: Path) -> list[str]:
     # It polls for this process: the kernel's death signal would come when the thread that started it ends.
     own = ProcessId.own()
     program = (
-        "import sys; from megarl.common.processes import ProcessId, die_with; "
+        "import sys; from megarl.common.process.processes import ProcessId, die_with; "
         f"die_with(ProcessId({own.pid}, {own.start_time}), 'trainer rank 0'); "
-        "from megarl.checkpoint.convert.command_line import main; sys.exit(main())"
+        "from megarl.checkpoint.convert.cli import main; sys.exit(main())"
     )
     paths = ["--megatron", str(checkpoint), "--hf", str(out)]
     return [sys.executable, "-c", program, "export", *paths, "--workers", "1", "--force"]
@@ -98,7 +98,7 @@ def convert_command(checkpoint: Path, out: Path) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """Return the child's environment, without torchrun's variables, because the child is not a rank."""
-    from megarl.cluster.handle import clean_environment
+    from megarl.cluster.pool.pool_process import clean_environment
 
     return {
         **clean_environment(),

@@ -25,25 +25,25 @@ from torch.distributed import ProcessGroup
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
-from megarl.checkpoint.save.checkpoint_retention import CheckpointRetention
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
 from megarl.checkpoint.save.load_trainer_state import load_trainer_state
 from megarl.checkpoint.save.on_ranks import on_every_rank, on_first_rank
 from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
 from megarl.checkpoint.save.resume_point import ResumePoint
+from megarl.checkpoint.save.retention import CheckpointRetention
 from megarl.checkpoint.save.training_state import layout_record, sharded_state, trainer_numbers
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
-from megarl.common.object_collectives import JSON, TEXT, Codec, broadcast, codec_of
-from megarl.common.run_secret import run_secret
 from megarl.common.timeouts import GRACE_S
-from megarl.config.load import to_yaml
+from megarl.common.trust.object_collectives import JSON, TEXT, Codec, broadcast, codec_of
+from megarl.common.trust.run_secret import run_secret
+from megarl.config.loading.load import to_yaml
 from megarl.config.schema import Config
-from megarl.models.export import copy_side_files
-from megarl.models.source import COMMON_FILE, FORMAT_FILE, HF_FILES, SHARD_INDEX, hf_files
-from megarl.telemetry import events
+from megarl.models.hf.export import copy_side_files
+from megarl.models.hf.model_files import COMMON_FILE, FORMAT_FILE, HF_FILES, SHARD_INDEX, hf_files
+from megarl.telemetry.trace import events
 from megarl.trainer.policy import Policy
-from megarl.weights.store import SyncStore, open_shared_store
-from megarl.weights.trainer_store import store_address
+from megarl.weights.group.store import SyncStore, open_shared_store
+from megarl.weights.group.trainer_store import store_address
 
 logger = logging.getLogger(__name__)
 

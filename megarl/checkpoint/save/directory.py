@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.format.manifest import MANIFEST, fsync_directory, write_durably
-from megarl.common.processes import ProcessId, is_alive
+from megarl.common.process.processes import ProcessId, is_alive
 from megarl.config.schema import Config
-from megarl.models.source import TRACKER, step_name
+from megarl.models.hf.model_files import TRACKER, step_name
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Rolls a run's result files back to a checkpoint: moves later records to a file of rolled-back records.
 
-That file is kept in parts (`megarl/common/line_parts.py`), and its oldest records are deleted: a run may resume often.
+That file is kept in parts (`megarl/common/rundir/rotating_lines.py`), and its oldest records are deleted: a run may
+resume often.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.common import line_parts
+from megarl.common.rundir import rotating_lines
 
 FILES = ("metrics.jsonl", "samples.jsonl")
 ROLLED_BACK = "rolled_back.jsonl"
@@ -19,7 +20,7 @@ ROLLED_BACK_BYTES = 1 << 30  # of all its parts
 
 def positions(run_dir: Path) -> dict[str, int]:
     """Return the end of each result file in bytes, its older parts included. Every writer must have flushed."""
-    return {name: line_parts.end(run_dir / name) for name in FILES if line_parts.parts(run_dir / name)}
+    return {name: rotating_lines.end(run_dir / name) for name in FILES if rotating_lines.parts(run_dir / name)}
 
 
 def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
@@ -31,16 +32,16 @@ def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
     moved = 0
     for name in FILES:
         path, position = run_dir / name, committed.get(name, 0)
-        if line_parts.end(path) <= position:
+        if rotating_lines.end(path) <= position:
             continue
         moved += _move(_records(path, position, name), run_dir / ROLLED_BACK)
-        line_parts.cut(path, position)
+        rotating_lines.cut(path, position)
     return moved
 
 
 def _records(path: Path, position: int, name: str) -> Iterator[str]:
     """Yield the complete records from `position` on, as lines of the file of rolled-back records."""
-    for line in line_parts.read_lines(path, position):
+    for line in rotating_lines.read_lines(path, position):
         try:
             record = json.loads(line)
         except ValueError:
@@ -57,10 +58,10 @@ def _move(lines: Iterator[str], target: Path) -> int:
             for line in lines:
                 file.write(line.encode())
                 moved += 1
-                if more := file.tell() >= line_parts.part_bytes(ROLLED_BACK_BYTES):
+                if more := file.tell() >= rotating_lines.part_bytes(ROLLED_BACK_BYTES):
                     break
             file.flush()
             os.fsync(file.fileno())
         if more:
-            line_parts.rotate(target, ROLLED_BACK_BYTES)
+            rotating_lines.rotate(target, ROLLED_BACK_BYTES)
     return moved

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megarl.checkpoint.format.common_state import load_shards
 from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
 from megarl.checkpoint.save.training_state import load_sharded_state, optimizer_views, sharded_state
-from megarl.common.garbage import collections_paused
+from megarl.common.process.memory_tuning import collections_paused
 from megarl.trainer.parallel import on_one_host
 from megarl.trainer.policy import Policy
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from megarl.common.object_collectives import TEXT, Codec, all_gather, broadcast, codec_of, sendable
+from megarl.common.trust.object_collectives import TEXT, Codec, all_gather, broadcast, codec_of, sendable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

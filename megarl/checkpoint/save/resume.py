@@ -12,10 +12,10 @@ from typing import Any
 
 from megarl.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest
 from megarl.checkpoint.save.directory import STATE_FILE, CheckpointDirectory
-from megarl.config.datasets import train_sets
+from megarl.config.derived.datasets import train_sets
 from megarl.config.schema import Config
-from megarl.models.info import ModelInfo
-from megarl.models.source import hf_files
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.hf.model_files import hf_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 

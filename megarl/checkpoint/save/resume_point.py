@@ -27,7 +27,7 @@ from megarl.checkpoint.save.resume import (
     refusal,
 )
 from megarl.checkpoint.save.same_launch import remember_launch
-from megarl.common.object_collectives import TEXT, Codec, all_gather, codec_of
+from megarl.common.trust.object_collectives import TEXT, Codec, all_gather, codec_of
 from megarl.config.schema import Config
 
 _TEXTS: Codec[list[str]] = codec_of(list[str])

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from megarl.cluster.nodes.node_commands import LAUNCH_ID_VARIABLE
+from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
 from megarl.common.files import write_json
-from megarl.common.processes import ProcessId
+from megarl.common.process.processes import ProcessId
 from megarl.config.schema import Config
 
 FILE = "launched_by.json"

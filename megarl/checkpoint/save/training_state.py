@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.checkpoint.save.optimizer_shards import ViewTree, live_views, optimizer_shards, set_step, take_over
-from megarl.models.layout import Layout
+from megarl.models.megatron.layout import Layout
 from megarl.trainer.policy import Policy
 from megarl.trainer.reference_policy import ReferenceModel
 

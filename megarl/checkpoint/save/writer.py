@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl import platforms
 from megarl.checkpoint.format.manifest import FileEntry
-from megarl.common.garbage import collections_paused
 from megarl.common.megatron_versions import imported_is
+from megarl.common.process.memory_tuning import collections_paused
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from megarl.checkpoint.format.finished import already_finished
 from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
-from megarl.cluster.nodes.board import NodeBoard, NodeFailure
-from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.commands import ENTRY, exports
 from megarl.cluster.nodes.lost_nodes import can_lose
-from megarl.cluster.nodes.node_commands import ENTRY, exports
+from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure
 from megarl.cluster.nodes.prepare import prepare, status
+from megarl.cluster.nodes.spec import LaunchSpec
 from megarl.common.errors import ConfigError
-from megarl.common.notices import write_notice
-from megarl.config.arguments import add_config_arguments, add_force_argument
-from megarl.config.load import load_config
+from megarl.common.rundir.notices import write_notice
+from megarl.config.loading.arguments import add_config_arguments, add_force_argument
+from megarl.config.loading.load import load_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megarl.cluster.nodes.topology import Topology, stop_seconds
 from megarl.common.errors import ConfigError
-from megarl.config.hardware import local_gpus
+from megarl.config.derived.hardware import local_gpus
 from megarl.config.schema import Config
 
 QUERY_S = 60  # for SLURM's answer to a query

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.cluster.handle import REBUILDING, read_state
-from megarl.cluster.nodes.launch_spec import LaunchSpec
-from megarl.common import run_files
+from megarl.cluster.nodes.spec import LaunchSpec
+from megarl.cluster.pool.pool_process import REBUILDING, read_state
+from megarl.common.rundir import run_files
 
 
 def can_lose(launch: LaunchSpec, index: int) -> bool:

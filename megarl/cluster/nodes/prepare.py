@@ -12,19 +12,19 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from megarl.cluster.nodes.agent import BEAT_S
 from megarl.cluster.nodes.allocation import Allocation, check_allocation
-from megarl.cluster.nodes.board import NodeBoard
-from megarl.cluster.nodes.launch_spec import LAUNCH_FILE, LaunchSpec, launch_directory
-from megarl.cluster.nodes.node_commands import ENTRY, user_environment
+from megarl.cluster.nodes.commands import ENTRY, user_environment
+from megarl.cluster.nodes.launcher import BEAT_S
+from megarl.cluster.nodes.node_files import NodeBoard
+from megarl.cluster.nodes.spec import LAUNCH_FILE, LaunchSpec, launch_directory
 from megarl.cluster.nodes.topology import make_topology
-from megarl.common import run_files
-from megarl.common.claim import Holder, RunClaim, claim, other_holder
 from megarl.common.errors import ConfigError
-from megarl.common.processes import ProcessId
-from megarl.config.checks import detect_device
-from megarl.config.load import to_yaml
-from megarl.config.plan import make_plan
+from megarl.common.process.processes import ProcessId
+from megarl.common.rundir import run_files
+from megarl.common.rundir.run_lock import Holder, RunClaim, claim, other_holder
+from megarl.config.checks.sections import detect_device
+from megarl.config.loading.load import to_yaml
+from megarl.config.memory_plan.plan import make_plan
 from megarl.config.schema import Config
 
 CURRENT_FILE = "current"

@@ -2,7 +2,8 @@
 
 `python -m megarl.cluster.nodes.raylet LAUNCH_FILE INDEX AGENT_PID` is started by the node's agent. On a trainer node
 it offers no CPUs and no GPUs: ranks connect to it, nothing is scheduled there. `ray start` is not used, because its
-raylet aborts on a busy host (see `megarl.cluster.ray_head.patched_start`) and its processes would outlive the agent.
+raylet aborts on a busy host (see `megarl.cluster.pool.ray_head.patched_start`) and its processes would outlive the
+agent.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megarl.cluster.handle import attach_supervisor
-from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.spec import LaunchSpec
 from megarl.cluster.nodes.topology import NodePlan
-from megarl.cluster.ray_head import (
+from megarl.cluster.pool.pool_process import attach_supervisor
+from megarl.cluster.pool.ray_head import (
     OBJECT_STORE_BYTES,
     PATIENCE,
     RAY_PORTS,
@@ -31,11 +32,11 @@ from megarl.cluster.ray_head import (
     ray_environment,
     rollout_share,
 )
-from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
-from megarl.common.private_directory import make_private_directory, sweep_dead_directories, use_private_directory
-from megarl.common.processes import die_with_parent
-from megarl.common.reserved_ports import ReservedPorts
-from megarl.rollout.devices import visible_devices
+from megarl.cluster.pool.reserved_ports import ReservedPorts
+from megarl.common.process.processes import die_with_parent
+from megarl.common.rundir.private_directory import make_private_directory, sweep_dead_directories, use_private_directory
+from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
+from megarl.rollout.engine.devices import visible_devices
 
 if TYPE_CHECKING:
     from ray._private.node import Node

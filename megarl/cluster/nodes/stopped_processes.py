@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from megarl.common.processes import ProcessId, state_of
-from megarl.common.watched_time import WatchedTime
+from megarl.common.clocks import WatchedTime
+from megarl.common.process.processes import ProcessId, state_of
 
 LOOK_S = 2.0  # between two looks
 _STOPPED = ("T", "t")  # by a signal, by a debugger

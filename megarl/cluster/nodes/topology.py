@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.job_sections import STOP_MARGIN_S, LaunchConfig, TimeoutsConfig
-from megarl.config.pools import Pools, resolve_pools
+from megarl.config.derived.pools import Pools, resolve_pools
 from megarl.config.schema import Config
+from megarl.config.schema.job import STOP_MARGIN_S, LaunchConfig, TimeoutsConfig
 
 
 @dataclass(frozen=True)

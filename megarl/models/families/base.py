@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.models.info import ModelInfo
-from megarl.models.mapping import Rule, Source, qkv
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.mapping import Rule, Source, qkv
 
 
 @dataclass(frozen=True)

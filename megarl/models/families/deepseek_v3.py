@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.models.architecture.architecture import LatentAttention, ModelInfo
+from megarl.models.architecture.mapping import Rule, Source
+from megarl.models.architecture.rope import read_rope
 from megarl.models.families.base import (
     DENSE_MLP,
     EMBEDDING,
@@ -21,9 +24,6 @@ from megarl.models.families.base import (
     Family,
     no_attention_bias,
 )
-from megarl.models.info import LatentAttention, ModelInfo
-from megarl.models.mapping import Rule, Source
-from megarl.models.rope import read_rope
 
 LATENT_NORM_EPS = 1e-6  # transformers ignores rms_norm_eps in these norms; vLLM uses it
 

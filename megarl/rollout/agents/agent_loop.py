@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeVar
 
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, Turn
-from megarl.rollout.group_deadline import GroupDeadline
-from megarl.rollout.prompts import Drawn
-from megarl.rollout.requests import GenerateResult
-from megarl.rollout.toolbox import Toolbox
+from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.messages import GenerateResult
+from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.tools.tool import ToolAnswer
 
 LoopState = TypeVar("LoopState")

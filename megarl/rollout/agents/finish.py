@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megarl.queue.trajectory import FinishReason, Trajectory
 from megarl.rewards.types import Turn
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.requests import GenerateResult
-from megarl.rollout.to_trajectory import defect, dialogue_trajectory
+from megarl.rollout.agents.trajectory_builder import defect, dialogue_trajectory
+from megarl.rollout.engine.messages import GenerateResult
 
 
 async def finish(

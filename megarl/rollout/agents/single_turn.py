@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.to_trajectory import trajectory
+from megarl.rollout.agents.trajectory_builder import trajectory
 
 
 class SingleTurn:

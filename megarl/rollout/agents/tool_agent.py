@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, zip_longest
 
-from megarl.data.dialogue import Dialogue
+from megarl.chat.dialogue import Dialogue
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import Turn
 from megarl.rollout.agents.agent_loop import AgentContext
@@ -21,8 +21,8 @@ from megarl.rollout.agents.tool_states import (
     TurnRead,
     after,
 )
-from megarl.rollout.requests import GenerateResult
-from megarl.rollout.to_trajectory import generation_failure
+from megarl.rollout.agents.trajectory_builder import generation_failure
+from megarl.rollout.engine.messages import GenerateResult
 
 
 class _Said:

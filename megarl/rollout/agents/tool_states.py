@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl.chat.tool_calls import MalformedCall, ParsedTurn
 from megarl.common.changed import changed
-from megarl.config.agent_sections import TOOL_AGENT_TURNS, AgentConfig
-from megarl.data.tool_calls import MalformedCall, ParsedTurn
+from megarl.config.schema.agent import TOOL_AGENT_TURNS, AgentConfig
 from megarl.queue.trajectory import FinishReason
 
 AgentPhase = Literal["generating", "parsing", "calling", "inserting", "done"]

@@ -12,29 +12,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.common.garbage import begin_start, collect_for_loops, exempt_present_objects
-from megarl.common.notices import write_notice
-from megarl.common.output import redirect_output
-from megarl.config.agent_sections import SHIPPED_LOOPS
-from megarl.config.checks import max_sequence_tokens
-from megarl.config.datasets import HeldOutSet, TrainSet, held_out_sets, train_sets
+from megarl.chat.token_decoder import TokenDecoder
+from megarl.chat.tokenize import load_tokenizer, stop_token_ids
+from megarl.common.process.memory_tuning import begin_start, collect_for_loops, exempt_present_objects
+from megarl.common.process.output import redirect_output
+from megarl.common.rundir.notices import write_notice
+from megarl.config.checks.sections import max_sequence_tokens
+from megarl.config.derived.datasets import HeldOutSet, TrainSet, held_out_sets, train_sets
 from megarl.config.schema import Config
-from megarl.data.token_decoder import TokenDecoder
-from megarl.data.tokenize import load_tokenizer, stop_token_ids
-from megarl.models.read_config import load_info
+from megarl.config.schema.agent import SHIPPED_LOOPS
+from megarl.models.hf.read_config import load_info
 from megarl.queue.transfer import QueueWriter
-from megarl.rollout.agents.find_loop import find_loop
-from megarl.rollout.make_toolboxes import Toolboxes
-from megarl.rollout.placement import ROLLOUT_RESOURCE
-from megarl.rollout.replica import ReplicaSpec
-from megarl.rollout.reward_pool import reward_pool
-from megarl.rollout.teachers.teacher_client import attach_teachers
-from megarl.rollout.toolbox import Toolbox
+from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.engine.placement import ROLLOUT_RESOURCE
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.engine.teachers.teacher_client import attach_teachers
+from megarl.rollout.tasks.reward_pool import reward_pool
+from megarl.rollout.tasks.toolbox import Toolbox
+from megarl.rollout.tasks.toolboxes import Toolboxes
 from megarl.rollout.workers.messages import ToWorker, WorkerReport
 from megarl.rollout.workers.worker_loops import WorkerLoops
 from megarl.rollout.workers.worker_runs import LoopParts
-from megarl.telemetry import events
-from megarl.telemetry.event_lines import worker_process
+from megarl.telemetry.trace import events
+from megarl.telemetry.trace.lines import worker_process
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

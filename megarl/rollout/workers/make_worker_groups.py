@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.common.notices import write_notice
+from megarl.common.rundir.notices import write_notice
 from megarl.config.schema import Config
 from megarl.queue.transfer import QueueWriter
-from megarl.rollout.prompts import PromptSource
-from megarl.rollout.replica import ReplicaSpec
-from megarl.rollout.request_context import Generate
-from megarl.rollout.running_groups import RunningGroups
+from megarl.rollout.agents.running_groups import RunningGroups
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.engine.request_context import Generate
+from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec, start_worker
 from megarl.rollout.workers.worker_groups import WorkerGroups
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from megarl.common.errors import NoReplicaLeft, RequestFailed, RolloutError, ToolFailed
 from megarl.queue.trajectory import SampleTag
 from megarl.rewards.worker_pool import RewardPoolError
-from megarl.rollout.batch_stats import BatchStats
-from megarl.rollout.eval_context import EvaluatedResponse
-from megarl.rollout.eval_sets import EvalTask
-from megarl.rollout.group_progress import RequestPlace
-from megarl.rollout.prompts import Drawn
-from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.agents.eval_context import EvaluatedResponse
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.resume.group_progress import RequestPlace
+from megarl.rollout.tasks.eval_sets import EvalTask
+from megarl.rollout.tasks.prompts import Drawn
 
 START, START_ONE = 12_000, 1_000  # of the start of a group, which is much work: all of its loops begin; of one loop
 PLAIN = 64  # the size of a message without tokens, where a token, and a log-prob, has size 1

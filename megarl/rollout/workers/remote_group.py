@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from megarl.config.schema import Config
-from megarl.rollout.group_deadline import GroupDeadline
-from megarl.rollout.group_progress import UnfinishedGroup
-from megarl.rollout.prompts import Drawn
-from megarl.rollout.request_context import Generate, RequestContext
-from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.request_context import Generate, RequestContext
+from megarl.rollout.resume.group_progress import UnfinishedGroup
+from megarl.rollout.tasks.prompts import Drawn
 from megarl.rollout.workers.messages import Asked, StartGroup, ToWorker
 from megarl.rollout.workers.remote_run import RemoteProgress, RemoteRun, close_future
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from megarl.rollout.eval_context import eval_drawn, eval_group, eval_request_context
-from megarl.rollout.eval_sets import EvalTask
-from megarl.rollout.request_context import Generate
-from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.response_parts import ResponsePart
+from megarl.rollout.agents.eval_context import eval_drawn, eval_group, eval_request_context
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.request_context import Generate
+from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.rollout.tasks.eval_sets import EvalTask
 from megarl.rollout.workers.messages import Asked, StartResponse, ToWorker
 from megarl.rollout.workers.remote_run import RemoteProgress, RemoteRun
 

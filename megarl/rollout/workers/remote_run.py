@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megarl.rollout.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
-from megarl.rollout.journal_records import encode_unfinished
-from megarl.rollout.loop_records import EncodedLoop, LoopRecord
-from megarl.rollout.prompts import Drawn
-from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
+from megarl.rollout.resume.journal_records import encode_unfinished
+from megarl.rollout.resume.loop_records import EncodedLoop, LoopRecord
+from megarl.rollout.tasks.prompts import Drawn
 from megarl.rollout.workers.messages import Answered, Asked, Frozen, SentFailure, ToWorker
 
 

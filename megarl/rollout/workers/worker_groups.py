@@ -20,17 +20,17 @@ from megarl.common.sample_parts import first_parts
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag
 from megarl.queue.transfer import QueueWriter
-from megarl.rollout.background import cancel_all
-from megarl.rollout.eval_context import EvaluatedResponse
-from megarl.rollout.eval_sets import EvalTask
-from megarl.rollout.group_deadline import GroupDeadline
-from megarl.rollout.group_end import GroupEnd
-from megarl.rollout.group_progress import UnfinishedGroup
-from megarl.rollout.journal import RolloutJournal
-from megarl.rollout.journal_records import decode_group
-from megarl.rollout.prompts import PromptSource
-from megarl.rollout.request_context import Generate
-from megarl.rollout.running_groups import RunningGroups
+from megarl.rollout.agents.eval_context import EvaluatedResponse
+from megarl.rollout.agents.running_groups import RunningGroups
+from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.request_context import Generate
+from megarl.rollout.resume.group_progress import UnfinishedGroup
+from megarl.rollout.resume.journal import RolloutJournal
+from megarl.rollout.resume.journal_records import decode_group
+from megarl.rollout.tasks.eval_sets import EvalTask
+from megarl.rollout.tasks.prompts import PromptSource
+from megarl.rollout.transport.background import cancel_all
+from megarl.rollout.workers.finished_group import GroupEnd
 from megarl.rollout.workers.messages import (
     Asked,
     DropGroup,
@@ -49,8 +49,8 @@ from megarl.rollout.workers.messages import (
 from megarl.rollout.workers.remote_group import RemoteGroup
 from megarl.rollout.workers.remote_response import RemoteResponse
 from megarl.rollout.workers.remote_run import RemoteRun
-from megarl.rollout.workers.worker_link import WorkerActor, WorkerLink, WorkerLost
-from megarl.telemetry import events
+from megarl.rollout.workers.worker_client import WorkerActor, WorkerLink, WorkerLost
+from megarl.telemetry.trace import events
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from megarl.config.schema import Config
-from megarl.rollout.background import cancel_all
-from megarl.rollout.batch_decoder import BatchDecoder
-from megarl.rollout.outbox import Outbox
+from megarl.rollout.transport.background import cancel_all
+from megarl.rollout.transport.batch_decoder import BatchDecoder
+from megarl.rollout.transport.gather import Outbox
 from megarl.rollout.workers.messages import StartGroup, StartResponse, ToController, ToWorker, WorkerReport
 from megarl.rollout.workers.worker_runs import LoopParts, WorkerGroup, WorkerResponse, WorkerRun
 

@@ -19,20 +19,20 @@ from megarl.common.sample_parts import first_parts
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.batch_decoder import BatchDecoder
-from megarl.rollout.batch_stats import BatchStats
-from megarl.rollout.eval_context import EvalContext, evaluate_response
-from megarl.rollout.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
-from megarl.rollout.group_runner import GroupRunner, Judges
-from megarl.rollout.journal import problem
-from megarl.rollout.journal_records import decode_unfinished, encode_group
-from megarl.rollout.outbox import Outbox
-from megarl.rollout.prompts import Drawn
-from megarl.rollout.request_context import RequestContext
-from megarl.rollout.requests import GenerateRequest, GenerateResult
-from megarl.rollout.running_groups import RunningGroups
-from megarl.rollout.teachers.teacher_client import Teachers
-from megarl.rollout.toolbox import Toolbox
+from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.agents.eval_context import EvalContext, evaluate_response
+from megarl.rollout.agents.group_runner import GroupRunner, Judges
+from megarl.rollout.agents.running_groups import RunningGroups
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.request_context import RequestContext
+from megarl.rollout.engine.teachers.teacher_client import Teachers
+from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
+from megarl.rollout.resume.journal import problem
+from megarl.rollout.resume.journal_records import decode_unfinished, encode_group
+from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.toolbox import Toolbox
+from megarl.rollout.transport.batch_decoder import BatchDecoder
+from megarl.rollout.transport.gather import Outbox
 from megarl.rollout.workers.messages import (
     Answered,
     Asked,

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.converter import convert, run
-from tests.support.tensors import read_hf
+from tests.support.checkpoints.converter import convert, run
+from tests.support.models.tensors import read_hf
 
 BIAS = "e_score_correction_bias"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.converter import convert, files_of, run, run_forked, wait_for_lock
-from tests.support.tiny import make_tiny_model
+from tests.support.checkpoints.converter import convert, files_of, run, run_forked, wait_for_lock
+from tests.support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

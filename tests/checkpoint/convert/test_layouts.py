@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megarl.models.families import FAMILIES
-from tests.support.converter import convert
-from tests.support.tensors import differing
-from tests.support.world import World
+from tests.support.checkpoints.converter import convert
+from tests.support.models.tensors import differing
+from tests.support.worlds.world import World
 
 pytestmark = pytest.mark.world
 
@@ -99,7 +99,7 @@ def test_through_a_layout_and_back(
     convert("import", "--hf", source, "--out", tmp_path / "megatron")
     ranks, layout = layout_of(sizes)
     world(ranks).run(
-        "tests.support.ranks.checkpoints:load_save_and_export",
+        "tests.support.ranks.checkpoints.checkpoints:load_save_and_export",
         checkpoint=str(tmp_path / "megatron"),
         step=str(tmp_path / "iter_0000003"),
         out=str(tmp_path / "sync"),

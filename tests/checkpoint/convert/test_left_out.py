@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.converter import convert, run
-from tests.support.tensors import differing
+from tests.support.checkpoints.converter import convert, run
+from tests.support.models.tensors import differing
 
 NOTE = "left out: 2 tensors of the multi-token prediction layer model.layers.4.*, which is not trained"
 

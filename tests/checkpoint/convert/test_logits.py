@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megarl.checkpoint.convert.logits import compare_logprobs
-from megarl.models import shards
-from megarl.models.info import ModelInfo
-from megarl.models.mapping import Entry
-from tests.support.converter import convert, run, run_forked
-from tests.support.ranks.mutations import MUTATIONS
-from tests.support.tiny import make_tiny_model
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.mapping import Entry
+from megarl.models.megatron import shards
+from tests.support.checkpoints.converter import convert, run, run_forked
+from tests.support.models.tiny import make_tiny_model
+from tests.support.ranks.training.mutations import MUTATIONS
 
 TEXTS = (
     "--text",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.converter import convert
-from tests.support.live_bytes import LiveBytes
-from tests.support.tiny import make_tiny_model
+from tests.support.checkpoints.converter import convert
+from tests.support.measures.live_bytes import LiveBytes
+from tests.support.models.tiny import make_tiny_model
 
 LAYERS = (2, 12)
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.convert import hf_to_megatron as importing
 from megarl.checkpoint.convert import megatron_to_hf as exporting
-from megarl.checkpoint.convert.command_line import main
+from megarl.checkpoint.convert.cli import main
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
-from tests.support import kill_points
-from tests.support.converter import convert, refused, run
-from tests.support.tensors import differing
+from tests.support.checkpoints import kill_points
+from tests.support.checkpoints.converter import convert, refused, run
+from tests.support.models.tensors import differing
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 

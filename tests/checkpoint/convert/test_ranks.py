@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 
 from megarl.checkpoint.convert.target import Output
-from tests.support.converter import convert, run
-from tests.support.tensors import differing
-from tests.support.world import World
+from tests.support.checkpoints.converter import convert, run
+from tests.support.models.tensors import differing
+from tests.support.worlds.world import World
 
 pytestmark = pytest.mark.world
-CASE = "tests.support.ranks.checkpoints:convert_on_ranks"
+CASE = "tests.support.ranks.checkpoints.checkpoints:convert_on_ranks"
 
 
 def test_ranks_share_the_work(world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path) -> None:

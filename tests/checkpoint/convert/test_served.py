@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.converter import convert
-from tests.support.live_engine import LiveReplica, Response, reference
-from tests.support.tiny import make_tiny_model
+from tests.support.checkpoints.converter import convert
+from tests.support.engines.live_engine import LiveReplica, Response, reference
+from tests.support.models.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

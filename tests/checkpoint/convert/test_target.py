@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megarl.checkpoint.convert import hf_to_megatron as importing
-from tests.support.converter import (
+from tests.support.checkpoints.converter import (
     ITEM_BYTES,
     UNIT_BYTES,
     convert,
@@ -23,7 +23,7 @@ from tests.support.converter import (
     run_forked,
     wait_for_lock,
 )
-from tests.support.tensors import differing
+from tests.support.models.tensors import differing
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch
 
 from megarl.checkpoint.convert import verify
 from megarl.checkpoint.convert.verify import Comparison, compare
-from megarl.models.info import ModelInfo
-from megarl.models.mapping import Entry
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.mapping import Entry
 
 
 class Model:

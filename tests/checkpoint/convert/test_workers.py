@@ -12,7 +12,7 @@ import pytest
 from megarl.checkpoint.convert import workers
 from megarl.checkpoint.convert.workers import ReportBytes, run_units
 from megarl.common.errors import ConversionError
-from tests.support.freed_copies import UNITS
+from tests.support.checkpoints.freed_copies import UNITS
 
 HANGS = 3
 OTHERS = 400
@@ -50,6 +50,6 @@ COPY_MIB = 24  # glibc's own limit for blocks on the heap rises to 32 MiB
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_what_a_worker_has_freed_is_returned() -> None:
     """Small objects that outlive a copy of a tensor lie above it on a heap, which then cannot give its place back."""
-    command = [sys.executable, "-m", "tests.support.freed_copies", str(COPY_MIB)]
+    command = [sys.executable, "-m", "tests.support.checkpoints.freed_copies", str(COPY_MIB)]
     grown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
     assert len(grown) == UNITS and max(grown) < COPY_MIB / 2, grown

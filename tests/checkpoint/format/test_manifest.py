@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, FileEntry, Manifest, write_durably
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from tests.support.sample_checkpoints import make_checkpoint, verify
+from tests.support.checkpoints.sample_checkpoints import make_checkpoint, verify
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "missing", "manifest"])

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.commands import cli
-from megarl.config.load import load_config
-from megarl.data.tokenize import generation_config_eos, load_tokenizer
-from megarl.models.read_config import load_info
-from megarl.models.source import hf_files, megatron_step
-from megarl.rollout.engine_args import engine_args
-from tests.support.converter import convert
-from tests.support.run import tiny_config
-from tests.support.world import World
+from megarl.chat.tokenize import generation_config_eos, load_tokenizer
+from megarl.cli import main
+from megarl.config.loading.load import load_config
+from megarl.models.hf.model_files import hf_files, megatron_step
+from megarl.models.hf.read_config import load_info
+from megarl.rollout.engine.engine_args import engine_args
+from tests.support.checkpoints.converter import convert
+from tests.support.runs.run import tiny_config
+from tests.support.worlds.world import World
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,14 @@ def test_everything_but_the_weights_is_found(converted: tuple[Path, dict[str, An
 
 def test_plan(converted: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, config = converted
-    assert cli.main(["plan", "--config", str(path)]) == 0
+    assert main.main(["plan", "--config", str(path)]) == 0
     broken = tmp_path / "broken"
     shutil.copytree(config["model"]["path"], broken)
     (broken / "release/.metadata").unlink()
-    assert cli.main(["plan", "--config", str(path), f"model.path={broken}"]) == 2
+    assert main.main(["plan", "--config", str(path), f"model.path={broken}"]) == 2
     assert "model.path: " in (err := capsys.readouterr().err) and "not a complete checkpoint" in err
     shutil.rmtree(broken / "release")
-    assert cli.main(["plan", "--config", str(path), f"model.path={broken}"]) == 2
+    assert main.main(["plan", "--config", str(path), f"model.path={broken}"]) == 2
     assert "says release, but" in capsys.readouterr().err
 
 
@@ -67,7 +67,7 @@ def test_engines_alone_cannot_load_it(
 ) -> None:
     _, config = converted
     arguments = ["eval", "--model", config["model"]["path"], "--data", config["data"]["path"], "--reward", "math"]
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     assert "convert.py export --megatron" in capsys.readouterr().err
 
 
@@ -88,7 +88,7 @@ def test_the_policy_starts_from_it(
     """Policy and reference are the same, bit for bit, as those from the Hugging Face directory."""
     convert("import", "--hf", model_dir(family), "--out", tmp_path / "m")
     digests = [
-        world(2).run("tests.support.ranks.checkpoints:policy_digest", model_dir=str(path), layout=layout)
+        world(2).run("tests.support.ranks.checkpoints.checkpoints:policy_digest", model_dir=str(path), layout=layout)
         for path in (model_dir(family), tmp_path / "m")
     ]
     assert digests[0] == digests[1]

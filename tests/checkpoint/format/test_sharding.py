@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megarl.checkpoint.format.keys import stored_tensors
-from megarl.models.read_config import load_info
-from megarl.models.shards import table
-from tests.support.converter import convert
-from tests.support.tensors import differing, read_hf
-from tests.support.world import World
+from megarl.models.hf.read_config import load_info
+from megarl.models.megatron.shards import table
+from tests.support.checkpoints.converter import convert
+from tests.support.models.tensors import differing, read_hf
+from tests.support.worlds.world import World
 
 pytestmark = pytest.mark.world
 
@@ -43,7 +43,7 @@ def test_keys_and_places_are_megatrons_own(
     apart that Transformer Engine fuses; there Transformer Engine's names count."""
     info = load_info(model_dir(family))
     for ours, theirs in world(2).run(
-        "tests.support.ranks.checkpoints:both_schemes", model_dir=str(model_dir(family)), **sizes
+        "tests.support.ranks.checkpoints.checkpoints:both_schemes", model_dir=str(model_dir(family)), **sizes
     ):
         for layer in range(info.num_layers):
             misnamed = theirs.pop(f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight", None)
@@ -80,9 +80,9 @@ def test_a_saved_model_loads_under_another_layout(
     tmp_path: Path,
 ) -> None:
     source, step = model_dir(family), tmp_path / "iter_0000001"
-    world(2).run("tests.support.ranks.checkpoints:save", model_dir=str(source), step=str(step), **saved)
+    world(2).run("tests.support.ranks.checkpoints.checkpoints:save", model_dir=str(source), step=str(step), **saved)
     world(2).run(
-        "tests.support.ranks.checkpoints:load_and_export",
+        "tests.support.ranks.checkpoints.checkpoints:load_and_export",
         checkpoint=str(step),
         model_dir=str(source),
         out=str(tmp_path / "hf"),
@@ -95,9 +95,9 @@ def test_a_load_converts_the_dtype(
     world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source, step = model_dir("qwen3"), tmp_path / "iter_0000001"
-    world(2).run("tests.support.ranks.checkpoints:save", model_dir=str(source), step=str(step), tensor=2)
+    world(2).run("tests.support.ranks.checkpoints.checkpoints:save", model_dir=str(source), step=str(step), tensor=2)
     world(2).run(
-        "tests.support.ranks.checkpoints:load_and_export",
+        "tests.support.ranks.checkpoints.checkpoints:load_and_export",
         checkpoint=str(step),
         model_dir=str(source),
         out=str(tmp_path / "hf"),
@@ -113,10 +113,12 @@ def test_a_checkpoint_of_another_model_is_refused(
     world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     step = tmp_path / "iter_0000001"
-    world(2).run("tests.support.ranks.checkpoints:save", model_dir=str(model_dir("llama")), step=str(step), tensor=2)
+    world(2).run(
+        "tests.support.ranks.checkpoints.checkpoints:save", model_dir=str(model_dir("llama")), step=str(step), tensor=2
+    )
     with pytest.raises(AssertionError) as caught:
         world(2).run(
-            "tests.support.ranks.checkpoints:load_and_export",
+            "tests.support.ranks.checkpoints.checkpoints:load_and_export",
             checkpoint=str(step),
             model_dir=str(model_dir("qwen3")),
             out=str(tmp_path / "hf"),
@@ -132,9 +134,11 @@ def test_names_of_megatrons_local_spec_are_resolved(
     """Its norm before a mixture of experts, latent attention's own norms, its extra states: loaded by the trainer and
     by the converter."""
     source, step = model_dir(family), tmp_path / "iter_0000001"
-    world(2).run("tests.support.ranks.checkpoints:save_by_megatron", model_dir=str(source), step=str(step), expert=2)
     world(2).run(
-        "tests.support.ranks.checkpoints:load_and_export",
+        "tests.support.ranks.checkpoints.checkpoints:save_by_megatron", model_dir=str(source), step=str(step), expert=2
+    )
+    world(2).run(
+        "tests.support.ranks.checkpoints.checkpoints:load_and_export",
         checkpoint=str(step),
         model_dir=str(source),
         out=str(tmp_path / "hf"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.trainer.batch import TrainSample
-from tests.support.rl_problem import rl_models, rl_samples
+from tests.support.losses.rl_problem import rl_models, rl_samples
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,10 @@ from megarl.checkpoint.save import background_export as export_job
 from megarl.checkpoint.save.background_export import NICENESS, BackgroundExport
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.trainer.batch import TrainSample
-from tests.support.pool import pool_config
-from tests.support.sample_checkpoints import make_checkpoint
-from tests.support.tensors import read_hf
-from tests.support.world import World
+from tests.support.checkpoints.sample_checkpoints import make_checkpoint
+from tests.support.models.tensors import read_hf
+from tests.support.pool.pool import pool_config
+from tests.support.worlds.world import World
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_the_converter_exports_a_saved_step(
     tmp_path: Path,
 ) -> None:
     [result] = world(1).run(
-        "tests.support.ranks.saving:export",
+        "tests.support.ranks.checkpoints.saving:export",
         timeout=180,
         model_dir=model_dir("dense"),
         samples=samples_of("dense"),

@@ -11,8 +11,8 @@ import torch
 
 from megarl.trainer.batch import TrainSample
 from tests.support.checkout import PROMPTS
-from tests.support.tensors import merge
-from tests.support.world import World
+from tests.support.models.tensors import merge
+from tests.support.worlds.world import World
 
 pytestmark = pytest.mark.world
 
@@ -41,7 +41,9 @@ def save(
         if key not in known:
             root = tmp_path_factory.mktemp("checkpoints")
             arguments = {"model_dir": model_dir(model), "layout": layout, "samples": samples_of(model), "root": root}
-            results = world(ranks).run("tests.support.ranks.saving:save_and_go_on", timeout=240, **arguments, **changes)
+            results = world(ranks).run(
+                "tests.support.ranks.checkpoints.saving:save_and_go_on", timeout=240, **arguments, **changes
+            )
             known[key] = root, results
         return known[key]
 
@@ -86,7 +88,8 @@ def test_the_same_layout_goes_on_bit_for_bit(
 ) -> None:
     root, unbroken = save(ranks, model, layout, **changes)
     resumed = world(ranks).run(
-        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model), layout=layout,
+        "tests.support.ranks.checkpoints.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model),
+        layout=layout,
         samples=samples_of(model), root=root, **changes,
     )  # fmt: skip
     for before, after in zip(unbroken, resumed, strict=True):
@@ -108,7 +111,7 @@ def test_ranks_of_several_hosts_read_for_each_other(
 ) -> None:
     root, unbroken = save(2, "dense", {})
     resumed = world(2).run(
-        "tests.support.ranks.saving:resume_on", timeout=240, ranks_per_host=ranks_per_host,
+        "tests.support.ranks.checkpoints.saving:resume_on", timeout=240, ranks_per_host=ranks_per_host,
         model_dir=model_dir("dense"), layout={}, samples=samples_of("dense"), root=root,
     )  # fmt: skip
     for before, after in zip(unbroken, resumed, strict=True):
@@ -142,7 +145,8 @@ def test_another_layout_goes_on_as_closely_as_layouts_agree(
     root, unbroken = save(*saved[:1], model, saved[1])
     ranks, layout = loaded
     resumed = world(ranks).run(
-        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model), layout=layout,
+        "tests.support.ranks.checkpoints.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model),
+        layout=layout,
         samples=samples_of(model), root=root,
     )  # fmt: skip
     assert any("another layout" in line for line in resumed[0]["said"])
@@ -167,7 +171,7 @@ def test_a_distributed_optimizer_and_a_whole_one_load_each_other(
 ) -> None:
     root, unbroken = save(2, "dense", {}, **before)
     resumed = world(2).run(
-        "tests.support.ranks.saving:resume_and_go_on", timeout=240, model_dir=model_dir("dense"), layout={},
+        "tests.support.ranks.checkpoints.saving:resume_and_go_on", timeout=240, model_dir=model_dir("dense"), layout={},
         samples=samples_of("dense"), root=root, **after,
     )  # fmt: skip
     assert [each["prepared"] for each in resumed] == [[3], []], "rank 0 prepares for the checkpoint that is loaded"
@@ -186,14 +190,14 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     tmp_path: Path,
 ) -> None:
     arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
-    first, second = world(2).run("tests.support.ranks.saving:full_disk", **arguments)
+    first, second = world(2).run("tests.support.ranks.checkpoints.saving:full_disk", **arguments)
     assert first["outcomes"] == second["outcomes"] == [True, False, False, True]
     assert first["steps"] == [1, 4]
     failures = [line for line in first["said"] if "could NOT be saved" in line]
     assert "step 2" in failures[0] and "rank 1" in failures[0] and "No space left" in failures[0]
     assert "step 3" in failures[1] and "newest checkpoint: step 1" in failures[1]
     (tmp_path / "file").write_text("")
-    for result in world(2).run("tests.support.ranks.saving:refused_target", **arguments):
+    for result in world(2).run("tests.support.ranks.checkpoints.saving:refused_target", **arguments):
         assert result["saved"] is False and "could NOT be saved" in result["said"][0]
 
 
@@ -208,7 +212,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     """So it does if evaluations end after the saves, as that of the last step does."""
     arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
     chosen = {"metric": "eval/held/greedy", "values": [0.2, 0.9, 0.5, None, 0.9], "later": later}
-    results = world(2).run("tests.support.ranks.saving:keep_best", **arguments, **chosen)
+    results = world(2).run("tests.support.ranks.checkpoints.saving:keep_best", **arguments, **chosen)
     assert results == [[[1], [2], [2, 3], [2, 4], [2, 5]]] * 2
 
 
@@ -219,7 +223,7 @@ def test_a_save_does_not_sweep_what_a_timed_out_one_still_writes(
     tmp_path: Path,
 ) -> None:
     arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
-    for result in world(2).run("tests.support.ranks.saving:hanging_disk", **arguments):
+    for result in world(2).run("tests.support.ranks.checkpoints.saving:hanging_disk", **arguments):
         assert result["outcomes"] == [False, False, True] and result["untouched"]
         assert result["failure"].startswith("the checkpoint of step 2 could not be saved: a rank is still writing")
         assert result["last"] is None
@@ -233,7 +237,7 @@ def test_checkpoints_of_another_history_are_set_aside(
 ) -> None:
     root = tmp_path / "checkpoints"
     arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": root}
-    for result in world(2).run("tests.support.ranks.saving:histories", **arguments):
+    for result in world(2).run("tests.support.ranks.checkpoints.saving:histories", **arguments):
         later = ["iter_0000002.rolled_back", "iter_0000003.rolled_back"]
         assert result["found"] == [(1, [1], later), (0, [], ["iter_0000001.replaced", *later])]
 
@@ -245,7 +249,9 @@ def test_another_model_is_refused_on_every_rank(
     tmp_path: Path,
 ) -> None:
     arguments = {"model_dir": model_dir("dense"), "other": model_dir("tied"), "samples": samples_of("dense")}
-    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=tmp_path / "checkpoints"):
+    for result in world(2).run(
+        "tests.support.ranks.checkpoints.saving:contradiction", **arguments, root=tmp_path / "checkpoints"
+    ):
         assert len(result) == 1 and "belongs to another run" in result[0] and "tied" in result[0]
 
 
@@ -259,7 +265,9 @@ def test_other_prompts_are_refused_on_every_rank(
     prompts.write_text(PROMPTS.read_text().replace("5", "6"))
     arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
     root = tmp_path / "checkpoints"
-    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=root, data__path=prompts):
+    for result in world(2).run(
+        "tests.support.ranks.checkpoints.saving:contradiction", **arguments, root=root, data__path=prompts
+    ):
         assert len(result) == 1 and "data.path: its content differs" in result[0]
 
 
@@ -272,5 +280,7 @@ def test_prompts_that_are_gone_leave_no_rank_waiting(
     arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
     root = tmp_path / "checkpoints"
     gone = tmp_path / "gone.jsonl"
-    for result in world(2).run("tests.support.ranks.saving:contradiction", **arguments, root=root, data__path=gone):
+    for result in world(2).run(
+        "tests.support.ranks.checkpoints.saving:contradiction", **arguments, root=root, data__path=gone
+    ):
         assert len(result) == 1 and str(gone) in result[0]

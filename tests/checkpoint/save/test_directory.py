@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory, continues_history
-from megarl.common.processes import ProcessId
-from tests.support.pool import pool_config
-from tests.support.sample_checkpoints import make_checkpoint
+from megarl.common.process.processes import ProcessId
+from tests.support.checkpoints.sample_checkpoints import make_checkpoint
+from tests.support.pool.pool import pool_config
 
 
 def test_only_what_has_a_manifest_is_a_checkpoint(directory: CheckpointDirectory) -> None:

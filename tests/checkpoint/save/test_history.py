@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megarl.checkpoint.save import history
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
-from megarl.common import line_parts
-from megarl.telemetry.sinks import JsonlSink
+from megarl.common.rundir import rotating_lines
+from megarl.telemetry.sinks.sinks import JsonlSink
 
 
 def test_result_files_go_back_to_the_byte(tmp_path: Path) -> None:
@@ -41,9 +41,9 @@ def test_older_parts_go_back_too(tmp_path: Path) -> None:
         committed.append(positions(tmp_path))
         sink.write_object({"step": number})
     sink.close()
-    assert len(line_parts.parts(sink.path)) > 2 and committed[2] == {"samples.jsonl": 24}
+    assert len(rotating_lines.parts(sink.path)) > 2 and committed[2] == {"samples.jsonl": 24}
     assert roll_back(tmp_path, committed[2]) == 4
-    assert positions(tmp_path) == committed[2] and len(list(line_parts.read_lines(sink.path))) == 2
+    assert positions(tmp_path) == committed[2] and len(list(rotating_lines.read_lines(sink.path))) == 2
     moved = [json.loads(line) for line in (tmp_path / ROLLED_BACK).read_text().splitlines()]
     assert moved == [{"file": "samples.jsonl", "step": number} for number in range(2, 6)]
 
@@ -56,7 +56,7 @@ def test_the_records_of_many_resumes_are_bounded_and_the_newest_are_kept(
     for resume in range(100):
         metrics.write_text("".join(json.dumps({"step": 3 * resume + number}) + "\n" for number in range(3)))
         assert roll_back(tmp_path, {}) == 3
-    kept = [json.loads(line)["step"] for line in line_parts.read_lines(tmp_path / ROLLED_BACK)]
+    kept = [json.loads(line)["step"] for line in rotating_lines.read_lines(tmp_path / ROLLED_BACK)]
     assert kept == list(range(kept[0], 300)) and kept[0] > 0
     assert 3000 < sum(path.stat().st_size for path in tmp_path.glob("rolled_back*.jsonl")) < 4100
 
@@ -67,7 +67,7 @@ def test_one_resume_that_moves_more_than_a_part_keeps_the_bound(
     monkeypatch.setattr(history, "ROLLED_BACK_BYTES", 4000)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": number}) + "\n" for number in range(400)))
     assert roll_back(tmp_path, {}) == 400
-    kept = [json.loads(line)["step"] for line in line_parts.read_lines(tmp_path / ROLLED_BACK)]
+    kept = [json.loads(line)["step"] for line in rotating_lines.read_lines(tmp_path / ROLLED_BACK)]
     assert kept == list(range(kept[0], 400)) and 0 < kept[0] < 350
 
 
@@ -99,13 +99,13 @@ class SampleRun:
         self.lines.append(json.dumps(content))
         total = sum(len(line) + 1 for line in self.lines)
         for number, line in enumerate(self.lines):
-            if total > LIMIT - 2 * line_parts.part_bytes(LIMIT) - LONGEST:
+            if total > LIMIT - 2 * rotating_lines.part_bytes(LIMIT) - LONGEST:
                 self.may_be_gone.add(number)
             total -= len(line) + 1
         self.sink.write_object(content)
         if self.path.stat().st_size == 0:  # a part has begun
-            older = [part.stat().st_size for _, part in line_parts.older_parts(self.path)]
-            assert sum(older) <= LIMIT - line_parts.part_bytes(LIMIT)
+            older = [part.stat().st_size for _, part in rotating_lines.older_parts(self.path)]
+            assert sum(older) <= LIMIT - rotating_lines.part_bytes(LIMIT)
 
     def save(self) -> None:
         """Make a checkpoint."""
@@ -129,12 +129,12 @@ class SampleRun:
 
     def check(self) -> None:
         """Compare the files with the history: its last lines, each once, and all that the bound keeps."""
-        found = list(line_parts.read_lines(self.path))
+        found = list(rotating_lines.read_lines(self.path))
         missing = len(self.lines) - len(found)
-        assert line_parts.end(self.path) == sum(len(line) + 1 for line in self.lines)
+        assert rotating_lines.end(self.path) == sum(len(line) + 1 for line in self.lines)
         assert found == self.lines[missing:] and set(range(missing)) <= self.may_be_gone
         names = [part.name for part in self.directory.glob("samples*.jsonl")]
-        assert sorted(names) == sorted(part.name for _, part in line_parts.parts(self.path))
+        assert sorted(names) == sorted(part.name for _, part in rotating_lines.parts(self.path))
 
 
 def killed_after(calls: int, action: Callable[[], None]) -> bool:
@@ -152,7 +152,7 @@ def killed_after(calls: int, action: Callable[[], None]) -> bool:
         return call
 
     patches = [mock.patch.object(Path, name, counted(getattr(Path, name))) for name in ("rename", "unlink", "touch")]
-    patches.append(mock.patch.object(line_parts.os, "truncate", counted(line_parts.os.truncate)))
+    patches.append(mock.patch.object(rotating_lines.os, "truncate", counted(rotating_lines.os.truncate)))
     try:
         for patch in patches:
             patch.start()

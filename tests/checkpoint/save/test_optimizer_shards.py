@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.checkpoint.save.optimizer_shards import rectangles
-from tests.support.world import World
+from tests.support.worlds.world import World
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -55,7 +55,7 @@ def test_a_rank_saves_and_loads_its_own_part_in_place(
 ) -> None:
     """Megatron's own format holds `data-parallel size` times as much on every rank."""
     arguments = {"model_dir": model_dir(model), "layout": layout}
-    results = world(ranks).run("tests.support.ranks.saving:optimizer_parts", **arguments)
+    results = world(ranks).run("tests.support.ranks.checkpoints.saving:optimizer_parts", **arguments)
     for result in results:
         assert result["elements"] == 3 * result["held"] and result["views"]
     parts = ranks // layout.get("tensor", 1)

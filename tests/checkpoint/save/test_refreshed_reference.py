@@ -12,8 +12,8 @@ import torch
 
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.trainer.batch import TrainSample
-from tests.support.tensors import merge
-from tests.support.world import World
+from tests.support.models.tensors import merge
+from tests.support.worlds.world import World
 
 pytestmark = pytest.mark.world
 
@@ -36,7 +36,8 @@ def saved(
         if key not in known:
             root = tmp_path_factory.mktemp("refreshed")
             known[key] = root, world(ranks).run(
-                "tests.support.ranks.refresh:refresh_and_save", timeout=240, model_dir=model_dir(model), layout=layout,
+                "tests.support.ranks.training.refresh:refresh_and_save", timeout=240, model_dir=model_dir(model),
+                layout=layout,
                 samples=samples_of(model), root=root,
             )  # fmt: skip
         return known[key]
@@ -104,7 +105,7 @@ def test_a_load_brings_the_reference_back(
 ) -> None:
     root, unbroken = saved(before[0], model, before[1])
     got = world(after[0]).run(
-        "tests.support.ranks.refresh:resume", timeout=240, model_dir=model_dir(model), layout=after[1],
+        "tests.support.ranks.training.refresh:resume", timeout=240, model_dir=model_dir(model), layout=after[1],
         samples=samples_of(model), root=root,
     )  # fmt: skip
     assert all(found["reference 3"]["step"] == 2 and found["reference 4"]["step"] == 4 for found in got)
@@ -124,7 +125,7 @@ def test_a_run_without_a_reference_and_a_reader_of_weights_leave_it_alone(
 ) -> None:
     root, unbroken = saved(2, "dense", {})
     got = world(1).run(
-        "tests.support.ranks.refresh:resume", timeout=240, model_dir=model_dir("dense"), layout={},
+        "tests.support.ranks.training.refresh:resume", timeout=240, model_dir=model_dir("dense"), layout={},
         samples=samples_of("dense"), root=root, algorithm__kl__coef=0.0,
     )  # fmt: skip
     assert equal(whole(got, "policy 3"), whole(unbroken, "policy 3"))

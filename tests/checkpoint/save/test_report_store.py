@@ -10,11 +10,11 @@ import pytest
 from megarl.checkpoint.save import checkpointer as module
 from megarl.checkpoint.save import on_ranks
 from megarl.checkpoint.save.checkpointer import Checkpointer
-from megarl.common.bound_store import NODE_ADDRESS_VARIABLE
-from megarl.common.run_secret import run_secret
-from megarl.weights.store import SyncStore
-from tests.support.configs import config
-from tests.support.thread_ranks import ThreadPeers, ThreadRanks
+from megarl.common.trust.run_secret import run_secret
+from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
+from megarl.weights.group.store import SyncStore
+from tests.support.trainer.configs import config
+from tests.support.trainer.thread_ranks import ThreadPeers, ThreadRanks
 
 FAILING = ["secret of rank 0", "secret of rank 1", "address of rank 0", "server", "connection of rank 1"]
 
@@ -58,7 +58,7 @@ def fail_at(failing: str, ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(module, "run_secret", secret)
     monkeypatch.setattr(module, "store_address", address)
-    monkeypatch.setattr("megarl.weights.store.SyncStore", store)
+    monkeypatch.setattr("megarl.weights.group.store.SyncStore", store)
 
 
 @pytest.mark.parametrize("failing", FAILING)

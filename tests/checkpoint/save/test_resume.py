@@ -20,10 +20,10 @@ from megarl.checkpoint.save.resume import (
     identity,
     resume_problems,
 )
-from megarl.models.read_config import load_info
-from tests.support.configs import config, write_problems
-from tests.support.sample_checkpoints import make_checkpoint, verify
-from tests.support.tiny import make_tiny_model
+from megarl.models.hf.read_config import load_info
+from tests.support.checkpoints.sample_checkpoints import make_checkpoint, verify
+from tests.support.models.tiny import make_tiny_model
+from tests.support.trainer.configs import config, write_problems
 
 
 def test_the_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(directory: CheckpointDirectory) -> None:

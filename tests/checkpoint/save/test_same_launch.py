@@ -11,8 +11,8 @@ import pytest
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.checkpoint.save.same_launch import config_of_this_start, remember_launch, same_launch
 from megarl.config.schema import Config
-from tests.support.pool import pool_config
-from tests.support.sample_checkpoints import make_checkpoint
+from tests.support.checkpoints.sample_checkpoints import make_checkpoint
+from tests.support.pool.pool import pool_config
 
 FIRST = {"launch": "a", "job": "7", "agent": ["host", 1, 2]}
 

@@ -9,7 +9,7 @@ import pytest
 from megarl.cluster.nodes.allocation import Allocation, check_allocation, parse_duration, slurm_allocation
 from megarl.cluster.nodes.topology import make_topology
 from megarl.common.errors import ConfigError
-from tests.support.configs import config
+from tests.support.trainer.configs import config
 
 SPLIT: dict[str, Any] = {
     "trainer": {"gpus": 16, "gpus_per_node": 8},

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from megarl.cluster.nodes.allocation import local_allocation
-from megarl.cluster.nodes.board import NodeBoard, NodeFailure, NodeRecord
-from megarl.cluster.nodes.launch_spec import LaunchSpec
+from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.prepare import prepare, refuse_running, status
-from megarl.common import run_files as stopping
-from megarl.common.claim import CLAIM_FILE, Holder
+from megarl.cluster.nodes.spec import LaunchSpec
 from megarl.common.errors import ConfigError
-from megarl.common.processes import ProcessId
-from megarl.common.run_files import ExitRecord
-from megarl.config.load import config_from_tree
+from megarl.common.process.processes import ProcessId
+from megarl.common.rundir import run_files as stopping
+from megarl.common.rundir.run_files import ExitRecord
+from megarl.common.rundir.run_lock import CLAIM_FILE, Holder
+from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
-from tests.support.configs import tree, write_problems
-from tests.support.tiny import make_tiny_model
+from tests.support.models.tiny import make_tiny_model
+from tests.support.trainer.configs import tree, write_problems
 
 HERE = local_allocation(("127.0.0.1",))
 

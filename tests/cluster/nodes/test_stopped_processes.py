@@ -6,7 +6,7 @@ import signal
 import subprocess
 
 from megarl.cluster.nodes.stopped_processes import LOOK_S, StoppedProcesses
-from megarl.common.processes import ProcessId, state_of
+from megarl.common.process.processes import ProcessId, state_of
 from tests.support.waiting import wait_until
 
 

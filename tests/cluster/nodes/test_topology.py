@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megarl.cluster.nodes.topology import Topology, make_topology, stop_seconds
 from megarl.common.errors import ConfigError
-from megarl.config.job_sections import LaunchConfig, TimeoutsConfig
-from tests.support.configs import config
+from megarl.config.schema.job import LaunchConfig, TimeoutsConfig
+from tests.support.trainer.configs import config
 
 
 def topology(**changes: Any) -> Topology:
@@ -81,7 +81,7 @@ def test_the_time_for_stopping_follows_from_the_saves_bound() -> None:
 
 
 def test_a_save_that_cannot_end_in_time_is_refused() -> None:
-    from megarl.config.checks import launch_problems
+    from megarl.config.checks.sections import launch_problems
 
     (problem,) = launch_problems(config("model", launch={"stop_before_s": 50}, timeouts={"save_s": 60}))
     assert problem.startswith("launch.stop_before_s: 50 s") and "60" in problem

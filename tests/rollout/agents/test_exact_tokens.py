@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.tool_agent import ToolAgent
-from megarl.rollout.requests import GenerateRequest, GenerateResult
-from tests.support.configs import config as config_of
-from tests.support.scripted_agents import (
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from tests.support.agents.scripted_agents import (
     END,
     TOKENIZER,
     Counter,
@@ -28,6 +27,7 @@ from tests.support.scripted_agents import (
     call_text,
     toolbox_of,
 )
+from tests.support.trainer.configs import config as config_of
 
 CONFIG = config_of("model", batch={"groups": 2, "samples_per_group": 2})
 SPECIALS = set(TOKENIZER.all_special_ids)

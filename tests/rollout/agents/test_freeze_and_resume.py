@@ -15,10 +15,9 @@ from typing import Any, get_args
 import pytest
 
 from megarl.rollout.agents.tool_states import AgentPhase
-from megarl.rollout.journal_records import decode_unfinished
-from megarl.rollout.loop_records import INTERRUPTED
-from tests.support.checkout import ROOT
-from tests.support.frozen_agents import (
+from megarl.rollout.resume.journal_records import decode_unfinished
+from megarl.rollout.resume.loop_records import INTERRUPTED
+from tests.support.agents.frozen_agents import (
     Attempt,
     Stop,
     Stopped,
@@ -28,6 +27,7 @@ from tests.support.frozen_agents import (
     stops_at_freezes,
     undisturbed,
 )
+from tests.support.checkout import ROOT
 
 EXPECTED, POINTS = undisturbed()
 
@@ -90,9 +90,9 @@ def continued(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 def other_process(*arguments: str | Path) -> str:
-    """The output of `tests.support.frozen_agents`."""
+    """The output of `tests.support.agents.frozen_agents`."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.frozen_agents", *map(str, arguments)],
+        [sys.executable, "-m", "tests.support.agents.frozen_agents", *map(str, arguments)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

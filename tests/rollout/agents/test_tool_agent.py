@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from megarl.chat.xml_calls import XmlFormat
 from megarl.config.schema import Config
-from megarl.data.xml_calls import XmlFormat
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardInput, RewardOutcome, Turn
 from megarl.rollout.agents.tool_agent import ToolAgent
-from tests.support.configs import config as config_of
-from tests.support.scripted_agents import (
+from tests.support.agents.scripted_agents import (
     END,
     TOKENIZER,
     VERSION,
@@ -26,6 +25,7 @@ from tests.support.scripted_agents import (
     ids_of,
     toolbox_of,
 )
+from tests.support.trainer.configs import config as config_of
 
 TURNS = [f"First.\n{call_text('add', a=1, b=1)}", call_text("add", a=2, b=2), "The answer is 4."]
 
@@ -74,7 +74,7 @@ def test_the_trajectory_holds_exactly_the_tokens_that_the_engine_saw(config: Con
 
 
 def runner_load() -> Any:
-    from megarl.rollout.engine_load import EngineLoad
+    from megarl.rollout.engine.engine_load import EngineLoad
 
     return EngineLoad()
 
@@ -275,9 +275,9 @@ def test_whatever_a_model_writes_as_an_argument_can_be_frozen(config: Config, va
 
     import msgspec
 
-    from megarl.data.tool_calls import HERMES
+    from megarl.chat.tool_calls import HERMES
     from megarl.rollout.agents.tool_states import RequestedCall
-    from megarl.rollout.loop_records import call_digest
+    from megarl.rollout.resume.loop_records import call_digest
 
     text = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
     [call] = HERMES.parse(text).calls

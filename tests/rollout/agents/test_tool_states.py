@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from megarl.config.agent_sections import AgentConfig
-from megarl.data.tool_calls import MalformedCall, ParsedTurn, ToolCall
+from megarl.chat.tool_calls import MalformedCall, ParsedTurn, ToolCall
+from megarl.config.schema.agent import AgentConfig
 from megarl.rollout.agents.tool_states import (
     AgentEvent,
     AnswersEncoded,

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.config.load import config_from_tree
+from megarl.config.loading.load import config_from_tree
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout.group_runner import GroupRunner
-from megarl.rollout.prompts import PromptSource
-from megarl.rollout.replica import ReplicaSpec
-from megarl.rollout.requests import GenerateRequest, GenerateResult
+from megarl.rollout.agents.group_runner import GroupRunner
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.workers import agent_worker
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec
 from megarl.rollout.workers.worker_groups import WorkerGroups
-from megarl.telemetry import events
-from megarl.telemetry.event_files import read_events
-from tests.support.chat_templates import CHATML_TOOLS
-from tests.support.fake_replicas import Method
-from tests.support.fake_workers import WorkerQueue, rows_of
-from tests.support.run import tiny_config
+from megarl.telemetry.trace import events
+from megarl.telemetry.trace.files import read_events
+from tests.support.engines.fake_replicas import Method
+from tests.support.models.chat_templates import CHATML_TOOLS
+from tests.support.rollout.fake_workers import WorkerQueue, rows_of
+from tests.support.runs.run import tiny_config
 
 REAL_TIME = True  # it waits for reward processes
 

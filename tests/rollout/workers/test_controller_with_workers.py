@@ -15,19 +15,19 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
+from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.batcher import Batcher
-from megarl.rollout.group_runner import GroupRunner
-from megarl.rollout.journal import JOURNAL_FILE
-from megarl.rollout.journal_file import JournalFile
-from megarl.rollout.journal_records import read_head
-from megarl.rollout.to_trajectory import trajectory
+from megarl.rollout.agents.trajectory_builder import trajectory
+from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.resume.journal import JOURNAL_FILE
+from megarl.rollout.resume.journal_file import JournalFile
+from megarl.rollout.resume.journal_records import read_head
 from megarl.rollout.workers.messages import Ended, Failed, Frozen, Queued, SentFailure, WorkerReport
-from tests.support.configs import config as config_of
-from tests.support.fake_replicas import FakeReplica, fleet_of
-from tests.support.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
-from tests.support.fake_workers import Crew, WorkerQueue
-from tests.support.retokenized import Retokenized
+from tests.support.agents.retokenized import Retokenized
+from tests.support.engines.fake_replicas import FakeReplica, fleet_of
+from tests.support.rollout.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
+from tests.support.rollout.fake_workers import Crew, WorkerQueue
+from tests.support.trainer.configs import config as config_of
 
 GROUPS, SAMPLES = 3, 2
 WAIT_S = 10.0

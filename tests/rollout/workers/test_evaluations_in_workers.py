@@ -9,24 +9,22 @@ from typing import Any
 
 import pytest
 
+from megarl.chat.formats import Prompt
 from megarl.config.schema import Config
-from megarl.data.formats import Prompt
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
+from megarl.rollout.agents.eval_context import EVAL_SEED_OFFSET, Share
 from megarl.rollout.agents.tool_agent import ToolAgent
-from megarl.rollout.eval_context import EVAL_SEED_OFFSET, Share
-from megarl.rollout.eval_sets import EvalProblem, EvalSet
-from megarl.rollout.evaluate_on_fleet import evaluate_on_fleet
-from megarl.rollout.loop_records import INTERRUPTED
-from megarl.rollout.request_context import RequestContext
-from megarl.rollout.requests import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.engine.request_context import RequestContext
+from megarl.rollout.orchestrator.evaluation import evaluate_on_fleet
+from megarl.rollout.resume.loop_records import INTERRUPTED
+from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.workers.messages import StartResponse
 from megarl.rollout.workers.worker_groups import MOST_LOST
-from tests.support.configs import config as config_of
-from tests.support.fake_workers import Crew, WorkerQueue
-from tests.support.scripted_agents import (
+from tests.support.agents.scripted_agents import (
     TOKENIZER,
     Counter,
     ScriptedBatcher,
@@ -35,6 +33,8 @@ from tests.support.scripted_agents import (
     ids_of,
     toolbox_of,
 )
+from tests.support.rollout.fake_workers import Crew, WorkerQueue
+from tests.support.trainer.configs import config as config_of
 
 PROBLEMS, SAMPLES = 3, 2
 RESPONSES = PROBLEMS * (1 + SAMPLES)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkout import ROOT, environment
-from tests.support.hostile_worker import GROUPS, LINE, LINES, LOG_BYTES
+from tests.support.rollout.hostile_worker import GROUPS, LINE, LINES, LOG_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ SAMPLES = 4
 def test_a_worker_whose_loops_flood_goes_on_and_each_sample_has_one_answer(tmp_path: Path) -> None:
     """The worker is a process of its own, with a real tokenizer and real reward processes."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.hostile_worker", str(tmp_path)],
+        [sys.executable, "-m", "tests.support.rollout.hostile_worker", str(tmp_path)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     logs = sorted((tmp_path / "logs").glob("worker-0.log*"))

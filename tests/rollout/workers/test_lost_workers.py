@@ -15,16 +15,16 @@ from megarl.common.errors import NoWorkerLeft, RolloutError
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
+from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.agents.single_turn import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
-from megarl.rollout.group_runner import GroupRunner
-from megarl.rollout.loop_records import INTERRUPTED
+from megarl.rollout.resume.loop_records import INTERRUPTED
 from megarl.rollout.workers import remote_group, worker_groups
-from tests.support.configs import config as config_of
-from tests.support.fake_rollout import FakeBatcher, FakeRewards, FakeSource
-from tests.support.fake_workers import Crew, WorkerQueue, rows_of
-from tests.support.frozen_agents import GROUP, TURNS, interrupted_books, undisturbed
-from tests.support.scripted_agents import Counter, KeepingRewards, ScriptedBatcher, agent_runner, toolbox_of
+from tests.support.agents.frozen_agents import GROUP, TURNS, interrupted_books, undisturbed
+from tests.support.agents.scripted_agents import Counter, KeepingRewards, ScriptedBatcher, agent_runner, toolbox_of
+from tests.support.rollout.fake_rollout import FakeBatcher, FakeRewards, FakeSource
+from tests.support.rollout.fake_workers import Crew, WorkerQueue, rows_of
+from tests.support.trainer.configs import config as config_of
 
 EXPECTED, _ = undisturbed()
 
@@ -149,7 +149,7 @@ def test_what_engines_had_made_of_a_turn_is_not_made_again() -> None:
 
 
 def test_a_worker_that_does_not_answer_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.workers.worker_link.POLL_S", 0.1)
+    monkeypatch.setattr("megarl.rollout.workers.worker_client.POLL_S", 0.1)
     scene = Scene(rpc_s=0.5)
 
     async def silence() -> None:

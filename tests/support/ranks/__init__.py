@@ -1,1 +1,1 @@
-"""Functions that each rank of a test world runs: `world(2).run("tests.support.ranks.policy:train", ...)`."""
+"""Functions that each rank of a test world runs: `world(2).run("tests.support.ranks.training.policy:train", ...)`."""

@@ -1,0 +1,1 @@
+"""Off-policy corrections: weights and masks of token losses."""

@@ -1,0 +1,89 @@
+"""Corrections for tokens that another policy sampled than the one that is updated: weights and masks of token losses.
+
+Three policies meet in an update: the one that sampled (the engine's log-probs; of older weights if generation ran
+ahead, and of another implementation in any case), the proximal one (the trainer's before the first update of the step)
+and the current one. PPO's ratio is current / proximal; its clip bounds what the step's own updates change. The weight
+is proximal / sampling, and carries no gradient. Their product is the importance ratio current / sampling. This is the
+decoupled objective (arXiv:2110.00641; AReaL, arXiv:2505.24298), here with a bound on the weight, and with masks for
+tokens and sequences on which the two policies are too far apart.
+
+Shapes: R response tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.correction.config import CorrectionSpec
+from megarl.algorithms.correction.correction_proximal import loglinear
+from megarl.algorithms.correction.masks import Rejection, reject
+from megarl.algorithms.correction.ratios import LogRatios, TrainedTokens
+from megarl.algorithms.correction.weights import WEIGHTS
+
+__all__ = ["CorrectionSpec", "TokenWeights", "importance_weights", "proximal_logprobs"]
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """The coefficient of each token's policy loss. `weights_R`: [R], detached, 0 where masked or not trained.
+
+    `capped_R`: [R] bool, the tokens whose weight the cap has cut, and that no mask leaves out. `dropped_R`: [R] bool,
+    trained tokens that a band or a mask leaves out. `rejections`: what each mask does by itself. `tokens`: which tokens
+    are trained.
+    """
+
+    tokens: TrainedTokens
+    weights_R: Tensor
+    capped_R: Tensor
+    dropped_R: Tensor
+    rejections: tuple[Rejection, ...] = field(default=())
+
+    @property
+    def rejected(self) -> Tensor:
+        """The tokens that at least one mask leaves out, [R] bool."""
+        nothing_R = torch.zeros_like(self.dropped_R)
+        return torch.stack([nothing_R, *(each.rejected_R for each in self.rejections)]).any(dim=0)
+
+
+def importance_weights(
+    proximal_R: Tensor, sampling_R: Tensor, keep_R: Tensor, correction: CorrectionSpec, *, cu_seqlens: Tensor
+) -> TokenWeights:
+    """Return the coefficient of each token's policy loss: the weight of `correction.kind`, 0 where a mask rejects.
+
+    `proximal_R`, `sampling_R`: log-probs, [R], at the sampling temperature; the weights are in their dtype, at least
+    fp32. `keep_R` (bool) marks the trained tokens. What stands elsewhere, NaN included, is ignored. `cu_seqlens`:
+    int32 [S + 1], of whole sequences.
+    """
+    ratios = LogRatios.between(proximal_R, sampling_R, keep_R, cu_seqlens)
+    weights = WEIGHTS[correction.kind].function(ratios, correction)
+    result = TokenWeights(
+        ratios,
+        weights.weights_R,
+        weights.capped_R,
+        weights.dropped_R,
+        tuple(reject(ratios, option) for option in correction.masks),
+    )
+    if not result.rejections:
+        return result
+    rejected_R = result.rejected
+    return replace(
+        result,
+        weights_R=torch.where(rejected_R, weights.weights_R.new_zeros(()), weights.weights_R),
+        capped_R=weights.capped_R & ~rejected_R,
+        dropped_R=weights.dropped_R | rejected_R,
+    )
+
+
+def proximal_logprobs(correction: CorrectionSpec, logprobs_R: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+    """Return the proximal policy's log-probs, [R], detached.
+
+    They are the stream `old_logprobs`; without it the proximal policy is the current one, as in the first update of a
+    step. `loglinear` interpolates them, by the streams `rollout_logprobs` and `proximal_alpha`.
+    """
+    if correction.proximal == "loglinear":
+        return loglinear(logprobs_R, streams["rollout_logprobs"], streams["proximal_alpha"])
+    return streams.get("old_logprobs", logprobs_R.detach())

@@ -1,0 +1,105 @@
+"""Masks of tokens and sequences on which two policies are too far apart: pure functions, registered under their names.
+
+p is the probability of a sampled token under the proximal policy, q under the one that sampled, d = log p - log q.
+
+- `token`, `sequence`, `geometric`: bounds on p / q of the token, its product over the sequence, or its geometric mean.
+- `{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`: bounds on an estimate of KL(q || p) from tokens of q
+  (joschu.net/blog/kl-approx.html), of the token, or its sum, mean or maximum over the sequence's trained tokens:
+  k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. Names and bounds are verl's (0.9.1, rollout_corr_helper.py): those of k1
+  are of exp(k1) = q / p, so [0.5, 3] there is [1/3, 2] for the ratio p / q. AReaL's `kl_k1` and `kl_k3` have the
+  opposite sign of d.
+
+Log-ratios of tokens are cut to +-20 first, as in verl.
+
+Shapes: R response tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.correction.config import MaskConfig, MaskKind
+from megarl.algorithms.correction.ratios import MAX_LOG_WEIGHT, LogRatios
+
+_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "ratio": lambda d_R: d_R,
+    "k1": lambda d_R: -d_R,
+    "k2": lambda d_R: 0.5 * d_R.square(),
+    "k3": lambda d_R: d_R.exp() - 1.0 - d_R,
+}
+_OVER_SEQUENCE: dict[str, Callable[[LogRatios, Tensor], Tensor]] = {
+    "seq_sum": LogRatios.sums,
+    "seq_mean": LogRatios.means,
+    "seq_max": LogRatios.maxima,
+}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A registered mask. `level`: `token`, or how the tokens of a sequence are combined. `paper`: its source.
+
+    `estimate`: ratio, k1, k2 or k3. With the first two the bounds are of a ratio, and its logarithm is compared.
+    """
+
+    level: str
+    estimate: str
+    paper: str
+
+    @property
+    def bounds_a_ratio(self) -> bool:
+        """True if the option's bounds are ratios."""
+        return self.estimate in ("ratio", "k1")
+
+    def statistic(self, ratios: LogRatios) -> Tensor:
+        """Return what is compared with the bounds, in nats, for each token, [R]; 0 where not trained."""
+        each_R = _ESTIMATES[self.estimate](ratios.values_R.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
+        if self.level != "token":
+            each_R = _OVER_SEQUENCE[self.level](ratios, each_R)[ratios.ids_R]
+        return torch.where(ratios.keep_R, each_R, each_R.new_zeros(()))
+
+
+_RL_COLLAPSE = "richardli.xyz/rl-collapse"
+
+
+def _of(kind: MaskKind) -> Mask:
+    if kind == "token":
+        return Mask("token", "ratio", "IcePop, arXiv:2510.18855")
+    if kind == "sequence":
+        return Mask("seq_sum", "ratio", f"masked importance sampling, {_RL_COLLAPSE}")
+    if kind == "geometric":
+        return Mask("seq_mean", "ratio", f"geometric rejection sampling, {_RL_COLLAPSE}; the ratio of GSPO, 2507.18071")
+    level, _, estimate = kind.rpartition("_")
+    return Mask(level, estimate, f"{_RL_COLLAPSE}; joschu.net/blog/kl-approx.html")
+
+
+MASKS: dict[MaskKind, Mask] = {kind: _of(kind) for kind in get_args(MaskKind)}
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """The effect of one mask. `rejected_R`: [R] bool, trained tokens that it leaves out.
+
+    `largest`: 0-dim, the largest |statistic| in nats; 0 if no token is trained.
+    """
+
+    kind: MaskKind
+    rejected_R: Tensor
+    largest: Tensor
+
+
+def reject(ratios: LogRatios, option: MaskConfig) -> Rejection:
+    """Return which trained tokens the mask leaves out: those whose statistic is outside the bounds, ends included."""
+    mask = MASKS[option.kind]
+    low, high = option.bounds
+    if mask.bounds_a_ratio:
+        low, high = math.log(low), math.log(high)
+    statistic_R = mask.statistic(ratios)
+    rejected_R = ratios.keep_R & ((statistic_R < low) | (statistic_R > high))
+    largest = statistic_R.abs().max() if statistic_R.numel() else statistic_R.new_zeros(())
+    return Rejection(option.kind, rejected_R, largest)

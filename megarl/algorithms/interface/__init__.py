@@ -1,0 +1,1 @@
+"""What losses and advantages are given, what they return, and their registry."""

@@ -1,0 +1,1 @@
+"""The training loss: its terms, their weights, and its statistics."""

@@ -1,0 +1,196 @@
+"""The training loss: the sum of the terms `rl`, `ce` and `ref_kl` (see `terms`), on packed response tokens.
+
+    rl       coefficient 1: the chosen policy loss, times the weights of a correction, minus the entropy bonus
+    ce       the cross-entropy -log pi of given tokens: demonstrations, or what a tool answered
+    ref_kl   an estimate of KL(policy || reference), for any stream of log-probs as the reference
+
+All terms are per token; token weights turn them into one number. Statistics are sums, counts and maxima, never means,
+so that they reduce exactly over micro-batches and ranks.
+
+Shapes: R response tokens, S sequences; `cu_seqlens` is int32 [S + 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.correction.apply import CorrectionSpec, importance_weights, proximal_logprobs
+from megarl.algorithms.interface.registry import Chosen
+from megarl.algorithms.interface.segments import check_packed
+from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
+from megarl.algorithms.objective.aggregation import Aggregation, token_weights
+from megarl.algorithms.objective.kl import KLEstimator, masked_kl
+from megarl.algorithms.objective.stats import LossStats
+from megarl.algorithms.objective.terms import TermCounts, TermName, term_mask, weight_stream
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss that a config describes.
+
+    `reference_stream`: the log-probs to which `ref_kl` is measured. `correction`: None for none.
+    """
+
+    loss: Chosen[TokenInputs, TokenLoss]
+    aggregation: Aggregation = "token_mean"
+    ce_coef: float = 1.0
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coef: float = 0.0
+    correction: CorrectionSpec | None = None
+    reference_stream: str = "reference_logprobs"
+
+    def report(self, stats: LossStats) -> dict[str, float]:
+        """Return the numbers to report, from statistics merged over all micro-batches and ranks."""
+        return stats.means() | (stats.correction_means() if self.correction else {})
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The inputs of the loss for one micro-batch: R response tokens of S whole sequences.
+
+    `logprobs_R` (with gradient) and `entropy_R` are the policy's, fp32; `mask_R` (bool) marks the trained tokens.
+    `streams`: all other values per token, [R] each, by name (`old_logprobs`, `advantages`, `ce_weights`, ...).
+    `counts`: those of the whole mini-batch over all ranks.
+    """
+
+    logprobs_R: Tensor
+    mask_R: Tensor
+    cu_seqlens: Tensor  # int32 [S + 1]
+    counts: TermCounts
+    streams: Mapping[str, Tensor]
+    entropy_R: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """A micro-batch's share of the objective, `loss` (0-dim, with gradient). The shares add up to the objective."""
+
+    loss: Tensor
+    stats: LossStats
+
+
+# Returns a micro-batch's share of the objective; the shares of all micro-batches and ranks add up to it.
+LossFunction = Callable[[LossInputs], MicroBatchLoss]
+
+
+def micro_batch_loss(objective: Objective, inputs: LossInputs) -> MicroBatchLoss:
+    """Return this micro-batch's share of rl - entropy_coef * entropy + kl_coef * ref_kl + ce_coef * ce.
+
+    The entropy has the weights of `rl`, without those of a correction. The KL, the entropy and the cross-entropy are
+    reported whenever their inputs are given.
+
+    Raises:
+        ValueError: the reference log-probs or `entropy_R` are required but missing.
+    """
+    rl = _tokens_of("rl", objective, inputs)
+    policy_R, stats = policy_losses(objective, inputs, rl.keep_R)
+    loss = (rl.weights_R * policy_R).sum()
+    stats.sums["policy_loss"] = loss.detach().double()
+    if (kl := _ref_kl(objective, inputs, stats)) is not None:
+        loss = loss + objective.kl_coef * kl
+    if (entropy := _entropy(objective, inputs, rl, stats)) is not None:
+        loss = loss - objective.entropy_coef * entropy
+    if (ce := _cross_entropy(objective, inputs, stats)) is not None:
+        loss = loss + objective.ce_coef * ce
+    stats.sums["loss"] = loss.detach().double()
+    return MicroBatchLoss(loss, stats)
+
+
+@dataclass(frozen=True)
+class _TermTokens:
+    """The tokens of a term, `keep_R` (bool, [R]), and what each one's loss is multiplied by, `weights_R` ([R])."""
+
+    keep_R: Tensor
+    weights_R: Tensor
+
+
+def _tokens_of(term: TermName, objective: Objective, inputs: LossInputs) -> _TermTokens:
+    keep_R = term_mask(term, inputs.mask_R.bool(), inputs.streams)
+    dtype = torch.promote_types(inputs.logprobs_R.dtype, torch.float32)
+    weights_R = token_weights(keep_R, inputs.cu_seqlens, objective.aggregation, getattr(inputs.counts, term), dtype)
+    own_R = inputs.streams.get(weight_stream(term))
+    if own_R is not None:
+        weights_R = weights_R * torch.where(keep_R, own_R.to(dtype), weights_R.new_zeros(()))
+    return _TermTokens(keep_R, weights_R)
+
+
+def policy_losses(objective: Objective, inputs: LossInputs, keep_R: Tensor) -> tuple[Tensor, LossStats]:
+    """Return the policy loss of each token of `keep_R` (bool, [R]), [R] and 0 elsewhere, and its statistics.
+
+    With a correction the stream `rollout_logprobs` is required, and `old_logprobs` are the proximal policy's. Without
+    `old_logprobs` the proximal policy is the current one, as in the first update of a step: the ratio is 1, and the
+    gradient is that of REINFORCE times the weight.
+    """
+    logprobs_R, streams, cu_seqlens = inputs.logprobs_R, inputs.streams, inputs.cu_seqlens
+    correction = objective.correction
+    old_R = streams["old_logprobs"] if correction is None else proximal_logprobs(correction, logprobs_R, streams)
+    given = TokenInputs.of(logprobs_R, old_R, streams["advantages"], keep_R, cu_seqlens)
+    result = objective.loss(given)
+    loss_R = torch.where(keep_R, result.loss_R, result.loss_R.new_zeros(()))
+    stats = _statistics(given, result)
+    if correction is None:
+        return loss_R, stats
+    rollout_R = streams["rollout_logprobs"]
+    check_packed(cu_seqlens, old_R, rollout_R)
+    weights = importance_weights(old_R, rollout_R, keep_R, correction, cu_seqlens=cu_seqlens)
+    stats.add_correction(weights, LossStats.of_pair(rollout_R, old_R, keep_R, cu_seqlens))
+    return loss_R * weights.weights_R, stats
+
+
+@torch.no_grad()
+def _statistics(given: TokenInputs, result: TokenLoss) -> LossStats:
+    ratio_R = given.ratio if result.ratio_R is None else result.ratio_R
+    stats = LossStats.of_ratios(ratio_R.detach(), given.log_ratio.detach(), given.keep_R, given.cu_seqlens)
+    stats.add_moments(given.old_logprobs_R.double(), given.logprobs_R.detach().double())
+    for name, bounded_R in (("clip_low", result.low_R), ("clip_high", result.high_R), ("clip_dual", result.dual_R)):
+        if bounded_R is not None:
+            stats.sums[name] = (given.keep_R & bounded_R).sum(dtype=torch.float64)
+    return stats
+
+
+def _ref_kl(objective: Objective, inputs: LossInputs, stats: LossStats) -> Tensor | None:
+    reference_R = inputs.streams.get(objective.reference_stream)
+    if reference_R is None:
+        if objective.kl_coef:
+            raise ValueError(f"kl_coef is not 0, but no reference log-probs ({objective.reference_stream}) were given")
+        return None
+    check_packed(inputs.cu_seqlens, inputs.mask_R, reference_R)
+    term = _tokens_of("ref_kl", objective, inputs)
+    kl_R = masked_kl(inputs.logprobs_R, reference_R, term.keep_R, objective.kl_estimator)
+    stats.sums["kl_ref"] = kl_R.detach().sum(dtype=torch.float64)
+    stats.sums["ref_kl_tokens"] = term.keep_R.sum(dtype=torch.float64)
+    if not objective.kl_coef:
+        return None
+    share = (term.weights_R * kl_R).sum()
+    stats.sums["ref_kl_loss"] = share.detach().double()
+    return share
+
+
+def _entropy(objective: Objective, inputs: LossInputs, rl: _TermTokens, stats: LossStats) -> Tensor | None:
+    if inputs.entropy_R is None:
+        if objective.entropy_coef:
+            raise ValueError("entropy_coef is not 0, but no entropy was given")
+        return None
+    check_packed(inputs.cu_seqlens, inputs.mask_R, inputs.entropy_R)
+    zero = rl.weights_R.new_zeros(())
+    entropy_R = torch.where(rl.keep_R, inputs.entropy_R.to(zero.dtype), zero)
+    stats.sums["entropy"] = entropy_R.detach().sum(dtype=torch.float64)
+    return (rl.weights_R * entropy_R).sum() if objective.entropy_coef else None
+
+
+def _cross_entropy(objective: Objective, inputs: LossInputs, stats: LossStats) -> Tensor | None:
+    if weight_stream("ce") not in inputs.streams:
+        return None
+    term = _tokens_of("ce", objective, inputs)
+    zero = term.weights_R.new_zeros(())
+    entropies_R = -torch.where(term.keep_R, inputs.logprobs_R.to(zero.dtype), zero)
+    share = (term.weights_R * entropies_R).sum()
+    stats.sums["ce"] = entropies_R.detach().sum(dtype=torch.float64)
+    stats.sums["ce_tokens"] = term.keep_R.sum(dtype=torch.float64)
+    stats.sums["ce_loss"] = share.detach().double()
+    return share if objective.ce_coef else None

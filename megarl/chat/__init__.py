@@ -1,0 +1,1 @@
+"""Chats as token ids: templates, tool calls, dialogues."""

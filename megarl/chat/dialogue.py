@@ -1,0 +1,159 @@
+"""A dialogue as token ids that are never tokenized again: a prompt, the model's turns as it sampled them, and between
+two of them the tokens that the chat template writes there.
+
+The tokens between two turns are a difference of two renderings of a fixed small conversation, with and without the
+messages that are added. So they do not depend on the text of the model's turns, and every turn's prompt is an extension
+of all tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megarl.chat.special_texts import special_texts, with_harmless_tools, without_specials
+from megarl.chat.token_decoder import library_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TURN = "megarl-turn-of-the-model"  # stands for a turn of the model in the small conversation
+_FIRST = {"role": "user", "content": "x"}
+_PROBES = (
+    [{"role": "user", "content": "y"}],
+    [{"role": "tool", "content": "y", "name": "f", "tool_call_id": "call00000"}],
+)
+
+
+class DialogueError(ValueError):
+    """The chat template cannot be used for dialogues of several turns."""
+
+
+class Dialogue:
+    """Renders messages by the chat template of a tokenizer. It holds no conversation, so that all can share it.
+
+    `stop_token_ids` end a turn of the model. `template_kwargs` are the template's variables. Not for several threads at
+    once: the tokenizer is not safe there.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises DialogueError for a tokenizer without a chat template."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise DialogueError("the tokenizer has no chat template: put a chat_template.jinja into model.path")
+        self._tokenizer, self._stops = tokenizer, frozenset(stop_token_ids)
+        self._kwargs = dict(template_kwargs or {})
+        self._specials = special_texts(tokenizer)
+        self._library = library_tokenizer(tokenizer)
+        self._end: str | None = None  # of a turn, as the template writes it; found when it is first needed
+
+    def start(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the token ids of a prompt with its generation prompt.
+
+        `messages` are those of OpenAI's API, `tools` their schemas (`megarl.tools.tool.schema_of`). A special token's
+        text inside the messages of tools is broken up, as by `next_turn`. Raises DialogueError if the template refuses
+        them, or would not show the tools to the model.
+        """
+        messages = with_harmless_tools(messages, self._specials)
+        text = self._render(messages, generation=True, tools=tools)
+        if tools and text == self._render(messages, generation=True):
+            raise DialogueError(
+                "the chat template does not show tools to the model; use the template of a variant that was trained "
+                "with tools, or write one that renders the variable `tools`"
+            )
+        return self._encode(text)
+
+    def next_turn(self, response_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids that follow a turn of the model: its end if it has none, `messages`, the next prompt.
+
+        `response_ids`: the turn as it was sampled. A special token's text inside the messages is broken up by a
+        zero-width space, so that a tool's output cannot begin or end a turn. Raises DialogueError if the template
+        refuses the messages, or would change what stands before them.
+        """
+        after = self._encode(self._after_turn([self._harmless(message) for message in messages]))
+        if response_ids and response_ids[-1] in self._stops and after[:1] and after[0] in self._ends:
+            return after[1:]
+        return after
+
+    def text(self, response_ids: Sequence[int]) -> str:
+        """Return the text of a turn of the model, special tokens included except those that end it."""
+        ids = list(response_ids)
+        while ids and ids[-1] in self._stops:
+            ids.pop()
+        if self._library is not None:  # transformers would look at every token id first
+            text: str = self._library.decode(ids, skip_special_tokens=False)
+        else:
+            text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def check(self, tools: bool = False) -> None:
+        """Raise DialogueError if a user's message, with `tools` also a tool's, cannot follow a turn of the model."""
+        for messages in _PROBES if tools else _PROBES[:1]:
+            self._after_turn(messages)
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """The tokens that may end a turn: one of the stop tokens, and what the template writes there if special."""
+        first = self._encode(self._turn_end())[:1]
+        special = set(self._tokenizer.all_special_ids)
+        return self._stops | (set(first) & special)
+
+    def _turn_end(self) -> str:
+        """Return what the template writes after a turn that nothing follows."""
+        if self._end is None:
+            text = self._render([_FIRST, {"role": "assistant", "content": TURN}])
+            if text.count(TURN) != 1:
+                raise DialogueError("the chat template does not write an assistant's content exactly once")
+            self._end = text.partition(TURN)[2]
+        return self._end
+
+    def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        end = self._turn_end()
+        text = self._render([_FIRST, {"role": "assistant", "content": TURN}, *messages], generation=True)
+        # At the first place: what is added may hold the same text.
+        _, found, after = text.partition(TURN)
+        if not found or not after.startswith(end) or len(after) == len(end):
+            raise DialogueError(
+                "the chat template changes what stands before a message when the message is added, so the tokens of "
+                "the turns before would be others than those that were sampled; use a template that only appends"
+            )
+        return after
+
+    def _harmless(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        if message.get("role") == "assistant":
+            return message
+        return without_specials(message, self._specials)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=generation,
+                tokenize=False,
+                **self._kwargs,
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # templates add texts to what is none
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise DialogueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        # The template writes its special tokens itself; the tokenizer must not add a BOS.
+        if self._library is not None and self._library.padding is None and self._library.truncation is None:
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+            return ids
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,204 @@
+"""Converts a row of a data file to chat messages and a reference answer. Pure functions, one branch per format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megarl.config.schema.data import DataConfig
+
+Message = dict[str, Any]  # role, content, and what OpenAI's API has for calls of tools
+Format = Literal["gsm8k", "problem_answer", "messages", "verl", "fields"]
+VERL_ANSWER = "reward_model.ground_truth"
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class RowError(ValueError):
+    """A row that cannot be used; the caller adds file and line to the message.
+
+    Attributes:
+        kind: what is wrong, in the same words for all rows of a file with this mistake.
+        seen: what this row has instead, the rest of the message.
+        column: where in the line, counted in characters from 1; None if the mistake has no single place.
+    """
+
+    def __init__(self, kind: str, seen: str = "", column: int | None = None) -> None:
+        super().__init__(kind + seen)
+        self.kind, self.seen, self.column = kind, seen, column
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged.
+
+    `demonstration`: the text of the response that is to be learnt; "" if the model answers itself.
+    """
+
+    index: int
+    messages: list[Message]
+    answer: str
+    row: dict[str, Any]
+    demonstration: str = ""
+
+    @property
+    def text(self) -> str:
+        """The content of the last user message, as the model sees it."""
+        text: str = next(m["content"] for m in reversed(self.messages) if m["role"] == "user")
+        return text
+
+
+def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
+    """Return the format of a file, given its first row.
+
+    Raises RowError that names the settings to change if no known format fits.
+    """
+    if config.format != "auto":
+        return config.format
+    defaults = DataConfig.model_fields
+    renamed = (config.prompt_field, config.answer_field) != (
+        defaults["prompt_field"].default,
+        defaults["answer_field"].default,
+    )
+    if not renamed and isinstance(row.get("question"), str) and "####" in str(row.get("answer", "")):
+        return "gsm8k"
+    if not renamed and "problem" in row and ("answer" in row or config.demonstration_field):
+        return "problem_answer"
+    if _lookup(row, config.prompt_field) is not None:
+        verl = not renamed and "answer" not in row and _lookup(row, VERL_ANSWER) is not None
+        return "verl" if verl else "fields"
+    if not renamed and "messages" in row:
+        return "messages"
+    if renamed:  # by the keys that have another value than the default
+        raise RowError(
+            f"there is no field {config.prompt_field!r} (data.prompt_field); with data.prompt_field or "
+            "data.answer_field changed no other format is recognised: correct data.prompt_field, or set data.format",
+            _fields(row),
+        )
+    raise RowError(
+        "unknown format: there are neither question/answer with '####' (gsm8k) nor problem/answer, nor a field "
+        f"{config.prompt_field!r} or messages; set data.prompt_field and data.answer_field",
+        _fields(row),
+    )
+
+
+def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig) -> Prompt:
+    """Make a prompt of a row in format `kind`; raises RowError naming a field that is missing or of a wrong type.
+
+    With `demonstration_field` the row need not have a reference answer: there is nothing to score.
+    """
+    if config.demonstration_field:
+        shown = _text(row, config.demonstration_field)
+        fields = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
+        field = fields.get(kind, config.prompt_field)
+        return Prompt(index, _messages(_required(row, field), field, config), "", row, shown)
+    if kind == "gsm8k":
+        question, answer = _text(row, "question"), _text(row, "answer")
+        reference = answer.rpartition("####")[2].strip()
+        if "####" not in answer or not reference:
+            raise RowError("field 'answer' has no number after '####', as GSM8K's answers have")
+        return Prompt(index, _messages(question, "question", config), reference, row)
+    if kind == "problem_answer":
+        return Prompt(index, _messages(_text(row, "problem"), "problem", config), _answer(row, "answer"), row)
+    field = {"messages": "messages", "verl": "prompt"}.get(kind, config.prompt_field)
+    messages = _messages(_required(row, field), field, config)
+    return Prompt(index, messages, _answer(row, VERL_ANSWER if kind == "verl" else config.answer_field), row)
+
+
+def _lookup(row: dict[str, Any], field: str) -> object:
+    """Return a field, or by a dotted path a nested one (`reward_model.ground_truth`); None if there is none."""
+    if field in row:
+        return row[field]
+    value: object = row
+    for part in field.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(part)
+    return value
+
+
+def _required(row: dict[str, Any], field: str) -> object:
+    value = _lookup(row, field)
+    if value is None:
+        raise RowError(f"field {field!r} is missing", _fields(row))
+    return value
+
+
+def _fields(row: dict[str, Any]) -> str:
+    return f"; the row has {sorted(row)}"
+
+
+def _text(row: dict[str, Any], field: str) -> str:
+    value = _required(row, field)
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"field {field!r} must be a non-empty string", f", not {value!r:.60}")
+    return value
+
+
+def _answer(row: dict[str, Any], field: str) -> str:
+    value = _required(row, field)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(f"field {field!r} must be a string or a number", f", not {value!r:.60}")
+    return str(value)
+
+
+def _messages(content: object, field: str, config: DataConfig) -> list[Message]:
+    raw = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if not isinstance(raw, list) or not raw:
+        raise RowError(f"field {field!r} must be a string or a list of messages", f", not {content!r:.60}")
+    messages = [_message(message, field) for message in raw]
+    if messages[-1]["role"] not in ("user", "tool") or all(m["role"] != "user" for m in messages):
+        raise RowError(f"field {field!r} must hold a user message, and its last message must be a user's or a tool's")
+    if config.system_prompt is not None:
+        if messages[0]["role"] == "system":
+            raise RowError(f"field {field!r} has its own system message; remove data.system_prompt")
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    if config.suffix:
+        messages = [{**m, "content": m["content"] + config.suffix} if m["role"] == "user" else m for m in messages]
+    return messages
+
+
+def _message(message: object, field: str) -> Message:
+    if isinstance(message, dict):  # Parquet adds the fields of other rows, with the value None
+        message = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(message, dict) or "role" not in message or not ({"content", "tool_calls"} & set(message)):
+        raise RowError(f"field {field!r}: a message must have role and content", f": {message!r:.60}")
+    role = message["role"]
+    if role not in ROLES:
+        raise RowError(f"field {field!r}: a role must be one of {', '.join(ROLES)}", f", not {role!r:.60}")
+    own = {"role", "content", *_OWN_FIELDS.get(role, ())}
+    if unknown := sorted(set(message) - own):
+        kind = f"field {field!r}: a message has a field that its role does not have"
+        raise RowError(kind, f": role {role}, no field {unknown[0]!r:.60}: {message!r:.60}")
+    content = message.get("content", "")
+    if not isinstance(content, str) or not (content.strip() or role == "tool" or message.get("tool_calls")):
+        raise RowError(f"field {field!r}: content must be a non-empty string", f", not {content!r:.60}")
+    checked = {**message, "content": content}
+    if "tool_calls" in message:
+        checked["tool_calls"] = [_called(call, field) for call in _list(message["tool_calls"], field)]
+    return checked
+
+
+_OWN_FIELDS = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
+
+
+def _list(value: object, field: str) -> list[object]:
+    if not isinstance(value, list):
+        raise RowError(f"field {field!r}: tool_calls must be a list", f", not {value!r:.60}")
+    return value
+
+
+def _called(call: object, field: str) -> Message:
+    """Return a call as chat templates take it. Its arguments may be JSON text, as in OpenAI's API and in Parquet."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
+        raise RowError(f"field {field!r}: a call must have function.name and function.arguments", f": {call!r:.60}")
+    if not isinstance(function.get("name"), str):
+        raise RowError(f"field {field!r}: a call must have function.name, a string", f": {call!r:.60}")
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

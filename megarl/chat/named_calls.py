@@ -1,0 +1,136 @@
+"""Tool calls that a model writes as the name of the tool and its arguments in JSON, as DeepSeek-V3.1 does. Pure.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megarl.chat.tool_calls import (
+    MalformedCall,
+    ParsedTurn,
+    ToolCall,
+    ToolSchemas,
+    call_of,
+    content_before,
+    loose,
+    malformed,
+    no_constant,
+    short,
+    split_thought,
+    unclosed,
+)
+
+# What begins with no mark, such as a bare name, cannot be told from content.
+_MARK = re.compile(r"<[^\s<>]|\[\w+\]")
+_NAME = r"([^\s<>\[\](){}]+?)"
+_NEVER = "(?!)"
+_JSON = json.JSONDecoder(parse_constant=no_constant)
+
+
+@dataclass(frozen=True)
+class NamedFormat:
+    """The texts around names and arguments: `opening` NAME `separator` JSON `between` NAME `separator` JSON `closing`.
+
+    White space after the opening may differ from the template's. If `between` is empty, there is one call after an
+    `opening`; an empty `closing` ends the last call with its JSON.
+    """
+
+    opening: str
+    separator: str
+    between: str = ""
+    closing: str = ""
+
+    def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
+        """See `ToolFormat.parse`."""
+        thought, rest = split_thought(text, self.opening)
+        content: list[str] = [thought]
+        calls: list[ToolCall | MalformedCall] = []
+        more = False
+        while True:
+            if not more:
+                before, found, rest = rest.partition(self.opening)
+                content.append(before)
+                if not found:
+                    return ParsedTurn("".join(content).strip(), tuple(calls))
+            call, rest, more = self._call(rest)
+            calls.append(call)
+
+    def certain_content(self, text: str) -> str:
+        """See `ToolFormat.certain_content`."""
+        return content_before(text, self.opening)
+
+    def _call(self, text: str) -> tuple[ToolCall | MalformedCall, str, bool]:
+        """Read the call at the beginning of `text`; return it, what follows it, and whether that is another call."""
+        head = self._head.match(text)
+        if head is None:
+            return self._unreadable(text, f"it does not begin with the name of a tool and {self.separator}")
+        try:
+            arguments, end = _JSON.raw_decode(text, head.end())
+        except (ValueError, RecursionError) as error:
+            return self._unreadable(text, f"its arguments are no JSON ({short(error)})")
+        after = self._after.match(text, end)
+        if after is None:
+            return self._unreadable(text, f"its arguments do not go on with {self.closing}")
+        call = call_of({"name": head[1], "arguments": arguments}, text[: after.end()])
+        return call, text[after.end() :], after["next"] is not None
+
+    def _unreadable(self, text: str, reason: str) -> tuple[MalformedCall, str, bool]:
+        """Return the error of a call, what follows its end, and whether that is another call."""
+        end = self._end.search(text)
+        if end is None:
+            return (unclosed(text, self.closing) if self.closing else malformed(text, reason)), "", False
+        return malformed(text[: end.end()], reason), text[end.end() :], end["next"] is not None
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        return re.compile(rf"\s*{_NAME}\s*{loose(self.separator)}\s*")
+
+    @cached_property
+    def _end(self) -> re.Pattern[str]:
+        """The text after a call; the group `next` if it stands before another one."""
+        following = loose(self.between) if self.between else _NEVER
+        return re.compile(rf"(?P<next>{following})|{loose(self.closing) if self.closing else _NEVER}")
+
+    @cached_property
+    def _after(self) -> re.Pattern[str]:
+        """The same with the white space before it, or nothing if `closing` is empty."""
+        return re.compile(rf"\s*(?:{self._end.pattern})" + ("" if self.closing else "|"))
+
+
+def learned_by_name(one: str, two: str, name: str, arguments: Mapping[str, Any], call_id: str) -> NamedFormat | None:
+    """Return the format of a call `name` with `arguments`; None if it has another form.
+
+    `one`: the call as a template writes it; `two`: the same call twice in a turn, "" if it refuses that. `call_id`: its
+    id, which must not be a part of its form.
+    """
+    before, found, rest = one.partition(name)
+    start, end = _span_of(rest, arguments)
+    separator, closing = rest[:start].strip(), rest[end:].strip()
+    if not found or not end or not separator or not _MARK.match(before.strip()) or call_id in one:
+        return None
+    if two in ("", one):
+        return NamedFormat(before.strip(), separator, "", closing)
+    first = before + name + rest[:end]
+    between, _, last = two.removeprefix(first).partition(name)
+    if not two.startswith(first) or last != rest or not between.strip():
+        return None
+    return NamedFormat(before.strip(), separator, between.strip(), closing)
+
+
+def _span_of(text: str, value: object) -> tuple[int, int]:
+    """Return where a JSON value stands in a text; (0, 0) if it is not there."""
+    for found in re.finditer("{", text):
+        try:
+            read, end = _JSON.raw_decode(text, found.start())
+        except ValueError:
+            continue
+        if read == value:
+            return found.start(), end
+    return 0, 0

@@ -1,0 +1,226 @@
+"""Encodes prompts as token ids by the tokenizer's chat template, and finds the token ids that end a response."""
+
+from __future__ import annotations
+
+import json
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megarl.chat.formats import Message, Prompt
+from megarl.chat.special_texts import special_texts, with_harmless_tools
+from megarl.models.hf.model_files import hf_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_MARKER = "megarl-end-of-turn-probe"
+
+
+class PromptTooLongError(ValueError):
+    """A prompt has more tokens than the limit of its encoder."""
+
+
+def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hugging Face directory or a Megatron checkpoint, without any download.
+
+    Raises ValueError if there is none that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        # None, the default, may ask on a terminal whether Python code that comes with the model may run.
+        return AutoTokenizer.from_pretrained(str(hf_files(model_dir)), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{model_dir} has no tokenizer that can be loaded: {error}") from error
+
+
+class PromptEncoder:
+    """Applies the chat template, generation prompt included.
+
+    `setting` names the origin of `max_prompt_tokens` in messages; `skipped` counts the prompts that were left out
+    because of `overlong="skip"`. Raises ValueError if the tokenizer has no template, or if one of the
+    `template_kwargs` is no variable of it, which would change nothing. `tools`: the schemas of those that the prompts
+    show to the model; ValueError too if the template shows none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int | None = None,
+        overlong: Literal["error", "skip"] = "error",
+        setting: str = "data.max_prompt_tokens",
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "the tokenizer has no chat template: put a chat_template.jinja into model.path, or take the "
+                "tokenizer of the instruction-tuned variant"
+            )
+        self.template_kwargs = dict(template_kwargs or {})
+        self.tools = [dict(tool) for tool in tools] or None
+        _check_template_kwargs(tokenizer, self.template_kwargs)
+        self.tokenizer = tokenizer
+        self._specials = special_texts(tokenizer)
+        self.max_prompt_tokens = max_prompt_tokens
+        self.overlong = overlong
+        self.setting = setting
+        self.skipped = 0
+        if self.tools and "tools" not in tokenizer.get_chat_template(tools=self.tools):
+            raise ValueError(
+                "the chat template does not show tools to the model; use the template of a variant that was trained "
+                "with tools, or write one that renders the variable `tools`"
+            )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, special tokens of the template included, those in what tools have said not.
+
+        Raises PromptTooLongError (a ValueError) above `max_prompt_tokens`, whatever `overlong` is; prompts at
+        positions that `valid_indices` returned never raise it. Raises ValueError if the template refuses the messages.
+        """
+        ids = self._ids(with_harmless_tools(prompt.messages, self._specials), f"prompt {prompt.index}")
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            raise PromptTooLongError(
+                f"prompt {prompt.index} has {len(ids)} tokens, more than {self.setting} = "
+                f"{self.max_prompt_tokens}; raise it, or set data.overlong_prompts: skip"
+            )
+        return ids
+
+    def valid_indices(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        """Return the positions of the prompts that fit `max_prompt_tokens`, and count the others in `skipped`.
+
+        With `overlong="error"` the first prompt that does not fit raises PromptTooLongError. Raises ValueError if no
+        prompt fits. Only prompts whose bytes could exceed the limit are tokenized, and no token ids are kept.
+        """
+        if self.max_prompt_tokens is None:
+            return range(len(prompts))
+        # Upper bound of the tokens without tokenizing: a token stands for at least one byte of text, and the template
+        # adds to each message at most what it adds to a conversation of one message.
+        overhead = len(self._ids([{"role": "user", "content": "x"}], "a one-letter prompt"))
+        valid = array("q")
+        self.skipped = 0
+        for position, prompt in enumerate(prompts):
+            messages = with_harmless_tools(prompt.messages, self._specials)
+            bound = sum(len(json.dumps(m, ensure_ascii=False).encode()) + overhead for m in messages)
+            try:
+                if bound > self.max_prompt_tokens:
+                    self.encode(prompt)
+                valid.append(position)
+            except PromptTooLongError as error:
+                if self.overlong == "error":
+                    raise
+                self.skipped += 1
+                log.debug("skipped: %s", error)
+        if not valid:
+            raise ValueError(
+                f"all {len(prompts)} prompts are longer than {self.setting} = {self.max_prompt_tokens} tokens; raise it"
+            )
+        if self.skipped:
+            log.warning("%d of %d prompts skipped as too long", self.skipped, len(prompts))
+        return valid
+
+    def _ids(self, messages: list[Message], what: str) -> list[int]:
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=self.tools, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            )
+        except TemplateError as error:
+            raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error
+        # The template writes its special tokens itself; the tokenizer must not add a second BOS.
+        ids: list[int] = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise ValueError(f"{what}: the chat template makes no tokens of its messages")
+        return ids
+
+
+def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that the chat template does not read."""
+    if not template_kwargs:
+        return
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    source = tokenizer.get_chat_template()
+    try:
+        known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
+    except TemplateSyntaxError:  # it uses an extension of transformers, such as {% generation %}
+        known = {name for name in template_kwargs if name in source}
+    known -= {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
+    if unknown := sorted(set(template_kwargs) - known):
+        raise ValueError(
+            f"chat_template_kwargs: {', '.join(unknown)}: no variable of the model's chat template, so it would change "
+            f"nothing; the template reads {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def stop_token_ids(
+    model_dir: Path | str, tokenizer: PreTrainedTokenizerBase, configured: Sequence[int] | None = None
+) -> list[int]:
+    """Return the token ids that end a response, ascending.
+
+    These are `configured` if given; otherwise generation_config.json's `eos_token_id`, the tokenizer's EOS, and the
+    special token that ends an assistant's turn in the chat template. Raises ValueError if there is none, or if one is
+    outside the tokenizer's vocabulary.
+    """
+    if configured is not None:
+        found, source = set(configured), "sampling.stop_token_ids"
+    else:
+        found, source = generation_config_eos(model_dir), "generation_config.json or the tokenizer"
+        if getattr(tokenizer, "eos_token_id", None) is not None:
+            found.add(int(tokenizer.eos_token_id))
+        found |= end_of_turn_ids(tokenizer)
+    if not found:
+        raise ValueError(
+            f"no stop token: {model_dir} has no eos_token_id in generation_config.json, its tokenizer no EOS, "
+            "and its chat template ends no turn with a special token; set sampling.stop_token_ids"
+        )
+    outside = sorted(i for i in found if not 0 <= i < len(tokenizer))
+    if outside:
+        raise ValueError(f"stop token ids {outside} of {source} are outside the vocabulary of {len(tokenizer)}")
+    return sorted(found)
+
+
+def generation_config_eos(model_dir: Path | str) -> set[int]:
+    """Return `eos_token_id` of generation_config.json, which holds a number or a list; empty if there is none.
+
+    Raises ValueError if the file is not a JSON object.
+    """
+    path = hf_files(model_dir) / "generation_config.json"
+    if not path.is_file():
+        return set()
+    try:
+        value = json.loads(path.read_text()).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+    if value is None:
+        return set()
+    return {int(i) for i in value} if isinstance(value, list) else {int(value)}
+
+
+def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the id of the special token that the chat template writes after an assistant's message.
+
+    The set is empty if the template writes no special token there.
+    """
+    from jinja2 import TemplateError
+
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARKER}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, ValueError, TypeError) as error:
+        log.info("the chat template does not render an assistant's turn: %s", error)
+        return set()
+    tail = text.rpartition(_MARKER)[2].lstrip() if _MARKER in text else ""
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if tail else []
+    return {int(ids[0])} & _special_ids(tokenizer) if ids else set()
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {int(i) for i in tokenizer.all_special_ids} | {int(i) for i, t in added.items() if t.special}

@@ -1,0 +1,1 @@
+"""`megarl doctor --nodes`: the paths between the nodes of a job."""

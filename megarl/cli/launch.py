@@ -1,0 +1,171 @@
+"""`megarl launch`: render the script that runs a config on a SLURM cluster or this machine, and submit or run it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.common.errors import ConfigError
+from megarl.common.rundir.run_lock import refuse_claimed
+
+if TYPE_CHECKING:
+    from megarl.config.memory_plan.plan import RunPlan
+    from megarl.config.schema import Config
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `launch` to the `megarl` command."""
+    parser = commands.add_parser(
+        "launch",
+        help="start a run on a SLURM cluster or on this machine, or show the script that would",
+        description="Check a config, render the script that runs it and submit (slurm) or run (local) it. With "
+        "--dry-run the script goes to stdout and the plan to stderr, and nothing starts.",
+    )
+    from megarl.config.loading.arguments import add_config_arguments, add_force_argument
+
+    add_config_arguments(parser)
+    add_force_argument(parser)
+    parser.add_argument(
+        "--scheduler",
+        choices=["slurm", "local"],
+        help="default: slurm if sbatch is on this machine, else local",
+    )
+    parser.add_argument(
+        "--no-files",
+        action="store_true",
+        help="with slurm or --dry-run: model and data are where the run will be only; do not look for them, and try no "
+        "reward",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print script and plan; start nothing")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        help="plan for this device path (default: cuda for slurm, else this machine's)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Launch as the options say; return the exit status of sbatch or of the run.
+
+    Raises ConfigError for a config that cannot run, or if sbatch is not installed.
+    """
+
+    from megarl.checkpoint.format.finished import already_finished
+    from megarl.cluster.nodes.commands import user_environment
+    from megarl.cluster.nodes.scripts import local_script, slurm_script
+    from megarl.config.loading.load import load_config
+    from megarl.config.memory_plan.plan import print_dry_run
+
+    config = load_config(options.config, options.overrides)
+    slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
+    plan, notes = _plan(config, options, slurm=slurm)
+    user_environment(config.launch)
+    if not options.dry_run and (told := already_finished(config)) is not None:
+        sys.stderr.write(f"megarl: {told}\n")
+        return 0
+    if slurm and not options.no_files:
+        notes += _checked_here(config, dry_run=options.dry_run)
+    if plan.pools.nodes > 1 and not slurm:
+        raise ConfigError([
+            f"the config needs {plan.pools.nodes} nodes: use --scheduler slurm, or launch/multinode.sh with a host list"
+        ])  # fmt: skip
+    arguments = [*options.overrides, *(["--force"] if options.force else [])]
+    if slurm:
+        script = slurm_script(config, options.config, arguments, cuda=plan.device == "cuda")
+    else:
+        script = local_script(config.launch, options.config, arguments)
+    if options.dry_run:
+        sys.stdout.write(script)
+        sys.stdout.flush()
+        print_dry_run(plan, config, sys.stderr, notes)
+        return 0
+    if not slurm and not options.force:  # a job may be queued while another one of the same run runs
+        refuse_claimed(config.run_dir)
+    path = Path(config.run_dir) / "launch" / ("train.sbatch" if slurm else "local.sh")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A new file, because bash may still be reading the one of a running launch.
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(script, encoding="utf-8")
+    new.replace(path)
+    command = ["sbatch", str(path)] if slurm else ["bash", str(path)]
+    try:
+        status = run_script(command)
+    except FileNotFoundError:
+        raise ConfigError([f"{command[0]} is not on this machine; add --dry-run to see the script"]) from None
+    # Its own message tells why; a machine may have the command and belong to no cluster.
+    if status and slurm and options.scheduler is None and plan.pools.nodes == 1:
+        sys.stderr.write("megarl: sbatch failed; for this machine: --scheduler local\n")
+    return status
+
+
+def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[RunPlan, list[str]]:
+    """Check the config for where it will run, and return its plan with notes on it. Raises ConfigError.
+
+    For SLURM `_checked_here` follows. A dry run for this machine checks all that `megarl train --dry-run` does.
+    """
+    from megarl.config.checks.sections import absent_files, detect_device
+    from megarl.config.memory_plan.plan import make_plan
+    from megarl.run.start.dry_run import checked_plan
+
+    if options.dry_run and not slurm:
+        return checked_plan(config, overrides=options.overrides, device=options.device, files=not options.no_files)
+    plan = make_plan(config, device=options.device or ("cuda" if slurm else detect_device()), files=not slurm)
+    absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config)) if options.dry_run else ""
+    return plan, [f"not here, so not checked, and needed where the run starts: {absent}"] if absent else []
+
+
+def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
+    """Check data files and rewards before the job waits in a queue for nothing; the rest is checked by the job itself.
+
+    Return the notes of a dry run, in which an absent file is one of them. Raises ConfigError that lists every problem.
+    """
+    from megarl.common.findings import Findings
+    from megarl.config.checks.sections import absent_files
+    from megarl.run.start.check_remote import elsewhere_findings
+
+    found = Findings()
+    if not dry_run:
+        here = "(--no-files if only the nodes have it; relative paths start at the current directory)"
+        found.problems += [f"{key}: no such file or directory: {path} {here}" for key, path in absent_files(config)]
+    found.add(elsewhere_findings(config))
+    found.refuse()
+    if not dry_run:
+        sys.stderr.writelines(f"megarl: warning: {warning}\n" for warning in found.warnings)
+    return [*found.warnings, *found.notes]
+
+
+def run_script(command: list[str]) -> int:
+    """Run the script to its end, which decides what stop signals mean; return its exit status.
+
+    A Ctrl-C reaches the script from the terminal, and this process only waits; a SIGTERM is passed on.
+    """
+    # Functions, not SIG_IGN: the script would inherit that, and could not trap the signal.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    process: subprocess.Popen[bytes] | None = None
+    asked_early = False
+
+    def pass_on(*_: object) -> None:
+        nonlocal asked_early
+        if process is None:  # it is being started, and would go on without this process
+            asked_early = True
+        else:
+            process.send_signal(signal.SIGTERM)
+
+    try:
+        previous = signal.signal(signal.SIGTERM, pass_on)
+        try:
+            process = subprocess.Popen(command)
+            if asked_early:
+                process.send_signal(signal.SIGTERM)
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+    finally:
+        signal.signal(signal.SIGINT, before)

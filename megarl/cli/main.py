@@ -1,0 +1,206 @@
+"""The `megarl` command. Each subcommand is a small function that alone imports the heavy modules it needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from megarl.cli import convert, launch, pool, replay, serve, trace, train
+from megarl.cli import evaluate as standalone
+from megarl.cli import report as run_report
+from megarl.cli.top import command as top
+from megarl.common.errors import ConfigError
+from megarl.config.loading.arguments import add_config_arguments, add_mistakes_argument, mistake_printer
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit status: 2 for a mistake of the user, reported in one message."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["convert"]:  # it parses what follows itself, --help included
+        return convert.run(given[1:])
+    if not given:
+        build_parser().print_help(sys.stderr)
+        return 2
+    options = _parse(given)
+    command: Command = options.run
+    try:
+        return command(options)
+    except (ConfigError, FileNotFoundError) as error:
+        if os.environ.get("RANK", "0") == "0":  # under torchrun (megarl replay) every rank gets the same error
+            sys.stderr.write(f"megarl: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write("megarl: interrupted; the same command begins anew, or resumes what it had saved\n")
+        return 130
+
+
+def _parse(given: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line. Overrides may stand on both sides of an option, where argparse expects them on one."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(given)
+    if rest and (not hasattr(options, "overrides") or any("=" not in each or each[0] == "-" for each in rest)):
+        fix = "; a key of the config is set by section.key=value alone" if hasattr(options, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{fix}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="megarl",
+        description="Reinforcement learning of language models: Megatron-Core trainer, vLLM rollout pool.",
+        epilog="A run on one machine is started by `megarl train --config C`, which is "
+        "torchrun --rdzv-backend megarl --nproc-per-node N examples/rl/train_rl.py --config C; "
+        "a run on several machines by `megarl launch`.",
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_plan(commands)
+    _add_doctor(commands)
+    _add_docs(commands)
+    train.add_parser(commands)
+    launch.add_parser(commands)
+    standalone.add_parser(commands)
+    serve.add_parser(commands)
+    replay.add_parser(commands)
+    convert.add_parser(commands)
+    pool.add_parser(commands)
+    trace.add_parser(commands)
+    run_report.add_parser(commands)
+    top.add_parser(commands)
+    return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="check a config and print it resolved, with ranks, devices and memory; start nothing",
+        description="Check a config and print it resolved, with its plan: ranks, layout, replicas, devices, samples "
+        "per step, memory per GPU. Nothing starts. Exit status 2 names every problem, its key and the fix.",
+    )
+    add_config_arguments(plan)
+    plan.add_argument("--device", choices=["cuda", "cpu"], help="plan for this device path (default: this machine's)")
+    plan.add_argument(
+        "--no-files",
+        action="store_true",
+        help="do not look for data, weights and tokenizer here (model.path's config.json is still read)",
+    )
+    add_mistakes_argument(plan)
+    plan.set_defaults(run=_plan)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="show what is installed, which device path a run would use and what is missing",
+        description="Compare the installed packages with the lock file; show which device path a run would use, and "
+        "the limits and memory of this machine. Exit status 1 if a run could not start, or the run of --config.",
+    )
+    doctor.add_argument("--config", type=Path, help="a config: fail where it needs the sandbox and there is none here")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="with --config: overrides of its keys")
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.add_argument(
+        "--installation",
+        action="store_true",
+        help="only packages and imports, for a node without GPUs or the build of an image",
+    )
+    doctor.add_argument(
+        "--nodes",
+        action="store_true",
+        help="under torchrun, one process per node or GPU: measure every path between the nodes instead",
+    )
+    doctor.add_argument("--interface", help="with --nodes: the network interface of a run, as launch.interface")
+    doctor.add_argument("--mib", type=float, default=64, help="with --nodes: MiB per message (default: %(default)s)")
+    doctor.add_argument("--timeout", type=float, default=120, help="with --nodes: s per path (default: %(default)s)")
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_docs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    docs = commands.add_parser(
+        "docs",
+        help="write docs/configuration.md, docs/metrics.md and docs/grafana.json from the code",
+        description="Write the two reference pages and the dashboard for Grafana, which are generated from the config "
+        "classes and the metric declarations.",
+    )
+    docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: %(default)s)")
+    docs.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
+    docs.set_defaults(run=_docs)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megarl.config.loading.load import load_config
+    from megarl.run.start.dry_run import dry_run
+
+    config = load_config(options.config, options.overrides)
+    dry_run(
+        config,
+        sys.stdout,
+        overrides=options.overrides,
+        device=options.device,
+        files=not options.no_files,
+        tell=mistake_printer(options),
+    )
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from megarl.cli.doctor.examine import examine
+    from megarl.cli.doctor.report import render
+
+    if options.nodes:
+        return _doctor_of_nodes(options)
+    report = examine(installation_only=options.installation, sandbox_users=_sandbox_users(options))
+    sys.stdout.write(report.to_json() if options.json else render(report))
+    return 0 if report.can_start else 1
+
+
+def _sandbox_users(options: argparse.Namespace) -> list[str]:
+    from megarl.config.checks.sandbox_checks import sandbox_users
+    from megarl.config.loading.load import load_config
+
+    if options.config is not None and options.installation:
+        raise ConfigError(["doctor --installation does not look at this machine, which --config needs: leave one out"])
+    if options.config is None and options.overrides:
+        raise ConfigError([f"{options.overrides[0]} changes a config, and doctor has none: name it with --config"])
+    return [] if options.config is None else sandbox_users(load_config(options.config, options.overrides))
+
+
+def _doctor_of_nodes(options: argparse.Namespace) -> int:
+    from megarl.cli.doctor.nodes.between_nodes import try_nodes
+
+    return try_nodes(
+        interface=options.interface,
+        mib=options.mib,
+        timeout_s=options.timeout,
+        as_json=options.json,
+        write=sys.stdout.write,
+    )
+
+
+def _docs(options: argparse.Namespace) -> int:
+    from megarl.config.loading.options_page import configuration_page
+    from megarl.telemetry.metrics.metrics_page import metrics_page
+    from megarl.telemetry.sinks.grafana import dashboard
+
+    pages = {"configuration.md": configuration_page(), "metrics.md": metrics_page(), "grafana.json": dashboard()}
+    stale = []
+    for name, text in pages.items():
+        path = options.out / name
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(str(path))
+        if not options.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    verb = "out of date (run megarl docs)" if options.check else "written"
+    sys.stdout.write("".join(f"{path}: {verb}\n" for path in stale) or "docs are up to date\n")
+    return 1 if stale and options.check else 0

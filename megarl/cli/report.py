@@ -1,0 +1,65 @@
+"""`megarl report`: one HTML page about one or several runs, finished or living."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from megarl.common.errors import ConfigError
+
+MOST_RUNS = 8  # side by side: so many colors can be told apart
+MOST_SAMPLES = 48  # to read, of all runs together at least 8 each
+BUCKETS = 800
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `report` to the `megarl` command."""
+    report = commands.add_parser(
+        "report",
+        help="write one HTML page about one or several runs, finished or living",
+        description="Read the files of runs and write one HTML page that needs no network and no other file: reward "
+        "and evaluation, throughput, waiting, version lag, lengths, slow trajectories, samples, advisories, faults. "
+        "Several runs are shown side by side. A run may go on meanwhile; nothing is changed in its directory but the "
+        "page, if it is written there.",
+    )
+    report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="the directory of a run")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: report.html in the directory of the first run)"
+    )
+    report.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page and print its path; return the exit status."""
+    from megarl.report.page.page import render
+    from megarl.report.reading.run_directory import distinct_names, read_run
+
+    run_dirs: list[Path] = options.run_dirs
+    if len(run_dirs) > MOST_RUNS:
+        raise ConfigError(
+            [f"{len(run_dirs)} runs are given, and {MOST_RUNS} can be shown side by side"], "megarl report"
+        )
+    count = max(8, MOST_SAMPLES // len(run_dirs))
+    buckets = BUCKETS if len(run_dirs) <= 2 else BUCKETS // 2
+    names = distinct_names(run_dirs)
+    runs = [read_run(each, name, buckets=buckets, samples=count) for each, name in zip(run_dirs, names, strict=True)]
+    out: Path = options.out or run_dirs[0] / "report.html"
+    _write(out, render(runs, time.time()))
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+def _write(out: Path, page: str) -> None:
+    """Replace the page at once, so that a browser never loads half of it. Raises ConfigError if that is impossible."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        os.replace(temporary, out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            [f"{out} cannot be written: {error}; name another file with --out"], "megarl report"
+        ) from None

@@ -1,0 +1,229 @@
+"""`megarl serve`: a pool of engines behind one URL, for harnesses that are not part of megarl.
+
+It starts the pool of a training run without trainer, queue and rewards: supervisor, engines with the checkpoint's own
+weights, a controller, and the door.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from megarl.cli.standalone import dtype_of, model_config_of, refuse_megatron
+from megarl.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.cluster.pool.pool_process import SupervisorHandle
+    from megarl.common.rundir.run_lock import Holder
+    from megarl.config.schema import Config
+
+LOOK_S = 0.5  # between two looks at whether the pool lives
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `serve` to the `megarl` command."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a checkpoint by HTTP: token ids in and out, and OpenAI's chat completions",
+        description="Serve a Hugging Face checkpoint on the rollout pool of a training run: /inference/v1/generate "
+        "with token ids, /v1/chat/completions, and sessions that keep every sampled token. Prints the URL and a curl "
+        "line when the engines are up; Ctrl-C ends everything.",
+        epilog="example: megarl serve --model runs/quickstart/hf --port 8000",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    add("--config", type=Path, metavar="FILE", help="take engines, door and time-outs from this config of a run")
+    add("--replicas", type=int, metavar="N", help="number of engines (default: 1, or that of --config)")
+    add("--tensor-parallel", type=int, metavar="N", help="GPUs per engine (default: 1, or that of --config)")
+    add("--max-model-len", type=int, metavar="N", help="prompt + response tokens (default: the model's positions)")
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="default: that of the checkpoint")
+    add("--host", metavar="ADDRESS", help="address to listen at (default: 127.0.0.1)")
+    add("--port", type=int, metavar="P", help="port (default: a free one)")
+    add(
+        "--token-file", type=Path, metavar="FILE",
+        help="file of mode 0600 with the token that clients must send (default: a new one in the run directory)",
+    )  # fmt: skip
+    add("--run-dir", type=Path, metavar="DIR", help="logs, door.json and the token (default: runs/serve-TIME)")
+    add("--dry-run", action="store_true", help="check everything and show what would be served; start nothing")
+    add("overrides", nargs="*", metavar="section.key=value", help="anything else, e.g. door.max_sessions=100")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until interrupted; return the exit status.
+
+    It is 0 after Ctrl-C or SIGTERM, and 1 (with one message) if the pool failed. Raises ConfigError for a mistake in
+    options, config, model or token file, or if another run holds the run directory.
+    """
+    from megarl.common.process.processes import ProcessId
+    from megarl.common.rundir.run_lock import Holder, claim
+
+    config = serve_config(options)
+    max_model_len = _check(config, options.token_file)
+    if options.dry_run:
+        sys.stdout.write(_plan(config, max_model_len))
+        return 0
+    mine = Holder.here("megarl serve", ProcessId.own())
+    held = claim(config.run_dir, mine, config.timeouts.node_s, _tell)
+    held.renew_in_background(lambda other: _end_at_once(other, config))
+    try:
+        return _serve(config, options.token_file)
+    finally:
+        held.release()
+
+
+def serve_config(options: argparse.Namespace) -> Config:
+    """Return the config of a pool that only serves. Raises ConfigError naming what is wrong."""
+    from megarl.config.loading.load import load_config
+
+    run_dir = options.run_dir or Path("runs") / f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    chosen: dict[str, Any] = {
+        "model.path": options.model,
+        "run.dir": str(run_dir),
+        "rollout.replicas": options.replicas,
+        "rollout.tensor_parallel": options.tensor_parallel,
+        "rollout.max_model_len": options.max_model_len,
+        "door.host": options.host,
+        "door.port": options.port,
+        "door.enabled": True,
+        # There is no trainer: the pool may use every GPU, and no sync brings the weights.
+        "rollout.nodes": "separate",
+        "rollout.load_weights": True,
+        "run.deterministic": False,
+    }
+    given = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
+    if options.config is not None:
+        return load_config(options.config, [*options.overrides, *given])
+    return _plain_config([*given, *options.overrides], options)
+
+
+def _plain_config(overrides: list[str], options: argparse.Namespace) -> Config:
+    """Return the config without a file; what only a trainer needs has values that change nothing."""
+    from megarl.config.loading.load import apply_overrides, config_from_tree
+
+    tree: dict[str, Any] = {
+        "run": {"name": "serve", "steps": 1},
+        "model": {"path": options.model},
+        "trainer": {"precision": "fp32"},
+        "batch": {"groups": 1, "samples_per_group": 2},
+        "sampling": {"max_tokens": 1},
+        "data": {},
+        "rollout": {"dtype": dtype_of(options.dtype, model_config_of(Path(options.model)))},
+    }
+    return config_from_tree(apply_overrides(tree, overrides))
+
+
+def _check(config: Config, token_file: Path | None) -> int:
+    """Check what is used before any process starts; return the largest number of prompt and response tokens.
+
+    Raises ConfigError.
+    """
+    from megarl.chat.tokenize import load_tokenizer, stop_token_ids
+    from megarl.config.checks.sections import max_sequence_tokens, serving_problems
+    from megarl.gateway.token_file import read_token
+    from megarl.models.hf.read_config import load_info
+
+    refuse_megatron(config.model.path)
+    problems = list(serving_problems(config))
+    try:
+        info = load_info(config.model.path)
+        stop_token_ids(config.model.path, load_tokenizer(config.model.path), config.sampling.stop_token_ids)
+    except ValueError as error:
+        raise ConfigError([*problems, f"--model: {error}"]) from None
+    if token_file is not None:
+        try:
+            read_token(token_file)
+        except (OSError, ValueError) as error:
+            problems.append(f"--token-file: {error}")
+    length = max_sequence_tokens(config, info)
+    if length > info.max_positions:
+        problems.append(f"--max-model-len: {length} is more than the model's {info.max_positions} positions; lower it")
+    if problems:
+        raise ConfigError(problems)
+    return length
+
+
+def _plan(config: Config, max_model_len: int) -> str:
+    rollout, door = config.rollout, config.door
+    return (
+        f"model        {config.model.path} ({rollout.dtype})\n"
+        f"engines      {rollout.replicas} x {rollout.tensor_parallel} GPU (or one core each without GPUs), "
+        f"{max_model_len} tokens of prompt and response\n"
+        f"door         {door.host or '127.0.0.1'}:{door.port or 'a free port'}, {door.max_sessions} sessions\n"
+        f"directory    {config.run_dir}\n"
+        "nothing was started (--dry-run)\n"
+    )
+
+
+def _serve(config: Config, token_file: Path | None) -> int:
+    """Start the pool, say where it is, wait for its end or an interrupt, and tear it down; return the exit status."""
+    from megarl.cluster.pool.pool_process import launch_supervisor, stop_supervisor, wait_ready
+    from megarl.common.errors import RolloutError
+    from megarl.common.rundir.notices import NoticeWatch
+    from megarl.config.checks.sections import detect_device
+
+    # SIGINT too: a shell lets the processes that it starts in the background ignore it.
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    handle: SupervisorHandle | None = None
+    try:
+        with closing(NoticeWatch(config.run_dir, _tell)):
+            _tell(f"starting {config.rollout.replicas} engines for {config.model.path}; logs in {config.run_dir}/logs")
+            handle = launch_supervisor(
+                config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda", serves=True,
+                door_token_file=None if token_file is None else str(token_file.resolve()),
+            )  # fmt: skip
+            handle = wait_ready(handle, config.timeouts.engine_start_s)
+            sys.stdout.write(_welcome(config))
+            sys.stdout.flush()
+            while True:
+                handle.check()
+                time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        _tell("ending the engines")
+        return 0
+    except (RolloutError, ValueError) as error:
+        _tell(str(error))
+        return 1
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tear-down is bounded, and must not be cut short
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if handle is not None:
+            stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
+
+
+def _welcome(config: Config) -> str:
+    """Return what the user needs in order to use the door."""
+    from megarl.gateway.actor import model_names
+    from megarl.gateway.token_file import read_door_file
+
+    door, name = read_door_file(config.run_dir), model_names(config.model.path)[0]
+    asked = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    return (
+        f"url          {door['url']}\n"
+        f"token file   {door['token_file']}\n"
+        f'curl {door["base_url"]}/chat/completions -H "Authorization: Bearer $(cat {door["token_file"]})" '
+        f"-H 'Content-Type: application/json' -d '{asked}'\n"
+    )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _end_at_once(other: Holder, config: Config) -> None:
+    """End this process, and with it its pool: another run has taken the directory while this one was silent."""
+    _tell(f"{config.run_dir} was taken by {other.describe()}; the door closes")
+    os._exit(1)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"megarl: {text}\n")

@@ -1,0 +1,292 @@
+"""The parts of the screen of `megarl top`: each is a title and lines of text, made from a `RunView`. Pure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from megarl.cli.top.charts import ASCII_BLOCKS, BLOCKS, bar, number, percent, sparkline
+from megarl.cli.top.run_view import RunView
+from megarl.common.rundir.notices import printable
+from megarl.telemetry.metrics.timer import PHASES
+
+RECENT = 20  # steps over which waiting is averaged
+TREND = 60  # steps of a sparkline
+LABEL = 10  # characters of a line's name
+SLOW = 6.0  # times its median is what a step may take before its wait is marked
+IDLE = 0.3  # share of a side that is marked
+FULL = 0.95  # share of a KV cache that is marked
+_STATUS_STYLE = {
+    "running": "green", "starting": "green", "finished": "bold green", "preempted": "yellow", "silent": "yellow",
+    "failed": "bold red", "ended": "bold red", "unknown": "red",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScreenPart:
+    """One part of the screen; `empty` if it has nothing to say, so that it may be left out."""
+
+    title: str
+    lines: Sequence[Text]
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The characters for charts: those of the terminal's encoding."""
+
+    blocks: str = BLOCKS
+    full: str = "█"
+    hollow: str = "░"
+    dash: str = "─"
+
+    @classmethod
+    def of(cls, encoding: str) -> Signs:
+        """Return the signs that an encoding has."""
+        return cls() if encoding.lower().startswith("utf") else cls(ASCII_BLOCKS, "#", ".", "-")
+
+
+def head(view: RunView, width: int, signs: Signs) -> list[Text]:
+    """Return the lines above all sections: how far the run is, and the titles of what is advised, if anything is."""
+    first = Text.assemble((_plain(view.name), "bold"), "  ", (view.status, _STATUS_STYLE.get(view.status, "")))
+    if view.reason:
+        first.append(f"  {_plain(view.reason)}", "yellow")
+    done = view.step / view.planned if view.planned else math.nan
+    of = f"/{view.planned} {percent(done)}" if view.planned else ""
+    second = Text(f"step {view.step}{of} ")
+    if width >= 80:
+        second.append(bar(done, min(30, width // 4), signs.full, signs.hollow), "green")
+    if math.isfinite(view.eta_s):
+        second.append(f" eta {number(view.eta_s, 'time')}", "bold")
+    second.append(f"  ran {number(view.value('total/wall_seconds'), 'time')}")
+    second.append(f"  {number(view.value('time/step'), '.3g')} s/step")
+    times = sorted(value for value in view.series("time/step", TREND) if math.isfinite(value))
+    late = bool(times) and view.status == "running" and view.since_step_s > SLOW * times[len(times) // 2]
+    if view.status in ("running", "silent", "unknown"):
+        second.append(f"  last step {number(view.since_step_s, 'time')} ago", "yellow" if late else "")
+    elif view.steps:
+        second.append(f"  ended {_clock(view.value('wall_time'), view.now, always='%Y-%m-%d %H:%M')}")
+    if not view.advice:
+        return [first, second]
+    return [first, second, Text.assemble(("advice".ljust(LABEL), "cyan"), ("; ".join(view.advice), "yellow"))]
+
+
+def reward(view: RunView, width: int, signs: Signs) -> ScreenPart:
+    """Reward, accuracy, groups without signal, and lengths."""
+    error = view.value("reward/stderr")
+    spread = f" ±{number(error, '.2g')}" if math.isfinite(error) else ""
+    lines = [
+        _trend(view, "reward", "reward/mean", width, signs, more=spread),
+        _trend(view, "accuracy", "reward/accuracy", width, signs, show=percent),
+        _line(
+            "groups", f"all right {percent(view.value('groups/solve_all'))}, "
+            f"all wrong {percent(view.value('groups/solve_none'))}",
+        ),
+        _trend(view, "length", "rollout/response_length_mean", width, signs,
+               more=f" max {number(view.value('rollout/response_length_max'))}"),
+        _line("cut", f"{percent(view.value('rollout/truncated_share'))} truncated, "
+              f"{percent(view.value('rollout/aborted_share'))} aborted"),
+    ]  # fmt: skip
+    return ScreenPart("reward", lines)
+
+
+def evaluation(view: RunView, width: int, signs: Signs) -> ScreenPart:
+    """The newest evaluation of each set, with its interval and the change since the one before."""
+    lines = []
+    for name, rows in view.evaluations.items():
+        for kind in ("greedy", "sampled"):
+            values = [row.get(f"eval/{name}/{kind}") for row in rows]
+            found = [value for value in values if value is not None]
+            if not found:
+                continue
+            low, high = (rows[-1].get(f"eval/{name}/{kind}_{end}") for end in ("low", "high"))
+            text = Text(f"{_plain(name)[:12]} {kind} ")
+            text.append(percent(found[-1]), "bold")
+            if low is not None and high is not None:
+                text.append(f" [{100 * low:.3g}, {100 * high:.3g}]", "dim")
+            if len(found) > 1:
+                change = 100 * (found[-1] - found[-2])
+                text.append(f" {change:+.3g}", "green" if change > 0 else "red" if change < 0 else "")
+            text.append(f" step {number(float(rows[-1].get('eval/step') or 0), '.0f')}", "dim")
+            lines.append(text)
+    return ScreenPart("evaluation", lines or [Text("none so far", "dim")], not lines)
+
+
+def update(view: RunView, width: int, signs: Signs) -> ScreenPart:
+    """Return what tells whether the update is sound."""
+    kl, name = view.value("policy/kl_ref"), "kl to ref"
+    if math.isnan(kl):
+        kl, name = view.value("policy/approx_kl"), "kl"
+    lines = [
+        _trend(view, "entropy", "policy/entropy", width, signs),
+        _trend(view, "grad norm", "policy/grad_norm", width, signs),
+        _line(name, f"{number(kl, '.2e')}  clipped {percent(view.value('policy/clip_fraction'))}"
+              f"  ESS {number(view.value('policy/ess'), '.3f')}"),
+        _line("mismatch", f"k3 {number(view.value('mismatch/k3_kl'), '.2e')}"
+              f"  ESS {number(view.value('mismatch/ess'), '.3f')}  lr {number(view.value('policy/lr'), '.2g')}"),
+    ]  # fmt: skip
+    return ScreenPart("update", lines)
+
+
+def throughput(view: RunView, width: int, signs: Signs) -> ScreenPart:
+    """Tokens per second of both sides, the slowest and the fastest engine."""
+    lines = [
+        _trend(view, "rollout", "perf/rollout_tokens_per_second", width, signs, more=" tok/s"),
+        _trend(view, "trainer", "perf/trainer_tokens_per_second", width, signs, more=" tok/s"),
+    ]
+    speeds = view.replicas()
+    if speeds:
+        slowest, fastest = min(speeds, key=speeds.__getitem__), max(speeds, key=speeds.__getitem__)
+        text = _line("engines", f"min {number(speeds[slowest])} (replica {slowest}), ")
+        text.append(f"max {number(speeds[fastest])} ({fastest})")
+        if len(speeds) > 1 and speeds[slowest] < speeds[fastest] / 2:
+            text.stylize("yellow")
+        lines.append(text)
+    mfu = view.value("perf/trainer_mfu")
+    whole = f"{number(view.value('perf/tokens_per_second'))} tok/s"
+    per_gpu = f", {number(view.value('perf/tokens_per_second_per_gpu'))} per GPU"
+    lines.append(_line("whole job", whole + per_gpu + (f", MFU {percent(mfu)}" if math.isfinite(mfu) else "")))
+    return ScreenPart("throughput", lines)
+
+
+def waiting(view: RunView, width: int, signs: Signs) -> ScreenPart:
+    """For how much of the newest steps each side had nothing to do, and where the time of the last step went."""
+    room = max(4, min(20, width - LABEL - 22))
+    lines = []
+    idle = view.share(("time/generate", "time/drain"), "time/step", RECENT)
+    for name, share in (("trainer", idle), ("engines", view.mean_by_time("rollout/idle_ratio", RECENT))):
+        text = _line(name, "")
+        text.append(bar(share, room, signs.full, signs.hollow), "yellow" if share > IDLE else "green")
+        text.append(f" idle {percent(share)}")
+        lines.append(text)
+    phases = [(phase, view.value(f"time/{phase}")) for phase in (*PHASES, "other")]
+    least = 0.005 * view.value("time/step")
+    largest = sorted((item for item in phases if item[1] > least), key=lambda item: -item[1])[:4]
+    lines.append(_line("last step", "  ".join(f"{name} {number(value, '.2g')}s" for name, value in largest) or "-"))
+    return ScreenPart(f"waiting, newest {min(RECENT, len(view.steps))} steps", lines)
+
+
+def rollout(view: RunView, width: int, signs: Signs) -> ScreenPart:
+    """Version lag, the queue, and the engines."""
+    lines = [
+        _trend(view, "lag", "rollout/version_lag_mean", width, signs,
+               more=f" max {number(view.value('rollout/version_lag_max'), '.0f')}"),
+        _trend(view, "queue", "rollout/queue_depth", width, signs, more=" groups"),
+        *_engines(view),
+        _line("replicas", f"{number(view.value('rollout/replicas_alive'), '.0f')} alive, "
+              f"{number(view.value('rollout/replicas_lost'), '.0f')} lost, "
+              f"{number(view.value('rollout/replicas_idle'), '.0f')} idle" + _workers(view)),
+    ]  # fmt: skip
+    return ScreenPart("rollout", lines)
+
+
+def _engines(view: RunView) -> list[Text]:
+    """Return the lines of KV cache and requests: what engines say now, else the peaks of the newest step."""
+    if view.loads:
+        usage = {index: load.kv_usage for index, load in view.loads.items()}
+        low, high = min(usage, key=usage.__getitem__), max(usage, key=usage.__getitem__)
+        kv = f"{percent(usage[low])} (replica {low}) to {percent(usage[high])} (replica {high})"
+        running = sum(load.running for load in view.loads.values())
+        queued = sum(load.waiting for load in view.loads.values())
+        requests, full = f"{running} running, {queued} waiting", usage[high]
+    else:
+        full = view.value("rollout/kv_usage_max")
+        kv = f"at most {percent(full)}"
+        peaks = [number(view.value(f"rollout/{name}_max"), ".0f") for name in ("running", "waiting")]
+        requests = f"at most {peaks[0]} running, {peaks[1]} waiting in one engine"
+    first = _line("KV cache", kv)
+    if full >= FULL:
+        first.stylize("yellow")
+    return [first, _line("requests", requests)]
+
+
+def _workers(view: RunView) -> str:
+    alive = view.value("rollout/workers_alive")
+    return f", {alive:.0f} agent workers" if math.isfinite(alive) else ""
+
+
+# What the metrics of a step count of faults: name, and the words for it.
+_COUNTS = (
+    ("groups/failed", "groups failed (not trained)"),
+    ("rollout/continued", "responses finished by another engine"),
+    ("sync/restarted_replicas", "replicas replaced in a sync"),
+    ("rollout/workers_lost", "agent workers lost and replaced"),
+    ("rollout/groups_redone", "groups that another worker went on with"),
+    ("reward/errors", "rewards failed"),
+    ("rollout/cut", "responses cut at a deadline"),
+)
+_TOTALS = (
+    ("rollout/rebuilds", "times controller and queue were started anew"),
+    ("total/failed_writes", "failed writes"),
+    ("total/groups_rolled_back", "groups rolled back by a resume and drawn again"),
+)
+
+
+def faults(view: RunView, width: int, signs: Signs) -> ScreenPart:
+    """The newest faults with their outcome, and what the metrics count."""
+    lines = []
+    for fault in reversed(view.faults):
+        text = Text(f"{_clock(fault.at, view.now)} {fault.kind}: ", "red" if not fault.outcome else "")
+        text.append(_plain(fault.text))
+        after = f" after {number(fault.after_s, 'time')}" if fault.after_s is not None else ""
+        outcome = f"{_plain(fault.outcome)}{after}" if fault.outcome else "no outcome so far"
+        text.append(f" {'->' if signs.dash == '-' else '→'} {outcome}", "green" if fault.outcome else "yellow")
+        lines.append(text)
+    counted = []
+    for name, words in _COUNTS:
+        count = math.fsum(value for value in view.series(name, len(view.steps)) if math.isfinite(value))
+        if count:
+            counted.append(f"{count:.0f} {words}")
+    for name, words in _TOTALS:
+        if view.value(name) > 0:
+            counted.append(f"{view.value(name):.0f} {words}")
+    if counted:
+        lines.insert(0, Text(f"in the newest {len(view.steps)} steps: " + ", ".join(counted), "yellow"))
+    return ScreenPart("faults", lines or [Text("none", "dim")], not lines)
+
+
+def notices(view: RunView, width: int, signs: Signs) -> ScreenPart:
+    """The newest notices of the pool, the newest first."""
+    lines = [Text(f"{_clock(at, view.now)} {_plain(text)}") for at, text in reversed(view.notices)]
+    return ScreenPart("notices", lines or [Text("none", "dim")], not lines)
+
+
+LEFT: tuple[Callable[[RunView, int, Signs], ScreenPart], ...] = (reward, evaluation, update)
+RIGHT: tuple[Callable[[RunView, int, Signs], ScreenPart], ...] = (throughput, waiting, rollout)
+
+
+def _line(name: str, text: str) -> Text:
+    return Text.assemble((name.ljust(LABEL), "cyan"), text)
+
+
+def _trend(
+    view: RunView, name: str, metric: str, width: int, signs: Signs, *, more: str = "",
+    show: Callable[[float], str] = number,
+) -> Text:  # fmt: skip
+    """Return a line with a metric's newest value, the steps since then if it is an older one, and its sparkline."""
+    newest, ago = view.newest(metric, RECENT)
+    value = f"{show(newest)}{more}" + (f" ({ago} ago)" if ago else "")
+    text = Text.assemble((name.ljust(LABEL), "cyan"), (value, "bold"))
+    column = LABEL + 18
+    room = min(24, width - max(column, LABEL + len(value) + 1))
+    if room >= 4:
+        text.append(" " * max(1, column - LABEL - len(value)))
+        text.append(sparkline(view.series(metric, TREND), room, signs.blocks), "blue")
+    return text
+
+
+def _plain(text: str) -> str:
+    """Return a text as one line that controls no terminal."""
+    return " ".join(printable(text).split())
+
+
+def _clock(at: float, now: float, always: str = "") -> str:
+    """Return the time of day, or the date if it is long ago, or by the format `always`; blanks if it is not known."""
+    try:
+        return time.strftime(always or ("%H:%M:%S" if now - at < 86400 else "%m-%d %H:%M"), time.localtime(at))
+    except (ValueError, OverflowError, OSError):  # NaN, or no time that a clock can show
+        return " " * 8

@@ -1,0 +1,80 @@
+"""`megarl train`: start a run on this machine, by torchrun with as many ranks as the config has trainer GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_arguments, run_overrides
+
+# Which ends without torchrun's traceback, because the rank that has failed has told why.
+# By default torchrun leaves a temporary directory at each start.
+TORCHRUN = ("-m", "megarl.cluster.torchrun.run", "--rdzv-backend", "megarl", "--log-dir", os.devnull)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `train` to the `megarl` command."""
+    parser = commands.add_parser(
+        "train",
+        help="start a run on this machine: torchrun with as many ranks as the config has trainer GPUs",
+        description="Check the config, then start torchrun with `trainer.gpus` ranks, which start the rollout pool. "
+        "The same as examples/rl/train_rl.py under torchrun. Several machines: megarl launch.",
+        epilog="example: megarl train --config examples/rl/configs/quickstart_cpu.yaml run.steps=10",
+    )
+    add_run_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Become torchrun; as one of its ranks, or for a dry run, do what a rank does. Raises ConfigError."""
+    arguments = run_arguments(options)
+    if options.dry_run or "WORLD_SIZE" in os.environ:
+        from megarl.run.start.main import main
+
+        main(arguments)  # ends the process, except for a dry run
+        return 0
+    command = torchrun_command(options, arguments)
+    if command is None:
+        return 0
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str] | None:
+    """Return the command that starts all ranks; None, and say so, if the run has finished before.
+
+    Raises ConfigError, before anything starts, for a wrong config.
+    """
+    from megarl.checkpoint.format.finished import already_finished
+    from megarl.cluster.nodes.topology import stop_seconds
+    from megarl.common.errors import ConfigError
+    from megarl.common.rundir.run_lock import refuse_claimed
+    from megarl.config.derived.pools import resolve_pools
+    from megarl.config.loading.load import load_config
+    from megarl.config.memory_plan.plan import make_plan
+    from megarl.run.start.checks import check_start, mark_checked
+    from megarl.telemetry.sinks.prometheus import check_endpoint
+
+    config = load_config(options.config, run_overrides(options))
+    plan = make_plan(config)
+    if (nodes := resolve_pools(config).nodes) > 1:
+        raise ConfigError([f"the config needs {nodes} nodes; start it by: megarl launch --config {options.config}"])
+    if (told := already_finished(config)) is not None:
+        sys.stderr.write(f"megarl: {told}\n")
+        return None
+    if not options.force:
+        refuse_claimed(config.run_dir)
+    check_endpoint(config)
+    for warning in check_start(config, plan.info, mistake_printer(options)):
+        sys.stderr.write(f"megarl: warning: {warning}\n")
+    mark_checked(os.environ)
+    # After a stop signal the ranks need this time to end their step and save.
+    ranks = (
+        "--shutdown-timeout",
+        str(stop_seconds(config.launch, config.timeouts)),
+        "--nproc-per-node",
+        str(config.trainer.gpus),
+    )
+    return [sys.executable, *TORCHRUN, *ranks, "-m", "megarl", "train", *arguments]

@@ -1,0 +1,365 @@
+"""The trainer's side of the pool: synchronous calls with bounded waits.
+
+Rank 0 makes the calls; the first ranks of the other data-parallel replicas only connect to Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.cluster.client.actor_calls import ConnectionCut, call_once
+from megarl.cluster.client.connection import connect_ray, own_sigterm_handler
+from megarl.cluster.client.replica_handles import PoolHandles
+from megarl.cluster.pool.actors import CONTROLLER
+from megarl.cluster.pool.pool_process import NOTICED_S, SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
+from megarl.common.errors import PartsLost, ReplicaFailed, RolloutError
+from megarl.config.schema import Config
+from megarl.evaluation.harness import SetReport
+from megarl.rollout.admission.counters import Counters
+from megarl.rollout.engine.devices import HeldDevices
+from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
+from megarl.rollout.orchestrator.failover import Committed, TrainerRecord
+from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.exceptions import RayTaskError
+
+logger = logging.getLogger(__name__)
+
+# Extra time for a call whose bound the controller itself keeps, so that the controller's message comes first.
+CALL_MARGIN_S = 15.0
+
+
+class _Stopped(Exception):  # noqa: N818
+    """The wait for an evaluation was given up."""
+
+
+@dataclass(frozen=True)
+class _Connection:
+    handle: SupervisorHandle
+    controller: ActorHandle
+
+
+class PoolClient:
+    """Offers the controller's methods as blocking calls. Each ends within its bound from `config.timeouts`.
+
+    If the controller or its queue dies after `begin`, a call waits for the new ones that the supervisor starts, tells
+    the new controller how far the trainer has come, and is sent again. Any thread may call.
+    """
+
+    def __init__(self, handle: SupervisorHandle, config: Config, controller: ActorHandle) -> None:
+        self.config = config
+        self._connection = _Connection(handle, controller)
+        self._record = TrainerRecord()
+        self._syncing: int | None = None  # the thread that publishes weights
+        self._changed = threading.Condition()  # guards what is above
+
+    @property
+    def handle(self) -> SupervisorHandle:
+        """The pool's handle, with its present queue."""
+        return self._connection.handle
+
+    @classmethod
+    def connect(
+        cls, handle: SupervisorHandle, config: Config, tell: Callable[[str], object] = lambda text: None
+    ) -> PoolClient:
+        """Wait until the pool is ready (engines started), of which `tell` gets a line now and then, and connect.
+
+        Raises SupervisorFailed naming the part that did not start.
+        """
+        handle = wait_ready(handle, config.timeouts.engine_start_s + config.timeouts.ray_start_s, tell)
+        connect_ray(handle, config.timeouts.ray_start_s)
+        import ray
+
+        return cls(handle, config, ray.get_actor(CONTROLLER, namespace=handle.namespace))
+
+    def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
+        """Call one method of the controller and wait for its result, whose type is the method's.
+
+        Raises RolloutError with the controller's own cause, if it does not answer within `timeout_s`, and if the
+        network is cut for `timeouts.rpc_s`.
+        """
+        return self._call(method, args, kwargs, timeout_s)[0]
+
+    def _call(
+        self, method: str, args: Sequence[object], kwargs: dict[str, object], timeout_s: float,
+        check: Callable[[], None] = lambda: None, note: Callable[[Any], None] = lambda answer: None,
+    ) -> tuple[Any, int]:  # fmt: skip
+        """Call as `call`; return the answer, and how often controller and queue had been started anew by then.
+
+        `check` raises what else ends the wait. `note` takes note of the answer of the controller that is there.
+        """
+        while True:
+            connection = self._connection
+            try:
+                answer = self._send(connection, method, args, kwargs, timeout_s, check)
+            except PartsLost as lost:
+                if self._record.now is None:
+                    raise RolloutError(f"{lost}; see {self._logs / 'controller.log'}") from lost
+                self._recover(connection, lost)
+                continue
+            with self._changed:
+                # Else the answer is of a controller that has died since, and the new one does not know of it.
+                if self._connection is connection:
+                    note(answer)
+                    return answer, connection.handle.rebuilds
+
+    def _send(
+        self, connection: _Connection, method: str, args: Sequence[object], kwargs: dict[str, object],
+        timeout_s: float, check: Callable[[], None],
+    ) -> Any:  # noqa: ANN401  # as `call`  # fmt: skip
+        """Call a method of one controller. Raises PartsLost if it has died, and otherwise as `call`."""
+        import ray
+
+        handle = connection.handle
+
+        def look() -> None:
+            handle.check_parts()
+            check()
+
+        try:
+            return call_once(
+                connection.controller, method, args, kwargs, timeout_s=timeout_s,
+                reach_s=self.config.timeouts.rpc_s, check=look,
+            )  # fmt: skip
+        except ConnectionCut as error:
+            raise ConnectionCut(
+                f"trainer rank 0 could not reach the rollout controller for {error.seconds:.0f} s, in which it asked "
+                f"it to {method}: is the network between the trainer and {handle.host} cut? {error}",
+                error.seconds,
+            ) from error
+        except ray.exceptions.GetTimeoutError:
+            waited = f"trainer rank 0 waited {timeout_s:.0f} s for the rollout controller to {method}"
+            if self._record.now is not None and handle.has_lost_parts(NOTICED_S):  # it hangs
+                raise PartsLost(waited) from None
+            raise RolloutError(waited) from None
+        except ray.exceptions.RayActorError as error:
+            handle.check()
+            raise PartsLost("the rollout controller died") from error
+        except ray.exceptions.RayTaskError as error:
+            raise _own_error(error) from error
+
+    def _recover(self, lost: _Connection, reason: PartsLost) -> None:
+        """Connect to the new controller and tell it how far the trainer has come, unless another thread has done it.
+
+        A thread that does not publish waits for the end of a publication first: engines must not be told to drop their
+        requests in the middle of a weight sync. Raises RolloutError if there is no new controller in time.
+        """
+        import ray
+
+        timeouts, own = self.config.timeouts, threading.get_ident()
+        with self._changed:
+            bound = self._most_sync_s()
+            if not self._changed.wait_for(
+                lambda: self._connection is not lost or self._syncing in (None, own), timeout=bound
+            ):
+                raise RolloutError(f"{reason}; the weight sync that was under way did not end within {bound:.0f} s")
+            if self._connection is not lost:
+                return
+            logger.warning("%s; waiting for new ones", reason)
+            handle = lost.handle
+            while True:
+                # To be noticed, to end, and to be started again.
+                handle = await_rebuilt(handle, 3 * timeouts.rpc_s + timeouts.engine_start_s)
+                new = _Connection(handle, ray.get_actor(CONTROLLER, namespace=handle.namespace))
+                try:
+                    self._send(new, "take_over", (self._record.now,), {}, 3 * timeouts.rpc_s, lambda: None)
+                    break
+                except PartsLost as error:
+                    logger.warning("%s once more", error)
+            self._record.lost()
+            self._connection = new
+            self._changed.notify_all()
+
+    def _most_sync_s(self) -> float:
+        """Return the time that all attempts at a publication may take, with its calls to the controller."""
+        timeouts, restarts = self.config.timeouts, self.config.weight_sync.restarts
+        return (restarts + 1) * timeouts.weight_sync_s + restarts * timeouts.engine_start_s + 10 * timeouts.rpc_s
+
+    @property
+    def _logs(self) -> Path:
+        return Path(self.handle.run_dir) / "logs"
+
+    def members(self) -> list[int]:
+        """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
+        return self.call("members", timeout_s=self.config.timeouts.rpc_s)
+
+    def devices(self) -> list[HeldDevices]:
+        """Return the devices that each serving replica holds."""
+        return self.call("devices", timeout_s=self.config.timeouts.rpc_s)
+
+    def engine_handles(self) -> PoolHandles:
+        """Return the handles by which the weight sync calls the engines."""
+        return PoolHandles(self)
+
+    def drain(self) -> None:
+        """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
+        bound = self.config.timeouts.generate_s + CALL_MARGIN_S
+        self._call("drain", (), {}, bound, note=lambda _: self._record.drained())
+
+    def announce(self, version: int) -> None:
+        """Report that engines are about to be given `version`, which their tokens may carry from now on."""
+
+        def note(answer: None) -> None:
+            self._record.announced(version)
+            self._syncing = threading.get_ident()
+
+        self._call("announce", (version,), {}, self.config.timeouts.rpc_s, note=note)
+
+    def set_version(self, version: int, admit: bool = True) -> Counters:
+        """Report that the engines serve `version`; with `admit`, also start the groups that it allows."""
+
+        def note(answer: Counters) -> None:
+            self._record.published(version, admit)
+            self._syncing = None
+            self._changed.notify_all()
+
+        counters: Counters = self._call("set_version", (version, admit), {}, self.config.timeouts.rpc_s, note=note)[0]
+        return counters
+
+    def admit(self, needed: int) -> Counters:
+        """Start every group that the published version allows. `needed`: the step for whose batch the trainer waits."""
+        note = lambda _: self._record.admitted(needed)  # noqa: E731
+        counters: Counters = self._call("admit", (needed,), {}, self.config.timeouts.rpc_s, note=note)[0]
+        return counters
+
+    def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady | PublicationNeeded:
+        """Wait until all groups of `step` are in the queue and return its batch, or until no replica is left."""
+        bound = timeout_s or self.config.timeouts.generate_s
+        # A wait in slices must outlive a short cut of the network, too.
+        margin_s = max(CALL_MARGIN_S, self.config.timeouts.rpc_s)
+
+        def note(answer: BatchReady | PublicationNeeded) -> None:
+            if isinstance(answer, BatchReady):
+                self._record.taken(answer)
+
+        answer, rebuilds = self._call("wait_batch", (step, bound), {}, bound + margin_s, note=note)
+        return replace(answer, rebuilds=rebuilds) if isinstance(answer, BatchReady) else answer
+
+    def keep(self, step: int, rebuilds: int) -> bool:
+        """Note that all ranks have read the batch of `step`, which the trainer now holds.
+
+        False if the controller that gave it has died since (`rebuilds`: that of the batch): the new one does not know
+        of it, and will draw its groups again.
+        """
+        with self._changed:
+            if self.handle.rebuilds != rebuilds:
+                return False
+            self._record.keep(step)
+            return True
+
+    def commit(
+        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
+        reused: int = 0, ended: Mapping[str, Sequence[int]] | None = None,
+    ) -> Counters:  # fmt: skip
+        """Settle every group of `step`: report how many were trained, filtered, dropped as stale, and failed.
+
+        `reused`: how many groups were trained again; `ended`: the ids of the others, by the name of their number.
+        """
+        ends: dict[str, object] = {
+            "trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed,
+            "reused": reused, "trained_groups": None if ended is None else ended["trained"], "ended": ended,
+        }  # fmt: skip
+
+        def note(answer: Committed) -> None:
+            self._record.committed(step, answer.history)
+
+        answer: Committed = self._call("commit_and_tell", (step,), ends, self.config.timeouts.rpc_s, note=note)[0]
+        return answer.counters
+
+    def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
+        """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl.
+
+        Only a trainer, which has called `begin`, may be told to publish first.
+        """
+        reports = self.evaluate_unless(lambda: False, version, label)
+        assert reports is not None
+        return reports
+
+    def evaluate_unless(
+        self, stopped: Callable[[], bool], version: int, label: str = ""
+    ) -> list[SetReport] | PublicationNeeded | None:
+        """Evaluate as `evaluate`, but return None soon after `stopped()` has become true; the pool goes on alone."""
+
+        def check() -> None:
+            if stopped():
+                raise _Stopped
+
+        timeout_s = self.config.timeouts.generate_s + CALL_MARGIN_S
+        try:
+            reports: list[SetReport] | PublicationNeeded = self._call(
+                "evaluate", (version, label), {}, timeout_s, check
+            )[0]
+        except _Stopped:
+            return None
+        return reports
+
+    def start_evaluation(self, version: int, label: str) -> None:
+        """Begin to evaluate every held-out set beside training. Every replica serves `version` now."""
+        note = lambda _: self._record.evaluating(label)  # noqa: E731
+        self._call("start_evaluation", (version, label), {}, self.config.timeouts.rpc_s, note=note)
+
+    def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
+        """Return the evaluations beside training that have ended; with `wait_s`, wait for the one that is running.
+
+        Or, if it waits, until no replica is left.
+        """
+        bound = wait_s + CALL_MARGIN_S if wait_s else self.config.timeouts.rpc_s
+
+        def note(answer: list[FinishedEvaluation]) -> None:
+            self._record.evaluated([each.label for each in answer])
+
+        finished: list[FinishedEvaluation] = self._call("take_evaluations", (wait_s,), {}, bound, note=note)[0]
+        return finished
+
+    def quarantine(self, replica: int, reason: str) -> tuple[bool, str]:
+        """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
+        return self.call("quarantine", replica, reason, timeout_s=self.config.timeouts.rpc_s)
+
+    def references(self, group_ids: Sequence[int]) -> dict[int, str]:
+        """Return the reference answers of groups, by group id."""
+        return self.call("references", list(group_ids), timeout_s=self.config.timeouts.rpc_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the committed history of the rollout side as JSON content."""
+        return self.call("state_dict", timeout_s=self.config.timeouts.rpc_s)
+
+    def saved(self, step: int) -> None:
+        """Report that the checkpoint of the first `step` steps is complete."""
+        self.call("saved", step, timeout_s=self.config.timeouts.rpc_s)
+
+    def begin(self, state: dict[str, Any] | None) -> Counters:
+        """Go back to a committed history (None: to its beginning). Every trainer calls this first."""
+        timeouts = self.config.timeouts
+        bound = timeouts.engine_start_s + 3 * timeouts.rpc_s
+        counters: Counters = self._call("begin", (state,), {}, bound, note=lambda _: self._record.begun(state))[0]
+        return counters
+
+    def close(self) -> None:
+        """End the pool: supervisor, Ray, engines. Bounded by `timeouts.shutdown_s`."""
+        import ray
+
+        try:
+            with own_sigterm_handler():
+                ray.shutdown()
+        finally:
+            stop_supervisor(
+                Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.config.timeouts.shutdown_s,
+                self.handle.host,
+            )  # fmt: skip
+
+
+def _own_error(error: RayTaskError) -> Exception:
+    """Return the controller's own exception if its type is known, else a RolloutError that names the cause."""
+    cause = error.cause
+    if isinstance(cause, ReplicaFailed):
+        return ReplicaFailed(cause.replica, str(cause))
+    if isinstance(cause, (RolloutError, ValueError, TimeoutError)):
+        return type(cause)(str(cause))
+    return RolloutError(f"the rollout controller failed: {type(cause).__name__}: {cause}")

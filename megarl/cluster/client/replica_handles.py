@@ -1,0 +1,118 @@
+"""The pool's replicas as the weight sync of the trainer calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megarl.cluster.client.actor_calls import ConnectionCut, call_once
+from megarl.cluster.pool.pool_process import SupervisorHandle
+from megarl.common.errors import PoolEnded, ReplicaFailed
+from megarl.config.schema import Config
+from megarl.rollout.engine.replica import replica_name
+from megarl.rollout.fleet.actor_errors import as_rollout_error
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+class PoolCalls(Protocol):
+    """The part of the pool's client that `PoolHandles` uses."""
+
+    config: Config
+
+    @property
+    def handle(self) -> SupervisorHandle:
+        """Return the pool's handle."""
+
+    def members(self) -> list[int]:
+        """Return the indices of the replicas that take part in the next sync."""
+
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
+        """Call one method of the controller."""
+
+
+class ReplicaClient:
+    """One replica as the weight sync calls it; thread-safe."""
+
+    def __init__(
+        self, index: int, actor: ActorHandle | None, log: Path, check: Callable[[], None], reach_s: float
+    ) -> None:
+        """`actor`: the replica's EngineReplica, None if it has ended; `log`: its log file, named in errors.
+
+        `check` raises if the pool has ended. `reach_s`: how long a cut of the network is waited for.
+        """
+        self.index = index
+        self.name = f"replica {index}"
+        self._actor = actor
+        self._log = log
+        self._check = check
+        self._reach_s = reach_s
+
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
+        """Call one method of the replica and wait for its result, whose type is the method's.
+
+        Raises ReplicaFailed, naming the replica, if it failed or died, TimeoutError after `timeout_s`, and PoolEnded.
+        """
+        import ray
+
+        if self._actor is None:
+            raise ReplicaFailed(self.index, f"{self.name} had ended when it was asked to {method}; see {self._log}")
+        try:
+            return call_once(
+                self._actor, method, args, {}, timeout_s=timeout_s, reach_s=self._reach_s, check=self._check
+            )
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s") from None
+        except PoolEnded:
+            raise
+        except ConnectionCut as error:
+            waited = f"could not be reached for {error.seconds:.0f} s, in which it was asked to {method}"
+            raise ReplicaFailed(self.index, f"{self.name} {waited}; see {self._log}: {error}") from error
+        except Exception as error:
+            raise as_rollout_error(self.index, method, error, f"see {self._log}") from error
+
+
+class PoolHandles:
+    """The pool as the weight sync uses it: replicas that can be called and replaced by name."""
+
+    def __init__(self, client: PoolCalls) -> None:
+        self._client = client
+
+    def replicas(self) -> Sequence[ReplicaClient]:
+        """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
+        logs = Path(self._client.handle.run_dir) / "logs"
+        check, reach_s = self._client.handle.check, self._client.config.timeouts.rpc_s
+        return [
+            ReplicaClient(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
+            for index in self._client.members()
+        ]
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the replicas that take part in the next sync."""
+        return [f"replica {index}" for index in self._client.members()]
+
+    def _actor(self, index: int) -> ActorHandle | None:
+        """Return the replica's actor; None if it has ended, because Ray then forgets its name."""
+        import ray
+
+        try:
+            return ray.get_actor(replica_name(index), namespace=self._client.handle.namespace)
+        except ValueError:
+            return None
+
+    def restart(self, names: Sequence[str], timeout_s: float) -> None:
+        """Replace the named replicas by new ones, or leave out those that cannot be.
+
+        Raises RolloutError if one does not start.
+        """
+        self._client.call("restart_replicas", _indices(names), timeout_s=timeout_s)
+
+    def replace_later(self, names: Sequence[str], timeout_s: float) -> None:
+        """End the named replicas; new ones join with a later sync. Raises RolloutError as `restart`."""
+        self._client.call("replace_replicas_later", _indices(names), timeout_s=timeout_s)
+
+
+def _indices(names: Sequence[str]) -> list[int]:
+    return [int(name.removeprefix("replica ")) for name in names]

@@ -1,0 +1,121 @@
+"""The arguments and environment of the processes that a node runs. Pure; `megarl launch --dry-run` shows them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from megarl.cluster.nodes.topology import NodePlan, Topology, stop_seconds
+from megarl.common.errors import ConfigError
+from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
+from megarl.config.checks.secrets import referenced_variables
+from megarl.config.schema import Config
+from megarl.config.schema.job import LaunchConfig
+
+# Environment variable of the ranks: set if a node's agent has started them, to the id of its launch.
+LAUNCH_ID_VARIABLE = "MEGARL_LAUNCH_ID"
+
+ENTRY = "examples/rl/train_rl.py"
+
+# What is passed to hosts that are reached by ssh, beside the variables to which the config refers.
+_PASSED_NAMES = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "WANDB_API_KEY"}
+_PASSED_PREFIXES = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_", "MLFLOW_")
+
+
+def torchrun_command(
+    config: Config, topology: Topology, node: NodePlan, *, python: str, launch_id: str, endpoint: str, address: str,
+    entry: str, config_file: str,
+) -> list[str]:  # fmt: skip
+    """Return the torchrun command of one trainer node.
+
+    `endpoint`: HOST:PORT of the rendezvous, whose store the first trainer node runs. It is a rendezvous like c10d's
+    and not the static one, because only that one restarts the ranks of all nodes after one has failed.
+    """
+    first = node.trainer_rank == 0
+    return [
+        python, "-m", "megarl.cluster.torchrun.run",
+        "--nnodes", str(topology.trainer_nodes),
+        "--nproc-per-node", str(topology.ranks_per_node),
+        "--rdzv-id", launch_id,
+        "--rdzv-backend", "megarl",
+        "--rdzv-endpoint", endpoint,
+        # By default torchrun compares host names to find out which node holds the store.
+        "--rdzv-conf", f"is_host={'true' if first else 'false'},join_timeout={int(config.timeouts.node_s)}",
+        "--local-addr", address,
+        "--log-dir", os.devnull,  # by default torchrun leaves a temporary directory at each start
+        "--max-restarts", str(config.launch.max_restarts),
+        # After a SIGTERM the ranks need this time to end their step and save.
+        "--shutdown-timeout", str(stop_seconds(config.launch, config.timeouts)),
+        entry, "--config", config_file,
+    ]  # fmt: skip
+
+
+def torchrun_environment(run_dir: Path) -> dict[str, str]:
+    """Return torchrun's variables: the ranks' store is new at each start, and agents sign with the run's secret.
+
+    `megarl.run.ranks.control_group.join_peers` and `megarl.cluster.torchrun.rendezvous` read them.
+    """
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", RUN_DIR_VARIABLE: str(run_dir)}
+
+
+def raylet_command(launch: str, index: int, agent_pid: int) -> list[str]:
+    """Return the command of a raylet that joins the run's Ray cluster and dies with the agent."""
+    return [sys.executable, "-m", "megarl.cluster.nodes.raylet", launch, str(index), str(agent_pid)]
+
+
+def user_environment(launch: LaunchConfig) -> dict[str, str]:
+    """Return the `env_vars` of `launch.runtime_env`. Raises ConfigError as `read_runtime_env`."""
+    path = launch.runtime_env
+    if path is None:
+        return {}
+    return read_runtime_env(path)
+
+
+def read_runtime_env(path: Path) -> dict[str, str]:
+    """Read `env_vars` from a file. Raises ConfigError, naming the file, if it holds anything else."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError([f"launch.runtime_env: {path} cannot be read: {error}"]) from None
+    if not isinstance(content, dict) or set(content) - {"env_vars"}:
+        raise ConfigError([
+            f"launch.runtime_env: {path} may hold `env_vars` only: code and packages are the same on all nodes, "
+            "from the shared file system"
+        ])  # fmt: skip
+    variables = content.get("env_vars") or {}
+    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
+        raise ConfigError([f"launch.runtime_env: {path}: every value of env_vars must be a string; put it in quotes"])
+    return {str(name): value for name, value in variables.items()}
+
+
+def exports(config: Config, environment: Mapping[str, str]) -> str:
+    """Return shell commands that set, on another host, what an agent needs of this environment.
+
+    These are the variables of the libraries and those to which the config refers.
+    """
+    names = _PASSED_NAMES | referenced_variables(config).keys()
+    return "".join(
+        f"export {name}={shlex.quote(value)}\n"
+        for name, value in environment.items()
+        if name in names or (name.startswith(_PASSED_PREFIXES) and name.isidentifier())
+    )
+
+
+def network_environment(address: str, interface: str | None, *, several: bool, chosen: bool) -> dict[str, str]:
+    """Return the variables that set this node's address and interface for vLLM, gloo and NCCL.
+
+    `several`: the job has more nodes than this one; `chosen`: the user has named the interface. gloo would take the
+    address that the host's name resolves to: between nodes often a loopback address, on one node often another one.
+    Between nodes NCCL chooses an interface by itself unless the user has named one.
+    """
+    environment = {"VLLM_HOST_IP": address}
+    if interface is not None:
+        environment["GLOO_SOCKET_IFNAME"] = interface
+        if chosen or not several:
+            environment["NCCL_SOCKET_IFNAME"] = interface
+    return environment

@@ -1,0 +1,1 @@
+"""torchrun with megarl's rendezvous."""

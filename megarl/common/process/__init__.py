@@ -1,0 +1,1 @@
+"""Processes: start, identity, messages, output, memory."""

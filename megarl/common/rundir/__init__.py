@@ -1,0 +1,1 @@
+"""Files of RUN_DIR and the private directory of a run."""

@@ -1,0 +1,163 @@
+"""The private directory of a run on one host, for sockets and temporary files: mode 0700, an unpredictable name.
+
+It is below the system's temporary directory, because the path of a Unix socket may have 107 bytes at most. Its owner, a
+process, is recorded in it. The owner removes it at its end; the guardian removes it if the owner was killed; and the
+next start of the same user removes those whose owner is dead. Named semaphores and shared memory have no directory, so
+their names begin with that of the private directory and they are removed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing import shared_memory
+from pathlib import Path
+
+from megarl.common.process.processes import ProcessId, is_alive
+from megarl.common.rundir.kernel_cache import keep_kernels
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "MEGARL_PRIVATE_DIRECTORY"  # the environment variable by which a run's processes find it
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "megarl-"
+_NAME = re.compile(_PREFIX + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp makes it
+_OWNER = "owner.json"
+# Ray appends 69 bytes, `/ray/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store`, and the name has 16.
+_LONGEST_BASE = 20
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Identifies the process that owns a directory, and where its pid means something."""
+
+    process: ProcessId
+    host: str
+    boot: str
+    pid_namespace: str
+
+    @classmethod
+    def own(cls) -> Owner:
+        """Return this process as an owner. Some sandboxes have no boot id or no namespaces; these are then empty."""
+        boot = namespace = ""
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        return cls(ProcessId.own(), platform.node(), boot, namespace)
+
+    def is_dead(self, here: Owner) -> bool:
+        """Tell whether this owner has ended for certain, seen from the process `here`.
+
+        A temporary directory may be shared by containers and, rarely, by hosts: what is not known counts as alive.
+        """
+        if self.host != here.host:
+            return False
+        if self.boot != here.boot:
+            return True
+        return self.pid_namespace == here.pid_namespace and not is_alive(self.process)
+
+
+def make_private_directory() -> Path:
+    """Make a directory that this process owns, with the subdirectories `ray` and `tmp`."""
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
+    (directory / _OWNER).write_text(json.dumps(asdict(Owner.own())))
+    for name in ("ray", "tmp"):
+        (directory / name).mkdir(mode=0o700)
+    return directory
+
+
+def use_private_directory(directory: Path) -> None:
+    """Let this process and its later children put temporary files and sockets there, and compiled kernels at worst."""
+    tmp = str(directory / "tmp")
+    os.environ.update({VARIABLE: str(directory), "TMPDIR": tmp, "VLLM_RPC_BASE_PATH": tmp})
+    tempfile.tempdir = None  # it is looked up once
+    keep_kernels(lambda: directory / "tmp")
+
+
+def remove_private_directory(directory: Path) -> None:
+    """Remove the directory and the named semaphores and shared memory of its processes. Repeatable, never raises."""
+    for path in _shared(directory):
+        with contextlib.suppress(OSError):  # it is gone, or the system refuses
+            path.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def sweep_dead_directories() -> list[Path]:
+    """Remove the private directories of this user whose owner is dead; return them."""
+    here, removed = Owner.own(), []
+    for directory in sorted(_base().glob(_PREFIX + "*")):
+        owner = _owner(directory)
+        if owner is not None and owner.is_dead(here):
+            remove_private_directory(directory)
+            removed.append(directory)
+    if removed:
+        logger.info("removed what dead runs have left: %s", ", ".join(map(str, removed)))
+    return removed
+
+
+def name_shared_memory() -> None:
+    """Let the names of this process's semaphores and shared memory, and its children's semaphores, tell their run.
+
+    Does nothing outside a run. multiprocessing has no public way: the prefix of semaphores is part of the process's
+    configuration, which its children inherit; that of shared memory belongs to a module, in each process anew.
+    """
+    directory = os.environ.get(VARIABLE)
+    if directory is not None:
+        prefix = _tag(Path(directory))
+        multiprocessing.current_process()._config["semprefix"] = f"/{prefix}"  # type: ignore[attr-defined]
+        # A name has 14 characters at most: a slash, the eight of the directory, and four random ones.
+        shared_memory._SHM_NAME_PREFIX = f"/{prefix}"  # type: ignore[attr-defined]
+
+
+def _base() -> Path:
+    chosen = Path(tempfile.gettempdir())
+    return chosen if len(os.fsencode(chosen)) <= _LONGEST_BASE else Path("/tmp")
+
+
+def _tag(directory: Path) -> str:
+    return directory.name.removeprefix(_PREFIX)
+
+
+def _shared(directory: Path) -> Iterator[Path]:
+    """Yield the named semaphores and shared memory of the directory's processes, as far as this user owns them."""
+    if not _NAME.fullmatch(directory.name):
+        return
+    tag = re.escape(_tag(directory))
+    # vLLM names the memory that workers on the CPU share after the file by which they find each other.
+    files = "|".join(re.escape(path.name) for path in directory.glob("tmp/vllm_dist_*"))
+    ours = re.compile(rf"sem\.{tag}-.*|{tag}[0-9a-f]{{4,}}" + (rf"|({files})-.*" if files else ""))
+    with contextlib.suppress(OSError):  # there is none, or it cannot be listed
+        for path in sorted(SHARED_MEMORY.iterdir()):
+            if ours.fullmatch(path.name) and _own(path):
+                yield path
+
+
+def _own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except OSError:  # another process has removed it
+        return False
+
+
+def _owner(directory: Path) -> Owner | None:
+    """Return the owner of a private directory of this user; None if it is none, or not complete yet."""
+    try:
+        status = directory.lstat()
+        private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
+        if not private or status.st_uid != os.getuid() or not _NAME.fullmatch(directory.name):
+            return None
+        fields = json.loads((directory / _OWNER).read_text())
+        return Owner(**{**fields, "process": ProcessId(**fields["process"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,287 @@
+"""The claim on a run directory: RUN_DIR/claim.json names the one run that may write there.
+
+A start claims the directory before it moves or writes anything in it. It is refused, and changes nothing, while the
+holder runs: on the same host that is its process, on another one its heartbeat, the file's modification time. One whose
+process is gone, or whose heartbeat is older than `timeouts.node_s`, loses its claim to the next start.
+
+The file is created with O_EXCL, so one start alone has it. Whoever takes a claim over first moves the old one aside: a
+holder that finds another claim than its own (`RunClaim.renew`) was suspended, or lost it to `--force`, and ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from megarl.common.errors import ConfigError
+from megarl.common.process.processes import ProcessId, is_alive
+
+logger = logging.getLogger(__name__)
+
+CLAIM_FILE = "claim.json"
+RENEW_S = 2.0
+# For how long a claim of another host is watched at least, because the clocks of two hosts may differ.
+WATCH_S = 3 * RENEW_S
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The run that holds a directory. `what`: its command, for messages; `launch`: the id of a launch, if it has one.
+
+    `place`: where `process` is meaningful: host, boot and pid namespace.
+    """
+
+    what: str
+    host: str
+    place: str
+    process: ProcessId
+    launch: str | None = None
+    since: str = ""
+
+    @classmethod
+    def here(cls, what: str, process: ProcessId, launch: str | None = None) -> Holder:
+        """Return the holder that is `process`, which runs on this host."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        return cls(what, platform.node(), this_place(), process, launch, since)
+
+    def same_run(self, other: Holder) -> bool:
+        """Tell whether both are one run: one launch, or one process (torchrun's agent) that has restarted its ranks."""
+        if self.launch is not None or other.launch is not None:
+            return self.launch == other.launch
+        return self.place == other.place and self.process == other.process
+
+    def describe(self) -> str:
+        """Return the holder in words, for an error message."""
+        launch = f", launch {self.launch}" if self.launch is not None else ""
+        return f"{self.what} (pid {self.process.pid} on {self.host}{launch}, since {self.since})"
+
+
+def this_place() -> str:
+    """Name host, boot and pid namespace of this process: two processes of one place see each other's pids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{platform.node()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A claim's file as a start has seen it. `holder` is None if the content is not readable as a claim."""
+
+    holder: Holder | None
+    renewed_ns: int
+
+    @classmethod
+    def of(cls, run_dir: Path, name: str = CLAIM_FILE) -> Sighting | None:
+        """Read the claim on `run_dir`; None if there is none."""
+        try:
+            with (run_dir / name).open("rb") as file:
+                renewed_ns, content = os.fstat(file.fileno()).st_mtime_ns, file.read()
+        except FileNotFoundError:
+            return None
+        try:
+            return cls(msgspec.json.decode(content, type=Holder), renewed_ns)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return cls(None, renewed_ns)
+
+    def is_of(self, run: Holder) -> bool:
+        """Tell whether this is the claim of that run."""
+        return self.holder is not None and self.holder.same_run(run)
+
+    def runs_here(self) -> bool | None:
+        """Tell whether the holder, a process of this host, is alive; None if it is of another place or unknown."""
+        if self.holder is None or self.holder.place != this_place():
+            return None
+        return is_alive(self.holder.process)
+
+    def describe(self) -> str:
+        """Return the holder in words."""
+        return "an unknown run" if self.holder is None else self.holder.describe()
+
+
+class RunClaim:
+    """This run's claim on `run_dir`, until `release`."""
+
+    def __init__(self, run_dir: Path, holder: Holder) -> None:
+        self.run_dir, self.holder = run_dir, holder
+        self._released = threading.Event()
+        self._failing = False
+
+    def renew(self) -> Holder | None:
+        """Show that the holder is alive. Return the run that has taken the directory meanwhile, if one has.
+
+        A failure of the file system is logged once and tolerated: the next call tries again.
+        """
+        try:
+            seen = Sighting.of(self.run_dir)
+            if seen is not None and seen.holder is not None and not seen.is_of(self.holder):
+                return seen.holder
+            if seen is None:  # it was deleted, and a start may be about to make its own
+                _create(self.run_dir, self.holder)
+            else:
+                os.utime(self.run_dir / CLAIM_FILE)  # needs no space on a full disk
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                logger.warning("the claim on %s could not be renewed: %s", self.run_dir, error)
+            self._failing = True
+        return None
+
+    def renew_in_background(self, on_lost: Callable[[Holder], None]) -> None:
+        """Renew in a daemon thread until `release`. `on_lost`: called if another run has taken the directory."""
+
+        def work() -> None:
+            while not self._released.wait(RENEW_S):
+                other = self.renew()
+                if other is not None:
+                    on_lost(other)
+                    return
+
+        threading.Thread(target=work, name="renew-claim", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the directory up, if it is still this run's."""
+        self._released.set()
+        try:
+            seen = Sighting.of(self.run_dir)
+            if seen is not None and seen.is_of(self.holder):
+                (self.run_dir / CLAIM_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("the claim on %s could not be removed: %s", self.run_dir, error)
+
+
+def claim(
+    run_dir: Path, mine: Holder, node_s: float, say: Callable[[str], object] = lambda text: None, *, force: bool = False
+) -> RunClaim:
+    """Claim `run_dir`, which is made if it does not exist. A restart of the same run keeps its claim.
+
+    While a holder on another host may still run, `say` gets one line and the call waits, `node_s` at most. `force`:
+    take the directory whoever holds it.
+
+    Raises ConfigError, and has changed nothing, if another run holds the directory or it cannot be written.
+    """
+    run_dir = Path(run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        first, started, said = Sighting.of(run_dir), time.monotonic(), False
+        while True:
+            seen = Sighting.of(run_dir)
+            if seen is None:
+                if _create(run_dir, mine):
+                    return RunClaim(run_dir, mine)
+                continue  # another start was first
+            if seen.is_of(mine):
+                if seen.holder is not None and seen.holder.process != mine.process:  # a launch's agent takes over
+                    temporary = run_dir / f".{CLAIM_FILE}"
+                    temporary.write_bytes(msgspec.json.encode(replace(mine, since=seen.holder.since)))
+                    temporary.replace(run_dir / CLAIM_FILE)
+                return RunClaim(run_dir, mine)
+            held = False if force else _is_held(seen, first, time.monotonic() - started, node_s)
+            if held:
+                raise ConfigError([in_use(run_dir, seen)])
+            if held is False:
+                _move_aside(run_dir, seen)
+                continue
+            if not said:
+                said = True
+                say(
+                    f"{run_dir} was claimed by {seen.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) to "
+                    "see whether that run is still alive"
+                )
+            time.sleep(min(RENEW_S / 2, node_s / 4))
+    except OSError as error:
+        raise ConfigError([f"run.dir: {run_dir} cannot be claimed: {error}"]) from None
+
+
+def _is_held(seen: Sighting, first: Sighting | None, watched_s: float, node_s: float) -> bool | None:
+    """Tell whether the holder of another run's claim is alive; None while that has to be watched for longer.
+
+    `first`: the claim as it was when the start began to watch, `watched_s` ago.
+    """
+    if (here := seen.runs_here()) is not None:
+        return here
+    if seen != first:
+        return True
+    silent_s = max(time.time() - seen.renewed_ns / 1e9, watched_s)
+    return False if silent_s >= node_s and watched_s >= min(WATCH_S, node_s) else None
+
+
+def _create(run_dir: Path, mine: Holder) -> bool:
+    """Make the claim; return False if there is one."""
+    try:
+        with (run_dir / CLAIM_FILE).open("xb") as file:
+            file.write(msgspec.json.encode(mine))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _move_aside(run_dir: Path, dead: Sighting) -> None:
+    """Remove the claim that was judged, and no other: one that a third start has made since is put back."""
+    aside = run_dir / f".{CLAIM_FILE}.{platform.node()}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        os.rename(run_dir / CLAIM_FILE, aside)
+    except FileNotFoundError:
+        return  # another start has done it
+    moved = Sighting.of(run_dir, aside.name)
+    if moved is not None and moved.holder != dead.holder:
+        with suppress(FileExistsError):
+            os.link(aside, run_dir / CLAIM_FILE)  # the same file, which its start may still be writing
+    aside.unlink(missing_ok=True)
+
+
+def other_holder(run_dir: Path, mine: Holder) -> Holder | None:
+    """Return the run that holds `run_dir`, if it is another one than that of `mine`.
+
+    None too if nobody holds it or the claim cannot be read: only a known holder keeps a run from saying how it ended.
+    """
+    try:
+        seen = Sighting.of(run_dir)
+    except OSError as error:
+        logger.warning("the claim on %s cannot be read: %s", run_dir, error)
+        return None
+    return None if seen is None or seen.is_of(mine) else seen.holder
+
+
+def in_use(run_dir: Path, seen: Sighting) -> str:
+    """Return the message for a start that is refused: who holds the directory, and what to do."""
+    return (
+        f"run.dir: {run_dir} is in use by {seen.describe()}; nothing was changed. Wait for that run, make it save and "
+        f"end (touch {run_dir / 'stop'}), or choose another run.dir; --force of megarl train and launch ends that run"
+    )
+
+
+def refuse_claimed(run_dir: Path) -> None:
+    """Raise ConfigError if a process of this host that runs holds `run_dir`. Changes nothing and does not wait."""
+    seen = Sighting.of(run_dir)
+    if seen is not None and seen.runs_here():
+        raise ConfigError([in_use(run_dir, seen)])
+
+
+def await_claim(run_dir: Path, mine: Holder, timeout_s: float) -> None:
+    """Wait until the run of `mine` holds `run_dir`. Raises TimeoutError, saying who holds it, after `timeout_s`.
+
+    A file system that fails for a moment is asked again. Raises OSError if it still fails then.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        late = time.monotonic() > deadline
+        try:
+            seen = Sighting.of(run_dir)
+        except OSError:
+            if late:
+                raise
+            seen = None
+        if seen is not None and seen.is_of(mine):
+            return
+        if late:
+            who = "nobody" if seen is None else seen.describe()
+            raise TimeoutError(f"this rank waited {timeout_s:.0f} s for its run to claim {run_dir}, which {who} holds")
+        time.sleep(0.1)

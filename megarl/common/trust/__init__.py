@@ -1,0 +1,1 @@
+"""Secrets, signed values, and bounds on what is unpickled."""

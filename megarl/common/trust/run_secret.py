@@ -1,0 +1,72 @@
+"""The secret of a run, by which its processes recognise each other's values: RUN_DIR/secret, of mode 0600.
+
+Whichever process needs it first makes it; all others read the same file. So no process waits for another one, and on
+several nodes the shared file system that holds RUN_DIR is all that is needed. It never leaves the file: what is sent
+is a key that was derived from it for one purpose.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+SECRET_FILE = "secret"
+# Environment variable with RUN_DIR, for torchrun, which has no config (megarl/cluster/torchrun/rendezvous.py).
+RUN_DIR_VARIABLE = "MEGARL_RUN_DIR"
+_BYTES = 32
+# What `os.link` reports where there are none: vfat and exFAT, some FUSE and object stores.
+_NO_HARD_LINKS = {errno.ENOTSUP, errno.EPERM, errno.ENOSYS}
+
+
+def run_secret(run_dir: Path | str) -> bytes:
+    """Return the secret of the run in `run_dir`, which is made if there is none.
+
+    Raises PermissionError if other users can read or replace the file: a secret that they know protects nothing.
+    """
+    path = Path(run_dir).resolve() / SECRET_FILE
+    if not path.exists():
+        _make(path)
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "r", encoding="ascii") as file:
+        facts = os.fstat(file.fileno())
+        text = file.read()
+    # A file server may give root's files to another user, to whom RUN_DIR then belongs too.
+    if facts.st_uid not in {os.geteuid(), path.parent.stat().st_uid} or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise PermissionError(
+            f"{path} has mode {stat.S_IMODE(facts.st_mode):04o} and belongs to user {facts.st_uid}, so other users may "
+            "know the secret of the run: end the processes of the run, remove the file and start again"
+        )
+    if len(text) != 2 * _BYTES:
+        raise ValueError(f"{path} is damaged: end the processes of the run, remove the file and start again")
+    return bytes.fromhex(text)
+
+
+def derived_key(secret: bytes, purpose: str) -> bytes:
+    """Return the key of a secret for one purpose; it tells nothing about the secret or about other keys."""
+    return hmac.digest(secret, b"megarl key: " + purpose.encode(), "sha256")
+
+
+def _make(path: Path) -> None:
+    """Write a new secret, unless another process has written one meanwhile. No reader sees a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(_BYTES))
+    try:
+        with suppress(FileExistsError):
+            os.link(temporary, path)  # atomic, also on NFS
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        raise OSError(
+            error.errno,
+            f"the file system of {path.parent} has no hard links ({error.strerror}), without which the processes of a "
+            "run could not agree on one secret: set run.dir to a directory of another file system, which all nodes of "
+            "the run share",
+        ) from None
+    finally:
+        temporary.unlink()

@@ -1,0 +1,129 @@
+"""Checks of the agent's loop and its tools; each problem is told with the way to correct it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.derived.datasets import all_sets
+from megarl.config.derived.staleness import most_in_flight, pace_problems
+from megarl.config.schema import Config
+from megarl.config.schema.agent import (
+    ACT_TIMEOUT_S,
+    HARNESS,
+    SHIPPED_TOOLS,
+    SINGLE_TURN,
+    TOOL_AGENT,
+    VERIFIERS,
+    ToolConfig,
+)
+
+_CALCULATOR = "examples.rl.tools.calculator:Calculator"
+
+
+def agent_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of `agent` and of all lists of tools."""
+    agent = config.agent
+    if agent.loop == HARNESS:
+        yield from _act_problems(agent.act)
+    elif agent.loop not in (SINGLE_TURN, TOOL_AGENT):
+        yield from import_path_problems("agent.loop", agent.loop, f"neither {SINGLE_TURN}, {TOOL_AGENT}, {HARNESS} nor")
+    elif agent.kwargs:
+        yield f"agent.kwargs: {agent.loop} takes none, its bounds are keys of `agent`; remove them"
+    if agent.act is not None and agent.loop != HARNESS:
+        yield f"agent.act: {agent.loop} does not call it; set agent.loop: {HARNESS}, or remove it"
+    own_lists = [f"{each.key}.tools" for each in all_sets(config) if each.tools]
+    if agent.loop in (HARNESS, VERIFIERS):
+        yield from _door_problems(config)
+        brings = "agent.act" if agent.loop == HARNESS else "the environment"
+        if own_lists:
+            yield f"{'tools' if config.tools else own_lists[0]}: {brings} brings the tools of its own; remove these"
+    if agent.loop == SINGLE_TURN and own_lists:
+        key = "tools" if config.tools else own_lists[0]
+        yield f"{key}: {SINGLE_TURN} calls none; set agent.loop: {TOOL_AGENT}, or remove them"
+    if agent.loop == TOOL_AGENT and not own_lists:
+        yield f"tools: {TOOL_AGENT} has none to call; list some, or set agent.loop: {SINGLE_TURN}"
+    for key, tools in tool_lists(config).items():
+        yield from _tool_problems(key, tools)
+
+
+def _act_problems(act: str | None) -> Iterator[str]:
+    if act is None:
+        yield (
+            f"agent.act: agent.loop: {HARNESS} needs the function that acts; name an "
+            "`async def act(base_url, token, session, row)` as package.module:function"
+        )
+    else:
+        yield from import_path_problems("agent.act", act, "not")
+
+
+def _door_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong for a loop whose samples are acted for through the door."""
+    if not config.door.enabled:
+        yield f"door.enabled: agent.loop: {config.agent.loop} acts through the door of the run; set door.enabled: true"
+    if config.ray.address is not None and config.door.host is None:
+        yield (
+            "door.host: in a cluster that is running already (ray.address) the door listens at 127.0.0.1, where agents "
+            "on other nodes do not reach it; set it to the address of the door's node; 127.0.0.1 if there is one node"
+        )
+    key, act_s = "agent.act_timeout_s", config.agent.act_timeout_s
+    if config.agent.loop == VERIFIERS:
+        key, act_s = "agent.kwargs.timeout_s", config.agent.kwargs.get("timeout_s", ACT_TIMEOUT_S)
+    if not isinstance(act_s, int | float):  # the arguments of a loop have no types in the config: YAML's 1e3 is text
+        yield f"{key}: {act_s!r} is not a number of seconds; write it in digits"
+    elif act_s >= (bound := config.timeouts.generate_s):
+        yield (
+            f"{key}: {act_s:g} s would never fail a sample, because a trainer that has waited "
+            f"timeouts.generate_s={bound:g} s for it ends the run; lower the first or raise the second"
+        )
+    yield from _session_problems(config)
+
+
+def _session_problems(config: Config) -> Iterator[str]:
+    """Yield a problem if the door may have fewer sessions than samples are generated at a time."""
+    if any(pace_problems(config)):
+        return
+    groups, samples = most_in_flight(config), config.batch.samples_per_group
+    if config.door.max_sessions < groups * samples:
+        yield (
+            f"door.max_sessions: {config.door.max_sessions}, but {groups} groups of {samples} samples may be generated "
+            f"at a time, each sample in a session of its own; set it to at least {groups * samples}"
+        )
+
+
+def tool_lists(config: Config) -> dict[str, list[ToolConfig]]:
+    """Return the lists of tools by their keys in the config."""
+    found = {"tools": config.tools}
+    for section, sets in (("data", config.data.sets), ("evaluation", config.evaluation.sets)):
+        for index, each in enumerate(sets):
+            if each.tools is not None:
+                found[f"{section}.sets.{index}.tools"] = each.tools
+    return found
+
+
+def _tool_problems(key: str, tools: list[ToolConfig]) -> Iterator[str]:
+    for index, tool in enumerate(tools):
+        if tool.kind == "calculator":
+            yield f"{key}.{index}.kind: the calculator is an example now; write {_CALCULATOR}, and in_worker: true"
+        elif tool.kind not in SHIPPED_TOOLS:
+            yield from import_path_problems(f"{key}.{index}.kind", tool.kind, f"neither {', '.join(SHIPPED_TOOLS)} nor")
+    for name, count in Counter(tool.called for tool in tools).items():
+        if count > 1:
+            yield f"{key}: {count} tools are called {name!r}; give all but one a `name` of their own"
+
+
+def import_path_problems(key: str, path: str, neither: str) -> Iterator[str]:
+    """Yield what is wrong with an import path `package.module:name`; the module is found, and not imported."""
+    module, colon, name = path.partition(":")
+    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        yield f"{key}: {path!r} is {neither} an import path package.module:name"
+        return
+    top = module.split(".", maxsplit=1)[0]
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except ValueError:
+        found = True
+    if not found and not (Path(f"{top}.py").exists() or Path(top).is_dir()):
+        yield f"{key}: no module {top!r}; install it or add its directory to PYTHONPATH"

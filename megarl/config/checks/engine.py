@@ -1,0 +1,79 @@
+"""Checks the fields of `rollout.engine_kwargs` against those of vLLM, and a model against its attention on CPU."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from megarl.config.schema import Config
+from megarl.models.architecture.architecture import ModelInfo
+
+IMPORT_S = 600.0  # for the import of vLLM, which takes seconds, on a busy machine a minute
+# The sizes of heads that vLLM's attention on CPU takes (v1/attention/backends/cpu_attn.py).
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# Fields that megarl sets itself, each with the reason or the key to use instead. Plan and replica refuse them.
+RESERVED: dict[str, str] = {
+    "model": "set model.path",
+    "tokenizer": "set model.path",
+    "tensor_parallel_size": "set rollout.tensor_parallel",
+    "data_parallel_size": "set rollout.replicas",
+    "pipeline_parallel_size": "an engine is split by rollout.tensor_parallel only",
+    "distributed_executor_backend": "megarl needs mp: Ray's executor would use GPUs outside the replica",
+    "max_model_len": "set rollout.max_model_len",
+    "max_num_seqs": "set rollout.max_num_seqs",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "enforce_eager": "set rollout.enforce_eager",
+    "dtype": "set rollout.dtype",
+    "seed": "set run.seed",
+    "scheduling_policy": "megarl chooses it by evaluation.concurrent",
+    "logprobs_mode": "megarl needs processed_logprobs: temperature must be in the engine's log-probs",
+    "weight_transfer_config": "megarl needs its own weight transfer backend",
+    "load_format": "megarl chooses it",
+    "quantization": "a quantised engine samples from another policy than the trainer's",
+    "trust_remote_code": "always false: Python code that comes with a model never runs, no supported family needs it",
+    "enable_lora": "LoRA is not supported",
+    "skip_tokenizer_init": "always true: token ids in and out",
+}
+
+
+def engine_problems(config: Config) -> Iterator[str]:
+    """Yield a problem for each reserved field, and for each unknown one if vLLM is installed."""
+    for name in config.rollout.engine_kwargs:
+        key = f"rollout.engine_kwargs.{name}"
+        if name in RESERVED:
+            yield f"{key}: reserved; {RESERVED[name]}"
+        elif (known := engine_fields()) and name not in known:
+            near = difflib.get_close_matches(name, known, n=2)
+            yield f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"
+
+
+def head_size_problems(info: ModelInfo, device: str) -> Iterator[str]:
+    """Yield a problem if vLLM has no attention for the model's heads. On GPUs one of its backends takes any size."""
+    if device == "cpu" and info.mla is None and info.head_dim not in CPU_HEAD_SIZES:
+        listed = ", ".join(map(str, CPU_HEAD_SIZES))
+        yield (
+            f"model.path: its attention heads have {info.head_dim} channels (head_dim), and vLLM's attention without a "
+            f"GPU takes {listed} only; use a model with one of these"
+        )
+
+
+@functools.cache
+def engine_fields() -> frozenset[str]:
+    """Return the names of AsyncEngineArgs' fields in the installed vLLM; empty if vLLM cannot be imported.
+
+    A child process imports it, because `import vllm` changes settings of torch's compiler and of NVML.
+    """
+    listing = (
+        "import dataclasses; from vllm.engine.arg_utils import AsyncEngineArgs; "
+        "print(*[field.name for field in dataclasses.fields(AsyncEngineArgs)])"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=IMPORT_S
+        )
+    except (subprocess.SubprocessError, OSError):
+        return frozenset()  # the engine refuses an unknown field when it starts
+    return frozenset(done.stdout.splitlines()[-1].split())

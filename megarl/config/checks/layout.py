@@ -1,0 +1,206 @@
+"""Refuses layouts and passed fields that Megatron-Core cannot run or computes wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.config.megatron import fields as megatron_fields
+from megarl.config.megatron.megatron_defaults import passes_recompute, transformer_fields
+from megarl.config.megatron.reserved import GPU_ONLY, Target
+from megarl.config.schema import Config
+from megarl.models.architecture.architecture import ModelInfo
+
+# Modules of the supported families that Megatron-Core 0.16.1 can recompute; moe_act needs the grouped GEMM.
+_RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+
+
+def layout_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of the parallel layout that do not depend on the model."""
+    parallel, gpus = config.trainer.parallel, config.trainer.gpus
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    expert_tensor = parallel.expert_tensor or tensor
+    if gpus % (tensor * pipeline):
+        yield (
+            f"trainer.gpus: {gpus} is not a multiple of parallel.tensor x parallel.pipeline = {tensor} x "
+            f"{pipeline} = {tensor * pipeline}; change one of them"
+        )
+    if gpus % (parallel.expert * expert_tensor * pipeline):
+        yield (
+            f"trainer.parallel.expert: {gpus} GPUs are not a multiple of expert x expert_tensor x pipeline = "
+            f"{parallel.expert} x {expert_tensor} x {pipeline}; change one of them"
+        )
+    if parallel.sequence and tensor == 1:
+        yield "trainer.parallel.sequence: sequence parallelism needs tensor > 1; set it to false"
+    if parallel.virtual_pipeline is not None and pipeline == 1:
+        yield "trainer.parallel.virtual_pipeline: needs pipeline > 1; remove it"
+    # Megatron 0.16.1 does not reduce the experts' gradients over the ranks that hold them (fixed by PR #5916).
+    if parallel.expert == 1 and expert_tensor != tensor:
+        yield (
+            f"trainer.parallel.expert_tensor: {expert_tensor} differs from tensor={tensor} with expert=1; "
+            "megatron-core 0.16.1 then lets the experts of different ranks diverge without an error: remove "
+            "expert_tensor"
+        )
+
+
+def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
+    """Yield the parallel sizes that do not divide the sizes of this model."""
+    parallel, engine = config.trainer.parallel, config.rollout.tensor_parallel
+    tensor = parallel.tensor
+    sizes = [("attention heads", info.heads, tensor, "trainer.parallel.tensor")]
+    sizes += [("attention heads", info.heads, engine, "rollout.tensor_parallel")]
+    dense = not all(info.moe_layers) or not info.moe_layers
+    if dense:
+        sizes += [("MLP columns", info.ffn, tensor, "trainer.parallel.tensor")]
+        sizes += [("MLP columns", info.ffn, engine, "rollout.tensor_parallel")]
+    if info.mla:
+        latent = info.mla.kv_rank + info.mla.rotated
+        sizes += [("latent key and value channels", latent, tensor, "trainer.parallel.tensor")]
+        sizes += [("latent query channels", info.mla.query_rank or tensor, tensor, "trainer.parallel.tensor")]
+    if info.shared_ffn:
+        sizes += [("shared experts' MLP columns", info.shared_ffn, tensor, "trainer.parallel.tensor")]
+        sizes += [("shared experts' MLP columns", info.shared_ffn, engine, "rollout.tensor_parallel")]
+    for what, size, parts, key in sizes:
+        if size % parts:
+            yield f"{key}: the model's {size} {what} cannot be split {parts} ways; use a divisor of {size}"
+    for parts, key in ((tensor, "trainer.parallel.tensor"), (engine, "rollout.tensor_parallel")):
+        if info.kv_heads % parts and parts % info.kv_heads:
+            yield (
+                f"{key}: {info.kv_heads} key-value heads can be neither split nor repeated over {parts} ranks; "
+                f"use a divisor or a multiple of {info.kv_heads}"
+            )
+    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    if info.num_layers % stages:
+        key = "virtual_pipeline" if parallel.virtual_pipeline else "pipeline"
+        yield (
+            f"trainer.parallel.{key}: the model's {info.num_layers} layers cannot be split into {stages} equal "
+            f"chunks (pipeline x virtual_pipeline); use a divisor of {info.num_layers}"
+        )
+    else:
+        yield from _recompute_layers_problems(config, info.num_layers // stages)
+    yield from _expert_problems(config, info)
+
+
+def _recompute_layers_problems(config: Config, layers: int) -> Iterator[str]:
+    """Yield a problem if more than the `layers` of a stage (of a chunk, with virtual_pipeline) are to be recomputed."""
+    fields = transformer_fields(config)
+    count = fields.get("recompute_num_layers")
+    if fields.get("recompute_granularity") != "full" or not isinstance(count, int) or 1 <= count <= layers:
+        return
+    key = "trainer.recompute"
+    if "recompute_num_layers" in config.megatron.transformer:
+        key = "megatron.transformer.recompute_num_layers"
+    yield (
+        f"{key}: {count} layers cannot be recomputed in a stage of {layers} (num_layers / pipeline / "
+        f"virtual_pipeline); use 1 to {layers}"
+    )
+
+
+def _expert_problems(config: Config, info: ModelInfo) -> Iterator[str]:
+    parallel = config.trainer.parallel
+    if not info.num_experts:
+        if parallel.expert > 1 or parallel.expert_tensor not in (None, parallel.tensor):
+            yield "trainer.parallel.expert: this model has no experts; remove expert and expert_tensor"
+        return
+    if info.num_experts % parallel.expert:
+        yield (
+            f"trainer.parallel.expert: {info.num_experts} experts cannot be split {parallel.expert} ways; use a "
+            f"divisor of {info.num_experts}"
+        )
+    expert_tensor = parallel.expert_tensor or parallel.tensor
+    if info.moe_ffn % expert_tensor:
+        yield (
+            f"trainer.parallel.expert_tensor: the experts' {info.moe_ffn} MLP columns cannot be split "
+            f"{expert_tensor} ways; use a divisor of {info.moe_ffn}"
+        )
+    if info.moe_ffn % config.rollout.tensor_parallel:
+        yield (
+            f"rollout.tensor_parallel: the experts' {info.moe_ffn} MLP columns cannot be split "
+            f"{config.rollout.tensor_parallel} ways; use a divisor of {info.moe_ffn}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield (
+            "trainer.parallel.sequence: megatron-core trains a mixture of experts with tensor > 1 only with "
+            "sequence parallelism; set it to true"
+        )
+
+
+def megatron_problems(config: Config, device: str) -> Iterator[str]:
+    """Yield a problem for each unknown, mistyped, reserved, GPU-only or unsafe field under `megatron`."""
+    passed: dict[Target, dict[str, Any]] = {
+        "transformer": config.megatron.transformer,
+        "optimizer": config.megatron.optimizer,
+        "ddp": config.megatron.ddp,
+    }
+    for target, values in passed.items():
+        for name, value in values.items():
+            wrong = megatron_fields.problem(target, name, value)
+            if wrong is not None:
+                yield wrong
+            elif device == "cpu" and value and name in GPU_ONLY[target]:
+                yield f"megatron.{target}.{name}: needs a GPU, and this run would have none; remove it"
+    yield from _unsafe_fields(config, device)
+    optimizer = config.megatron.optimizer.get("optimizer", "adam")
+    if optimizer != "adam":
+        yield f"megatron.optimizer.optimizer: {optimizer!r} cannot be saved and resumed; use adam"
+    if config.megatron.ddp.get("overlap_param_gather") and not config.trainer.optimizer.distributed:
+        yield (
+            "megatron.ddp.overlap_param_gather: there is no gather without the distributed optimizer; set "
+            "trainer.optimizer.distributed=true or remove it"
+        )
+    if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce", True):
+        yield "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce with it; do not turn that off"
+
+
+def _unsafe_fields(config: Config, device: str) -> Iterator[str]:
+    """Yield the settings with which megatron-core 0.16.1 computes wrong results or fails in the first step."""
+    fields, parallel = config.megatron.transformer, config.trainer.parallel
+    interleaved = parallel.virtual_pipeline is not None
+    # Without the overlap, PP=2 posts two sends to one peer and confuses them: gradients are wrong without an error.
+    # With micro-batches of different lengths a larger PP fails on shapes.
+    for name, wanted in (("overlap_p2p_comm", True), ("batch_p2p_comm", False)):
+        if interleaved and name in fields and fields[name] is not wanted:
+            yield (
+                f"megatron.transformer.{name}: must be {str(wanted).lower()} with virtual_pipeline: megatron-core "
+                "0.16.1 otherwise confuses the chunks' activations, and gradients are wrong without an error; remove it"
+            )
+    if not interleaved and fields.get("overlap_p2p_comm"):
+        yield "megatron.transformer.overlap_p2p_comm: works only with trainer.parallel.virtual_pipeline; remove it"
+    if fields.get("moe_token_dispatcher_type") == "allgather":
+        yield (
+            "megatron.transformer.moe_token_dispatcher_type: allgather cannot handle packed micro-batches of "
+            "different lengths (variable_seq_lengths, which dense models need as well); use alltoall or remove it"
+        )
+    if fields.get("moe_token_dispatcher_type") == "flex" and device == "cpu":
+        yield "megatron.transformer.moe_token_dispatcher_type: flex needs a GPU; use alltoall"
+    yield from _recompute_problems(fields, device)
+    if config.trainer.recompute != "auto" and passes_recompute(config):
+        yield "trainer.recompute: megatron.transformer has recompute fields as well; remove one of the two"
+    if device == "cpu" and parallel.expert > 1 and (parallel.expert_tensor or parallel.tensor) > 1:
+        yield (
+            "trainer.parallel.expert_tensor: without GPUs megatron-core's uneven all-gather fails for expert > 1 "
+            "and expert_tensor > 1 (gloo: invalid tensor size); set expert_tensor=1"
+        )
+
+
+def _recompute_problems(fields: dict[str, Any], device: str) -> Iterator[str]:
+    """Yield the problems of the recompute settings."""
+    modules = fields.get("recompute_modules")
+    if isinstance(modules, list):
+        if unknown := [each for each in modules if each not in _RECOMPUTABLE]:
+            yield (
+                f"megatron.transformer.recompute_modules: {unknown} cannot be recomputed in these models; choose "
+                f"from {', '.join(_RECOMPUTABLE)}"
+            )
+        if fields.get("recompute_granularity") != "selective":
+            yield "megatron.transformer.recompute_modules: only with recompute_granularity: selective; add it"
+        if device == "cpu" and "moe_act" in modules:
+            yield (
+                "megatron.transformer.recompute_modules: moe_act needs the grouped GEMM (a GPU); remove it or use moe"
+            )
+    if fields.get("recompute_granularity") == "full" and fields.get("recompute_method") is None:
+        yield "megatron.transformer.recompute_method: set it to uniform or block with recompute_granularity: full"
+    if fields.get("recompute_granularity") == "full" and fields.get("recompute_num_layers") is None:
+        yield "megatron.transformer.recompute_num_layers: set it (e.g. 1) with recompute_granularity: full"
+    if fields.get("recompute_method") is not None and fields.get("recompute_granularity") != "full":
+        yield "megatron.transformer.recompute_method: only with recompute_granularity: full; remove it"

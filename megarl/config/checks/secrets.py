@@ -1,0 +1,71 @@
+"""Finds the references to environment variables in a config, and checks that the variables are set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.common.trust.secret_references import literal_secrets, missing, references
+from megarl.config.checks.agent import tool_lists
+from megarl.config.schema import Config
+
+
+def referenced_variables(config: Config) -> dict[str, str]:
+    """Return the first key of the config that refers to each environment variable, by the variable's name."""
+    found: dict[str, str] = {}
+    for key, values in _passed_on(config):
+        for place, name in references(values, key):
+            found.setdefault(name, place)
+    return found
+
+
+def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
+    """Yield a problem for each secret that is in the config itself, and for each variable that is not set.
+
+    `here`: the run will be on this machine, or the variables of this process will be passed on to it.
+    """
+    given = given_variables(config)
+    for name, place in referenced_variables(config).items():
+        if here and name not in given:
+            yield missing(place, name)
+    for key, values in _passed_on(config):
+        for place in literal_secrets(values, key):
+            yield (
+                f"{place}: by its name a secret, which would be written to config.yaml, checkpoints and trackers; put "
+                "it into an environment variable and write {env: NAME}"
+            )
+
+
+def given_variables(config: Config) -> set[str]:
+    """Return the names of the environment variables that the processes of a run on this machine will have."""
+    return set(os.environ) | _runtime_variables(config.launch.runtime_env)
+
+
+def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (key, fields) of everything that is passed to a user's function or a library, references replaced."""
+    yield "reward.kwargs", config.reward.kwargs
+    yield "agent.kwargs", config.agent.kwargs
+    for key, tools in tool_lists(config).items():
+        for index, tool in enumerate(tools):
+            yield f"{key}.{index}.kwargs", tool.kwargs
+    for section, sets in (("data", config.data.sets), ("evaluation", config.evaluation.sets)):
+        for index, each in enumerate(sets):
+            yield f"{section}.sets.{index}.reward.kwargs", each.reward.kwargs or {}
+    yield "data.curriculum.kwargs", config.data.curriculum.kwargs
+    yield "rollout.engine_kwargs", config.rollout.engine_kwargs
+    for index, teacher in enumerate(config.teachers):
+        yield f"teachers.{index}.engine_kwargs", teacher.engine_kwargs
+
+
+def _runtime_variables(path: Path | None) -> set[str]:
+    """Return the names in the `env_vars` of `launch.runtime_env`; a launch reports what is wrong with the file."""
+    if path is None:
+        return set()
+    try:
+        return set(yaml.safe_load(path.read_text(encoding="utf-8"))["env_vars"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError):
+        return set()

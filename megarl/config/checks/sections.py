@@ -1,0 +1,378 @@
+"""Checks that involve several sections, the model, the files or the machine; they run before any process starts.
+
+Every check yields its problems as `key: what is wrong; how to fix it`. Nothing here imports torch or Megatron, unless a
+loss of the user's own is tried out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from megarl.common.errors import ConfigError
+from megarl.config.checks import layout
+from megarl.config.checks.agent import agent_problems, import_path_problems
+from megarl.config.checks.engine import engine_problems, head_size_problems
+from megarl.config.checks.liveness import liveness_problems
+from megarl.config.checks.monitor_checks import monitor_problems
+from megarl.config.checks.sandbox_checks import sandbox_problems
+from megarl.config.checks.secrets import secret_problems
+from megarl.config.checks.telemetry import ANY_ADDRESS, telemetry_problems
+from megarl.config.derived.algorithm import algorithm_problems
+from megarl.config.derived.concurrent_evaluation import evaluation_problems
+from megarl.config.derived.datasets import (
+    all_sets,
+    data_problems,
+    longest_response,
+    longest_training_response,
+    reward_functions,
+)
+from megarl.config.derived.hardware import local_gpus
+from megarl.config.derived.logprob_passes import correction_problems
+from megarl.config.derived.pools import resolve_pools
+from megarl.config.derived.staleness import pace_problems
+from megarl.config.derived.teachers import teacher_problems
+from megarl.config.schema import Config
+from megarl.config.schema.agent import SHIPPED_LOOPS
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.hf.model_files import hf_files, megatron_step
+from megarl.models.hf.read_config import load_info
+from megarl.rewards.registry import SHIPPED
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+
+DeviceType = Literal["cuda", "cpu"]
+
+
+def detect_device() -> DeviceType:
+    """Return the device that a run on this machine uses: cuda if there are a GPU and a torch that is built for it."""
+    try:
+        built_for_cpu = version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        built_for_cpu = False
+    return "cuda" if local_gpus() and not built_for_cpu else "cpu"
+
+
+def check(config: Config, *, device: DeviceType | None = None, files: bool = True) -> ModelInfo:
+    """Check the whole config; return the model's description from config.json.
+
+    Raises ConfigError that lists every problem. `device` is the device of the run (default: this machine's).
+    `files=False` omits the checks of files that exist only where the run will be (data, weights, tokenizer), for
+    planning on another machine.
+    """
+    device = device or detect_device()
+    problems = list(data_problems(config))
+    if config.data.path is None and not config.data.sets:
+        raise ConfigError(problems)  # the other checks read the sets
+    problems += list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config))
+    problems += list(evaluation_problems(config)) + list(_deadlines(config)) + list(liveness_problems(config))
+    problems += list(correction_problems(config))
+    problems += list(monitor_problems(config))
+    problems += list(_checkpoint(config)) + list(_functions(config)) + list(_door(config))
+    problems += list(algorithm_problems(config))
+    problems += list(agent_problems(config)) + list(sandbox_problems(config, here=files))
+    problems += list(layout.megatron_problems(config, device))
+    problems += list(engine_problems(config)) + list(_transport(config, device)) + list(_staging(config))
+    problems += list(launch_problems(config)) + list(secret_problems(config, here=files))
+    problems += list(telemetry_problems(config, here=files))
+    try:
+        resolve_pools(config)
+    except ConfigError as error:
+        problems += error.problems
+    problems += list(layout.layout_problems(config))
+    if files:
+        problems += list(_files(config))
+    planned = not files and planned_elsewhere(config)
+    key, source = ("shape", config.model.shape) if planned else ("path", config.model.path)
+    try:
+        info = load_info(source or config.model.path)
+    except ValueError as error:
+        if not files or config.model.path.is_dir():  # `_files` has told that it is not there
+            problems.append(f"model.{key}: {error}{_started_elsewhere(source)}")
+        raise ConfigError(list(dict.fromkeys(problems))) from None
+    problems += list(_shape(config, info)) + list(head_size_problems(info, device))
+    problems += list(layout.model_problems(config, info)) + list(_lengths(config, info))
+    problems += list(teacher_problems(config, info, max_sequence_tokens(config, info), files=files))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return info
+
+
+def planned_elsewhere(config: Config) -> bool:
+    """Tell whether the model is not on this machine, and `model.shape` describes it for a plan."""
+    return config.model.shape is not None and not config.model.path.exists()
+
+
+def absent_files(config: Config) -> list[tuple[str, Path]]:
+    """Return key and path of the model, the reference and the data files that are not on this machine."""
+    paths = [("model.path", config.model.path)]
+    if config.needs_reference and config.reference.path is not None:
+        paths.append(("reference.path", config.reference.path))
+    paths += [(f"{each.key}.path", each.path) for each in all_sets(config)]
+    return [(key, path) for key, path in paths if not path.exists()]
+
+
+def serving_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of a config whose pool only serves: what concerns the trainer and its data does not count."""
+    yield from engine_problems(config)
+    yield from _door(config)
+    yield from secret_problems(config, here=True)
+    try:
+        resolve_pools(config)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
+    """Return the upper bound of prompt + response tokens of any sample in training and evaluation."""
+    if config.rollout.max_model_len is not None:
+        return config.rollout.max_model_len
+    if config.data.max_prompt_tokens is None:
+        return info.max_positions
+    return min(info.max_positions, config.data.max_prompt_tokens + longest_response(config).tokens)
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """The longest allowed prompt in tokens, and the setting that it results from."""
+
+    tokens: int
+    setting: str
+
+
+def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None) -> PromptLimit:
+    """Return the limit of training prompts whose responses have `max_tokens` at most (default: the longest of all).
+
+    A prompt and a longest response together have to fit the engine and one micro-batch.
+    """
+    if config.data.max_prompt_tokens is not None:
+        return PromptLimit(config.data.max_prompt_tokens, "data.max_prompt_tokens")
+    engine = evaluation_prompt_limit(config, info)
+    if config.trainer.micro_batch_tokens == "auto":  # room for any sample
+        return engine
+    longest = longest_training_response(config)
+    trained = config.trainer.token_limit - (max_tokens or longest.tokens)
+    if trained < engine.tokens:
+        # The limit of one set may be that of the section or its own.
+        setting = longest.setting if max_tokens in (None, longest.tokens) else "sampling.max_tokens of the set"
+        return PromptLimit(trained, f"trainer.micro_batch_tokens - {setting}")
+    return engine
+
+
+def evaluation_prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
+    """Return the limit of held-out prompts: with a longest response they have to fit the engine, but no micro-batch."""
+    tokens = max_sequence_tokens(config, info) - longest_response(config).tokens
+    if config.rollout.max_model_len is not None:
+        return PromptLimit(tokens, "rollout.max_model_len - the longest response")
+    if config.data.max_prompt_tokens is not None:
+        return PromptLimit(tokens, "data.max_prompt_tokens")
+    return PromptLimit(tokens, "the model's positions - the longest response")
+
+
+def _sizes(config: Config) -> Iterator[str]:
+    batch, trainer = config.batch, config.trainer
+    if trainer.mini_batches > batch.groups:
+        yield (
+            f"trainer.mini_batches: {trainer.mini_batches} updates from {batch.groups} groups; a group is never "
+            f"split, so use at most batch.groups={batch.groups}"
+        )
+    if trainer.optimizer.min_lr > trainer.optimizer.lr:
+        yield f"trainer.optimizer.min_lr: above lr={trainer.optimizer.lr}; lower it"
+    if trainer.optimizer.warmup_steps >= (updates := config.run.steps * trainer.mini_batches):
+        yield (
+            f"trainer.optimizer.warmup_steps: {trainer.optimizer.warmup_steps} must be below the {updates} updates of "
+            "the run (run.steps * trainer.mini_batches); lower it"
+        )
+    for index, beta in enumerate(trainer.optimizer.betas):
+        if not 0 <= beta < 1:
+            yield f"trainer.optimizer.betas.{index}: must be in [0, 1), not {beta}"
+    buffer = config.algorithm.overlong.buffer_tokens
+    if buffer > config.sampling.max_tokens:
+        yield (
+            f"algorithm.overlong.buffer_tokens: {buffer} is more than sampling.max_tokens="
+            f"{config.sampling.max_tokens}; the penalised range has to end at that limit, so lower it"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    if config.sampling.stop_token_ids is not None and not config.sampling.stop_token_ids:
+        yield "sampling.stop_token_ids: empty, so no response would end by itself; list ids or remove the key"
+
+
+def _deadlines(config: Config) -> Iterator[str]:
+    deadline, bound = config.rollout.group_deadline_s, config.timeouts.generate_s
+    if deadline is not None and config.rollout.on_group_deadline == "finish":
+        yield (
+            f"rollout.group_deadline_s: {deadline:g} s would never come, because on_group_deadline: finish lets every "
+            "group end by itself; remove it, or set on_group_deadline to cut or fail"
+        )
+    if deadline is not None and deadline >= bound:
+        yield (
+            f"rollout.group_deadline_s: {deadline:g} s would never come, because a response that needs "
+            f"timeouts.generate_s={bound:g} s is ended then; lower the first or raise the second"
+        )
+
+
+def _door(config: Config) -> Iterator[str]:
+    if config.door.host in ANY_ADDRESS:
+        yield f"door.host: {config.door.host!r} means all addresses; name one address of the door's node"
+    if config.door.enabled and config.run.deterministic:
+        yield (
+            "door.enabled: requests from outside change what an engine computes together, so the run could not be "
+            "repeated bit for bit; set run.deterministic: false"
+        )
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    settings = config.checkpoint
+    if settings.keep_best is not None:
+        sets = [each.name for each in config.evaluation.sets]
+        if not any(settings.keep_best.startswith(f"eval/{name}/") for name in sets):
+            known = ", ".join(f"eval/{name}/greedy" for name in sets) or "none: evaluation.sets is empty"
+            yield f"checkpoint.keep_best: {settings.keep_best!r} is no metric of an evaluation set; try {known}"
+        elif not config.evaluation.every:
+            yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
+    if settings.hf_export_every and settings.every and settings.hf_export_every % settings.every:
+        yield (
+            f"checkpoint.hf_export_every: {settings.hf_export_every} is not divisible by "
+            f"checkpoint.every={settings.every}, so some exports would have no checkpoint; use a multiple of it"
+        )
+    if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
+        yield f"checkpoint.resume: no such directory: {settings.resume}; use auto, never or the path of a checkpoint"
+
+
+def _functions(config: Config) -> Iterator[str]:
+    """Yield the problems of the import paths of the user's functions."""
+    for key, reward in reward_functions(config).items():
+        if reward.function not in SHIPPED:
+            yield from import_path_problems(f"{key}.function", reward.function, f"neither {', '.join(SHIPPED)} nor")
+    if (function := config.data.curriculum.function) is not None:
+        yield from import_path_problems("data.curriculum.function", function, "not")
+
+
+def _transport(config: Config, device: DeviceType) -> Iterator[str]:
+    if config.weight_sync.transport == "nccl" and device == "cpu":
+        yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
+
+
+def _staging(config: Config) -> Iterator[str]:
+    given, bucket = config.weight_sync.staging_gib * 1024, config.weight_sync.bucket_mb
+    if 0 < given < 3 * bucket:
+        yield (
+            f"weight_sync.staging_gib: {config.weight_sync.staging_gib:g} GiB hold fewer than 3 buckets of {bucket:g} "
+            "MiB (weight_sync.bucket_mb), and 2 are used without it; raise it to at least "
+            f"{math.ceil(3 * bucket / 1024 * 1000) / 1000}, lower weight_sync.bucket_mb, or set 0"
+        )
+
+
+def launch_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of the section `launch`."""
+    stop, save = config.launch.stop_before_s, config.timeouts.save_s
+    if stop is not None and stop <= save:
+        yield (
+            f"launch.stop_before_s: {stop} s to end a step and save, but a save alone may take {save:.0f} s "
+            "(timeouts.save_s); raise the first or lower the second"
+        )
+
+
+def _files(config: Config) -> Iterator[str]:
+    here = f"(current directory: {os.getcwd()})"
+    for key, path in [(f"{each.key}.path", each.path) for each in all_sets(config)]:
+        if not path.is_file():
+            yield f"{key}: no such file: {path} {here}; relative paths start at the current directory"
+        elif path.suffix not in (".jsonl", ".json", *PARQUET_SUFFIXES):
+            yield f"{key}: {path} is neither .jsonl nor .parquet; convert or rename it"
+    models = [("model.path", config.model.path, config.model.load_weights)]
+    if config.needs_reference and config.reference.path is not None:
+        models.append(("reference.path", config.reference.path, True))
+    for key, path, weights in models:
+        if not path.is_dir():
+            yield (
+                f"{key}: no such directory: {path} {here}; it must be a Hugging Face directory or a Megatron checkpoint"
+            )
+            continue
+        try:
+            step, files = megatron_step(path), hf_files(path)
+        except ValueError as error:
+            yield f"{key}: {error}"
+            continue
+        if weights and step is None and not any(path.glob("*.safetensors")):
+            yield f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set model.load_weights=false"
+        if key == "model.path" and not any((files / n).is_file() for n in ("tokenizer.json", "tokenizer.model")):
+            yield f"{key}: {files} holds no tokenizer.json; copy the tokenizer files of the model into it"
+
+
+def _started_elsewhere(path: Path | None) -> str:
+    """Return where a relative path that is not there was looked for; empty for any other."""
+    if path is None or path.is_absolute() or path.exists():
+        return ""
+    return (
+        f" (current directory: {os.getcwd()}; relative paths start there, those of the shipped recipes in the checkout)"
+    )
+
+
+def _shape(config: Config, info: ModelInfo) -> Iterator[str]:
+    """Yield a problem if `model.shape` describes another model than `model.path`.
+
+    The plan would then be of another model, and the run could fail hours later.
+    """
+    if config.model.shape is None:
+        return
+    try:
+        shape = load_info(config.model.shape)
+    except ValueError as error:
+        yield f"model.shape: {error}{_started_elsewhere(config.model.shape)}"
+        return
+    sizes = ("family", "num_layers", "dims", "kv_heads", "max_positions", "tied", "topk")
+    if differs := [name for name in sizes if getattr(shape, name) != getattr(info, name)]:
+        yield (
+            f"model.shape: {config.model.shape} is of another model than model.path (different: {', '.join(differs)}); "
+            "correct it, or set model.shape=null"
+        )
+
+
+def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
+    prompt, longest = config.data.max_prompt_tokens, longest_response(config)
+    response = longest.tokens
+    limit = config.rollout.max_model_len
+    if limit is not None and limit > info.max_positions:
+        yield (
+            f"rollout.max_model_len: {limit} is more than the model's {info.max_positions} positions "
+            "(max_position_embeddings); lower it"
+        )
+    if response >= (limit or info.max_positions):
+        yield (
+            f"{longest.setting}: responses of {response} tokens leave no room for a prompt in "
+            f"{'rollout.max_model_len' if limit else 'the model'}'s {limit or info.max_positions}; lower it"
+        )
+    elif prompt is not None and prompt + response > (limit or info.max_positions):
+        yield (
+            f"data.max_prompt_tokens: {prompt} + {response} response tokens exceed "
+            f"{'rollout.max_model_len' if limit else 'the model'}'s {limit or info.max_positions}; lower one of them"
+        )
+    if config.trainer.micro_batch_tokens == "auto":  # at least the longest sample
+        return
+    sample = max_sequence_tokens(config, info)
+    configured = prompt is not None or limit is not None
+    # The turns of the other loops may fill what the model can hold, whatever one response may have.
+    bounded = configured or config.agent.loop not in SHIPPED_LOOPS
+    if bounded and config.trainer.token_limit < sample:
+        others = (
+            "" if configured else f", or set rollout.max_model_len, which bounds a trajectory of {config.agent.loop}"
+        )
+        yield (
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest sample "
+            f"({sample} tokens); a sample is never split, so raise it to at least {sample}{others}"
+        )
+    # Without a configured bound, the micro-batch limits the prompts, so it needs room for one.
+    trained = longest_training_response(config)
+    if not bounded and config.trainer.token_limit <= trained.tokens:
+        yield (
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt beside "
+            f"responses of {trained.tokens} tokens ({trained.setting}); raise it"
+        )

@@ -1,0 +1,121 @@
+"""The loss and the advantage that a config chooses, with their options. Imports no torch for those that are shipped.
+
+Options are keys of `algorithm.loss_options` and `algorithm.advantage_options`. `algorithm.clip_low`, `clip_high` and
+`clip_dual` are short forms of those of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards
+from megarl.algorithms.interface.registry import Chosen, RegisteredFunction
+from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
+from megarl.algorithms.losses import LOSSES
+from megarl.common.errors import ConfigError
+from megarl.config.loading.load import explain
+from megarl.config.schema import Config
+from megarl.config.schema.algorithm import AlgorithmConfig
+
+T = TypeVar("T")
+
+SHORT_FORMS = ("clip_low", "clip_high", "clip_dual")
+# Advantages without a baseline of the group: equal rewards are a signal.
+_BATCH_BASELINES = ("reinforce_pp",)
+# Advantages that are made of the rewards of turns too.
+_BY_TURN = ("mt_grpo",)
+
+
+def loss_of(config: Config) -> Chosen[TokenInputs, TokenLoss]:
+    """Return the policy loss with its options. Raises ConfigError that lists every problem."""
+    algorithm = config.algorithm
+    return _chosen(lambda: LOSSES.find(algorithm.loss), "loss", loss_options(algorithm))
+
+
+def advantage_of(config: Config) -> Chosen[GroupRewards, Advantages]:
+    """Return the advantage with its options. Raises ConfigError that lists every problem."""
+    algorithm = config.algorithm
+    given = {f"algorithm.advantage_options.{name}": value for name, value in algorithm.advantage_options.items()}
+    return _chosen(lambda: ADVANTAGES.find(algorithm.advantage), "advantage", given)
+
+
+def filters_equal_rewards(config: Config) -> bool:
+    """Tell whether groups whose rewards are all equal are dropped: as asked, or else if they have no signal."""
+    asked = config.algorithm.filter_zero_variance
+    return config.algorithm.advantage not in _BATCH_BASELINES if asked is None else asked
+
+
+def uses_turn_rewards(config: Config) -> bool:
+    """Tell whether the rewards of turns are a signal, so that a group where only they differ is kept."""
+    return config.algorithm.advantage in _BY_TURN
+
+
+def algorithm_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the loss, the advantage or their options; a user's function is tried out."""
+    for choose, check in ((loss_of, _check_loss), (advantage_of, _check_advantage)):
+        try:
+            chosen: Any = choose(config)
+            if ":" in chosen.name:
+                check(chosen)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def loss_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return the options of the loss that a config gives, by their keys in the config."""
+    short = {f"algorithm.{name}": getattr(algorithm, name) for name in SHORT_FORMS}
+    given = {key: value for key, value in short.items() if value is not None}
+    return given | {f"algorithm.loss_options.{name}": value for name, value in algorithm.loss_options.items()}
+
+
+def _chosen(find: Callable[[], RegisteredFunction[Any, Any]], kind: str, given: Mapping[str, Any]) -> Chosen[Any, Any]:
+    """Return a function with the options `given` by their keys."""
+    keys: dict[str, str] = {}
+    for key in given:
+        name = key.rpartition(".")[2]
+        if name in keys:
+            raise ConfigError([f"{key}: given as {keys[name]} too; remove one of them"])
+        keys[name] = key
+    try:
+        entry = find()
+    except ValueError as error:
+        raise ConfigError([f"algorithm.{kind}: {error}"]) from None
+    known = list(entry.options.model_fields) if entry.options is not None else []
+    if unknown := [name for name in keys if name not in known]:
+        has = f"its options are {', '.join(known)}" if known else "it has none"
+        raise ConfigError([f"{keys[name]}: the {kind} {entry.name} has no such option; {has}" for name in unknown])
+    try:
+        return entry.choose({name: given[key] for name, key in keys.items()})
+    except ValidationError as error:
+        problems = [explain(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError([_with_key(problem, keys, kind) for problem in problems]) from None
+
+
+def _with_key(problem: str, keys: Mapping[str, str], kind: str) -> str:
+    """Return a problem of an option under its key in the config."""
+    name = problem.partition(":")[0].partition(".")[0]
+    return keys.get(name, f"algorithm.{kind}_options.{name}") + problem.removeprefix(name)
+
+
+def _check_loss(chosen: Chosen[TokenInputs, TokenLoss]) -> None:
+    from megarl.algorithms.contract import check_loss
+
+    _tried("loss", lambda: check_loss(chosen))
+
+
+def _check_advantage(chosen: Chosen[GroupRewards, Advantages]) -> None:
+    from megarl.algorithms.contract import check_advantage
+
+    _tried("advantage", lambda: check_advantage(chosen))
+
+
+def _tried(kind: str, check: Callable[[], None]) -> None:
+    """Run a check of a user's function. Raises ConfigError instead of its ContractError."""
+    try:
+        check()
+    except ValueError as error:
+        raise ConfigError([f"algorithm.{kind}: {error}"]) from None

@@ -1,0 +1,97 @@
+"""Resolves `auto` in `algorithm.correction`, and tells which log-prob passes a step needs and when they may be made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megarl.algorithms.correction.config import CorrectionSpec, section_problems
+from megarl.config.derived.staleness import pace_of
+from megarl.config.derived.teachers import sets_of, trainer_teachers
+from megarl.config.schema import Config
+from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
+
+
+def correction_of(config: Config) -> CorrectionSpec | None:
+    """Return the correction inside the policy loss; None for none.
+
+    `auto` is none where groups are generated for the next step only: the staleness inside a step of several updates
+    is what PPO's own ratio corrects. With masks there is a correction in any case, perhaps without a weight. It holds
+    the masks whose tokens are counted; the others act before the updates (`rejection_of`).
+    """
+    correction = _whole_correction(config)
+    if correction is None or config.algorithm.correction.denominator == "trained":
+        return correction
+    return replace(correction, masks=())
+
+
+def rejection_of(config: Config) -> CorrectionSpec | None:
+    """Return the correction with the masks that take tokens out of the samples before the updates; None for none."""
+    return _whole_correction(config) if _rejects_before_updates(config) else None
+
+
+def _whole_correction(config: Config) -> CorrectionSpec | None:
+    section = config.algorithm.correction
+    kind = section.kind
+    if kind == "auto":
+        kind = "token_tis" if pace_of(config).runs_ahead else "none"
+    if kind == "none" and not section.masks:
+        return None
+    return CorrectionSpec(kind, section.cap, section.low, section.high, tuple(section.masks), section.proximal)
+
+
+def _rejects_before_updates(config: Config) -> bool:
+    return config.algorithm.correction.denominator == "kept" and bool(config.algorithm.correction.masks)
+
+
+def interpolates_proximal(config: Config) -> bool:
+    """Tell whether the proximal policy's log-probs are interpolated inside each update."""
+    correction = correction_of(config)
+    return correction is not None and correction.proximal == "loglinear"
+
+
+def correction_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of `algorithm.correction` and of `algorithm.old_logprobs` beside it."""
+    section = config.algorithm.correction
+    yield from section_problems(section)
+    if section.proximal == "loglinear":
+        key = "algorithm.correction.proximal: loglinear"
+        if correction_of(config) is None:
+            yield f"{key} is for a correction, and there is none; set algorithm.correction.kind, or remove it"
+        elif config.algorithm.old_logprobs == "trainer":
+            yield (
+                f"{key} saves the log-prob pass that algorithm.old_logprobs: trainer asks for; set one of them to its "
+                "default"
+            )
+
+
+def recomputes_old_logprobs(config: Config) -> bool:
+    """Tell whether the trainer computes the old log-probs in a pass of its own before the updates of a step.
+
+    With a correction they are those of the weights before the first update. If there is only one, its own forward pass
+    gives them, unless masks have to be known before it.
+    """
+    if config.algorithm.old_logprobs == "trainer" or _rejects_before_updates(config):
+        return True
+    if interpolates_proximal(config):
+        return False
+    return correction_of(config) is not None and config.trainer.mini_batches > 1
+
+
+def logprob_passes(config: Config) -> list[str]:
+    """Return the streams of which each is computed in a pass of its own before the updates of a step, in order."""
+    old = [OLD_LOGPROBS] if recomputes_old_logprobs(config) else []
+    return old + ([REFERENCE_LOGPROBS] if config.needs_reference else [])
+
+
+@dataclass(frozen=True)
+class TeacherPass:
+    """A pass of the trainer over the samples of some data sets, for the log-probs of one teacher."""
+
+    teacher: str
+    datasets: frozenset[str]
+
+
+def teacher_passes(config: Config) -> list[TeacherPass]:
+    """Return the passes of the teachers that the trainer's ranks hold, in order."""
+    return [TeacherPass(each.name, sets_of(config, each)) for each in trainer_teachers(config)]

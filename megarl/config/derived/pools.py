@@ -1,0 +1,166 @@
+"""Assigns GPUs and nodes to the trainer and the rollout pool, from the config only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.common.errors import ConfigError
+from megarl.config.derived.teachers import teacher_engines, teacher_gpus
+from megarl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The GPUs of one side: the same device indices on each of its nodes."""
+
+    name: str
+    gpus: int
+    nodes: int
+    devices: tuple[int, ...]
+
+    @property
+    def gpus_per_node(self) -> int:
+        """The number of GPUs on each of its nodes."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The GPUs of both sides; `shared` is true if they are on the same nodes, on disjoint devices."""
+
+    trainer: Pool
+    rollout: Pool
+    shared: bool
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes of both sides."""
+        return self.trainer.nodes if self.shared else self.trainer.nodes + self.rollout.nodes
+
+
+def rollout_gpus(config: Config) -> int:
+    """Return the number of GPUs (on CPU: engine workers) of the rollout pool.
+
+    Those kept for later engines and those of the teachers' engines are included.
+    """
+    return most_replicas(config) * config.rollout.tensor_parallel + teacher_gpus(config)
+
+
+def most_replicas(config: Config) -> int:
+    """Return the number of engines for which the rollout nodes have places."""
+    return config.rollout.max_replicas or config.rollout.replicas
+
+
+def engines_per_node(config: Config) -> int:
+    """Return the number of engines, teachers' included, for which a rollout node has places.
+
+    On several nodes all engines have as many GPUs each.
+    """
+    pool = resolve_pools(config).rollout
+    if pool.nodes == 1:
+        return most_replicas(config) + teacher_engines(config)
+    return pool.gpus_per_node // config.rollout.tensor_parallel
+
+
+def resolve_pools(config: Config) -> Pools:
+    """Return the devices of both pools; raises ConfigError for sizes and devices that do not fit together."""
+    trainer, rollout = config.trainer, config.rollout
+    problems: list[str] = []
+    if most_replicas(config) < rollout.replicas:
+        problems.append(
+            f"rollout.max_replicas: {rollout.max_replicas} is less than rollout.replicas={rollout.replicas}; raise it, "
+            "or remove it"
+        )
+    t_per_node = _per_node("trainer", trainer.gpus, trainer.gpus_per_node, trainer.devices, problems)
+    r_total = rollout_gpus(config)
+    r_per_node = _per_node("rollout", r_total, rollout.gpus_per_node, rollout.devices, problems)
+    node_size = rollout.gpus_per_node or (len(rollout.devices) if rollout.devices else r_per_node)
+    problems += _engine_sizes(config, node_size, r_per_node, r_total)
+    if problems:
+        raise ConfigError(problems)
+    shared = _shared(config)
+    t_nodes, r_nodes = trainer.gpus // t_per_node, r_total // r_per_node
+    if shared and t_nodes != r_nodes:
+        raise ConfigError([
+            f"rollout.nodes: the pools share their nodes, but the trainer has {t_nodes} and the rollout pool "
+            f"{r_nodes}; set rollout.nodes=separate, or make gpus / gpus_per_node agree"
+        ])  # fmt: skip
+    t_devices, r_devices = _devices(config, shared, t_per_node, r_per_node)
+    overlap = sorted(set(t_devices) & set(r_devices))
+    if shared and overlap:
+        raise ConfigError([
+            f"rollout.devices: overlaps trainer.devices in {overlap}; give each GPU to one pool, or set "
+            "rollout.nodes=separate if these are different machines"
+        ])  # fmt: skip
+    return Pools(
+        Pool("trainer", trainer.gpus, t_nodes, t_devices),
+        Pool("rollout", r_total, r_nodes, r_devices),
+        shared,
+    )
+
+
+def _engine_sizes(config: Config, node_size: int, per_node: int, total: int) -> Iterator[str]:
+    """Yield the engines that do not fit into nodes of `node_size` GPUs, `per_node` of them in use of `total` in all."""
+    own = config.rollout.tensor_parallel
+    if own > node_size:
+        yield (
+            f"rollout.tensor_parallel: {own} GPUs per engine, but the pool has {node_size} on a node; an engine never "
+            f"spans nodes: lower it to at most {node_size} and raise rollout.replicas"
+        )
+    elif per_node % own and per_node < total:
+        yield (
+            f"rollout.gpus_per_node: {per_node} is not a multiple of rollout.tensor_parallel={own}; an engine never "
+            "spans nodes: change one of them"
+        )
+    for index, teacher in enumerate(config.teachers):
+        key = f"teachers.{index}.tensor_parallel: {teacher.tensor_parallel}"
+        if teacher.where == "engine" and teacher.tensor_parallel > node_size:
+            yield f"{key} GPUs per engine, but a node of the pool has {node_size}, and no engine spans nodes: lower it"
+        elif teacher.where == "engine" and teacher.tensor_parallel != own and per_node < total:
+            yield (
+                f"{key} differs from rollout.tensor_parallel={own}, so that engines could block each other's GPUs on "
+                "several nodes; make them equal, or have one node"
+            )
+
+
+def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | None, problems: list[str]) -> int:
+    """Return the number of GPUs of a pool on each of its nodes; append its problems to `problems`."""
+    if devices is not None:
+        if not devices or len(set(devices)) != len(devices) or min(devices) < 0:
+            problems.append(f"{name}.devices: {devices} must be distinct indices >= 0; correct the list")
+        if per_node is not None and per_node != len(devices):
+            problems.append(
+                f"{name}.devices: {len(devices)} devices but {name}.gpus_per_node={per_node}; remove one of the keys"
+            )
+        per_node = max(1, len(devices))
+        if total < per_node:
+            problems.append(f"{name}.devices: {per_node} devices for {total} GPUs; list only {total} devices")
+    size = min(per_node or total, total)
+    if total % size:
+        fix = "trainer.gpus" if name == "trainer" else "rollout.replicas (or max_replicas) x rollout.tensor_parallel"
+        problems.append(f"{name}.gpus_per_node: {fix} = {total} is not a multiple of {size}; nodes are filled evenly")
+    return size
+
+
+def _shared(config: Config) -> bool:
+    """Tell whether both pools are on the same nodes (`rollout.nodes`)."""
+    if config.rollout.nodes != "auto":
+        return config.rollout.nodes == "shared"
+    per_node = config.trainer.gpus_per_node is not None and config.rollout.gpus_per_node is not None
+    listed = config.trainer.devices is not None or config.rollout.devices is not None
+    return listed or not per_node
+
+
+def _devices(config: Config, shared: bool, t_size: int, r_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (trainer's, rollout's) devices: the listed ones, else the lowest indices that the other has not."""
+    t_listed, r_listed = config.trainer.devices, config.rollout.devices
+    taken = set(r_listed or ()) if shared else set()
+    t_devices = tuple(t_listed) if t_listed is not None else _lowest(t_size, taken)
+    taken = set(t_devices) if shared else set()
+    return t_devices, tuple(r_listed) if r_listed is not None else _lowest(r_size, taken)
+
+
+def _lowest(count: int, taken: set[int]) -> tuple[int, ...]:
+    free = (index for index in range(count + len(taken) + 1) if index not in taken)
+    return tuple(next(free) for _ in range(count))

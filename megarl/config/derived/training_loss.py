@@ -1,0 +1,79 @@
+"""The training loss of a config: its terms, what each needs, and the default weights of a row's tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.algorithms.objective.objective import Objective
+from megarl.config.derived.algorithm import loss_of
+from megarl.config.derived.logprob_passes import correction_of, interpolates_proximal, recomputes_old_logprobs
+from megarl.config.derived.teachers import distils_in_loss, teachers_by_set
+from megarl.config.schema import Config
+from megarl.queue.streams import (
+    ADVANTAGES,
+    CE_WEIGHTS,
+    OLD_LOGPROBS,
+    PROXIMAL_ALPHA,
+    REF_KL_WEIGHTS,
+    RL_WEIGHTS,
+    ROLLOUT_LOGPROBS,
+    TEACHER_LOGPROBS,
+)
+from megarl.queue.trajectory import Trajectory
+
+
+def objective_of(config: Config) -> Objective:
+    """Return the loss that the section `algorithm` describes. Raises ConfigError if it describes none."""
+    algorithm = config.algorithm
+    return Objective(
+        loss=loss_of(config),
+        aggregation=algorithm.aggregation,
+        ce_coef=algorithm.ce.coef,
+        entropy_coef=algorithm.entropy_coef,
+        correction=correction_of(config),
+        **_ref_kl(config),
+    )
+
+
+def _ref_kl(config: Config) -> dict[str, Any]:
+    """Return coefficient, estimator and stream of the term `ref_kl`: the teacher's log-probs, or the reference's."""
+    algorithm = config.algorithm
+    if distils_in_loss(config):
+        distill = algorithm.distill
+        return {
+            "kl_coef": distill.coef, "kl_estimator": distill.estimator, "reference_stream": TEACHER_LOGPROBS
+        }  # fmt: skip
+    coef = algorithm.kl.coef if algorithm.kl.where == "loss" else 0.0
+    return {"kl_coef": coef, "kl_estimator": algorithm.kl.estimator}
+
+
+def needed_streams(config: Config, objective: Objective) -> list[str]:
+    """Return the streams without which the configured loss would fail, or would be another one."""
+    return [
+        ADVANTAGES,
+        *([OLD_LOGPROBS] if objective.correction is None or recomputes_old_logprobs(config) else []),
+        *([ROLLOUT_LOGPROBS] if objective.correction else []),
+        *([PROXIMAL_ALPHA] if interpolates_proximal(config) else []),
+        *([objective.reference_stream] if objective.kl_coef else []),
+    ]
+
+
+def default_weights(config: Config, row: Trajectory) -> dict[str, list[float]]:
+    """Return the weights that the config gives to the tokens of a row which brings none, by their streams.
+
+    A demonstration is in `ce` alone. With distillation in the loss, a row without a teacher is not in `ref_kl`.
+    """
+    tokens = len(row.response_ids)
+    if row.demonstrated:
+        return {CE_WEIGHTS: [1.0] * tokens, RL_WEIGHTS: [0.0] * tokens, REF_KL_WEIGHTS: [0.0] * tokens}
+    found: dict[str, list[float]] = {}
+    chosen = _CE_TOKENS[config.algorithm.ce.tokens]
+    if chosen and CE_WEIGHTS not in row.streams:
+        found[CE_WEIGHTS] = [float(sampled in chosen) for sampled in row.response_mask]
+    if distils_in_loss(config) and REF_KL_WEIGHTS not in row.streams and row.dataset not in teachers_by_set(config):
+        found[REF_KL_WEIGHTS] = [0.0] * tokens
+    return found
+
+
+# The values of a token's response mask that `algorithm.ce.tokens` stands for.
+_CE_TOKENS = {"none": (), "observations": (0,), "sampled": (1,), "all": (0, 1)}

@@ -1,0 +1,1 @@
+"""Config files, overrides and command-line options."""

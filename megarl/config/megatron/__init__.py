@@ -1,0 +1,1 @@
+"""Fields of Megatron-Core's own configs."""

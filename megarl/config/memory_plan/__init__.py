@@ -1,0 +1,1 @@
+"""The plan of a run: ranks, layout, devices, memory per GPU."""

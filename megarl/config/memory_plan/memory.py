@@ -1,0 +1,343 @@
+"""Estimates the memory per GPU of both pools by named terms, and chooses by that what `auto` stands for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megarl.common.byte_units import GIB, MIB
+from megarl.config.derived.teachers import known_models, trainer_teachers
+from megarl.config.megatron.megatron_defaults import Recompute, passes_recompute
+from megarl.config.memory_plan.parameters import (
+    FP32,
+    bytes_per_element,
+    chunk_parameters,
+    forward_per_token,
+    logits_bytes,
+    model_parameters,
+    padded_vocabulary,
+    peak_bytes,
+    recompute_bytes,
+    state_bytes,
+)
+from megarl.config.schema import Config
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.megatron.layout import Layout
+
+# Estimates, to be replaced by measurements: CUDA context, cuBLAS workspaces, fragmentation, and the buffers of each
+# NCCL communicator, of which a trainer rank has up to ten; an engine has fewer, and CUDA graphs instead.
+TRAINER_OVERHEAD = 5 * GIB
+ENGINE_OVERHEAD = 4 * GIB
+# Rows of the experts of the most loaded rank relative to the mean, over all layers of a micro-batch. An estimate.
+EXPERT_LOAD = 1.25
+ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large GPUs
+
+FREE = 0.1  # share of the device memory that the plan must leave
+TOKENS_STEP = 1024
+# Larger micro-batches gain nothing measurable: their matrices fill a GPU long before.
+MOST_TOKENS = 65536
+UNKNOWN_MEMORY_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Term:
+    """Bytes with a name; `when` is `always` or a phase of the step. Phases do not overlap."""
+
+    name: str
+    bytes: int
+    when: str = "always"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """All terms of one GPU (on CPU: of one process); `limit` is the device's memory in bytes, None if unknown."""
+
+    terms: tuple[Term, ...]
+    limit: int | None
+
+    def total(self, phase: str) -> int:
+        """Return the bytes of one phase, permanent terms included."""
+        return sum(term.bytes for term in self.terms if term.when in ("always", phase))
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases that have terms of their own; `always` if there is none."""
+        return tuple(dict.fromkeys(term.when for term in self.terms if term.when != "always")) or ("always",)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the largest total."""
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        """The largest total of all phases, in bytes."""
+        return self.total(self.peak_phase)
+
+    def term(self, name: str) -> Term:
+        """Return the first term with this name."""
+        return next(term for term in self.terms if term.name == name)
+
+    def largest(self) -> Term:
+        """Return the largest term of the peak phase."""
+        return max(
+            (term for term in self.terms if term.when in ("always", self.peak_phase)), key=lambda term: term.bytes
+        )
+
+
+def trainer_memory(
+    config: Config, info: ModelInfo, layout: Layout, *, cuda: bool, fused: bool, limit: int | None
+) -> Memory:
+    """Return the memory of the trainer rank that needs most, over all pipeline stages; `fused` as in `parameters`."""
+    stages = (_stage_memory(config, info, layout, stage, cuda, fused, limit) for stage in range(layout.pipeline))
+    return max(stages, key=lambda memory: memory.peak)
+
+
+def _stage_memory(
+    config: Config, info: ModelInfo, layout: Layout, stage: int, cuda: bool, fused: bool, limit: int | None
+) -> Memory:
+    state = state_bytes(config, info, layout, stage)
+    where = f"stage {stage}" if layout.pipeline > 1 else ""
+    terms = [
+        Term("weights", state.weights, note=where),
+        Term("gradients", state.gradients),
+        Term("optimizer", state.optimizer),
+        Term("activations", int(peak_bytes(config, info, layout, stage, fused=fused)), "update"),
+    ]
+    if layout.expert > 1:
+        more = peak_bytes(config, info, layout, stage, fused=fused, load=EXPERT_LOAD) - terms[-1].bytes
+        terms.append(Term("uneven experts", int(more), "update", note="estimate"))
+    again = recompute_bytes(config, info, layout, stage, fused=fused)
+    if again:
+        terms.append(Term("recompute", int(again), "update"))
+    if stage == layout.pipeline - 1:
+        terms.append(Term("logits chunk", logits_bytes(config, info, layout, update=True), "update"))
+        terms.append(Term("logits chunk", logits_bytes(config, info, layout, update=False), "log-probs"))
+    teachers = known_models(config)
+    widest = max(forward_bytes(config, each, layout, fused=fused) for each in (info, *teachers.values()))
+    terms.append(Term("forward of one layer", int(widest), "log-probs"))
+    terms += _frozen_models(config, info, teachers, layout, stage, cuda)
+    terms.append(Term("sync buckets", _built_buckets(config, info)))
+    terms.append(Term("largest tensor", _largest_tensor(config, info), "sync"))
+    if cuda:
+        terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
+    return Memory(tuple(terms), limit)
+
+
+def _frozen_models(
+    config: Config, info: ModelInfo, teachers: Mapping[str, ModelInfo], layout: Layout, stage: int, cuda: bool
+) -> Iterator[Term]:
+    """Yield the weights of the reference policy and of the teachers that the trainer's ranks hold.
+
+    Of those in host memory, one is on the device at a time: the plan counts the largest.
+    """
+    found = [(config.reference.placement, "reference weights", info)] if config.needs_reference else []
+    found += [
+        (each.placement, f"weights of teacher {each.name}", teachers[each.name])
+        for each in trainer_teachers(config)
+        if each.name in teachers
+    ]
+    sized = [(where, name, _raw_weights(config, each, layout, stage)) for where, name, each in found]
+    kept = [(name, size) for where, name, size in sized if not cuda or where == "gpu"]
+    yield from (Term(name, size) for name, size in kept)
+    moved = [(size, name) for where, name, size in sized if (name, size) not in kept]
+    if moved:
+        size, name = max(moved)
+        yield Term(name, size, "log-probs")
+
+
+def _raw_weights(config: Config, info: ModelInfo, layout: Layout, stage: int) -> int:
+    """Return the bytes of the weights of one rank of `stage`, without buffer padding."""
+    chunks = range(layout.virtual_pipeline or 1)
+    numel = sum(p.numel for chunk in chunks for p in chunk_parameters(info, layout, stage, chunk))
+    return numel * bytes_per_element(config.trainer.precision)
+
+
+def _whole_model(config: Config, info: ModelInfo) -> int:
+    """Return the bytes that a sync sends."""
+    return model_parameters(info)[0] * bytes_per_element(config.trainer.precision)
+
+
+def _bucket(config: Config, info: ModelInfo) -> int:
+    """Return the bytes of one sync bucket, at most those of the whole model."""
+    return min(int(config.weight_sync.bucket_mb * MIB), _whole_model(config, info))
+
+
+def _built_buckets(config: Config, info: ModelInfo) -> int:
+    """Return the bytes of a trainer rank's buffers for buckets, which are kept between syncs.
+
+    They are the ring of its own buckets, one buffer for those of others, and two more: the messages of gathers, and the
+    whole rows of a piece that is cut inside a row.
+    """
+    bucket = _bucket(config, info)
+    staged = min(int(config.weight_sync.staging_gib * GIB), _whole_model(config, info))
+    return max(2 * bucket, staged) + 3 * bucket
+
+
+def _largest_tensor(config: Config, info: ModelInfo) -> int:
+    """Return the bytes of the largest Hugging Face tensor, which an export gathers as a whole."""
+    widest = max(info.vocab_size, info.ffn, info.heads * info.head_dim)
+    return widest * info.hidden * bytes_per_element(config.trainer.precision)
+
+
+def forward_bytes(config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> float:
+    """Return the bytes that live at one time while a micro-batch runs through the widest layer without gradients."""
+    layers = range(info.num_layers)
+    widest = max(forward_per_token(config, info, layout, layer, fused) for layer in layers)
+    return widest * config.trainer.token_limit
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One rollout GPU (on CPU: one engine worker); `kv_tokens` is the capacity of the whole engine's KV cache."""
+
+    memory: Memory
+    kv_tokens: int | None
+    kv_bytes_per_token: int
+
+
+def engine_memory(
+    config: Config, info: ModelInfo, max_model_len: int, *, cuda: bool, limit: int | None
+) -> EngineMemory:
+    """Return weights, working memory and KV cache of one engine GPU.
+
+    vLLM uses `gpu_memory_utilization` of the device; the KV cache gets the part that weights and vLLM's profiling run
+    do not need. Without a GPU the cache has `rollout.cpu_kv_cache_gib`.
+    """
+    rollout = config.rollout
+    element = {"auto": bytes_per_element(config.trainer.precision), "bfloat16": 2, "float32": FP32}[rollout.dtype]
+    ranks = rollout.tensor_parallel
+    per_token = info.num_layers * _cached_channels(info, ranks) * element
+    terms = [Term("weights", model_parameters(info)[0] * element // ranks)]
+    batched = int(rollout.engine_kwargs.get("max_num_batched_tokens") or ENGINE_BATCHED_TOKENS)
+    columns = padded_vocabulary(info, 64 * ranks) // ranks
+    working = min(batched, max(max_model_len, rollout.max_num_seqs)) * _engine_working_set(info, ranks) * element
+    terms.append(Term("forward", int(working), "generate", note="estimate"))
+    terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2, "generate"))
+    # vLLM does not know of these two: they come on top of its share of the memory.
+    terms.append(Term("sync buckets", 3 * _bucket(config, info), "sync"))
+    terms.append(Term("reload", _reloaded(info, ranks) * element, "sync"))
+    if not cuda:
+        cache = rollout.cpu_kv_cache_gib * GIB
+        terms.append(Term("KV cache", cache))
+        return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
+    terms.append(Term("CUDA, NCCL and graphs", ENGINE_OVERHEAD, note="estimate"))
+    if limit is None:
+        return EngineMemory(Memory(tuple(terms), None), None, per_token)
+    used = sum(term.bytes for term in terms if term.when != "sync")
+    cache = max(0, int(limit * rollout.gpu_memory_utilization) - used)
+    terms.append(Term("KV cache", cache, note=f"the rest of {rollout.gpu_memory_utilization:.0%}"))
+    return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
+
+
+def _cached_channels(info: ModelInfo, ranks: int) -> int:
+    """Return the elements that one layer caches per token on one rank.
+
+    Latent attention caches the latent, in full on every rank.
+    """
+    if info.mla:
+        return info.mla.kv_rank + info.mla.rotated
+    return 2 * max(1, info.kv_heads // ranks) * info.head_dim
+
+
+def _engine_working_set(info: ModelInfo, ranks: int) -> float:
+    """Return the elements per batched token that exist at the same time in one layer's forward pass."""
+    width = info.moe_ffn * info.topk if info.num_experts else info.ffn
+    return 4 * info.hidden + 3 * max(info.heads * info.head_dim, width) / ranks
+
+
+def _reloaded(info: ModelInfo, ranks: int) -> int:
+    """Return the elements that vLLM's layer-wise reload holds beside the model, for the largest of its modules.
+
+    It keeps the loaded tensors of a module, which are whole, until the last of them has arrived, and then makes the
+    module's shard from them (vLLM 0.32, model_executor/model_loader/reload). A layer's experts are one module of three
+    matrices each; gate and up projection of a dense layer are another.
+    """
+    dense = 2 * info.ffn * info.hidden
+    experts = (info.num_experts or 0) * 3 * info.moe_ffn * info.hidden
+    whole = max(dense, experts, info.vocab_size * info.hidden)
+    return whole + whole // ranks
+
+
+@dataclass(frozen=True)
+class Device:
+    """The trainer's device as the plan sees it; `limit`: its memory in bytes, None if unknown."""
+
+    cuda: bool
+    fused: bool
+    limit: int | None
+
+
+def resolve_auto(config: Config, info: ModelInfo, layout: Layout, device: Device, longest: int) -> Config:
+    """Return `config` with a value for each `auto` under `trainer`. `longest`: tokens of the longest sample.
+
+    Recomputation is the cheapest that leaves a tenth of the memory free: none, selective, the first n layers of each
+    stage (the smallest n), all layers. A micro-batch gets the most tokens that leave as much with that recomputation,
+    and at least the longest sample. Without a GPU nothing is recomputed; on GPUs of unknown memory every layer is.
+    """
+    wants_tokens = config.trainer.micro_batch_tokens == "auto"
+    if wants_tokens:
+        config = with_trainer(config, micro_batch_tokens=longest)
+    if config.trainer.recompute == "auto" and not passes_recompute(config):
+        config = with_trainer(config, recompute=_cheapest(config, info, layout, device))
+    if wants_tokens:
+        least = longest if device.limit is not None else max(longest, UNKNOWN_MEMORY_TOKENS)
+        config = with_trainer(config, micro_batch_tokens=most_tokens(config, info, layout, device) or least)
+    return config
+
+
+def with_trainer(config: Config, **fields: object) -> Config:
+    """Return `config` with other fields of the section `trainer`."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=fields)})
+
+
+def most_tokens(config: Config, info: ModelInfo, layout: Layout, device: Device) -> int | None:
+    """Return the most tokens of a micro-batch that leave a tenth of the memory free, in steps of TOKENS_STEP.
+
+    It is at least `trainer.micro_batch_tokens`. None if even that does not fit, or if the memory is unknown.
+    """
+    least = config.trainer.token_limit
+
+    def fits(tokens: int) -> bool:
+        return _fits(with_trainer(config, micro_batch_tokens=tokens), info, layout, device)
+
+    if device.limit is None or not fits(least):
+        return None
+    steps = range(-(-least // TOKENS_STEP) * TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
+    passed = _first(len(steps), lambda index: not fits(steps[index]))
+    return steps[passed - 1] if passed else least
+
+
+def _cheapest(config: Config, info: ModelInfo, layout: Layout, device: Device) -> Recompute:
+    if device.limit is None:
+        return "full" if device.cuda else "none"
+
+    def fits(kind: Recompute) -> bool:
+        return _fits(with_trainer(config, recompute=kind), info, layout, device)
+
+    if fits("none"):
+        return "none"
+    if fits("selective"):
+        return "selective"
+    layers = info.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
+    # The more layers are recomputed, the less is kept.
+    count = 1 + _first(layers - 1, lambda index: fits(index + 1))
+    return count if count < layers else "full"
+
+
+def _fits(config: Config, info: ModelInfo, layout: Layout, device: Device) -> bool:
+    memory = trainer_memory(config, info, layout, cuda=device.cuda, fused=device.fused, limit=device.limit)
+    return memory.limit is not None and memory.peak <= (1 - FREE) * memory.limit
+
+
+def _first(count: int, holds: Callable[[int], bool]) -> int:
+    """Return the first index below `count` for which `holds` is true, else `count`. `holds` changes once, to true."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,490 @@
+"""The parameters of each trainer rank, the bytes of their state, and what a forward pass keeps for its backward pass.
+
+Only sizes are computed. They follow Megatron-Core 0.16.1's modules, DDP buffers (distributed/param_and_grad_buffer.py)
+and optimizers; tests compare them with models that are really built.
+
+Activations are counted by the tensors that Megatron-Core's modules save. There are two kinds of model: `fused` is
+Transformer Engine's layer spec (GPUs), the other kind uses Megatron's own modules with megarl's RMSNorm and packed
+attention, on a CPU (in fp32 on a GPU its norms keep one tensor more). Sizes are per packed token, and the experts are
+assumed to be evenly loaded. Tests compare the unfused kind with the tensors that autograd saves; the fused kind is
+derived from the source only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.config.megatron.megatron_defaults import ddp_fields, transformer_fields
+from megarl.config.schema import Config
+from megarl.models.architecture.architecture import LatentAttention, ModelInfo
+from megarl.models.megatron.layout import Layout
+
+FP32 = 4
+DEFAULT_BUCKET = 40_000_000
+DEFAULT_BUCKET_PER_RANK = 1_000_000
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of one rank; the gradient of an `expert` one is reduced over the expert data-parallel group."""
+
+    name: str
+    numel: int
+    expert: bool = False
+    own_bucket: bool = False  # for tied embeddings on the first and the last stage of a pipeline
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that one rank holds during the whole run."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def bytes_per_element(precision: str) -> int:
+    """Return the bytes of one number in the compute precision `bf16` or `fp32`."""
+    return 2 if precision == "bf16" else FP32
+
+
+def padded_vocabulary(info: ModelInfo, tensor: int) -> int:
+    """Return the rows of the embedding: the vocabulary size rounded up to a multiple of TP."""
+    return -(-info.vocab_size // tensor) * tensor
+
+
+def chunk_layers(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> range:
+    """Return the global layer numbers of model chunk `chunk` on pipeline stage `stage`."""
+    chunks = layout.virtual_pipeline or 1
+    per_chunk = info.num_layers // (layout.pipeline * chunks)
+    first = (chunk * layout.pipeline + stage) * per_chunk
+    return range(first, first + per_chunk)
+
+
+def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> list[Parameter]:
+    """Return the parameters of one model chunk on one rank of `stage`, in registration order."""
+    last_chunk = (layout.virtual_pipeline or 1) - 1
+    embeds = stage == 0 and chunk == 0
+    predicts = stage == layout.pipeline - 1 and chunk == last_chunk
+    embedding = padded_vocabulary(info, layout.tensor) // layout.tensor * info.hidden
+    split_tie = info.tied and layout.pipeline > 1
+    parameters: list[Parameter] = []
+    if embeds:
+        parameters.append(Parameter("embedding", embedding, own_bucket=split_tie))
+    kinds: dict[bool, list[Parameter]] = {}  # of layers; a plan asks often, and a mixture has hundreds of parameters
+    for layer in chunk_layers(info, layout, stage, chunk):
+        moe = info.is_moe_layer(layer)
+        if moe not in kinds:
+            kinds[moe] = _layer(info, layout, moe=moe)
+        parameters += kinds[moe]
+    if predicts:
+        parameters.append(Parameter("final_norm", info.hidden))
+        if not (info.tied and embeds):
+            parameters.append(Parameter("output", embedding, own_bucket=split_tie))
+    return parameters
+
+
+def _layer(info: ModelInfo, layout: Layout, *, moe: bool) -> list[Parameter]:
+    tensor, hidden = layout.tensor, info.hidden
+    attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
+    parameters = [Parameter("input_norm", hidden), *attention, Parameter("mlp_norm", hidden)]
+    if not moe:
+        share = info.ffn // tensor * hidden
+        return [*parameters, Parameter("mlp.in", 2 * share), Parameter("mlp.out", share)]
+    experts = info.num_experts or 0
+    parameters.append(Parameter("router", experts * hidden))
+    share = info.moe_ffn // layout.etp * hidden
+    apart = layout.expert > 1
+    for _ in range(experts // layout.expert):
+        parameters += [Parameter("expert.in", 2 * share, apart), Parameter("expert.out", share, apart)]
+    if info.shared_ffn:
+        share = info.shared_ffn // tensor * hidden
+        parameters += [Parameter("shared_experts.in", 2 * share), Parameter("shared_experts.out", share)]
+    return parameters
+
+
+def _attention(info: ModelInfo, tensor: int) -> list[Parameter]:
+    q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
+    parameters = [
+        Parameter("attention.out", q // tensor * info.hidden),
+        Parameter("attention.qkv", (q + 2 * kv) // tensor * info.hidden),
+    ]
+    if info.qkv_bias:
+        parameters.append(Parameter("attention.qkv_bias", (q + 2 * kv) // tensor))
+    if info.qk_norm:
+        parameters += [Parameter(f"attention.{name}_norm", info.head_dim) for name in "qk"]
+    return parameters
+
+
+def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> list[Parameter]:
+    heads, rank = info.heads // tensor, mla.query_rank
+    queries = heads * info.head_dim
+    parameters = [Parameter("attention.out", heads * mla.value * info.hidden)]
+    if rank is None:
+        parameters.append(Parameter("attention.q", queries * info.hidden))
+    else:
+        parameters.append(Parameter("attention.q_down", rank // tensor * info.hidden))
+        parameters.append(Parameter("attention.q_up", queries * rank))
+    parameters.append(Parameter("attention.kv_down", (mla.kv_rank + mla.rotated) // tensor * info.hidden))
+    parameters.append(Parameter("attention.kv_up", heads * (mla.plain + mla.value) * mla.kv_rank))
+    if rank is not None:
+        parameters.append(Parameter("attention.q_norm", rank))
+    parameters.append(Parameter("attention.kv_norm", mla.kv_rank))
+    return parameters
+
+
+def model_parameters(info: ModelInfo) -> tuple[int, int]:
+    """Return the number of parameters of the model, and of those active for one token (embeddings included)."""
+    single = Layout()
+    total = sum(p.numel for p in chunk_parameters(info, single, 0, 0))
+    active = total
+    for layer in range(info.num_layers):
+        if info.is_moe_layer(layer):
+            active -= ((info.num_experts or 0) - info.topk) * 3 * info.moe_ffn * info.hidden
+    return total, active
+
+
+def state_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int) -> StateBytes:
+    """Return weights, gradients and optimizer state of the rank of a pipeline stage that holds most.
+
+    Weights are in the compute precision, gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false. The
+    optimizer state is Adam's two moments in fp32, and with bf16 also the fp32 master weights. The distributed optimizer
+    shards its state over the data-parallel ranks and pads the buffers of weights and gradients.
+    """
+    element = bytes_per_element(config.trainer.precision)
+    in_fp32 = bool(ddp_fields(config)["grad_reduce_in_fp32"])
+    gradient = FP32 if in_fp32 else element
+    per_parameter = 2 * FP32 + (FP32 if element != FP32 else 0)
+    weights = gradients = optimizer = 0
+    for chunk in range(layout.virtual_pipeline or 1):
+        parameters = chunk_parameters(info, layout, stage, chunk)
+        for expert, ranks in ((False, layout.data), (True, layout.expert_data)):
+            own = [p for p in parameters if p.expert == expert]
+            if not own:
+                continue
+            size = _bucket_size(config, layout.data, stage, chunk)
+            buffer, shard = _buffer(own, ranks, size, config)
+            weights += buffer * element
+            gradients += buffer * gradient
+            optimizer += shard * per_parameter
+    return StateBytes(weights, gradients, optimizer)
+
+
+def _bucket_size(config: Config, ranks: int, stage: int, chunk: int) -> int | None:
+    """Return the elements per DDP bucket; None means a single bucket (no overlap, later stages, later chunks)."""
+    ddp = ddp_fields(config)
+    if not ddp["overlap_grad_reduce"] or stage > 0 or chunk > 0:
+        return None
+    return ddp.get("bucket_size") or max(DEFAULT_BUCKET, DEFAULT_BUCKET_PER_RANK * ranks)
+
+
+def _buffer(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, config: Config) -> tuple[int, int]:
+    """Return the elements of the contiguous buffer, and the parameter elements of the largest optimizer shard."""
+    if not config.trainer.optimizer.distributed:
+        total = sum(p.numel for p in parameters)
+        return total, total
+    multiple = math.lcm(ranks, 128)
+    if config.megatron.ddp.get("pad_buckets_for_high_nccl_busbw"):
+        multiple = math.lcm(multiple, 2**16)
+    buckets: list[list[tuple[int, int]]] = [[]]
+    position = bucket_start = 0
+    ends: list[int] = []
+
+    def close(end: int) -> int:
+        nonlocal bucket_start
+        bucket_start = _round_up(end, multiple)
+        ends.append(bucket_start)
+        buckets.append([])
+        return bucket_start
+
+    for parameter in reversed(parameters):
+        position = _round_up(position, 64)
+        if parameter.own_bucket and buckets[-1]:
+            position = close(position)
+        start, position = position, position + parameter.numel
+        buckets[-1].append((start, position))
+        full = bucket_size is not None and position - bucket_start >= bucket_size
+        if full or parameter.own_bucket:
+            position = close(position)
+    if buckets[-1]:
+        close(position)
+    return ends[-1], _fullest_shard(buckets, ends, ranks)
+
+
+def _fullest_shard(buckets: list[list[tuple[int, int]]], ends: list[int], ranks: int) -> int:
+    """Return the parameter elements of the rank with most; every bucket is divided into `ranks` equal ranges."""
+    held = [0] * ranks
+    start = 0
+    for spans, end in zip(buckets, ends, strict=False):
+        width = (end - start) // ranks
+        for low, high in spans:
+            for rank in range((low - start) // width, (high - 1 - start) // width + 1):
+                first = start + rank * width
+                held[rank] += min(high, first + width) - max(low, first)
+        start = end
+    return max(held)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements per packed token on one rank; `shard` is the hidden size, divided by TP under sequence parallelism."""
+
+    hidden: int
+    shard: int
+    q: int
+    kv: int
+    head: int
+    ffn: int
+    moe_ffn: int
+    shared_ffn: int
+    routed: float  # expert rows per packed token
+    router: int
+    element: int
+    fused: bool
+
+    @property
+    def norm_is_one_function(self) -> bool:
+        """True for a norm that keeps its input only: Transformer Engine's, and that of a CPU in fp32."""
+        return self.fused or self.element == FP32
+
+    @classmethod
+    def of(cls, config: Config, info: ModelInfo, layout: Layout, fused: bool, load: float = 1.0) -> _Sizes:
+        tensor = layout.tensor
+        split = tensor if layout.sequence else 1
+        return cls(
+            hidden=info.hidden,
+            shard=info.hidden // split,
+            q=info.heads * info.head_dim // tensor,
+            kv=max(1, info.kv_heads // tensor) * info.head_dim,
+            head=info.head_dim,
+            ffn=info.ffn // tensor,
+            moe_ffn=info.moe_ffn // layout.etp,
+            shared_ffn=info.shared_ffn // tensor,
+            routed=load * info.topk * layout.etp / split,
+            router=(info.num_experts or 0) // split,
+            element=bytes_per_element(config.trainer.precision),
+            fused=fused,
+        )
+
+
+def saved_per_token(
+    config: Config, info: ModelInfo, layout: Layout, layer: int, fused: bool, load: float = 1.0
+) -> float:
+    """Return the bytes per packed token that one layer keeps under the config's recompute settings.
+
+    `load`: rows of this rank's experts, relative to an even distribution.
+    """
+    sizes = _Sizes.of(config, info, layout, fused, load)
+    passed = transformer_fields(config)
+    selective = passed.get("recompute_granularity") == "selective"
+    modules = set(passed.get("recompute_modules") or ["core_attn"]) if selective else set()
+    if info.mla:
+        total = _latent_attention_bytes(sizes, info.mla, "core_attn" in modules)
+    else:
+        total = _attention_bytes(sizes, info, "core_attn" in modules)
+    norm = _norm(sizes, sizes.shard)
+    total += norm * (1 if "layernorm" not in modules else 0)
+    if not info.is_moe_layer(layer):
+        # The MLP's input is the norm's output, which the first linear layer keeps, or the recomputed block around it.
+        total += sizes.shard * sizes.element + (0 if "mlp" in modules else _mlp(sizes, sizes.ffn))
+    else:
+        total += sizes.shard * sizes.element
+        if "moe" not in modules:
+            total += _experts(sizes, "moe_act" in modules) + _mlp(sizes, sizes.shared_ffn)
+    total += norm * (1 if "layernorm" not in modules else 0) + sizes.shard * sizes.element
+    return total
+
+
+def forward_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int, fused: bool) -> float:
+    """Return the bytes per packed token that live at one time while one layer runs without gradients.
+
+    They are those of its attention or of its MLP, whichever is larger, of the norm before it, and of two hidden states:
+    the residual and the layer's input. It is an estimate: within a module, some tensors are freed earlier. Without
+    Transformer Engine the experts run one after the other.
+    """
+    sizes = _Sizes.of(config, info, layout, fused)
+    attention = _latent_attention_bytes(sizes, info.mla, False) if info.mla else _attention_bytes(sizes, info, False)
+    if info.qk_norm and not info.mla and not sizes.norm_is_one_function:
+        attention -= (sizes.q + sizes.kv) * FP32  # the normalised queries and keys end before attention begins
+    width = sizes.shared_ffn if info.is_moe_layer(layer) else sizes.ffn
+    mlp = _mlp(sizes, width) + (0 if fused else width * sizes.element)  # the activated half, beside its product
+    if info.is_moe_layer(layer):
+        mlp += _experts(sizes, False)
+        if not fused:
+            rows = sizes.routed * sizes.element
+            others = 1 - layout.expert / (info.num_experts or 1)  # the share of rows that the running expert lacks
+            # The outputs of all experts, separate and joined, and of their steps only those of the running one, which
+            # are three more than a backward pass needs: activated, product, weighed.
+            mlp += rows * (2 * sizes.hidden + 3 * sizes.moe_ffn - 6 * sizes.moe_ffn * others)
+    return max(attention, mlp) + _norm(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
+
+
+def without_recompute(config: Config) -> Config:
+    """Return `config` with every activation kept."""
+    return config.model_copy(
+        update={
+            "megatron": config.megatron.model_copy(update={"transformer": {}}),
+            "trainer": config.trainer.model_copy(update={"recompute": "none"}),
+        }
+    )
+
+
+def chunk_bytes(
+    config: Config, info: ModelInfo, layout: Layout, stage: int, chunk: int, *, fused: bool, load: float = 1.0
+) -> float:
+    """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
+    tokens = config.trainer.token_limit
+    sizes = _Sizes.of(config, info, layout, fused)
+    layers = list(chunk_layers(info, layout, stage, chunk))
+    passed = transformer_fields(config)
+    per_token = [saved_per_token(config, info, layout, layer, fused, load) for layer in layers]
+    if passed.get("recompute_granularity") == "full":
+        count = int(passed.get("recompute_num_layers") or 1)
+        boundary = float(sizes.hidden * sizes.element)
+        boundary /= layout.tensor if layout.sequence or passed.get("distribute_saved_activations") else 1
+        if passed.get("recompute_method") == "block":
+            kept = boundary * min(count, len(layers)) + sum(per_token[count:])
+        else:
+            kept = boundary * -(-len(layers) // count)
+    else:
+        kept = sum(per_token)
+    predicts = stage == layout.pipeline - 1 and chunk == (layout.virtual_pipeline or 1) - 1
+    if predicts:
+        kept += _output_per_token(sizes)
+    if stage == 0 and chunk == 0:
+        kept += 8
+    return kept * tokens
+
+
+def recompute_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool) -> float:
+    """Return the bytes that backward recomputes at one time, in addition to those that forward kept.
+
+    At that time the tensors of the output layer are already released. With the method `block`, which recomputes the
+    first layers of a stage, those of the other layers are released as well.
+    """
+    passed = transformer_fields(config)
+    granularity = passed.get("recompute_granularity")
+    if granularity is None:
+        return 0.0
+    plain = without_recompute(config)
+    chunks = range(layout.virtual_pipeline or 1)
+    layers = [layer for chunk in chunks for layer in chunk_layers(info, layout, stage, chunk)]
+    whole = max(saved_per_token(plain, info, layout, layer, fused) for layer in layers)
+    released = _output_per_token(_Sizes.of(config, info, layout, fused)) if stage == layout.pipeline - 1 else 0.0
+    if granularity == "full":
+        count = int(passed.get("recompute_num_layers") or 1)
+        per_chunk = len(layers) // len(chunks)
+        if passed.get("recompute_method") == "block":
+            released += whole * max(0, per_chunk - count)
+            count = 1
+        working = whole * min(count, per_chunk)
+    else:
+        working = whole - min(saved_per_token(config, info, layout, layer, fused) for layer in layers)
+    return max(0.0, working - released) * config.trainer.token_limit
+
+
+def _output_per_token(sizes: _Sizes) -> float:
+    """Return the bytes of the final norm, and of the hidden states and row statistics that the log-prob pass keeps."""
+    return _norm(sizes, sizes.shard) + sizes.hidden * sizes.element + 40
+
+
+def in_flight_chunks(layout: Layout, stage: int) -> int:
+    """Return the largest number of chunk passes whose activations a rank of `stage` holds (1F1B or interleaved)."""
+    if layout.virtual_pipeline is None:
+        return layout.pipeline - stage
+    warmup = (layout.pipeline - stage - 1) * 2 + (layout.virtual_pipeline - 1) * layout.pipeline
+    return warmup + 1
+
+
+def peak_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool, load: float = 1.0) -> float:
+    """Return the largest number of bytes of activations of a rank of `stage`, with a full pipeline."""
+    chunks = layout.virtual_pipeline or 1
+    sizes = [chunk_bytes(config, info, layout, stage, chunk, fused=fused, load=load) for chunk in range(chunks)]
+    return sum(sizes) / chunks * in_flight_chunks(layout, stage)
+
+
+def logits_bytes(config: Config, info: ModelInfo, layout: Layout, *, update: bool) -> int:
+    """Return the bytes of one chunk of the log-prob head: of a forward pass, or of an `update` with its backward pass.
+
+    They are those of the separate operations on a whole chunk (trainer/logprobs.py). The compiled head needs less, and
+    so does a CPU, which makes the exponentials of a part of the chunk at a time.
+    """
+    columns = padded_vocabulary(info, layout.tensor) // layout.tensor
+    rows = min(config.trainer.logprob_chunk_tokens, config.trainer.token_limit)
+    element = bytes_per_element(config.trainer.precision)
+    copy = element if element != FP32 else 0  # beside a tensor in fp32, the same one in compute precision
+    weighed = config.algorithm.entropy_coef > 0
+    # fp32 logits, which the products that the entropy needs overwrite; for it also their exponentials.
+    forward = rows * columns * (copy + FP32)
+    if not update:
+        return forward
+    if weighed or config.telemetry.entropy_every:
+        forward += rows * columns * FP32
+    # The logits, their fp32 copy, which becomes the gradient, and that in compute precision or the entropy's factor.
+    weight = columns * info.hidden
+    gradient = rows * columns * (copy + FP32 + max(copy, FP32 if weighed else 0)) + weight * FP32
+    # The weight's gradient is summed over chunks in fp32; the product of one chunk, and the result, are in bf16.
+    backward = max(gradient, rows * columns * copy + weight * (FP32 + copy))
+    return max(forward, backward)
+
+
+def _norm(sizes: _Sizes, width: int) -> float:
+    """Return the bytes that RMSNorm keeps besides its output: of its input, and else of the normalised input too."""
+    if sizes.norm_is_one_function:
+        return width * sizes.element + FP32
+    return width * (FP32 + sizes.element) + FP32
+
+
+def _attention_bytes(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> float:
+    """Return the bytes that grouped-query attention keeps, without its norm."""
+    element = sizes.element
+    mixed = sizes.q + 2 * sizes.kv  # query, key and value are views of one tensor
+    kept: float = mixed * element + (sizes.q + sizes.kv) * element  # the projection, and the rotated query and key
+    if info.qk_norm:
+        if sizes.fused:
+            kept += (sizes.q + sizes.kv) * element
+        elif sizes.norm_is_one_function:
+            kept += sizes.q * element + (sizes.q + sizes.kv) / sizes.head * FP32  # keys are a view of the projection
+        else:
+            kept += (sizes.q + sizes.kv) * (element + FP32)
+    if not sizes.fused:
+        kept += 4 * sizes.head * element  # cosines and sines
+    # The attention's output, and (unfused) the outputs of the sequences concatenated for the projection.
+    outputs = 1 if sizes.fused or recompute_core else 2
+    return kept + outputs * sizes.q * element + (0 if recompute_core else sizes.q / sizes.head * FP32)
+
+
+def _latent_attention_bytes(sizes: _Sizes, mla: LatentAttention, recompute_core: bool) -> float:
+    """Return the bytes that multi-head latent attention keeps, without its input norm."""
+    element, split = sizes.element, sizes.hidden // sizes.shard
+    heads = sizes.q // sizes.head
+    kept = 4.0 * mla.rotated * element  # cosines and sines
+    for rank, made in ((mla.query_rank or 0, mla.query_rank or 0), (mla.kv_rank, mla.kv_rank + mla.rotated)):
+        # Norm and scaled result. In fp32 the norm's input is a view of the tensor gathered over the TP ranks.
+        kept += _norm(sizes, rank) / split + rank * element / split
+        if not sizes.fused and element == FP32:
+            kept += made * FP32 - rank * FP32 / split
+    values = heads * mla.value
+    padded = values if sizes.fused or recompute_core else sizes.q  # fused attention kernels need equal head sizes
+    kept += (2 * sizes.q + padded) * element
+    if recompute_core:
+        return kept + values * element
+    return kept + heads * FP32 + (values if sizes.fused else values + padded) * element
+
+
+def _mlp(sizes: _Sizes, width: int) -> float:
+    """Return the bytes of both halves of the first product, and of the activation."""
+    return 3 * width * sizes.element
+
+
+def _experts(sizes: _Sizes, recompute_activation: bool) -> float:
+    """Return the bytes that the router and the routed experts keep."""
+    router = sizes.router * (FP32 + 1) + sizes.routed * 24
+    rows = sizes.hidden + (sizes.moe_ffn * (2 if recompute_activation else 3))
+    return router + sizes.routed * rows * sizes.element

@@ -1,0 +1,396 @@
+"""The typed configuration of a run: every key with its unit and meaning.
+
+These classes check single values; conditions on several sections (layouts, overlapping pools, sizes that must divide)
+are in `checks.py`. `docs/configuration.md` is generated from these classes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.config.schema.agent import AgentConfig, ToolConfig
+from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema.data import DataConfig, EvaluationConfig, RewardConfig
+from megarl.config.schema.job import (
+    CheckpointConfig,
+    DoorConfig,
+    LaunchConfig,
+    RayConfig,
+    TelemetryConfig,
+    TimeoutsConfig,
+)
+from megarl.config.schema.monitor import MonitorConfig
+from megarl.config.schema.section import Passed, Section
+from megarl.config.schema.teacher_sections import TeacherConfig
+
+# What the backward pass of the trainer computes again; a number: the first layers of each stage.
+Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]
+# How far modes that publish less often than each step run ahead by default: `sync_interval`, and its part that is added
+# to `max_staleness`.
+DEFAULT_INTERVAL, DEFAULT_QUOTA = 4, 0.5
+
+
+class RunConfig(Section):
+    """Name, output directory, seed and length of the run."""
+
+    name: str = Field("run", description="Name of the run; also the default last part of its directory.")
+    dir: Path | None = Field(None, description="Run directory; default `runs/NAME`.")
+    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initialisation.")
+    steps: int = Field(..., ge=1, description="Number of training steps.")
+    deterministic: bool = Field(
+        False,
+        description="Route groups to engines by index instead of load; a run on CPU is then "
+        "bitwise reproducible if nothing is generated ahead (`admission.mode: sync`).",
+    )
+    export: bool = Field(True, description="Export the final policy to `RUN_DIR/hf` in Hugging Face format.")
+
+
+class ModelConfig(Section):
+    """The policy's weights and tokenizer."""
+
+    path: Path = Field(
+        ...,
+        description="Hugging Face directory (config.json, safetensors, tokenizer), or a Megatron checkpoint "
+        "(docs/converter.md).",
+    )
+    shape: Path | None = Field(
+        None,
+        description="Directory with the model's config.json, for planning where `path` does not exist (see recipes). A "
+        "relative one that is not in the current directory is looked for above the config file.",
+    )
+    load_weights: bool = Field(True, description="False keeps Megatron's seeded random initialisation.")
+
+
+class ParallelConfig(Section):
+    """Megatron's parallel layout of the trainer ranks. The data-parallel size follows from `trainer.gpus`."""
+
+    tensor: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
+    pipeline: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
+    virtual_pipeline: int | None = Field(None, ge=2, description="Model chunks per pipeline rank (VPP).")
+    expert: int = Field(1, ge=1, description="Expert-parallel size (EP).")
+    expert_tensor: int | None = Field(None, ge=1, description="Expert tensor-parallel size (ETP); default TP.")
+    sequence: bool = Field(False, description="Sequence parallelism (SP); needs TP > 1.")
+
+
+class MegatronConfig(Section):
+    """Fields passed by name to Megatron-Core's dataclasses; names and types are checked against them."""
+
+    transformer: Passed = Field(default_factory=dict, description="TransformerConfig fields.")
+    optimizer: Passed = Field(default_factory=dict, description="OptimizerConfig fields.")
+    ddp: Passed = Field(default_factory=dict, description="DistributedDataParallelConfig fields.")
+
+
+class OptimizerConfig(Section):
+    """Adam and its learning-rate schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Decay after warm-up, until the last update of the run."
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="Linear warm-up, in optimizer updates; a step makes `trainer.mini_batches` of them."
+    )
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's beta1, beta2.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    clip_grad: float = Field(1.0, ge=0, description="Upper bound of the global gradient norm; 0 = off.")
+    distributed: bool = Field(True, description="Megatron's distributed optimizer (state sharded over DP).")
+
+
+class TrainerConfig(Section):
+    """The trainer: its GPUs, layout, precision, batching and optimizer."""
+
+    gpus: int = Field(1, ge=1, description="Trainer ranks = torchrun's world size (processes on CPU).")
+    gpus_per_node: int | None = Field(None, ge=1, description="Trainer GPUs on each node; default: all on one node.")
+    devices: list[int] | None = Field(None, description="GPU indices of the trainer on each node.")
+    device_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory of each trainer GPU in GiB, for the plan; default: that of this machine's GPU 0.",
+    )
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="Compute precision; master weights stay fp32.")
+    micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        8192,
+        description="Upper bound of packed tokens per micro-batch per DP rank; auto: as many as fit by the plan with "
+        "a tenth of the memory free.",
+    )
+    recompute: Recompute = Field(
+        "auto",
+        description="Activations that the backward pass computes again: none, selective (attention only), the first N "
+        "layers of each stage (a number), full (all layers); auto: the first of these that fits by the plan, with a "
+        "tenth of the memory free. Fields `recompute_*` of `megatron.transformer` replace it.",
+    )
+    mini_batches: int = Field(1, ge=1, description="Optimizer updates per step; the batch is split between groups.")
+    max_skipped_steps: int = Field(
+        2,
+        ge=0,
+        description="Steps that a start of the run may skip because their loss, their gradient or a log-prob is "
+        "not finite. The batch is kept in `RUN_DIR/failed_batch`, and its groups count as failed; the next such step "
+        "ends the run.",
+    )
+    logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+
+    @property
+    def token_limit(self) -> int:
+        """`micro_batch_tokens` as a number. Raises ValueError for `auto`, which only a plan resolves."""
+        if self.micro_batch_tokens == "auto":
+            raise ValueError("trainer.micro_batch_tokens: auto has no value here, without a plan; give a number")
+        return self.micro_batch_tokens
+
+
+class ReferenceConfig(Section):
+    """The frozen reference policy; it is built only if `algorithm.kl.coef` is above 0."""
+
+    path: Path | None = Field(None, description="Hugging Face directory or Megatron checkpoint; default `model.path`.")
+    placement: Literal["gpu", "cpu_offload"] = Field(
+        "cpu_offload", description="Where its weights are kept between passes."
+    )
+    refresh_steps: int | None = Field(
+        None,
+        ge=1,
+        description="The reference takes the policy's weights after every so many steps; null = it keeps those of "
+        "`path`. A checkpoint then holds the reference's weights too.",
+    )
+
+
+class BatchConfig(Section):
+    """The size of the batch of one training step."""
+
+    groups: int = Field(..., ge=1, description="Prompt groups per step.")
+    samples_per_group: int = Field(..., ge=2, description="Responses per prompt (n).")
+
+
+class SamplingConfig(Section):
+    """Sampling of the training responses, always from the whole distribution: the trainer could not rebuild another."""
+
+    temperature: float = Field(1.0, gt=0, description="Temperature; the trainer divides its logits by it as well.")
+    max_tokens: int = Field(..., ge=1, description="Upper bound of response tokens, EOS included.")
+    stop_token_ids: list[int] | None = Field(
+        None, description="Token ids that end a response; default: from generation config, tokenizer and chat template."
+    )
+    truncated: Literal["keep", "mask", "zero_reward"] = Field(
+        "keep",
+        description="Responses cut at max_tokens: train on them unchanged, mask them from the loss, or give reward 0.",
+    )
+
+
+class RolloutConfig(Section):
+    """The pool of vLLM engines."""
+
+    replicas: int = Field(1, ge=1, description="Number of engines at the start.")
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        description="Engines for which the rollout nodes keep places, GPUs included, so that `megarl pool add` can "
+        "start more than `replicas`; default: `replicas`.",
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs per engine, all on one node.")
+    gpus_per_node: int | None = Field(None, ge=1, description="Rollout GPUs on each node; default: all on one node.")
+    devices: list[int] | None = Field(None, description="GPU indices of the pool on each node.")
+    nodes: Literal["auto", "shared", "separate"] = Field(
+        "auto",
+        description="Whether the pool shares the trainer's nodes; auto: separate if `gpus_per_node` is given for both "
+        "pools and `devices` for neither, otherwise shared.",
+    )
+    device_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory of each rollout GPU in GiB, for the plan; default: that of this machine's GPU 0.",
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Upper bound of prompt + response tokens; default: what data and sampling need."
+    )
+    max_num_seqs: int = Field(256, ge=1, description="Concurrent sequences per engine.")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of each GPU's memory that vLLM uses.")
+    cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache in GiB per engine without a GPU.")
+    enforce_eager: bool | None = Field(None, description="Run vLLM without CUDA graphs; default: true without a GPU.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
+    load_weights: bool = Field(
+        False,
+        description="Engines read the model's weights when they start. The first weight sync brings them in any case, "
+        "before the first prompt; only a pool without a trainer (`megarl eval`) needs this.",
+    )
+    agent_workers: int = Field(
+        0,
+        ge=0,
+        description="Processes beside the pool that run the agent loops, with their tools and rewards "
+        "(docs/environments.md); 0: the controller's own process does. For agents that call tools, one for each 1,000 "
+        "to 5,000 trajectories in flight.",
+    )
+    report_interval_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds between an engine's reports of the tokens of unfinished responses. If the engine is lost, "
+        "another one continues them from there.",
+    )
+    partial_rollout: bool = Field(
+        True,
+        description="A publication pauses running responses, which go on with the new weights. false: it waits until "
+        "they have ended, so that each response is of one version, and new ones wait for it.",
+    )
+    journal_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds by which the journal of generated tokens (`RUN_DIR/rollout.journal`) may be behind. A run "
+        "that resumes uses finished groups again and continues unfinished ones, as far as `admission.max_staleness` "
+        "allows; 0 = off: it draws them again. "
+        "Without effect with `run.deterministic`.",
+    )
+    group_deadline_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds after which a prompt group has to end; null = nine tenths of `timeouts.generate_s` where "
+        "generation runs ahead (`admission.mode`), and no limit of its own elsewhere.",
+    )
+    on_group_deadline: Literal["finish", "cut", "fail"] = Field(
+        "cut",
+        description="Unfinished responses at that time: finish them (there is no deadline then), cut them there (they "
+        "count as truncated, see `sampling.truncated`), or fail the group, which is counted with its lengths "
+        "(`rollout/failed_length_mean`). With `cut` and `fail`, a group whose loops have not ended 60 s later fails.",
+    )
+    on_group_failure: Literal["count", "stop"] = Field(
+        "count",
+        description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "
+        "cases the run ends when no engine is left, or when as many consecutive groups have failed as a step has. "
+        "Log-probs that are not finite are a matter of `trainer.max_skipped_steps`.",
+    )
+    engine_kwargs: Passed = Field(
+        default_factory=dict, description="Further AsyncEngineArgs fields; `{env: NAME}` for a secret."
+    )
+
+
+class AdmissionConfig(Section):
+    """Bounds on how far generation may run ahead of training, in optimizer updates
+    (`megarl/config/derived/staleness.py`)."""
+
+    mode: Literal["sync", "one_step_off", "stream", "async"] = Field(
+        "sync",
+        description="sync: generation and training take turns. one_step_off: a step is generated while the one before "
+        "it trains. stream: several steps per publication, nothing ahead of the next one. async: generation runs ahead "
+        "as far as `max_staleness` allows.",
+    )
+    sync_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Updates per publication of the weights, a multiple of `trainer.mini_batches`. Default: one step; "
+        f"with stream and async {DEFAULT_INTERVAL}, rounded up to whole steps, with stream to at least two.",
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="The most updates between the weights of a trajectory's oldest token and the update that trains "
+        "it; at least sync_interval - 1, the default; with one_step_off one step more; with async "
+        f"{DEFAULT_QUOTA} * sync_interval more, rounded up, "
+        "and at least one step.",
+    )
+    refill: bool = Field(
+        False,
+        description="DAPO's dynamic sampling: a finished group whose rewards are all equal is replaced by the next "
+        "group at once, so that a step has `batch.groups` groups that can be trained on. Needs "
+        "`algorithm.filter_zero_variance`.",
+    )
+    refill_limit: int = Field(
+        10,
+        ge=1,
+        description="The most groups that `refill` replaces per step, in multiples of `batch.groups`; further ones are "
+        "part of the step, and filtered by the trainer.",
+    )
+    max_uses: int = Field(
+        1,
+        ge=1,
+        description="The most steps that train a group, all within `max_staleness`. With more than 1, a step for which "
+        "too few new groups have finished when the trainer has nothing else to do is filled up with groups of earlier "
+        "steps. The steps within the bound are shared: about 1 / max_uses as many groups are generated ahead.",
+    )
+
+
+class WeightSyncConfig(Section):
+    """The transfer of weights from the trainer to the engines."""
+
+    bucket_mb: float = Field(64.0, gt=0, le=2**20, description="Bucket size, MiB.")
+    staging_gib: float = Field(
+        0.0,
+        ge=0,
+        le=2**20,
+        description="Memory (with `transport` nccl that of the GPU) of each trainer rank that sends, for buckets that "
+        "are built while the engines still generate, GiB. 0: two buckets. With a little more than the size of its "
+        "tensors, engines pause for the broadcasts and the load only. No effect on what engines lose in synchronous "
+        "training and without `rollout.partial_rollout`, where they generate nothing meanwhile.",
+    )
+    transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
+    recompute_kv: bool = Field(
+        True,
+        description="Recompute KV caches of in-flight requests after a sync. false: they go on with the values of the "
+        "old weights; requests that begin afterwards use none of them.",
+    )
+    restarts: int = Field(
+        1, ge=0, description="Times a failed sync is repeated, without the replicas that made it fail or with new ones."
+    )
+
+
+class QueueConfig(Section):
+    """The trajectory queue (TransferQueue)."""
+
+    storage_units: int = Field(1, ge=1, description="Storage actors, on the pool's nodes only.")
+    capacity: int | None = Field(
+        None,
+        ge=1,
+        description="The most samples in the queue, those that are being generated or trained included; at least one "
+        "step's. Groups that wait for a further use (`admission.max_uses`) count, and make room for new ones. Default: "
+        "as many as `admission.max_staleness` allows.",
+    )
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    run: RunConfig
+    model: ModelConfig
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    teachers: list[TeacherConfig] = Field(
+        default_factory=list, description="Teachers of on-policy distillation (docs/distillation.md)."
+    )
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    batch: BatchConfig
+    sampling: SamplingConfig
+    data: DataConfig
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+    tools: list[ToolConfig] = Field(
+        default_factory=list, description="The tools that the model may call; a data set may have a list of its own."
+    )
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    admission: AdmissionConfig = Field(default_factory=AdmissionConfig)
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    queue: QueueConfig = Field(default_factory=QueueConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    door: DoorConfig = Field(default_factory=DoorConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.run.dir or Path("runs") / self.run.name
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the run needs a reference policy."""
+        return self.algorithm.kl.coef > 0
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The directory of the checkpoints."""
+        return self.checkpoint.dir or self.run_dir / "checkpoints"

@@ -1,0 +1,108 @@
+"""The config sections of agents: the loop that makes a trajectory of a prompt, its bounds, and the tools."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.config.schema.section import Passed, Section
+
+SINGLE_TURN, TOOL_AGENT, HARNESS = "single_turn", "tool_agent", "harness"
+VERIFIERS = "megarl.environments.verifiers_loop:Verifiers"  # shipped too, but named by its import path
+SHIPPED_LOOPS = (SINGLE_TURN, TOOL_AGENT)  # those in which only megarl's own code runs, but for tools
+TOOL_AGENT_TURNS = 8  # if the config says nothing
+LOOP_TURNS = 1000  # of any other loop, and of a harness: far more than any makes that comes to an end
+ACT_TIMEOUT_S = 1500.0  # of `act`, and of a run of a verifiers environment
+SHIPPED_TOOLS = ("python", "http")
+
+
+class ToolConfig(Section):
+    """A tool that the model may call."""
+
+    kind: str = Field(
+        ...,
+        description="`python`, `http`, or the import path `package.module:function` of a function with "
+        "typed arguments, or `package.module:Class` of a tool; both run in processes of their own.",
+    )
+    name: str | None = Field(
+        None, description="The name by which the model calls it; default: that of the kind or of the function."
+    )
+    kwargs: Passed = Field(default_factory=dict, description="Arguments of the tool; `{env: NAME}` for a secret.")
+    in_worker: bool = Field(
+        False,
+        description="For a class: its object is in the process of the loops. A call costs some tenths of a millisecond "
+        "less, but one that blocks holds up all loops there, and one that hangs cannot be killed.",
+    )
+
+    @property
+    def called(self) -> str:
+        """The name by which the model calls it."""
+        return self.name or self.kind.rpartition(":")[2]
+
+
+class AgentConfig(Section):
+    """The agent loop of all data sets, and the bounds of one trajectory (docs/environments.md)."""
+
+    loop: str = Field(
+        SINGLE_TURN,
+        description=f"`{SINGLE_TURN}`: one response. `{TOOL_AGENT}`: the model may call `tools`. `{HARNESS}`: "
+        "`act` talks with the model through the door. Or the import path `package.module:Class` of a loop.",
+    )
+    kwargs: Passed = Field(
+        default_factory=dict, description="Arguments of the class of a loop of one's own; further ones of `act`."
+    )
+    act: str | None = Field(
+        None,
+        description="Import path `package.module:function` of the `async def act(base_url, token, session, row)` of "
+        f"`loop: {HARNESS}`: it acts for one sample through the door, which needs `door.enabled`.",
+    )
+    act_timeout_s: float = Field(
+        ACT_TIMEOUT_S,
+        gt=0,
+        description="Seconds of one call of `act`; a sample that takes longer has failed. Below `timeouts.generate_s`, "
+        "after which a trainer that waits for the sample ends the run.",
+    )
+    max_turns: int | None = Field(
+        None,
+        ge=1,
+        description=f"Turns of the model; the last one of `{TOOL_AGENT}` may call no tool. In any other loop and in "
+        f"`{HARNESS}` the requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, else {LOOP_TURNS}.",
+    )
+    max_tool_calls: int = Field(32, ge=0, description="Calls of tools; further ones are answered with an error.")
+    max_calls_per_turn: int | None = Field(
+        None,
+        ge=1,
+        description=f"Calls of one turn that `{TOOL_AGENT}` looks at, from the first one; further ones get no answer. "
+        "null: all of them.",
+    )
+    max_malformed_calls: int = Field(
+        4, ge=0, description="Calls that cannot be read and are answered with an error; the next one ends the loop."
+    )
+    tool_timeout_s: float = Field(30.0, gt=0, description="Seconds of one call.")
+    max_tool_seconds: float = Field(
+        300.0, gt=0, description="Seconds of all calls; further ones are answered with an error."
+    )
+    max_tool_output_chars: int = Field(
+        8192, ge=64, description="Characters of one answer of a tool; a longer one is cut, and a note takes the place."
+    )
+    tool_output_cut: Literal["beginning", "middle", "end"] = Field(
+        "middle", description="The part of a longer answer that is left out."
+    )
+    tool_output_note: str = Field(
+        "\n[... {left_out} characters left out ...]\n",
+        max_length=1000,
+        description="The note in the place of what is left out; `{left_out}` becomes its number of characters.",
+    )
+    on_overflow: Literal["truncate", "fail"] = Field(
+        "truncate",
+        description="If a tool's answer does not fit into the rest of `sampling.max_tokens`, which bounds all tokens "
+        "after the prompt: the trajectory ends before it and counts as truncated (`sampling.truncated`), or it fails. "
+        f"The same if `act` of `loop: {HARNESS}` fails because the door has refused a request at a bound.",
+    )
+    tool_format: Literal["template", "hermes"] = Field(
+        "template",
+        description="The way in which the model writes a call, for the door too: as its chat template does, in JSON, "
+        "as its name and JSON, or in tags with an element for each argument; or `<tool_call>` with JSON, as Hermes and "
+        "Qwen do.",
+    )

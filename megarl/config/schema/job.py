@@ -1,0 +1,188 @@
+"""The config sections of the job around the training: telemetry, checkpoints, timeouts, Ray, launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from megarl.config.schema.section import Section
+
+STOP_MARGIN_S = 300  # for the step in progress, besides the time of a save, when a run has to end
+
+
+class TelemetryConfig(Section):
+    """Outputs of a run besides `summary.json`."""
+
+    keep_gib: float = Field(
+        1.0,
+        ge=0,
+        description="Most space in GiB of each of `metrics.jsonl`, `samples.jsonl` and TensorBoard's events; 1 GiB "
+        "holds some 200,000 steps. Older lines are in parts named by their offset, each an eighth of this, and the "
+        "oldest part is deleted for a new one. 0 = keep all.",
+    )
+    samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
+    tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
+    wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
+    mlflow_experiment: str | None = Field(
+        None, min_length=1, description="MLflow experiment, which is created if there is none; null = off."
+    )
+    mlflow_uri: str | None = Field(
+        None,
+        description="MLflow's tracking server (`http://HOST:5000`); null = that of `MLFLOW_TRACKING_URI`. User and "
+        "password belong into `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`.",
+    )
+    prometheus_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the endpoint from which Prometheus reads the newest metrics, on the node of trainer rank "
+        "0; `RUN_DIR/prometheus.json` has its URL and the file with its token. 0 = off.",
+    )
+    prometheus_host: str | None = Field(
+        None,
+        description="Address at which that endpoint listens; default: that of the run's other sockets, 127.0.0.1 on "
+        "one node.",
+    )
+    entropy_every: int = Field(
+        1,
+        ge=0,
+        description="Steps between measurements of the entropy, each in the first update of a step; 0 = never. "
+        "With `algorithm.entropy_coef` above 0 every update computes it.",
+    )
+    dump_batches: bool = Field(
+        False, description="Record whole batches in `RUN_DIR/batches`, and their schedule, for `megarl replay`."
+    )
+    events_mib: float = Field(
+        24.0,
+        ge=0,
+        description="Most space of each process's events in `RUN_DIR/events` in MiB, for `megarl trace` and `report`; "
+        "the oldest are deleted for new ones. 0 = off.",
+    )
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming a run; see docs/checkpoints.md."""
+
+    dir: Path | None = Field(None, description="Directory of the checkpoints; default `RUN_DIR/checkpoints`.")
+    resume: str = Field(
+        "auto",
+        description="`auto`: the newest complete checkpoint of the run, if there is one; `never`: start from the "
+        "beginning (existing results are moved to `RUN_DIR/previous`); or the path of a checkpoint.",
+    )
+    every: int = Field(
+        0,
+        ge=0,
+        description="Steps between saves; the last step is saved as well. 0 = save only after a stop request.",
+    )
+    asynchronous: bool = Field(True, description="Write in the background while training continues.")
+    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
+    keep_every: int = Field(0, ge=0, description="Also keep every step divisible by this; 0 = none.")
+    keep_best: str | None = Field(
+        None,
+        description="Also keep the checkpoint with the largest value of this evaluation metric, e.g. "
+        "`eval/heldout/greedy`.",
+    )
+    hf_export_every: int = Field(
+        0,
+        ge=0,
+        description="Convert every saved step divisible by this to `RUN_DIR/hf_STEP`, in a child process of low "
+        "priority; 0 = none.",
+    )
+
+
+class TimeoutsConfig(Section):
+    """Upper bounds of all waits, in seconds; the error of an expired one names the waiting part and its peer."""
+
+    ray_start_s: float = Field(120.0, gt=0, description="Supervisor: start of the Ray head, and attaching to it.")
+    engine_start_s: float = Field(900.0, gt=0, description="Start of an engine, a first test request included.")
+    rpc_s: float = Field(
+        120.0,
+        gt=0,
+        description="One read or write of the queue; any other actor call; a report of an engine that is due; one step "
+        "of a busy engine; a thread of the controller that decodes a response, or writes the journal before a tool is "
+        "called.",
+    )
+    generate_s: float = Field(
+        1800.0,
+        gt=0,
+        description="One step's rollouts, or one evaluation. A response that an engine has not ended by then fails its "
+        "group, unless the trainer has waited for it from its start; then the run ends. The engine stays if it works.",
+    )
+    weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")
+    collective_s: float = Field(600.0, gt=0, description="One trainer collective.")
+    shutdown_s: float = Field(30.0, gt=0, description="Shutdown of everything the supervisor started.")
+    save_s: float = Field(600.0, gt=0, description="One checkpoint save, from the step boundary to the disk.")
+    node_s: float = Field(
+        120.0,
+        gt=0,
+        description="Time without a sign of life after which a node (also at its start) or a trainer rank is lost.",
+    )
+
+
+class DoorConfig(Section):
+    """The door: one URL in front of the pool, for harnesses that are not part of megarl; see docs/door.md."""
+
+    enabled: bool = Field(False, description="Serve the pool of the run by HTTP; `RUN_DIR/door.json` has the URL.")
+    port: int = Field(0, ge=0, le=65535, description="Port; 0 = a free one, which stays the same for the whole run.")
+    host: str | None = Field(
+        None,
+        description="Address of the door's node at which it listens; default: that of the run's other sockets, "
+        "127.0.0.1 on one node.",
+    )
+    max_sessions: int = Field(4000, ge=1, description="Sessions (`X-Session-ID`) that are kept at once.")
+    max_session_tokens: int = Field(
+        100_000_000,
+        ge=1,
+        description="Tokens of all sessions, 12 bytes each; beyond that new turns are refused.",
+    )
+    session_idle_s: float = Field(3600.0, gt=0, description="Seconds after which an unused session is dropped.")
+    request_timeout_s: float = Field(
+        1800.0, gt=0, description="Seconds that a request may take, the wait for a publication included."
+    )
+
+
+class RayConfig(Section):
+    """The Ray cluster of the run; by default the supervisor starts its own."""
+
+    address: str | None = Field(
+        None,
+        description="Attach to a running cluster instead; its rollout nodes must offer the resources `megarl_rollout` "
+        "(10000 each) and `megarl_engine` (one per engine). Its nodes and the run need the same `RAY_AUTH_TOKEN_PATH`.",
+    )
+
+
+class LaunchConfig(Section):
+    """The job's request for nodes, and its behaviour at the time limit; read by `megarl launch`."""
+
+    time_limit: str | None = Field(
+        None,
+        pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$",
+        description="`[D-]HH:MM:SS` of one allocation; default: the partition's.",
+    )
+    stop_before_s: int | None = Field(
+        None,
+        ge=1,
+        description="Seconds that the run has before the time limit, and after a SIGTERM, to end its step and save; "
+        f"default `timeouts.save_s` + {STOP_MARGIN_S}.",
+    )
+    requeue: bool = Field(True, description="Queue the job again if it was stopped by its time limit.")
+    max_restarts: int = Field(
+        1, ge=0, description="Times torchrun restarts the ranks after a failure, from the newest checkpoint."
+    )
+    node_cpus: int | None = Field(
+        None, ge=1, description="CPUs to request on each node; default: all CPUs of an exclusive node."
+    )
+    sbatch: list[str] = Field(
+        default_factory=list,
+        description="Further #SBATCH options, e.g. `--account=x`, `--partition=y`; they come last and take precedence.",
+    )
+    setup: list[str] = Field(
+        default_factory=list, description="Shell lines that run before anything else, e.g. `module load x`."
+    )
+    interface: str | None = Field(
+        None, description="Network interface between the nodes; default: the one that routes to the other nodes."
+    )
+    runtime_env: Path | None = Field(
+        None, description="YAML with `env_vars`, set for every process of the job (launch/runtime_env.yaml)."
+    )

@@ -1,0 +1,154 @@
+"""DoorActor: the process of the door, an async Ray actor that the supervisor starts, watches and replaces."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.chat.tokenize import load_tokenizer, stop_token_ids
+from megarl.common.errors import RolloutError
+from megarl.common.process.memory_tuning import begin_start, collect_rarely, exempt_present_objects
+from megarl.common.process.output import redirect_output
+from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
+from megarl.config.schema import Config
+from megarl.config.schema.job import DoorConfig
+from megarl.gateway.app import DoorRoutes, DoorServer, listen
+from megarl.gateway.chats import Chats
+from megarl.gateway.generations import Generations
+from megarl.gateway.pool_client import Controller, ControllerLink
+from megarl.gateway.request_fields import ModelLimits
+from megarl.gateway.sessions import Sessions
+from megarl.gateway.text import ModelText
+from megarl.gateway.token_file import door_token, read_token, write_door_file, write_token
+from megarl.models.hf.read_config import load_info
+from megarl.rollout.engine.placement import HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
+from megarl.rollout.engine.replica import ReplicaSpec
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+LOOPBACK = "127.0.0.1"
+PORT_S = 10.0  # for which a door that has just died may still have the port
+
+
+@dataclass(frozen=True)
+class DoorSpec:
+    """Holds what the door is made from. `port`: 0 for a free one; `controller`: the Ray name of the controller.
+
+    `token_file`: with the token that clients send; None: one that is derived from the run's token.
+    """
+
+    pool: ReplicaSpec
+    controller: str
+    port: int = 0
+    token_file: str | None = None
+
+
+def create_door(spec: DoorSpec, *, own_head: bool) -> ActorHandle:
+    """Create the actor, not started. `own_head`: the run has a Ray head of its own, and the door is on its node."""
+    import ray
+
+    head = {HEAD_RESOURCE: HEAD_SHARE} if own_head else {}
+    options = {"resources": {ROLLOUT_RESOURCE: 1, **head}, "num_cpus": 0, "max_concurrency": 100}
+    return ray.remote(DoorActor).options(namespace=spec.pool.namespace, **options).remote(spec)
+
+
+class DoorActor:
+    """The actor that `create_door` creates; see the module's docstring."""
+
+    def __init__(self, spec: DoorSpec) -> None:
+        begin_start()
+        self.spec = spec
+        self.config = Config.model_validate_json(spec.pool.config_json)
+        self.run_dir = Path(spec.pool.run_dir)
+        redirect_output(self.run_dir / "logs" / "door.log")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        spec.pool.watch_supervisor()
+
+    async def start(self) -> dict[str, str | int]:
+        """Open the door and write RUN_DIR/door.json; return its URL and port, and the file with the token.
+
+        Raises RolloutError if the address cannot be used, ValueError if model or token file are wrong.
+        """
+        model = self.config.model.path
+        tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
+        info = load_info(model)
+        limits = ModelLimits(self.spec.pool.max_model_len or info.max_positions, info.vocab_size, stops)
+        settings, rpc_s = self.config.door, self.config.timeouts.rpc_s
+        # A name that no other door has: a controller forgets the requests of the door before.
+        self._link = ControllerLink(f"door-{uuid.uuid4().hex[:12]}", self._find_controller, rpc_s)
+        self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format)
+        sessions = Sessions(settings.max_sessions, settings.max_session_tokens, settings.session_idle_s)
+        generations = Generations(self._link, settings.request_timeout_s)
+        names = model_names(model)
+        chats = Chats(self._text, limits, generations, names[0])
+        token, token_file = self._token()
+        self._server = DoorServer(DoorRoutes(self._link, generations, sessions, limits, chats, names, token))
+        host, port = await self._open()
+        self._pump = asyncio.create_task(self._link.run())
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        write_door_file(self.run_dir, url, token_file)
+        exempt_present_objects()
+        collect_rarely()
+        return {"url": url, "port": port, "token_file": str(token_file)}
+
+    async def heartbeat(self) -> None:
+        """Raise RolloutError if the door does not receive news from the controller any more."""
+        if self._pump.done():
+            failure = None if self._pump.cancelled() else self._pump.exception()
+            raise RolloutError(f"the door receives nothing from the controller: {failure}")
+
+    async def shutdown(self) -> None:
+        """Close the door."""
+        await self._server.close()
+        self._pump.cancel()
+        self._link.close()
+        self._text.close()
+
+    def _token(self) -> tuple[str, Path]:
+        if self.spec.token_file is not None:
+            return read_token(Path(self.spec.token_file)), Path(self.spec.token_file)
+        token = door_token()
+        return token, write_token(self.run_dir, token)
+
+    async def _open(self) -> tuple[str, int]:
+        host = address_of(self.config.door)
+        deadline = time.monotonic() + PORT_S
+        while True:
+            try:
+                listener = listen(host, self.spec.port)
+                break
+            except OSError as error:
+                if not self.spec.port or time.monotonic() > deadline:
+                    told = f"the door cannot listen at {host}:{self.spec.port}: {error}; see door.host and door.port"
+                    raise RolloutError(told) from error
+                await asyncio.sleep(0.5)
+        await self._server.start(listener)
+        return host, int(listener.getsockname()[1])
+
+    async def _find_controller(self) -> Controller:
+        import ray
+
+        found: Controller = await asyncio.to_thread(
+            ray.get_actor, self.spec.controller, namespace=self.spec.pool.namespace
+        )
+        return found
+
+
+def address_of(door: DoorConfig) -> str:
+    """Return the one address at which the door listens.
+
+    That of the config, else that by which this node is a member of the job; without a job of several nodes, loopback.
+    """
+    return door.host or os.environ.get(NODE_ADDRESS_VARIABLE) or LOOPBACK
+
+
+def model_names(model: Path) -> tuple[str, ...]:
+    """Return the names by which clients may ask for a model: that of its directory, and its path."""
+    return tuple(dict.fromkeys((model.name or str(model), str(model))))

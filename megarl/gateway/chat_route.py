@@ -1,0 +1,265 @@
+"""`POST /v1/chat/completions`, in OpenAI's form. Pure: reads requests and builds answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from megarl.chat.tool_calls import MalformedCall, ToolCall, ToolFormat, ToolSchemas
+from megarl.gateway.api_errors import refused
+from megarl.gateway.request_fields import (
+    HARMLESS,
+    ModelLimits,
+    SamplingChoice,
+    SamplingFields,
+    checked,
+    read_fields,
+)
+from megarl.gateway.token_route import PRIORITY, finite, wire_spans
+from megarl.rollout.engine.response_parts import ResponsePart
+
+# Labels and hints of OpenAI's API that change nothing here.
+_LABELS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+     "request_id", "cache_salt")
+)  # fmt: skip
+_READ_HARMLESS = frozenset(("skip_special_tokens", "include_stop_str_in_output"))
+# Why a field must have its default.
+_ONLY_DEFAULT = {
+    "top_logprobs": "the door returns the log-prob of the sampled token only; remove it",
+    "parallel_tool_calls": "the door cannot keep the model from several calls in a turn; remove it",
+    "add_generation_prompt": "the door only begins turns of the model; remove it",
+    "continue_final_message": "the door only begins turns of the model; remove it",
+    "priority": PRIORITY,
+    "response_format": 'the door supports {"type": "text"} only; remove it',
+    "modalities": "the door answers with text only; remove it",
+    "include_stop_str_in_output": "the door leaves stop strings out; remove it",
+    "skip_special_tokens": "the door leaves special tokens out; return_token_ids gives them as ids",
+}
+_Text = Annotated[str, Meta(min_length=1)]
+
+
+class ChatFields(SamplingFields):
+    """The fields of a chat. Those of `_ONLY_DEFAULT` must have their defaults."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    model: str = ""
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    stop: _Text | Annotated[list[_Text], Meta(max_length=16)] = msgspec.field(default_factory=list)
+    stream: bool = False
+    stream_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    return_token_ids: bool = False
+    top_logprobs: int = 0
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    priority: int = 0
+    response_format: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "text"})
+    modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Named(msgspec.Struct):
+    name: _Text
+    arguments: Any = msgspec.field(default_factory=dict)
+
+
+class _Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: _Named
+
+
+class _Call(msgspec.Struct):
+    function: _Named
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    function_call: object = None
+    audio: object = None
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Holds a chat. `messages` have text for content and objects for the arguments of tool calls, as templates need."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    stops: tuple[str, ...]
+    stream_usage: bool
+    fields: ChatFields
+
+    def sampling(self, limits: ModelLimits, prompt_tokens: int) -> SamplingChoice:
+        """Return what is asked of the engine. Raises ApiError."""
+        return self.fields.choice(limits, prompt_tokens)
+
+
+def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Read a chat. Raises ApiError naming the field that is wrong or not supported."""
+    given = read_fields(body, ChatFields, ignored=_LABELS | HARMLESS - _READ_HARMLESS)
+    for name, why in _ONLY_DEFAULT.items():
+        if getattr(given, name) != getattr(_DEFAULTS, name):
+            raise refused(name, why)
+    given.max_tokens = given.max_completion_tokens or given.max_tokens
+    if given.tool_choice not in ("auto", "none"):
+        raise refused("tool_choice", 'must be "auto" or "none": the door cannot force the model to call a tool')
+    checked(given.tools, list[_Tool], "tools")
+    return ChatRequest(
+        messages=[_message(f"messages[{index}]", each) for index, each in enumerate(given.messages)],
+        tools=[] if given.tool_choice == "none" else given.tools,
+        stops=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop),
+        stream_usage=bool(checked(given.stream_options, _StreamOptions, "stream_options").include_usage),
+        fields=given,
+    )
+
+
+def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates read it. Raises ApiError."""
+    read = checked(given, _Message, where)
+    for name in ("function_call", "audio"):
+        if getattr(read, name):
+            raise refused(f"{where}.{name}", "is not supported; use tool_calls and text")
+    message = {name: value for name, value in given.items() if value is not None and name != "tool_calls"}
+    message["content"] = _content(where, read.content)
+    if read.tool_calls:
+        calls = zip(given["tool_calls"], read.tool_calls, strict=True)
+        message["tool_calls"] = [_given_call(f"{where}.tool_calls[{i}]", *call) for i, call in enumerate(calls)]
+    return message
+
+
+def _content(where: str, content: str | list[_Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part.refusal if part.text is None else part.text for part in content]
+    if None in texts:
+        raise refused(f"{where}.content[{texts.index(None)}]", "has no text")
+    return "".join(text for text in texts if text is not None)
+
+
+def _given_call(where: str, given: dict[str, Any], call: _Call) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise refused(f"{where}.function.arguments", "is no JSON") from None
+    return {**given, "type": "function", "function": {**given["function"], "arguments": arguments}}
+
+
+_DEFAULTS = ChatFields(messages=[])
+
+
+# --- answers
+
+
+@dataclass(frozen=True)
+class ChatText:
+    """Holds the text of a response: its content, and its tool calls in OpenAI's form.
+
+    `requested`: the calls as a reward function is told of them (`Turn.calls`), those that cannot be read included.
+    """
+
+    content: str
+    calls: tuple[dict[str, Any], ...] = ()
+    requested: tuple[dict[str, Any], ...] = ()
+
+
+def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return a text up to the first stop string in it, and whether there is one."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return (text[: min(found)], True) if found else (text, False)
+
+
+def read_turn(text: str, form: ToolFormat | None, tools: ToolSchemas, name: str) -> ChatText:
+    """Return content and calls of a whole turn. `form`: of its calls; None if the model was shown no `tools`.
+
+    `name`: of the turn, by which its calls get ids of their own.
+
+    A turn with a call that cannot be read is content as a whole: OpenAI's form has no place for such a call.
+    """
+    if form is None:
+        return ChatText(text)
+    parsed = form.parse(text, tools)
+    requested = tuple(
+        {"error": call.error} if isinstance(call, MalformedCall) else {"name": call.name, "arguments": call.arguments}
+        for call in parsed.calls
+    )
+    if any(isinstance(call, MalformedCall) for call in parsed.calls):
+        return ChatText(text.strip(), requested=requested)
+    calls = (call for call in parsed.calls if isinstance(call, ToolCall))
+    return ChatText(parsed.content, tuple(_call(f"call_{name}_{i}", call) for i, call in enumerate(calls)), requested)
+
+
+def _call(name: str, call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def message_of(turn: ChatText) -> dict[str, Any]:
+    """Return the assistant's message of a response."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content}
+    if turn.calls:
+        message |= {"content": turn.content or None, "tool_calls": list(turn.calls)}
+    return message
+
+
+def finish_of(turn: ChatText, part: ResponsePart, stopped: bool) -> str:
+    """Return OpenAI's name of how a response ended. `stopped`: at a stop string."""
+    if stopped:
+        return "stop"
+    if part.finish_reason == "stop" and turn.calls:
+        return "tool_calls"
+    return part.finish_reason or "abort"
+
+
+def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
+    """Return the log-probs of tokens, whose texts are `tokens`."""
+    content = [
+        {"token": token, "bytes": list(token.encode()), "logprob": finite(value), "top_logprobs": []}
+        for token, value in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def token_fields(part: ResponsePart) -> dict[str, Any]:
+    """Return the tokens of a response and the versions that made them, for `return_token_ids`."""
+    return {"token_ids": part.response_ids, "weight_versions": wire_spans(part.versions)}
+
+
+def usage_of(prompt_tokens: int, parts: Sequence[ResponsePart]) -> dict[str, int]:
+    """Return the numbers of tokens of a request."""
+    made = sum(len(part.response_ids) for part in parts)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+
+
+def head_of(request_id: str, model: str, created: int, *, chunk: bool) -> dict[str, Any]:
+    """Return the fields that begin an answer, or each chunk of a streamed one."""
+    kind = "chat.completion.chunk" if chunk else "chat.completion"
+    return {"id": f"chatcmpl-{request_id}", "object": kind, "created": created, "model": model}
+
+
+def delta_choice(index: int, delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
+    """Return a choice of a chunk."""
+    return {"index": index, "delta": dict(delta), "finish_reason": finish, "logprobs": None, **more}

@@ -1,0 +1,129 @@
+"""Reads the fields of HTTP requests, the sampling parameters among them. Pure.
+
+A field that the door does not know is refused by name: it may change the response, and a harness must not train on
+samples of another distribution than the one that it asked for. A null, and a field without an effect, is accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from megarl.gateway.api_errors import ApiError, refused, too_long
+from megarl.rollout.engine.messages import SamplingSpec
+
+LARGEST_SEED = 2**63 - 1
+
+# The door's responses are token ids, or text without special tokens, and whole; these choose among other forms of them.
+HARMLESS = frozenset(
+    ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind", "skip_clone",
+     "skip_reading_prefix_cache", "flat_logprobs", "routed_experts_prompt_start", "include_stop_str_in_output")
+)  # fmt: skip
+
+FieldsOf = TypeVar("FieldsOf")
+_FIELD = re.compile("Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """Holds what the model allows: tokens of prompt and response together, ids, and the ids that end a response."""
+
+    max_model_len: int
+    vocabulary: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SamplingChoice:
+    """Holds what a request asks for: `n` responses; `seed` of the first one, the others follow from it."""
+
+    spec: SamplingSpec
+    n: int
+    seed: int | None
+
+
+class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The sampling parameters of vLLM that the door knows.
+
+    Default: plain sampling at temperature 1 until the model's end, so that log-probs are those of the model itself.
+    Clients write the last three though they ask for nothing by them: only their defaults are supported.
+    """
+
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-LARGEST_SEED, le=LARGEST_SEED)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    repetition_penalty: Annotated[float, Meta(ge=1e-3, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=0, le=0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=0, le=0)] = 0.0
+    min_tokens: Annotated[float, Meta(ge=0, le=0)] = 0.0
+
+    def choice(self, limits: ModelLimits, prompt_tokens: int, where: str = "") -> SamplingChoice:
+        """Return what is asked of the engine; `max_tokens` is cut to what fits. Raises ApiError."""
+        room = limits.max_model_len - prompt_tokens
+        if room < 1:
+            raise too_long(prompt_tokens, limits.max_model_len)
+        stops = check_tokens(f"{where}.stop_token_ids".lstrip("."), self.stop_token_ids, limits)
+        if self.top_k > limits.vocabulary:
+            raise refused(f"{where}.top_k".lstrip("."), f"the model has {limits.vocabulary} tokens")
+        spec = SamplingSpec(
+            max_tokens=min(room, self.max_tokens or room),
+            temperature=self.temperature,
+            stop_token_ids=tuple(stops) if self.ignore_eos else tuple(sorted({*stops, *limits.stop_token_ids})),
+            top_p=self.top_p,
+            top_k=self.top_k or -1,
+            repetition_penalty=self.repetition_penalty,
+            min_p=self.min_p,
+            ignore_eos=self.ignore_eos,
+        )
+        return SamplingChoice(spec, self.n, self.seed)
+
+
+def read_fields(
+    body: Mapping[str, Any], kind: type[FieldsOf], *, ignored: frozenset[str] = HARMLESS, where: str = ""
+) -> FieldsOf:
+    """Return the fields of a request as a `kind`, without nulls and those that are `ignored`.
+
+    `where`: the field of the request that holds them. Raises ApiError that names the first one that is wrong.
+    """
+    given = {name: value for name, value in body.items() if value is not None and name not in ignored}
+    return checked(given, kind, where)
+
+
+def checked(content: object, kind: type[FieldsOf], where: str = "") -> FieldsOf:
+    """Return JSON content as a `kind`. Raises ApiError that names what is wrong."""
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        why, _, path = str(error).partition(" - at `$")
+        field = where + path.removesuffix("`")
+        if found := _FIELD.fullmatch(why):
+            field = f"{field}.{found[2]}"
+            unknown = "the door does not know this field, so it could not obey it; remove it"
+            why = unknown if found[1] == "contains unknown" else "is missing"
+        raise refused(field.lstrip("."), why[:1].lower() + why[1:]) from None
+
+
+def check_tokens(field: str, ids: list[int], limits: ModelLimits) -> list[int]:
+    """Return token ids. Raises ApiError if one is not in the vocabulary, which would end the engine."""
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocabulary):
+        outside = next(each for each in ids if not 0 <= each < limits.vocabulary)
+        raise refused(field, f"{outside} is no token id of the model, which has {limits.vocabulary}")
+    return ids
+
+
+def parse_object(content: object) -> dict[str, Any]:
+    """Return the JSON object of a request's body. Raises ApiError for anything else."""
+    if not isinstance(content, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return content

@@ -1,0 +1,251 @@
+"""The sessions of the door: what was sampled in each turn, exactly. Pure: the caller gives the time.
+
+A session is a tree of turns: a turn continues the tokens of another one, or begins with a prompt of its own. Each turn
+keeps only the tokens of its prompt that come after those of its parent, and the texts of those messages, so a long
+dialogue needs as much memory as its tokens and their texts. What a session has is never dropped while it is used: when
+there is no room, new turns are refused, because a dialogue whose turns are forgotten would go on with tokens that were
+not sampled.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.gateway.session_terms import RUN_SESSIONS, SessionTerms
+from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine.response_parts import ResponsePart
+
+
+class SessionExists(RuntimeError):  # noqa: N818
+    """A session of that name has begun already."""
+
+
+class NotOpened(RuntimeError):  # noqa: N818
+    """A run's own session is not there: another door had it, it was ended, or nobody used it for too long."""
+
+
+class NoRoom(RuntimeError):  # noqa: N818
+    """The sessions have no room for another one, or for another turn; the message names the bound."""
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """Holds what a chat tells of a turn besides its tokens, for functions that look at the whole dialogue.
+
+    `key`: of the conversation that it ends. `messages`: role and text of those after the turn that it continues.
+    `calls`: those of its response, as `Turn.calls`.
+    """
+
+    key: str = ""
+    messages: tuple[tuple[str, str], ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
+
+
+NO_CHAT = ChatTurn()
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """One response of a session. `added_ids`: its prompt, without the tokens of the turn `parent` that it continues.
+
+    `replica`: the one that has its tokens in its KV cache. `chat`: what is known of it if it is a chat's.
+    """
+
+    number: int
+    parent: int | None
+    request_id: str
+    added_ids: array[int]
+    response_ids: array[int]
+    logprobs: array[float]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    replica: int
+    chat: ChatTurn = NO_CHAT
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that it keeps."""
+        return len(self.added_ids) + len(self.response_ids)
+
+
+class DoorSession:
+    """The turns of one session. `used_at`: when it was used last; `open_requests`: how many are under way.
+
+    `terms`: what it fixes for its requests; None if a client has begun it by using it. `refused`: the code of the error
+    with which a request was refused at a bound of the trajectory; "" if none was, or if a turn has followed.
+    """
+
+    def __init__(self, name: str, now: float, terms: SessionTerms | None = None) -> None:
+        self.name, self.used_at, self.terms, self.open_requests = name, now, terms, 0
+        self.asked = 0  # requests so far
+        self.refused = ""
+        self.turns: list[RecordedTurn] = []
+        self._children: dict[int | None, list[int]] = {}
+        self._by_key: dict[str, int] = {}
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the session keeps."""
+        return sum(turn.tokens for turn in self.turns)
+
+    def ids_through(self, number: int | None) -> list[int]:
+        """Return all tokens of a turn's prompt and response; none for None."""
+        chain: list[RecordedTurn] = []
+        while number is not None:
+            chain.append(self.turns[number])
+            number = chain[-1].parent
+        ids: list[int] = []
+        for turn in reversed(chain):
+            ids += turn.added_ids
+            ids += turn.response_ids
+        return ids
+
+    def prompt_of(self, number: int) -> list[int]:
+        """Return the whole prompt of a turn."""
+        turn = self.turns[number]
+        return self.ids_through(turn.parent) + turn.added_ids.tolist()
+
+    def by_key(self, key: str) -> RecordedTurn | None:
+        """Return the last turn that ended the conversation with this key."""
+        found = self._by_key.get(key)
+        return None if found is None else self.turns[found]
+
+    def continued_by(self, prompt_ids: Sequence[int]) -> RecordedTurn | None:
+        """Return the turn whose prompt and response are the longest beginning of a prompt."""
+        prompt = array("i", prompt_ids)
+        best: tuple[int, int] | None = None
+        ahead = [(number, 0) for number in self._children.get(None, ())]
+        while ahead:
+            number, start = ahead.pop()
+            turn = self.turns[number]
+            middle = start + len(turn.added_ids)
+            end = middle + len(turn.response_ids)
+            if prompt[start:middle] != turn.added_ids or prompt[middle:end] != turn.response_ids:
+                continue
+            best = max(best or (end, number), (end, number))
+            ahead += [(child, end) for child in self._children.get(number, ())]
+        return None if best is None else self.turns[best[1]]
+
+    def record(
+        self, prompt_ids: Sequence[int], part: ResponsePart, *, parent: int | None = None, request_id: str = "",
+        replica: int = -1, chat: ChatTurn = NO_CHAT,
+    ) -> RecordedTurn:  # fmt: skip
+        """Add a turn.
+
+        Raises ValueError if its prompt does not begin with the tokens of `parent`, or if the response has not ended.
+        """
+        before = self.ids_through(parent)
+        if list(prompt_ids[: len(before)]) != before:
+            raise ValueError(f"the prompt does not begin with the tokens of turn {parent}")
+        if part.finish_reason is None:
+            raise ValueError("the response has not ended")
+        turn = RecordedTurn(
+            number=len(self.turns),
+            parent=parent,
+            request_id=request_id,
+            added_ids=array("i", prompt_ids[len(before) :]),
+            response_ids=array("i", part.response_ids),
+            logprobs=array("d", part.logprobs),
+            versions=part.versions,
+            finish_reason=part.finish_reason,
+            replica=replica,
+            chat=chat,
+        )
+        self.turns.append(turn)
+        self.refused = ""
+        self._children.setdefault(parent, []).append(turn.number)
+        if chat.key:
+            self._by_key[chat.key] = turn.number
+        return turn
+
+
+class Sessions:
+    """All sessions: `most` at once, `most_tokens` in all; one that nobody has used for `idle_s` is forgotten."""
+
+    def __init__(self, most: int, most_tokens: int, idle_s: float) -> None:
+        self._most, self._most_tokens, self._idle_s = most, most_tokens, idle_s
+        self._sessions: dict[str, DoorSession] = {}  # the one that was used last at the end
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, name: str) -> DoorSession | None:
+        """Return a session; None if there is none."""
+        return self._sessions.get(name)
+
+    def open(self, name: str, terms: SessionTerms, now: float) -> None:
+        """Begin a session that fixes `terms` for its requests. Raises SessionExists, and NoRoom as `using`."""
+        if name in self._sessions:
+            raise SessionExists(f"there is a session {name!r} already; open each session once, under a name of its own")
+        if terms.replaces:
+            for left in [each for each in self._sessions if each.startswith(terms.replaces)]:
+                self.end(left)
+        self._check_room(name, now)
+        self._sessions[name] = DoorSession(name, now, terms)
+
+    @contextmanager
+    def using(self, name: str, now: float) -> Iterator[DoorSession]:
+        """Give the session during the block, in which it is not forgotten; make it if there is none.
+
+        Raises NotOpened for one of a run's own that is not there: made here it would lack its terms, and the turns
+        before. Raises NoRoom if there is no room for it, or for another turn.
+        """
+        self.expire(now)
+        if name.startswith(RUN_SESSIONS) and name not in self._sessions:
+            raise NotOpened(name)
+        self._check_room(name, now)
+        session = self._sessions.pop(name, None) or DoorSession(name, now)
+        self._sessions[name] = session
+        session.used_at = now
+        session.open_requests += 1
+        try:
+            yield session
+        finally:
+            session.open_requests -= 1
+            empty = not session.open_requests and not session.turns and session.terms is None
+            if empty and self._sessions.get(name) is session:
+                self.end(name)  # a request that failed keeps no place
+
+    def _check_room(self, name: str, now: float) -> None:
+        self.expire(now)
+        if self.tokens >= self._most_tokens:
+            raise NoRoom(
+                f"the sessions have {self.tokens} tokens, and may have {self._most_tokens} (door.max_session_tokens): "
+                "end sessions that are finished by DELETE /v1/sessions/ID"
+            )
+        if name not in self._sessions and len(self._sessions) >= self._most:
+            raise NoRoom(
+                f"there are {self._most} sessions (door.max_sessions), all used within {self._idle_s:.0f} s: end those "
+                "that are finished by DELETE /v1/sessions/ID"
+            )
+
+    def recorded(self, session: DoorSession, turn: RecordedTurn, now: float) -> None:
+        """Count a new turn. One of a session that was ended meanwhile does not count."""
+        session.used_at = now
+        if self._sessions.get(session.name) is session:
+            self.tokens += turn.tokens
+            self._sessions[session.name] = self._sessions.pop(session.name)
+
+    def end(self, name: str) -> bool:
+        """Forget a session; False if there is none."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return False
+        self.tokens -= session.tokens
+        return True
+
+    def expire(self, now: float) -> list[str]:
+        """Forget the sessions that nobody has used for too long; return their names."""
+        ended = []
+        for name, session in list(self._sessions.items()):
+            if now - session.used_at <= self._idle_s:
+                break  # those after it were used later
+            if not session.open_requests:
+                self.end(name)
+                ended.append(name)
+        return ended

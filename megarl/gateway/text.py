@@ -1,0 +1,123 @@
+"""The text side of the door's model: prompts of chats and texts of responses, made in one thread of their own.
+
+The event loop, which serves all clients, does not wait for a long prompt. There is one thread, because a tokenizer is
+not safe in several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.chat.dialogue import Dialogue, DialogueError
+from megarl.chat.token_decoder import TokenDecoder
+from megarl.chat.tokenize import PromptEncoder, load_tokenizer
+from megarl.chat.tool_calls import HERMES, ToolFormat
+from megarl.chat.tool_format import FormatName, NoCallsWritten, tool_format
+from megarl.gateway.api_errors import ApiError, refused
+
+T = TypeVar("T")
+
+_MOST_DIALOGUES = 16  # sets of template variables whose renderings are kept
+
+
+class ModelText:
+    """Renders chats and decodes tokens of one model. Every method may be called in the event loop only."""
+
+    def __init__(self, model: Path, stop_token_ids: Sequence[int], form: FormatName = "template") -> None:
+        """`form`: of tool calls (`agent.tool_format`).
+
+        Raises ValueError if the model has no tokenizer. One without a chat template refuses chats, not tokens.
+        """
+        self._tokenizer = load_tokenizer(model)
+        self._stops = tuple(stop_token_ids)
+        self._decoder = TokenDecoder(self._tokenizer)
+        self._dialogues: dict[str, Dialogue] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._form: FormatName = form
+        self._format: ToolFormat | None = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
+    ) -> list[int]:
+        """Return the token ids of a chat. Raises ApiError if the template refuses it."""
+        return await self._run(lambda: self._dialogue(kwargs).start(messages, tools))
+
+    async def next_prompt(
+        self, before: list[int], response_ids: Sequence[int], messages: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+    ) -> list[int]:  # fmt: skip
+        """Return the token ids of a chat that goes on after tokens `before`, of which the last are `response_ids`.
+
+        Raises ApiError if the template would change them.
+        """
+        return before + await self._run(lambda: self._dialogue(kwargs).next_turn(response_ids, messages))
+
+    async def text(self, ids: Sequence[int], *, tools: bool) -> str:
+        """Return the text of a turn: with `tools` whole, for the format of calls, else without special tokens."""
+        if tools:
+            return await self._run(lambda: self._dialogue({}).text(ids))
+        return await self._run(lambda: self._decoder.texts([ids])[0])
+
+    async def cut(self, ids: Sequence[int], stops: Sequence[str], *, tools: bool) -> int | None:
+        """Return how many tokens there are up to the end of the first stop string; None if there is none."""
+
+        def stopped(count: int) -> bool:
+            part = list(ids[:count])
+            text = self._dialogue({}).text(part) if tools else self._decoder.texts([part])[0]
+            return any(stop in text for stop in stops)
+
+        def find() -> int | None:
+            if not stopped(len(ids)):
+                return None
+            low, high = 0, len(ids)  # `high` tokens have a stop string, `low` have none
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if stopped(middle) else (middle, high)
+            return high
+
+        return await self._run(find)
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token by itself."""
+        return await self._run(
+            lambda: self._tokenizer.batch_decode([[each] for each in ids], clean_up_tokenization_spaces=False)
+        )
+
+    async def tool_format(self) -> ToolFormat:
+        """Return the format in which the model writes tool calls. Raises ApiError if it cannot be told."""
+        if self._format is None:
+            self._format = await self._run(self._find_format, field="tools")
+        return self._format
+
+    def _find_format(self) -> ToolFormat:
+        try:
+            return tool_format(self._form, self._tokenizer)
+        except NoCallsWritten:  # most models that can call tools know this format
+            return HERMES
+
+    def _dialogue(self, kwargs: Mapping[str, Any]) -> Dialogue:
+        key = json.dumps(kwargs, sort_keys=True)
+        if (found := self._dialogues.get(key)) is not None:
+            return found
+        PromptEncoder(self._tokenizer, template_kwargs=kwargs)  # raises for a variable that the template does not read
+        if len(self._dialogues) >= _MOST_DIALOGUES:
+            del self._dialogues[next(iter(self._dialogues))]
+        made = self._dialogues[key] = Dialogue(self._tokenizer, self._stops, kwargs)
+        return made
+
+    async def _run(self, function: Callable[[], T], field: str = "messages") -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        except DialogueError as error:
+            raise refused(field, str(error)) from error
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error

@@ -1,0 +1,180 @@
+"""`POST /inference/v1/generate`: token ids in and out, in the form of vLLM 0.32. Pure: reads requests, builds answers.
+
+The log-probs carry the token both as vLLM's `token_id` and as `token: "token_id:N"`, which clients that know OpenAI's
+form read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from megarl.gateway.api_errors import refused
+from megarl.gateway.request_fields import ModelLimits, SamplingChoice, SamplingFields, check_tokens, read_fields
+from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.engine.response_parts import ResponsePart
+
+# A log-prob that the engine does not have, as vLLM writes it. Do not train on such a token.
+NO_LOGPROB = -9999.0
+PRIORITY = "requests of the door rank like those of training; remove it"
+# Those that change nothing here.
+_IGNORED = frozenset(("cache_salt", "token_offsets", "stream_options", "reasoning_ended", "reasoning_parser_kwargs"))
+
+
+class TokenFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of a request."""
+
+    token_ids: list[int] = []
+    sampling_params: dict[str, Any] = {}
+    request_id: str | None = None
+    model: str = ""
+    stream: bool = False
+    return_token_ids: bool = False
+    output_mode: str = "tokens"
+    priority: int = 0
+
+
+class TokenSampling(SamplingFields):
+    """The sampling parameters of a request; it may ask for no `stop` strings."""
+
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    stop: str | list[str] = ""
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """Holds a request for responses to a prompt of token ids. `model`: None if it names none."""
+
+    request_id: str
+    model: str | None
+    prompt_ids: list[int]
+    sampling: SamplingChoice
+    logprobs: bool
+    return_prompt: bool
+
+
+class TokenLogprob(msgspec.Struct):
+    """Holds the log-prob of one sampled token."""
+
+    token_id: int
+    token: str
+    logprob: float
+    rank: int | None = None
+    top_logprobs: tuple[()] = ()
+
+
+class TokenLogprobs(msgspec.Struct):
+    """Holds the log-probs of a response."""
+
+    content: list[TokenLogprob]
+
+
+class WireSpan(msgspec.Struct, omit_defaults=True):
+    """Holds a span of tokens [start, end) that weights of one version made; the version is text, as in vLLM.
+
+    `replica`: index of the replica whose engine it was, which vLLM does not tell; left out if it is not known.
+    """
+
+    version: str
+    start: int
+    end: int
+    replica: int = -1
+
+
+class TokenChoice(msgspec.Struct):
+    """Holds one response."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None
+    finish_reason: str
+    weight_versions: list[WireSpan]
+    stop_reason: int | str | None = None
+    routed_experts: str | None = None
+    sampling_mask: None = None
+
+
+class TokenUsage(msgspec.Struct):
+    """Holds the numbers of tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenAnswer(msgspec.Struct):
+    """Holds the answer to a request."""
+
+    request_id: str
+    model: str
+    created: int
+    choices: list[TokenChoice]
+    usage: TokenUsage
+    prompt_token_ids: list[int] | None = None
+    session: dict[str, Any] | None = None
+
+
+def read_token_request(body: Mapping[str, Any], limits: ModelLimits, new_id: str) -> TokenRequest:
+    """Read a request. `new_id`: its id if it names none. Raises ApiError naming the field that is wrong."""
+    given = read_fields(body, TokenFields, ignored=_IGNORED)
+    if not given.token_ids:
+        raise refused("token_ids", "is empty or missing; give the token ids of the prompt")
+    if given.stream:
+        raise refused("stream", "this route answers as a whole; /v1/chat/completions streams")
+    if given.output_mode != "tokens":
+        raise refused("output_mode", "this route answers with token ids; /v1/chat/completions with text")
+    if given.priority:
+        raise refused("priority", PRIORITY)
+    sampling = read_fields(given.sampling_params, TokenSampling, where="sampling_params")
+    if sampling.stop:
+        raise refused("sampling_params.stop", "needs text, and this route has none; use stop_token_ids")
+    if (sampling.logprobs or 0) > 1:
+        raise refused("sampling_params.logprobs", "the door returns the log-prob of the sampled token only; use 1")
+    prompt_ids = check_tokens("token_ids", given.token_ids, limits)
+    return TokenRequest(
+        request_id=new_id if given.request_id is None else given.request_id,
+        model=given.model or None,
+        prompt_ids=prompt_ids,
+        sampling=sampling.choice(limits, len(prompt_ids), "sampling_params"),
+        logprobs=sampling.logprobs is not None,
+        return_prompt=given.return_token_ids,
+    )
+
+
+def token_answer(
+    request: TokenRequest, model: str, created: int, parts: Sequence[ResponsePart], session: Mapping[str, Any]
+) -> TokenAnswer:
+    """Return the answer to a request whose responses have ended. `session`: what is said about its session."""
+    prompt, made = len(request.prompt_ids), sum(len(part.response_ids) for part in parts)
+    return TokenAnswer(
+        request_id=request.request_id,
+        model=model,
+        created=created,
+        choices=[_choice(index, part, request.logprobs) for index, part in enumerate(parts)],
+        usage=TokenUsage(prompt, made, prompt + made),
+        prompt_token_ids=request.prompt_ids if request.return_prompt else None,
+        session=session.get("session"),
+    )
+
+
+def wire_spans(versions: Sequence[VersionSpan]) -> list[WireSpan]:
+    """Return version spans as they are sent."""
+    return [WireSpan(str(span.version), span.start, span.end, span.replica) for span in versions]
+
+
+def finite(logprob: float) -> float:
+    """Return a log-prob as it is sent: JSON knows neither infinities nor NaN."""
+    return logprob if math.isfinite(logprob) else NO_LOGPROB
+
+
+def _choice(index: int, part: ResponsePart, logprobs: bool) -> TokenChoice:
+    content = None
+    if logprobs:
+        pairs = zip(part.response_ids, part.logprobs, strict=True)
+        content = TokenLogprobs([TokenLogprob(token, f"token_id:{token}", finite(value)) for token, value in pairs])
+    return TokenChoice(index, part.response_ids, content, part.finish_reason or "abort", wire_spans(part.versions))

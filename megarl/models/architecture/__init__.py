@@ -1,0 +1,1 @@
+"""What a model is: its sizes, its rotary embeddings, and the mapping of its tensors."""

@@ -1,0 +1,211 @@
+"""The mapping between Hugging Face and Megatron tensors, declared once and used in both directions.
+
+A `Rule` names the Hugging Face tensors that one Megatron parameter consists of, as a concatenation of slices along one
+axis, and how tensor parallelism cuts it. All else follows from it: a rank's shard is a list of `Piece`s, loading copies
+pieces from files into the shard, exporting copies them back, and a layout of one rank gives the full tensor, which the
+converter needs. A rule only copies values and never computes any, so round trips are exact. They cannot show that a
+rule is right; the comparison of log-probs with `transformers` does.
+
+Megatron names are canonical: those of the local layer spec (not Transformer Engine's), with global layer and expert
+numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.models.architecture.architecture import ModelInfo
+
+RuleScope = Literal["model", "layer", "dense_layer", "moe_layer"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [start, stop) along the rule's axis of the Hugging Face tensor with index `source`; None = zero padding."""
+
+    source: int | None
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor: its name template, and its shape in symbols of `ModelInfo.dims`, e.g. "q hidden"."""
+
+    name: str
+    shape: str
+
+
+# Returns the full Megatron tensor as pieces of its sources along the axis.
+Arrange = Callable[[ModelInfo], list[Piece]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A Megatron parameter (one per layer, one per expert) and the Hugging Face tensors that it consists of.
+
+    `axis`: the axis that tensor parallelism cuts; None = replicated. `where`: one parameter per model, or one per layer
+    of this kind. `arrange`: the order of the sources' slices in the full tensor; by default one source after the
+    other. `per_source`: each rank holds its chunk of every source (gate and up) instead of a chunk of the
+    concatenation. `pad_to_tp`: zero rows make the axis divisible (vocabulary). `buffer`: a persistent fp32 buffer
+    instead of a parameter; it stays fp32 in every precision. `when`: tells whether a model has the parameter.
+    """
+
+    megatron: str
+    sources: tuple[Source, ...]
+    axis: int | None = None
+    where: RuleScope = "model"
+    arrange: Arrange | None = None
+    per_source: bool = False
+    pad_to_tp: bool = False
+    buffer: bool = False
+    when: Callable[[ModelInfo], bool] = lambda info: True
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule for one layer and expert: a Megatron parameter and its Hugging Face tensors' `names` and full `shapes`."""
+
+    megatron: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    rule: Rule
+    info: ModelInfo
+    expert: int | None = None
+    layer: int | None = None
+
+    def pieces(self, rank: int, size: int) -> list[Piece]:
+        """Return the shard of tensor-parallel rank `rank` of `size`, in order along `rule.axis` (or axis 0).
+
+        Raises ValueError if the rows are not divisible by `size`.
+        """
+        full = self._full(size)
+        if self.rule.axis is None:
+            return full
+        if self.rule.per_source:
+            return [_chunk(piece, rank, size, self.megatron) for piece in full]
+        total = sum(piece.size for piece in full)
+        if total % size:
+            raise ValueError(f"{self.megatron}: {total} rows are not divisible by tensor-parallel size {size}")
+        return cut(full, rank * total // size, (rank + 1) * total // size)
+
+    def shard_shape(self, rank: int, size: int) -> tuple[int, ...]:
+        """Return the shape of the Megatron parameter on that rank."""
+        shape = list(self.shapes[0])
+        shape[self.rule.axis or 0] = sum(piece.size for piece in self.pieces(rank, size))
+        return tuple(shape)
+
+    def _full(self, size: int) -> list[Piece]:
+        axis = self.rule.axis or 0
+        if self.rule.arrange is not None:
+            return self.rule.arrange(self.info)
+        pieces = [Piece(i, 0, shape[axis]) for i, shape in enumerate(self.shapes)]
+        missing = -sum(piece.size for piece in pieces) % size if self.rule.pad_to_tp else 0
+        return [*pieces, Piece(None, 0, missing)] if missing else pieces
+
+
+def expand(rules: tuple[Rule, ...], info: ModelInfo) -> Iterator[Entry]:
+    """Yield all Megatron parameters of the model in layer order: embedding, layers, final norm, output layer.
+
+    `rules` must be in this order: first those before the layers, then those of a layer, then those after the layers.
+    """
+    rules = tuple(rule for rule in rules if rule.when(info))
+    first = next(i for i, rule in enumerate(rules) if rule.where != "model")
+    for rule in rules[:first]:
+        yield _entry(rule, info)
+    for layer in range(info.num_layers):
+        for rule in rules:
+            if rule.where == "model" or rule.where == ("dense_layer" if info.is_moe_layer(layer) else "moe_layer"):
+                continue
+            if "{expert}" in rule.megatron:
+                continue
+            yield _entry(rule, info, layer)
+        if info.is_moe_layer(layer):
+            for expert in range(info.num_experts or 0):
+                for rule in rules:
+                    if rule.where == "moe_layer" and "{expert}" in rule.megatron:
+                        yield _entry(rule, info, layer, expert)
+    for rule in rules[first:]:
+        if rule.where == "model":
+            yield _entry(rule, info)
+
+
+def qkv(info: ModelInfo) -> list[Piece]:
+    """Return Megatron's fused QKV: for each group its query heads, its key head and its value head."""
+    per_group, d = info.heads // info.kv_heads * info.head_dim, info.head_dim
+    return [
+        piece
+        for g in range(info.kv_heads)
+        for piece in (
+            Piece(0, g * per_group, (g + 1) * per_group),
+            Piece(1, g * d, (g + 1) * d),
+            Piece(2, g * d, (g + 1) * d),
+        )
+    ]
+
+
+_TE_NAMES = (
+    (
+        re.compile(r"(layers\.\d+)\.self_attention\.linear_qkv\.layer_norm_weight$"),
+        r"\1.input_layernorm.weight",
+    ),
+    (re.compile(r"(layers\.\d+)\.mlp\.linear_fc1\.layer_norm_weight$"), r"\1.pre_mlp_layernorm.weight"),
+    # Latent attention's norms are fused with the projections that follow them (gpt_layer_specs.py:235).
+    (re.compile(r"(self_attention)\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"\1.\2_layernorm.weight"),
+    (
+        re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$"),
+        r".mlp.experts.local_experts.\2.\1.weight",
+    ),
+)
+
+
+def canonical_name(name: str, layers: dict[int, int], first_expert: int) -> str:
+    """Return the canonical name of a rank's parameter.
+
+    `layers`: the global layer of each rank-local layer index; `first_expert`: the global number of local expert 0.
+    """
+    for pattern, replacement in _TE_NAMES:
+        name = pattern.sub(replacement, name)
+    name = re.sub(r"^(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{layers[int(m[2])]}", name)
+    return re.sub(r"(\.local_experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name)
+
+
+def _entry(rule: Rule, info: ModelInfo, layer: int | None = None, expert: int | None = None) -> Entry:
+    numbers = {"layer": layer, "expert": expert}
+    dims = info.dims
+    return Entry(
+        megatron=rule.megatron.format(**numbers),
+        names=tuple(source.name.format(**numbers) for source in rule.sources),
+        shapes=tuple(tuple(dims[symbol] for symbol in source.shape.split()) for source in rule.sources),
+        rule=rule,
+        info=info,
+        expert=expert,
+        layer=layer,
+    )
+
+
+def _chunk(piece: Piece, rank: int, size: int, name: str) -> Piece:
+    if piece.size % size:
+        raise ValueError(f"{name}: {piece.size} rows are not divisible by tensor-parallel size {size}")
+    step = piece.size // size
+    return Piece(piece.source, piece.start + rank * step, piece.start + (rank + 1) * step)
+
+
+def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
+    """Return rows [start, stop) of the concatenation of `pieces`, as pieces."""
+    result: list[Piece] = []
+    offset = 0
+    for piece in pieces:
+        low, high = max(start - offset, 0), min(stop - offset, piece.size)
+        if low < high:
+            result.append(Piece(piece.source, piece.start + low, piece.start + high))
+        offset += piece.size
+    return result

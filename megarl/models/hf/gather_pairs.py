@@ -1,0 +1,93 @@
+"""Connects the ranks that exchange messages in gathers, before the first gather.
+
+NCCL makes the communicator of two ranks at their first message, in a call that blocks the host until both have come.
+Inside a weight sync such a call would be a wait without a bound. So each pair exchanges one number when the weight-sync
+group is formed. All ranks take their pairs in one order: of the pairs that are not connected, both ranks of the first
+one have connected all earlier ones, so they meet.
+
+Tensors may have any shape.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megarl.common.errors import PeerTimeout
+from megarl.models.hf.gather import TensorPart
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks of `group`, by their global numbers: `peer` sends to `owner`. `experts`: it is the experts' group."""
+
+    owner: int
+    peer: int
+    experts: bool
+    group: ProcessGroup
+
+
+def pairs_of(parts: Iterable[TensorPart], rank: int) -> list[Pair]:
+    """Return the pairs to which global rank `rank` belongs, in the order of all ranks. Groups of gloo need none."""
+    groups = {id(part.group): (part.shard.entry.expert is not None, part.group) for part in parts}
+    pairs = []
+    for experts, group in groups.values():
+        if group is None or torch.distributed.get_backend(group) == "gloo":
+            continue
+        owner, *peers = torch.distributed.get_process_group_ranks(group)
+        pairs += [Pair(owner, peer, experts, group) for peer in peers if rank in (owner, peer)]
+    return sorted(pairs, key=lambda pair: (pair.owner, pair.peer, pair.experts))
+
+
+def connect_pairs(pairs: Sequence[Pair], rank: int, device: torch.device, timeout_s: float) -> None:
+    """Exchange a number between the ranks of each pair. `device`: that of later messages.
+
+    The calls run in a thread, which is left behind if they do not return in time.
+
+    Raises:
+        PeerTimeout: a rank did not come within `timeout_s` seconds; the error names it.
+    """
+    if not pairs:
+        return
+    connected: list[Pair] = []
+    failure: list[BaseException] = []
+    done = threading.Event()
+    number = torch.cuda.current_device() if device.type == "cuda" else -1
+
+    def connect() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(number)
+            for pair in pairs:
+                _exchange(pair, rank, device)
+                connected.append(pair)
+        except BaseException as error:
+            failure.append(error)
+        finally:
+            done.set()
+
+    began = time.monotonic()
+    threading.Thread(target=connect, name="gather-connect", daemon=True).start()
+    if not done.wait(timeout_s):
+        pair = pairs[min(len(connected), len(pairs) - 1)]
+        other = pair.peer if rank == pair.owner else pair.owner
+        waited = f"trainer rank {rank} waited {time.monotonic() - began:.0f} s"
+        raise PeerTimeout(f"{waited} for trainer rank {other} to connect for gathers")
+    if failure:
+        raise failure[0]
+
+
+def _exchange(pair: Pair, rank: int, device: torch.device) -> None:
+    token = torch.zeros(1, device=device)
+    if rank == pair.owner:
+        work = torch.distributed.irecv(token, src=pair.peer, group=pair.group)
+    else:
+        work = torch.distributed.isend(token, dst=pair.owner, group=pair.group)
+    assert work is not None, "this rank is a member of the group"
+    work.wait()
+    token.item()  # on an accelerator `wait` does not wait on the host

@@ -1,0 +1,1 @@
+"""Megatron-Core modules of a model on a rank."""

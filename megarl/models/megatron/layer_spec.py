@@ -1,0 +1,218 @@
+"""Layer specs: Transformer Engine's on CUDA if it is installed, else Megatron's own modules.
+
+Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no attention that
+accepts packed sequences; `RMSNorm` and `PackedAttention` fill these two gaps.
+
+Shapes: T packed tokens of a micro-batch, B sequences of equal length, S tokens of a sequence, R query rows of a block,
+K keys of a block, N query heads, G key/value heads, D channels per head of queries and keys, C channels per head of
+values, E channels that a norm normalizes, after axes of any number (X); heads are those of this rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from itertools import groupby, pairwise
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megarl import platforms
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.platforms import cpu_kernels
+
+WINDOW_BLOCK = 256  # query rows of a block, for attention in a sliding window
+
+
+def use_transformer_engine() -> bool:
+    """Tell whether models are built from Transformer Engine modules: on CUDA, if it is installed."""
+    return platforms.current().is_cuda and importlib.util.find_spec("transformer_engine") is not None
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm over the last axis, computed in fp32 and scaled in the input's dtype, as in `transformers` and vLLM.
+
+    Its weight is tagged `sequence_parallel`, so Megatron sums its gradient over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        device = platforms.current().device
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_XE: torch.Tensor) -> torch.Tensor:
+        """Return the input, normalized and scaled."""
+        if cpu_kernels.enabled() and input_XE.dtype == self.weight.dtype == torch.float32:
+            return cpu_kernels.rms_norm(input_XE, self.weight, self.eps)
+        normed_XE = torch.nn.functional.rms_norm(input_XE.float(), (input_XE.shape[-1],), eps=self.eps)
+        return normed_XE.to(input_XE.dtype) * self.weight
+
+
+class _NormWithOwnEps(RMSNorm):
+    """An RMSNorm that ignores the eps that Megatron-Core passes."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, own_eps: float, **_: object) -> None:
+        super().__init__(config, hidden_size, own_eps)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention with `scaled_dot_product_attention`, separate for each sequence of a packed micro-batch."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
+        super().__init__()
+        if config.context_parallel_size != 1:
+            raise ValueError("context parallelism needs Transformer Engine")
+        if config.window_attn_skip_freq is not None:
+            raise ValueError("window_attn_skip_freq (a window in some layers only) needs Transformer Engine")
+        self.softmax_scale = softmax_scale
+        self.window = None if config.window_size is None else config.window_size[0] + 1
+
+    def forward(  # the names are Megatron's, which passes some of them by keyword
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Return attention's output, before the output projection, in the dtype of the inputs.
+
+        Packed (THD): query [T, N, D], key [T, G, D], value [T, G, C] -> [T, N * C]. Tokens beyond the last sequence
+        get zeros. Not packed: query [S, B, N, D], key [S, B, G, D], value [S, B, G, C] -> [S, B, N * C]. The mask is
+        causal within each sequence and limited to the window of `config.window_size`; `attention_mask` is ignored.
+        """
+        if packed_seq_params is None:
+            out_BNSC = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+            return out_BNSC.permute(2, 0, 1, 3).flatten(2)
+        bounds = packed_seq_params.cu_seqlens_q_padded
+        if bounds is None:
+            bounds = packed_seq_params.cu_seqlens_q
+        runs = _runs(bounds.tolist())
+        tokens = [count * length for count, length in runs]
+        tail = query.shape[0] - sum(tokens)
+        # `split`, because the backward pass of a slice writes, and then adds, a gradient as large as the whole tensor.
+        pieces = (x.split([*tokens, tail] if tail else tokens) for x in (query, key, value))
+        parts = []
+        for (count, length), *run in zip(runs, *pieces, strict=not tail):
+            q_BNSD, k_BGSD, v_BGSC = (x.unflatten(0, (count, length)).transpose(1, 2) for x in run)
+            parts.append(self._attend(q_BNSD, k_BGSD, v_BGSC).transpose(1, 2).reshape(count * length, -1))
+        if tail:
+            parts.append(query.new_zeros(tail, query.shape[1] * value.shape[2]))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _attend(self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSC: torch.Tensor) -> torch.Tensor:
+        """Return the output [B, N, S, C] of causal attention within the window."""
+        length, window = q_BNSD.shape[2], self.window
+        if window is None or length <= window:
+            return self._product(q_BNSD, k_BGSD, v_BGSC, None)
+        # Queries in blocks, each with only the keys that they see, so that neither time nor memory is quadratic.
+        parts = []
+        band_RK = _band(window, q_BNSD.dtype, q_BNSD.device)
+        for start in range(0, length, WINDOW_BLOCK):
+            stop, first = min(start + WINDOW_BLOCK, length), max(0, start - window + 1)
+            mask_RK = band_RK[: stop - start, first - start + window - 1 :][:, : stop - first]
+            q_BNRD = q_BNSD[:, :, start:stop]
+            k_BGKD, v_BGKC = k_BGSD[:, :, first:stop], v_BGSC[:, :, first:stop]
+            parts.append(self._product(q_BNRD, k_BGKD, v_BGKC, mask_RK))
+        return torch.cat(parts, 2)
+
+    def _product(
+        self, q_BNRD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKC: torch.Tensor, mask_RK: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return softmax(q k + mask) v, [B, N, R, C]; without a mask the product is causal and R = K."""
+        # The fused kernels accept only one head size; the unfused one, which accepts two, stores all scores.
+        value_size, key_size = v_BGKC.shape[-1], q_BNRD.shape[-1]
+        if value_size < key_size:
+            v_BGKC = torch.nn.functional.pad(v_BGKC, (0, key_size - value_size))
+        out_BNRC = torch.nn.functional.scaled_dot_product_attention(
+            q_BNRD,
+            k_BGKD,
+            v_BGKC,
+            attn_mask=mask_RK,
+            is_causal=mask_RK is None,
+            scale=self.softmax_scale,
+            enable_gqa=q_BNRD.shape[1] != k_BGKD.shape[1],
+        )
+        return out_BNRC[..., :value_size]
+
+
+@lru_cache(maxsize=2)
+def _band(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the additive mask [R, K] of a block whose first row is key `window - 1`.
+
+    It is cached because the backward pass keeps it: all layers then share one tensor.
+    """
+    rows_R1 = torch.arange(WINDOW_BLOCK, device=device)[:, None]
+    keys_1K = torch.arange(WINDOW_BLOCK + window - 1, device=device)[None]
+    seen_RK = (keys_1K >= rows_R1) & (keys_1K <= rows_R1 + window - 1)
+    return torch.zeros(seen_RK.shape, dtype=dtype, device=device).masked_fill(~seen_RK, -torch.inf)
+
+
+def _runs(bounds: list[int]) -> list[tuple[int, int]]:
+    """Return neighbouring sequences of equal length as (count, length): each run is one batched attention."""
+    lengths = (stop - start for start, stop in pairwise(bounds) if stop > start)
+    return [(len(list(run)), length) for length, run in groupby(lengths)]
+
+
+def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and the final norm."""
+    if use_transformer_engine():
+        return _engine_block(info, config, vp_stage)
+    dense = _local_layer(info, config, None)
+    sparse = _local_layer(info, config, config.num_moe_experts) if config.num_moe_experts else dense
+    moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
+    layers = [sparse if flag else dense for flag in moe]
+    if config.pipeline_model_parallel_layout is not None:
+        ids = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
+        return TransformerBlockSubmodules([layers[i] for i in ids], layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layers[first : first + count], layer_norm=RMSNorm)
+
+
+def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if info.mla:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        if info.mla.norm_eps != info.norm_eps:
+            raise ValueError(
+                f"rms_norm_eps={info.norm_eps} is not supported by Transformer Engine, whose latent attention has one "
+                f"eps for all norms; this family has {info.mla.norm_eps} inside attention; uninstall transformer_engine"
+            )
+        for layer in block.layer_specs:
+            # Sharded as in the local spec; by default Transformer Engine has a copy on every rank.
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
+    return block
+
+
+def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=info.mla is not None,
+        normalization="RMSNorm",
+    )
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if info.mla:
+        norm = ModuleSpec(module=_NormWithOwnEps, params={"own_eps": info.mla.norm_eps})
+        attention.kv_layernorm = norm
+        attention.q_layernorm = norm if info.mla.query_rank else IdentityOp  # queries that are not compressed have none
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec

@@ -1,0 +1,158 @@
+"""This rank's Megatron parameters and buffers by canonical name, with mapping entries and tensor-parallel ranks.
+
+Their tensors may have any shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.mapping import Entry, canonical_name, expand
+from megarl.models.families import FAMILIES
+
+# Megatron-Core, whose import takes seconds, is imported where a model exists: the converter needs only `table`.
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+EMBEDDING = "embedding.word_embeddings.weight"
+TIED_COPY = "output_layer.weight"  # in the last pipeline stage of a tied model, a copy of EMBEDDING
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter of this rank: shard `rank` of `size` in its tensor- or expert-tensor-parallel group.
+
+    `parameter` is a plain tensor where the rule has `buffer`.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    entry: Entry
+    rank: int
+    size: int
+    is_tied_copy: bool = False
+
+
+def table(info: ModelInfo) -> dict[str, Entry]:
+    """Return every Megatron parameter and mapped buffer of the whole model by canonical name, in layer order.
+
+    Raises ValueError naming a Megatron parameter or a Hugging Face tensor that the family's rules map twice. This does
+    not concern the embedding of a tied model, whose table has no output layer.
+    """
+    entries: dict[str, Entry] = {}
+    readers: dict[str, str] = {}  # Hugging Face name -> the Megatron name made of it
+    for entry in expand(FAMILIES[info.family].rules, info):
+        if entry.megatron in entries:
+            raise ValueError(f"family {info.family}: two rules make {entry.megatron}")
+        entries[entry.megatron] = entry
+        for name in entry.names:
+            if name in readers:
+                both = f"{readers[name]} and {entry.megatron}" if readers[name] != entry.megatron else entry.megatron
+                raise ValueError(f"family {info.family}: {name} is mapped twice, in {both}")
+            readers[name] = entry.megatron
+    return entries
+
+
+def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: dict[str, Entry]) -> list[Shard]:
+    """Return this rank's parameters and persistent buffers, in model order.
+
+    `chunks` may be wrapped (DDP, Float16Module). Raises ValueError listing those that no rule covers, that appear
+    twice, or whose shape differs from the rule's, and the entries of this rank's layers and experts that the model does
+    not have.
+    """
+    shards: dict[str, Shard] = {}
+    wrong: list[str] = []
+    place = _Place.of(chunks, info)
+    for name, parameter in _named_tensors(chunks, place):
+        tied = name == TIED_COPY and info.tied
+        entry = entries.get(EMBEDDING if tied else name)
+        if entry is None or name in shards:
+            wrong.append(f"{name}: {'no rule of family ' + info.family if entry is None else 'appears twice'}")
+            continue
+        if entry.rule.buffer == isinstance(parameter, torch.nn.Parameter):
+            wrong.append(f"{name}: the rule says {'buffer' if entry.rule.buffer else 'parameter'}, the model differs")
+            continue
+        rank, size = tensor_place(entry)
+        expected = entry.shard_shape(rank, size)
+        if tuple(parameter.shape) != expected:
+            wrong.append(f"{name}: the model has shape {tuple(parameter.shape)}, the rule {expected}")
+            continue
+        shards[name] = Shard(name, parameter, entry, rank, size, tied)
+    absent = [name for name, entry in entries.items() if place.holds(entry) and name not in shards]
+    wrong += [f"{name}: the model does not have it" for name in absent]
+    if wrong:
+        raise ValueError("Megatron parameters that the mapping does not cover:\n  " + "\n  ".join(wrong))
+    return list(shards.values())
+
+
+def tensor_place(entry: Entry) -> tuple[int, int]:
+    """Return (rank, size) in the group that shards `entry`: tensor parallel, or expert-tensor parallel for experts."""
+    from megatron.core import parallel_state
+
+    if entry.expert is not None:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """Return the GPTModel inside DDP and Float16Module."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    while not isinstance(chunk, GPTModel):
+        chunk = cast("torch.nn.Module", chunk.module)
+    return chunk
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The part of the model that this rank holds; `layers`: for each chunk, the global layer of each local layer."""
+
+    layers: tuple[dict[int, int], ...]
+    experts: range
+    first: bool  # holds the embedding
+    last: bool  # holds the final norm and the output layer
+
+    @classmethod
+    def of(cls, chunks: Sequence[torch.nn.Module], info: ModelInfo) -> _Place:
+        from megatron.core import parallel_state
+
+        models = [unwrap(chunk) for chunk in chunks]
+        count = (info.num_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        start = parallel_state.get_expert_model_parallel_rank() * count
+        return cls(
+            layers=tuple({i: layer.layer_number - 1 for i, layer in enumerate(m.decoder.layers)} for m in models),
+            experts=range(start, start + count),
+            first=any(model.pre_process for model in models),
+            last=any(model.post_process for model in models),
+        )
+
+    def holds(self, entry: Entry) -> bool:
+        if entry.layer is None:
+            return self.first if entry.megatron == EMBEDDING else self.last
+        mine = any(entry.layer in layers.values() for layers in self.layers)
+        return mine and (entry.expert is None or entry.expert in self.experts)
+
+
+def _named_tensors(chunks: Sequence[torch.nn.Module], place: _Place) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk, layers in zip(map(unwrap, chunks), place.layers, strict=True):
+        for name, tensor in (*chunk.named_parameters(), *persistent_buffers(chunk)):
+            yield canonical_name(name, layers, place.experts.start), tensor
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that belong to a model's state (`register_buffer(persistent=True)`), with their names."""
+    for prefix, each in module.named_modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            if name not in each._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer

@@ -1,0 +1,1 @@
+"""The page: its parts, plots and HTML."""

@@ -1,0 +1,278 @@
+"""The parts of the page that are numbers and words: header, summary, advisories, faults, differences. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from megarl.report.page import numbers
+from megarl.report.page.bars import BarPart, legend, stacked
+from megarl.report.page.figures import not_drawn
+from megarl.report.page.html import Html, escape, table, tag
+from megarl.report.reading.advisories import advise, replica_rates, rollout_idle, trainer_idle
+from megarl.report.reading.metrics_file import NO_SIGNAL, RunMetrics
+from megarl.report.reading.run_directory import ReportedRun, differences
+
+LONGEST_VALUE = 200  # characters of a config value
+
+
+def chip(index: int, run: ReportedRun) -> Html:
+    """Return the name of a run with its color."""
+    return tag("span", tag("i", class_=f"run{index}"), run.name, class_="chip")
+
+
+def header(runs: Sequence[ReportedRun]) -> Html:
+    """Return one card per run: how it is."""
+    cards = []
+    for index, (run, missing) in enumerate(zip(runs, not_drawn([run.metrics for run in runs]), strict=True)):
+        steps = _last_step(run.metrics)
+        of = f" of {run.planned_steps:,}" if run.planned_steps else ""
+        lines = [f"step {steps:,}{of}", numbers.duration(_wall_seconds(run.metrics))]
+        if run.metrics.width > 1:
+            lines.append(f"a point of a plot is {run.metrics.width} steps: their mean")
+        if run.status in ("running", "silent"):
+            lines.append(f"last metric {numbers.duration(max(0.0, run.read_at - run.written_at))} before this report")
+        cards.append(
+            tag(
+                "div", tag("div", chip(index, run), tag("span", run.status, class_=f"status {run.status}")),
+                tag("div", " · ".join(lines)), tag("div", run.reason, class_="reason") if run.reason else "",
+                tag("div", f"Not in the plots: {missing}.", class_="quiet") if missing else "",
+                tag("div", str(run.path), class_="path"), class_="card",
+            )
+        )  # fmt: skip
+    return tag("div", cards, class_="cards")
+
+
+def advisories(runs: Sequence[ReportedRun]) -> Html:
+    """Return what to look at in each run."""
+    items = []
+    for index, run in enumerate(runs):
+        for advisory in advise(run.metrics, run.layout):
+            items.append(
+                tag(
+                    "li", chip(index, run) if len(runs) > 1 else "", tag("b", advisory.title), tag("p", advisory.text),
+                    data_advisory=advisory.key,
+                )
+            )  # fmt: skip
+    if not items:
+        return tag("p", "Nothing: no phase took far longer than usual, few responses were aborted or cut, most groups "
+                   "had a signal, and neither side waited for the other.", class_="quiet")  # fmt: skip
+    return tag("ul", items, class_="advisories")
+
+
+def summary(runs: Sequence[ReportedRun]) -> Html:
+    """Return the table of the main numbers, a column per run."""
+    metrics = [run.metrics for run in runs]
+    rows: list[list[str]] = [
+        ["Reward, last tenth of the steps", *(_number(each.average("reward/mean", 0.1)) for each in metrics)],
+    ]
+    for name in dict.fromkeys(name for each in metrics for name in each.evaluations):
+        for kind in ("greedy", "sampled"):
+            cells = [_first_and_last(each, name, kind) for each in metrics]
+            if any(cells):
+                rows.append([f"{name}, {kind}: first → last", *(cell or numbers.MISSING for cell in cells)])
+    for title, form, value in _SHOWN:
+        values = [value(each) for each in metrics]
+        if not all(map(math.isnan, values)):
+            rows.append([title, *map(form, values)])
+    rates = [replica_rates(each) for each in metrics]
+    if any(rates):
+        rows.append(["Engines, tokens/s: slowest, mean, fastest", *map(_engines, rates)])
+    return table(["", *(run.name for run in runs)], rows, "summary")
+
+
+def _number(value: float) -> str:
+    return numbers.MISSING if math.isnan(value) else f"{value:.3g}"
+
+
+def _share(value: float) -> str:
+    return numbers.share(value, 1)
+
+
+def _job_speed(metrics: RunMetrics) -> float:
+    return _rate(metrics.sum("batch/trained_tokens"), metrics.sum("time/step"))
+
+
+def _trainer_speed(metrics: RunMetrics) -> float:
+    return _rate(metrics.sum("batch/trained_tokens"), metrics.sum("time/logprobs") + metrics.sum("time/update"))
+
+
+def _rollout_speed(metrics: RunMetrics) -> float:
+    new = metrics.sum("batch/response_tokens") - metrics.sum("batch/reused_tokens")
+    return _rate(new + metrics.sum("rollout/replaced_tokens"), metrics.sum("rollout/engine_seconds"))
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else math.nan
+
+
+def _mean(name: str) -> Callable[[RunMetrics], float]:
+    return lambda metrics: metrics.average(name)
+
+
+_Row = tuple[str, Callable[[float], str], Callable[[RunMetrics], float]]
+_SHOWN: tuple[_Row, ...] = (
+    ("Whole job, tokens/s", numbers.amount, _job_speed),
+    ("Trainer, tokens/s while it trains", numbers.amount, _trainer_speed),
+    ("Rollout, tokens/s while engines run", numbers.amount, _rollout_speed),
+    ("Time of a step", numbers.duration, _mean("time/step")),
+    ("Trainer waits for rollouts", _share, trainer_idle),
+    ("Engines have no work", _share, rollout_idle),
+    ("Staleness, updates", _number, _mean("batch/staleness_mean")),
+    ("Groups without signal", _share, _mean(NO_SIGNAL)),
+    ("Response length, tokens", numbers.amount, _mean("rollout/response_length_mean")),
+    ("Responses cut at the limit", _share, _mean("rollout/truncated_share")),
+    ("Largest rank's tokens over the mean", _number, _mean("batch/dp_imbalance")),
+)
+
+
+def _engines(rates: dict[str, float]) -> str:
+    if not rates:
+        return numbers.MISSING
+    slowest, fastest = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
+    mean = sum(rates.values()) / len(rates)
+    return (
+        f"{numbers.amount(rates[slowest])} (replica {slowest}), {numbers.amount(mean)}, "
+        f"{numbers.amount(rates[fastest])} (replica {fastest})"
+    )
+
+
+def _first_and_last(metrics: RunMetrics, name: str, kind: str) -> str:
+    points = [point.values for point in metrics.evaluations.get(name, []) if kind in point.values]
+    if not points:
+        return ""
+    texts = [
+        numbers.interval(values.get(f"{kind}_low", math.nan), values.get(f"{kind}_high", math.nan), values[kind])
+        for values in (points[0], points[-1])
+    ]
+    return " → ".join(texts if len(points) > 1 else texts[:1])
+
+
+# What a trainer does with its time, with the colors of the bars.
+_TRAINER = (
+    ("update", "update", "work1"), ("logprobs", "log-probs", "work2"), ("generate", "waits for rollouts", "wait1"),
+    ("drain", "waits for running responses", "wait2"), ("queue", "reads the queue", "load1"),
+    ("sync", "weight sync", "load2"), ("save", "saves", "load3"), ("eval", "evaluation", "load4"),
+    ("other", "other", "load5"),
+)  # fmt: skip
+
+
+def time_budget(runs: Sequence[ReportedRun]) -> Html:
+    """Return, for both sides of each run, how the whole time of all steps was spent."""
+    rows = []
+    used: dict[str, str] = {}
+    for index, run in enumerate(runs):
+        parts = [BarPart(title, run.metrics.sum(f"time/{phase}"), color) for phase, title, color in _TRAINER]
+        whole = sum(part.value for part in parts)
+        if whole <= 0:
+            continue
+        used |= {part.name: part.color for part in parts if part.value > 0}
+        rows.append(tag("div", chip(index, run), " trainer", class_="who"))
+        rows.append(stacked(parts, whole, unit="s"))
+        idle = rollout_idle(run.metrics)
+        if not math.isnan(idle):
+            engines = [BarPart("an engine runs", 1 - idle, "work1"), BarPart("no engine runs", idle, "wait1")]
+            rows.append(tag("div", chip(index, run), " rollout", class_="who"))
+            rows.append(stacked(engines, 1.0))
+    if not rows:
+        return tag("p", "No step has ended yet.", class_="quiet")
+    return tag("div", rows, legend(list(used.items())), class_="budget")
+
+
+def engines(runs: Sequence[ReportedRun]) -> Html:
+    """Return a bar per engine, the slowest first: the mean hides a sick one."""
+    blocks = []
+    for index, run in enumerate(runs):
+        rates = replica_rates(run.metrics)
+        top = max(rates.values(), default=0.0)
+        if not top:
+            continue
+        shown = sorted(rates.items(), key=lambda item: item[1])[:32]
+        rows = [
+            tag(
+                "div", tag("span", f"replica {name}", class_="who"),
+                tag("div", tag("i", class_=f"run{index}", style=f"width:{100 * rate / top:.1f}%"), class_="track"),
+                tag("span", f"{numbers.amount(rate)} tokens/s"), class_="engine",
+            )
+            for name, rate in shown
+        ]  # fmt: skip
+        left = len(rates) - len(shown)
+        more = tag("p", f"{left} faster engines are not shown.", class_="quiet") if left else ""
+        blocks.append(tag("div", chip(index, run) if len(runs) > 1 else "", rows, more, class_="engines"))
+    if not blocks:
+        return tag("p", "These runs have recorded no speed of single engines "
+                   "(rollout/replica_tokens_per_second/*).", class_="quiet")  # fmt: skip
+    return tag("div", blocks, class_="side")
+
+
+# What metrics count of faults, and what became of them: (series, how it is counted, what happened, outcome).
+_COUNTED = (
+    ("sync/restarted_replicas", "sum", "engines failed a weight sync", "replaced by new ones at the next publication"),
+    ("rollout/continued", "sum", "responses lost their engine", "other engines went on from the reported tokens"),
+    ("rollout/replicas_lost", "max", "engines lost at the same time, at most", "replaced by the next publication"),
+    ("rollout/rebuilds", "max", "losses of controller or queue", "started anew; the trainer went on"),
+    ("rollout/workers_lost", "sum", "agent workers died or did not answer", "replaced by new ones"),
+    ("rollout/groups_redone", "sum", "groups lost their agent worker", "another worker went on with them"),
+    ("rollout/cut", "sum", "responses reached their group's deadline", "cut there, and truncated"),
+    ("groups/failed", "sum", "groups had fewer than two usable samples", "counted, and not trained"),
+    ("groups/dropped_stale", "sum", "groups were too old when their step came", "counted, and not trained"),
+    ("batch/failed_samples", "sum", "samples failed", "counted, and not trained"),
+    ("reward/errors", "sum", "rewards failed", "by reward.on_error: dropped, or a fixed reward"),
+    ("reward/redone", "sum", "rewards lost their process", "scored again"),
+    ("total/groups_rolled_back", "max", "groups were discarded by a resume", "drawn again under the same ids"),
+    ("rollout/groups_kept", "sum", "groups from before a resume were still valid", "used again or continued"),
+    ("total/failed_writes", "max", "writes were refused by a disk or a service", "lines wait, and are written later"),
+)  # fmt: skip
+
+
+def faults(runs: Sequence[ReportedRun]) -> Html:
+    """Return what was lost or failed in each run and what became of it, from metrics, events and notices."""
+    blocks = []
+    for index, run in enumerate(runs):
+        counted = []
+        for name, how, what, outcome in _COUNTED:
+            value = run.metrics.sum(name) if how == "sum" else run.metrics.largest(name)
+            if value > 0:
+                counted.append([f"{value:,.0f}", what, outcome])
+        parts = [table(["number", "what happened", "outcome"], counted, "counted")] if counted else []
+        if run.events.faults:
+            parts.append(_fault_table(run))
+        if run.notices:
+            lines = [tag("li", tag("time", numbers.moment(notice.at)), escape(notice.text)) for notice in run.notices]
+            parts.append(tag("details", tag("summary", f"{len(lines)} newest notices of the pool"), tag("ul", lines)))
+        if not parts:
+            parts.append(tag("p", "Nothing was lost and nothing failed.", class_="quiet"))
+        blocks.append(tag("div", chip(index, run) if len(runs) > 1 else "", parts))
+    return tag("div", blocks, class_="side")
+
+
+def _fault_table(run: ReportedRun) -> Html:
+    rows = [
+        [
+            numbers.moment(fault.at), "" if fault.step is None else f"step {fault.step}", fault.kind, fault.text,
+            fault.outcome + (f" (after {numbers.duration(fault.after_s)})" if fault.after_s is not None else "")
+            if fault.outcome else "no recovery is recorded",
+        ]
+        for fault in reversed(run.events.faults)
+    ]  # fmt: skip
+    return table(["when", "", "part", "fault", "outcome"], rows, "faults")
+
+
+def config_differences(runs: Sequence[ReportedRun]) -> Html:
+    """Return the keys in which the runs' configs differ; nothing for a single run."""
+    if len(runs) < 2:
+        return Html("")
+    rows = differences([run.config for run in runs])
+    if not rows:
+        return tag("p", "The configs are equal.", class_="quiet")
+    cells = [[key, *(value[:LONGEST_VALUE] for value in values)] for key, values in rows.items()]
+    return table(["", *(run.name for run in runs)], cells, "config")
+
+
+def _last_step(metrics: RunMetrics) -> int:
+    value = metrics.largest("step")
+    return 0 if math.isnan(value) else int(value)
+
+
+def _wall_seconds(metrics: RunMetrics) -> float:
+    return metrics.largest("total/wall_seconds")

@@ -1,0 +1,206 @@
+"""Advice on a run, as a function of its series. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megarl.report.reading.metrics_file import NO_SIGNAL, ROLLOUT_IDLE, ROLLOUT_TIME, SPIKE, TRAINER_WAIT, RunMetrics
+from megarl.report.reading.split import Sides, best_split
+
+ABORTED, NO_SIGNAL_SHARE, TRUNCATED, IDLE = 0.05, 0.50, 0.25, 0.30
+SLOW_REPLICA = 0.5  # of the median of all engines
+LAST = 0.1  # the share of the steps that counts as recent
+MEASURABLE_S = 1e-3  # a median below it is not compared with
+NOTICEABLE = 0.1  # of the median step: a spike of a phase that is shorter is not worth a word
+
+
+_Windows = Sequence[tuple[float, str]]  # shares of the steps, from the end, that are judged in turn, and words for them
+
+
+@dataclass(frozen=True)
+class Advisory:
+    """One thing to look at: what was measured, and what can be done."""
+
+    key: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class GpuLayout:
+    """The GPUs of a run as its config says; on a CPU, its processes."""
+
+    trainer_gpus: int
+    trainer_unit: int
+    replicas: int
+    replica_gpus: int
+    synchronous: bool
+
+
+def advise(metrics: RunMetrics, layout: GpuLayout | None, when: str = "over the whole run") -> list[Advisory]:
+    """Return what is to say about a run, the most general first; nothing for a run without steps.
+
+    `when`: the words for the steps of `metrics`.
+    """
+    if not metrics.steps:
+        return []
+    windows = ((1.0, when), (LAST, f"over the last {LAST:.0%} of the steps"))
+    return [
+        *_idle(metrics, layout, windows), *_shares(metrics, windows), *_slow_replicas(metrics), *_spikes(metrics)
+    ]  # fmt: skip
+
+
+def trainer_idle(metrics: RunMetrics, last: float = 1.0) -> float:
+    """Return the share of the whole time of the steps in which the trainer waited for rollouts."""
+    return metrics.ratio(TRAINER_WAIT, "time/step", last)
+
+
+def rollout_idle(metrics: RunMetrics, last: float = 1.0) -> float:
+    """Return the share of the whole time of the steps in which no engine ran."""
+    return metrics.ratio(ROLLOUT_IDLE, ROLLOUT_TIME, last)
+
+
+def _over(share: Callable[[float], float], bound: float, windows: _Windows) -> tuple[float, str] | None:
+    """Return a share and the steps that it is of, if it is above a bound: of all steps, or else of the last."""
+    for last, when in windows:
+        if (value := share(last)) > bound:
+            return value, when
+    return None
+
+
+_SHARES = (
+    (
+        "aborted", "rollout/aborted_share", ABORTED, "{value:.0%} of the responses were aborted",
+        "Engines dropped them: see the failures in the samples, the logs of the replicas, and timeouts.generate_s.",
+    ),
+    (
+        "no_signal", NO_SIGNAL, NO_SIGNAL_SHARE, "{value:.0%} of the prompt groups had no signal",
+        "All their samples were right, or all wrong, so they teach nothing. Take easier or harder prompts "
+        "(data.curriculum), more samples per group (batch.samples_per_group), or have such groups replaced "
+        "(admission.refill).",
+    ),
+    (
+        "truncated", "rollout/truncated_share", TRUNCATED, "{value:.0%} of the responses were cut at the token limit",
+        "Raise sampling.max_tokens, penalise length before the limit (algorithm.overlong), or leave them out of the "
+        "loss (sampling.truncated: mask).",
+    ),
+)  # fmt: skip
+
+
+def _shares(metrics: RunMetrics, windows: _Windows) -> Iterator[Advisory]:
+    for key, name, bound, title, advice in _SHARES:
+        if (over := _over(partial(metrics.average, name), bound, windows)) is not None:
+            value, when = over
+            yield Advisory(key, f"{title.format(value=value)} {when}", advice)
+
+
+def _idle(metrics: RunMetrics, layout: GpuLayout | None, windows: _Windows) -> Iterator[Advisory]:
+    for last, when in windows:
+        trainer, rollout = trainer_idle(metrics, last), rollout_idle(metrics, last)
+        if trainer > IDLE or rollout > IDLE:
+            yield _of_idle(trainer, rollout, when, layout, sides_of(metrics, layout, last) if layout else None)
+            return
+
+
+def _of_idle(trainer: float, rollout: float, when: str, layout: GpuLayout | None, sides: Sides | None) -> Advisory:
+    """Return what to say about the idle shares of both sides, at least one of which is above its bound."""
+    waits = (
+        f"the trainer waited for rollouts {trainer:.0%} of its time",
+        f"the engines had no work for {rollout:.0%} of the time",
+    )
+    told = " and ".join(wait for wait, share in zip(waits, (trainer, rollout), strict=True) if share > IDLE)
+    title = f"{told[0].upper()}{told[1:]}, {when}"
+    ahead = "Let generation run ahead of training (admission.mode: one_step_off, stream or async)."
+    if layout is not None and layout.synchronous:
+        text = f"The two sides run in turn. {ahead} As long as they run in turn: {_split_text(sides)}"
+        return Advisory("both_idle", title, text)
+    if trainer > IDLE and rollout > IDLE:
+        text = "The two sides wait for each other, and another split of the GPUs does not change that."
+        further = "Let generation run further ahead of training (admission.max_staleness)."
+        return Advisory("both_idle", title, f"{text} {ahead if layout is None else further}")
+    if trainer > IDLE:
+        return Advisory("trainer_idle", title, f"Rollout is the slower side. {_split_text(sides)}")
+    slower = "Training is the slower side, or the bound on staleness holds generation back."
+    return Advisory("rollout_idle", title, f"{slower} {_split_text(sides)}")
+
+
+def sides_of(metrics: RunMetrics, layout: GpuLayout, last: float = 1.0) -> Sides | None:
+    """Return both sides as measured, per step of the last share of the steps; None without times."""
+    step = metrics.average("time/step", last)
+    if not step > 0:
+        return None
+    passes = sum(_or_zero(metrics.average(f"time/{phase}", last)) for phase in ("logprobs", "update"))
+    waits = sum(_or_zero(metrics.average(f"time/{phase}", last)) for phase in ("generate", "drain"))
+    # The engines' share of idle time is of the time between two batches, which is a step in the long run.
+    busy = 1.0 - _or_zero(rollout_idle(metrics, last))
+    return Sides(
+        layout.trainer_gpus, layout.replicas * layout.replica_gpus, layout.trainer_unit, layout.replica_gpus,
+        max(0.0, step - passes - waits), passes, busy * step, layout.synchronous,
+    )  # fmt: skip
+
+
+def _split_text(sides: Sides | None) -> str:
+    if sides is None:
+        return "The config of the run is not there, so no split of the GPUs can be computed."
+    now = f"{sides.trainer_gpus} for the trainer and {sides.rollout_gpus} for rollout"
+    better = best_split(sides)
+    if better is None:
+        return f"With {now}, no other split of the same GPUs is shorter by 3% or more."
+    return (
+        f"Now {now}. With {better.trainer_gpus} and {better.rollout_gpus} (rollout.replicas: "
+        f"{better.rollout_gpus // sides.rollout_unit}) a step would take about {better.step_share:.0%} of its present "
+        "time, if both sides scale with their GPUs."
+    )
+
+
+def _slow_replicas(metrics: RunMetrics) -> Iterator[Advisory]:
+    rates = replica_rates(metrics)
+    if len(rates) < 2:
+        return
+    usual = statistics.median(rates.values())
+    slow = {name: rate for name, rate in rates.items() if rate < SLOW_REPLICA * usual}
+    if slow:
+        listed = ", ".join(
+            f"replica {name}: {rate:,.0f}" for name, rate in sorted(slow.items(), key=lambda x: x[1])[:8]
+        )
+        yield Advisory(
+            "slow_replica",
+            f"{len(slow)} of {len(rates)} engines made less than {SLOW_REPLICA:.0%} of the usual tokens per second",
+            f"Usual is {usual:,.0f} tokens/s; {listed}. See the log of the replica, and its node with megarl doctor; "
+            "megarl pool can drain and replace it.",
+        )
+
+
+def replica_rates(metrics: RunMetrics) -> dict[str, float]:
+    """Return the mean tokens per second of each replica over the steps in which it had work, by its number."""
+    prefix = "rollout/replica_tokens_per_second/"
+    return {name[len(prefix) :]: metrics.average(name) for name in metrics.family(prefix)}
+
+
+def _spikes(metrics: RunMetrics) -> Iterator[Advisory]:
+    step = metrics.peaks.get("step")
+    for phase, peaks in metrics.peaks.items():
+        if phase == "step" or not peaks.spikes or step is None or peaks.longest < NOTICEABLE * step.median:
+            continue
+        longest, step_number = _seconds(peaks.longest), peaks.longest_step
+        times = f"{peaks.longest / peaks.median:,.0f} times " if peaks.median >= MEASURABLE_S else "far above "
+        yield Advisory(
+            "spike",
+            f"time/{phase} took {longest} in step {step_number}, {times}its median of {_seconds(peaks.median)}",
+            f"It took more than {SPIKE:g} times its median in {peaks.spikes:,} of {metrics.steps:,} steps. The events "
+            "of that step (megarl trace) and the logs say what was slow.",
+        )
+
+
+def _seconds(value: float) -> str:
+    if value < MEASURABLE_S:
+        return "less than 1 ms"
+    return f"{value:,.0f} s" if value >= 10 else f"{value:.2g} s"
+
+
+def _or_zero(value: float) -> float:
+    return 0.0 if math.isnan(value) else value

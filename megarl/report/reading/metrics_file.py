@@ -1,0 +1,304 @@
+"""Reads metrics.jsonl and its older parts once, in a stream, into what the report shows of them.
+
+Its memory does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from megarl.common.rundir import rotating_lines
+from megarl.common.rundir.json_lines import read_json_lines
+from megarl.report.reading.distribution import LogHistogram
+from megarl.report.reading.downsample import Buckets, Envelope, Floats
+from megarl.telemetry.metrics.timer import PHASES
+
+MetricsLine = dict[str, float | None]
+
+BUCKETS = 800  # of a series on the page at most: more than a plot is wide
+CHUNK_ROWS = 512
+MOST_EVALUATIONS = 400  # of each set that are shown
+SPIKE = 6.0  # times its median is what counts as a spike of a phase
+
+# Series of one number per step. Those that a run lacks are left out.
+SERIES = (
+    "step", "wall_time", "total/wall_seconds",
+    "reward/mean", "reward/std", "reward/stderr", "reward/errors", "reward/redone",
+    "groups/admitted", "groups/filtered", "groups/solve_all", "groups/solve_none", "groups/dropped_stale",
+    "groups/failed", "batch/samples", "batch/response_tokens", "batch/reused_tokens", "batch/failed_samples",
+    "batch/trained_tokens", "batch/staleness_mean", "batch/staleness_max", "batch/dp_imbalance",
+    "rollout/truncated_share", "rollout/aborted_share", "rollout/response_length_mean", "rollout/response_length_min",
+    "rollout/response_length_max", "rollout/response_length_p10", "rollout/response_length_p50",
+    "rollout/response_length_p90", "rollout/response_length_p99", "rollout/queue_depth", "rollout/idle_ratio",
+    "rollout/engine_seconds", "rollout/replaced_tokens",
+    "rollout/kv_usage_max", "rollout/running_max", "rollout/waiting_max", "rollout/generate_seconds_p50",
+    "rollout/generate_seconds_p99", "rollout/generate_seconds_max", "rollout/replicas_alive", "rollout/replicas_lost",
+    "rollout/continued", "rollout/cut", "rollout/rebuilds", "rollout/workers_lost", "rollout/groups_redone",
+    "rollout/groups_kept", "rollout/replica_tokens_per_second_min", "rollout/replica_tokens_per_second_max",
+    "perf/trainer_tokens_per_second", "perf/rollout_tokens_per_second", "perf/tokens_per_second",
+    "policy/entropy", "policy/grad_norm", "policy/approx_kl", "policy/kl_ref", "policy/clip_fraction",
+    "mismatch/k3_kl", "sync/restarted_replicas", "sync/version", "time/step", "time/other",
+    "time/trainer_idle_ratio", "total/groups_rolled_back", "total/failed_writes",
+    *(f"time/{phase}" for phase in PHASES),
+)  # fmt: skip
+# Families of series whose last part is a name, and how many of them are kept at most.
+FAMILIES = {
+    "reward/component/": 12,
+    "rollout/version_lag_tokens/": 64,
+    "rollout/replica_tokens_per_second/": 256,
+}
+NO_SIGNAL = "derived/no_signal"  # share of the groups of a step whose samples all were right, or all were wrong
+REWARD_VARIANCE = "derived/reward_variance"  # of the mean reward of a step
+TRAINER_WAIT = "derived/trainer_wait"  # seconds of a step in which the trainer waited for rollouts
+ROLLOUT_IDLE = "derived/rollout_idle"  # seconds of a step in which no engine ran; they refer to ROLLOUT_TIME
+ROLLOUT_TIME = "derived/rollout_time"  # time/step where it is known whether engines ran
+DERIVED = (NO_SIGNAL, REWARD_VARIANCE, TRAINER_WAIT, ROLLOUT_IDLE, ROLLOUT_TIME)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The times of a phase in seconds: the median over the steps in which it took any, and the longest."""
+
+    median: float
+    longest: float
+    longest_step: int
+    spikes: int  # steps in which it took more than `SPIKE` times its median
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of one set in one evaluation, without `eval/SET/`, and when it was."""
+
+    step: int
+    seconds: float  # of the run's wall time, as far as the step lines before it tell
+    values: Mapping[str, float]
+
+
+@dataclass
+class RunMetrics:
+    """The content of metrics.jsonl that is shown: down-sampled series by name, and numbers of the whole run."""
+
+    names: list[str]
+    buckets: Buckets
+    width: int  # steps of a bucket
+    steps: int  # lines of steps that were read
+    peaks: dict[str, Peaks]
+    evaluations: dict[str, list[Evaluation]]
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # members of a family beyond its bound, by its prefix
+
+    def __post_init__(self) -> None:
+        self._index = {name: number for number, name in enumerate(self.names)}
+
+    def has(self, name: str) -> bool:
+        """Tell whether any step has a value of this series."""
+        number = self._index.get(name)
+        return number is not None and bool(self.buckets.count[:, number].any())
+
+    def mean(self, name: str) -> Floats:
+        """Return the mean of each bucket [B]; NaN where there is no value."""
+        return self._column(self.buckets.mean, name)
+
+    def low(self, name: str) -> Floats:
+        """Return the lowest value of each bucket [B]; NaN where there is no value."""
+        return self._column(self.buckets.low, name)
+
+    def high(self, name: str) -> Floats:
+        """Return the highest value of each bucket [B]; NaN where there is no value."""
+        return self._column(self.buckets.high, name)
+
+    def count(self, name: str) -> Floats:
+        """Return the number of steps with a value in each bucket [B]."""
+        return np.nan_to_num(self._column(self.buckets.count, name))
+
+    def sum(self, name: str) -> float:
+        """Return the sum over all steps; 0 without a value."""
+        return float(np.nansum(self._column(self.buckets.total, name)))
+
+    def average(self, name: str, last: float = 1.0) -> float:
+        """Return the mean over the last share of the buckets; NaN without a value."""
+        first = self._first(last)
+        count = float(np.nansum(self._column(self.buckets.count, name)[first:]))
+        return float(np.nansum(self._column(self.buckets.total, name)[first:])) / count if count else math.nan
+
+    def ratio(self, name: str, per: str, last: float = 1.0) -> float:
+        """Return the sum of a series over that of another one, of the last share of the buckets; NaN without values.
+
+        For shares of time it is the share of the whole time, in which long steps count more.
+        """
+        above, below = self.average(name, last), self.average(per, last)
+        counts = self._counted(name, last), self._counted(per, last)
+        return above * counts[0] / (below * counts[1]) if below > 0 else math.nan
+
+    def _counted(self, name: str, last: float) -> float:
+        return float(self.count(name)[self._first(last) :].sum())
+
+    def _first(self, last: float) -> int:
+        return len(self.buckets) - max(1, math.ceil(last * len(self.buckets))) if len(self.buckets) else 0
+
+    def largest(self, name: str) -> float:
+        """Return the largest value of any step; NaN without a value."""
+        values = self.high(name)
+        return float(np.nanmax(values)) if not np.isnan(values).all() else math.nan
+
+    def smallest(self, name: str) -> float:
+        """Return the smallest value of any step; NaN without a value."""
+        values = self.low(name)
+        return float(np.nanmin(values)) if not np.isnan(values).all() else math.nan
+
+    def family(self, prefix: str) -> list[str]:
+        """Return the names of the series of a family, those with numbers in their order."""
+        names = [name for name in self.names if name.startswith(prefix)]
+        return sorted(
+            names,
+            key=lambda name: (
+                (0, int(name[len(prefix) :]), "") if name[len(prefix) :].lstrip("-").isdigit() else (1, 0, name)
+            ),
+        )
+
+    def _column(self, values: Floats, name: str) -> Floats:
+        number = self._index.get(name)
+        return np.full(len(self.buckets), np.nan) if number is None else values[:, number]
+
+
+class MetricsReader:
+    """Collects the lines of metrics.jsonl, whatever their number; `result` returns what they amount to."""
+
+    def __init__(self, buckets: int = BUCKETS) -> None:
+        self._names = list(SERIES)
+        self._seen = set(SERIES)
+        self._envelope = Envelope(len(SERIES) + len(DERIVED), buckets)
+        self._order = [*SERIES, *DERIVED]
+        self._histograms = {phase: LogHistogram() for phase in ("step", *PHASES)}
+        self._longest = dict.fromkeys(self._histograms, (0.0, 0))
+        self._evaluations: dict[str, list[Evaluation]] = {}
+        self._left_out: dict[str, list[str]] = {}
+        self._seconds = 0.0
+
+    def add(self, rows: Sequence[MetricsLine]) -> None:
+        """Add consecutive lines."""
+        steps = []
+        for row in rows:
+            if "eval/step" in row:
+                self._add_evaluation(row)
+            elif "time/step" in row:
+                steps.append(row)
+                self._seconds = row.get("total/wall_seconds") or self._seconds
+        if steps:
+            self._add_steps(steps)
+
+    def result(self) -> RunMetrics:
+        """Return what the lines so far amount to."""
+        envelope = self._envelope
+        evaluations = {name: list(points) for name, points in self._evaluations.items()}
+        return RunMetrics(
+            list(self._order), envelope.buckets, envelope.width, envelope.rows, self._peaks(), evaluations,
+            {prefix: list(names) for prefix, names in self._left_out.items()},
+        )  # fmt: skip
+
+    def _peaks(self) -> dict[str, Peaks]:
+        peaks = {}
+        for phase, histogram in self._histograms.items():
+            if len(histogram):
+                median, (longest, step) = histogram.quantile(0.5), self._longest[phase]
+                peaks[phase] = Peaks(median, longest, step, histogram.above(SPIKE * median))
+        return peaks
+
+    def _add_steps(self, steps: Sequence[MetricsLine]) -> None:
+        for name in sorted(set().union(*steps) - self._seen):
+            self._seen.add(name)
+            self._extend(name)
+        values = np.array([[row.get(name) for name in self._names] for row in steps], dtype=np.float64)
+        values[np.isinf(values)] = np.nan
+        column = {name: values[:, number] for number, name in enumerate(self._names)}
+        for phase, histogram in self._histograms.items():
+            seconds = column[f"time/{phase}"]
+            histogram.add(seconds)
+            highest = int(np.argmax(np.nan_to_num(seconds)))
+            if seconds[highest] > self._longest[phase][0]:
+                self._longest[phase] = float(seconds[highest]), int(np.nan_to_num(column["step"][highest]))
+        step_s, idle = column["time/step"], column["rollout/idle_ratio"]
+        waits = np.nan_to_num(column["time/generate"]) + np.nan_to_num(column["time/drain"])
+        known = np.where(np.isnan(idle), np.nan, step_s)
+        derived = np.column_stack([no_signal(column), reward_variance(column), waits, idle * step_s, known])
+        fixed = len(SERIES)
+        self._envelope.add(np.hstack([values[:, :fixed], derived, values[:, fixed:]]))
+
+    def _extend(self, name: str) -> None:
+        """Begin a series that no line before had, if it belongs to a family that has room."""
+        for prefix, most in FAMILIES.items():
+            if name.startswith(prefix):
+                if sum(each.startswith(prefix) for each in self._names) >= most:
+                    self._left_out.setdefault(prefix, []).append(name[len(prefix) :])
+                    return
+                self._names.append(name)
+                self._order.append(name)
+                self._envelope.add_columns(1)
+
+    def _add_evaluation(self, row: MetricsLine) -> None:
+        sets: dict[str, dict[str, float]] = {}
+        for name, value in row.items():
+            parts = name.split("/", 2)
+            if parts[0] == "eval" and len(parts) == 3 and value is not None:
+                sets.setdefault(parts[1], {})[parts[2]] = value
+        for name, values in sets.items():
+            points = self._evaluations.setdefault(name, [])
+            points.append(Evaluation(int(row.get("eval/step") or 0), self._seconds, values))
+            if len(points) > 2 * MOST_EVALUATIONS:
+                del points[1:-1:2]  # every second one; the first and the last stay
+
+
+def no_signal(column: Mapping[str, Floats]) -> Floats:
+    """Return the share of each step's groups [N] that teach nothing, as far as metrics tell: the larger of two shares.
+
+    Groups that were filtered, because their rewards are equal; and those whose samples all were right or all were
+    wrong, which is the same for rewards of 0 and 1 and also known where nothing is filtered.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        filtered = column["groups/filtered"] / column["groups/admitted"]
+    filtered[~np.isfinite(filtered)] = np.nan
+    return np.fmax(filtered, column["groups/solve_all"] + column["groups/solve_none"])
+
+
+def reward_variance(column: Mapping[str, Floats]) -> Floats:
+    """Return the variance of each step's mean reward [N]: that of its groups, or else as of independent samples."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        independent = column["reward/std"] ** 2 / column["batch/samples"]
+    independent[~np.isfinite(independent)] = np.nan
+    return np.where(np.isnan(column["reward/stderr"]), independent, column["reward/stderr"] ** 2)
+
+
+def mean_interval(metrics: RunMetrics) -> tuple[Floats, Floats]:
+    """Return the ends of the 95% interval of the mean reward of each bucket [B]; the steps are independent."""
+    mean, count = metrics.mean("reward/mean"), metrics.count("reward/mean")
+    variance = np.where(metrics.count(REWARD_VARIANCE) > 0, metrics.mean(REWARD_VARIANCE), np.nan)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        half = 1.96 * np.sqrt(variance / count)
+    return mean - half, mean + half
+
+
+def read_metrics(path: Path, buckets: int = BUCKETS) -> RunMetrics:
+    """Read metrics.jsonl and its older parts, which may be written meanwhile. What is not there has no steps."""
+    decoder = msgspec.json.Decoder(MetricsLine)
+    files = [*(part for _, part in rotating_lines.older_parts(path)), path]
+    return metrics_of((row for each in files for _, row in read_json_lines(each, decoder)), buckets)
+
+
+def metrics_of(rows: Iterable[MetricsLine], buckets: int = BUCKETS) -> RunMetrics:
+    """Return what consecutive lines of metrics.jsonl amount to."""
+    reader = MetricsReader(buckets)
+    for chunk in _chunks(rows):
+        reader.add(chunk)
+    return reader.result()
+
+
+def _chunks(rows: Iterable[MetricsLine]) -> Iterator[list[MetricsLine]]:
+    iterator = iter(rows)
+    while chunk := list(islice(iterator, CHUNK_ROWS)):
+        yield chunk

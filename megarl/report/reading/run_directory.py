@@ -1,0 +1,156 @@
+"""Reads all that the report shows of one run from its directory, which may be written meanwhile."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from megarl.common.rundir.json_lines import read_json_lines
+from megarl.common.rundir.notices import notices_file, older_notices_file
+from megarl.report.reading.advisories import GpuLayout
+from megarl.report.reading.metrics_file import RunMetrics, read_metrics
+from megarl.report.reading.run_events import RunEvents, read_run_events
+from megarl.report.reading.run_status import status_of
+from megarl.report.reading.samples_file import SampleSet, read_samples
+
+MOST_NOTICES = 60  # that are shown, the newest
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A line that a process of the pool has shown to the user. `at`: Unix seconds; NaN in files that lack it."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """One run of the report."""
+
+    name: str
+    path: Path
+    status: str  # see `status_of`
+    reason: str
+    planned_steps: int  # 0 if it is not known
+    read_at: float  # Unix seconds
+    written_at: float  # when a metric was written last, Unix seconds; NaN without metrics
+    config: Mapping[str, str]  # by the dotted key, as text
+    layout: GpuLayout | None
+    metrics: RunMetrics
+    samples: SampleSet
+    events: RunEvents
+    notices: Sequence[Notice]
+
+
+def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Return a name for each directory: the shortest ends of their paths that differ."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    names = ["/".join(each[-1:]) for each in parts]
+    for length in range(2, max(map(len, parts)) + 1):
+        if len(set(names)) == len(set(parts)):
+            break
+        names = [
+            "/".join(each[-length:]) if names.count(name) > 1 else name for each, name in zip(parts, names, strict=True)
+        ]
+    return names
+
+
+def read_run(run_dir: Path, name: str, *, buckets: int, samples: int) -> ReportedRun:
+    """Read a run, to be shown as `name`. `buckets`: of its series at most; `samples`: how many are shown.
+
+    Raises FileNotFoundError, which says what is missing, if it is no directory of a run.
+    """
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"there is no run directory {run_dir}")
+    metrics_file, config_file = run_dir / "metrics.jsonl", run_dir / "config.yaml"
+    if not metrics_file.is_file() and not config_file.is_file():
+        raise FileNotFoundError(
+            f"{run_dir} has neither metrics.jsonl nor config.yaml: give the directory of a run (run.dir of its config)"
+        )
+    tree = _config(config_file)
+    written = metrics_file.stat().st_mtime if metrics_file.is_file() else math.nan
+    status, reason = status_of(run_dir, time.time() - written)
+    run_section = tree.get("run")
+    steps = run_section.get("steps") if isinstance(run_section, Mapping) else 0
+    return ReportedRun(
+        name=name,
+        path=run_dir,
+        status=status,
+        reason=reason,
+        planned_steps=steps if isinstance(steps, int) else 0,
+        read_at=time.time(),
+        written_at=written,
+        config=dict(flat(tree)),
+        layout=layout_of(tree),
+        metrics=read_metrics(metrics_file, buckets),
+        samples=read_samples(run_dir, samples),
+        events=read_run_events(run_dir),
+        notices=_notices(run_dir),
+    )
+
+
+def _config(path: Path) -> Mapping[str, object]:
+    """Return the resolved config; empty if it is not there or damaged."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def flat(tree: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value as text) of every leaf of a config."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree if isinstance(tree, str) else json.dumps(tree, default=str)
+
+
+def differences(configs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return the keys in which configs differ, each with its value in every config; empty text where it is absent."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = {key: [config.get(key, "") for config in configs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def layout_of(tree: Mapping[str, object]) -> GpuLayout | None:
+    """Return the GPUs of a resolved config; None if it does not say."""
+    trainer, rollout, admission = (tree.get(name) for name in ("trainer", "rollout", "admission"))
+    if not (isinstance(trainer, Mapping) and isinstance(rollout, Mapping)):
+        return None
+    parallel = trainer.get("parallel")
+    parallel = parallel if isinstance(parallel, Mapping) else {}
+    mode = admission.get("mode") if isinstance(admission, Mapping) else None
+    numbers = [
+        trainer.get("gpus"), rollout.get("replicas"), rollout.get("tensor_parallel"),
+        parallel.get("tensor", 1), parallel.get("pipeline", 1), parallel.get("expert", 1),
+        parallel.get("expert_tensor") or parallel.get("tensor", 1),
+    ]  # fmt: skip
+    if not all(isinstance(number, int) and number > 0 for number in numbers):
+        return None
+    gpus, replicas, replica_gpus, tensor, pipeline, expert, expert_tensor = (int(number) for number in numbers)
+    # What `layout_problems` accepts: the dense and the expert layers are each spread over all ranks.
+    unit = math.lcm(tensor * pipeline, expert * expert_tensor * pipeline)
+    return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync")
+
+
+def _notices(run_dir: Path) -> list[Notice]:
+    """Return the newest notices of the pool."""
+    found = []
+    for path in (older_notices_file(run_dir), notices_file(run_dir)):
+        for _, content in read_json_lines(path, msgspec.json.Decoder(dict[str, Any])):
+            if isinstance(content.get("text"), str):
+                at = content.get("wall_time")
+                found.append(Notice(float(at) if isinstance(at, int | float) else math.nan, content["text"]))
+        del found[:-MOST_NOTICES]
+    return found

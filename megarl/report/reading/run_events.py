@@ -1,0 +1,108 @@
+"""The events of a run that its report shows: slowest trajectories, and faults with what followed them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.telemetry.trace.files import RunEvent, read_events
+
+CAUSES = ("queue", "prefill", "decode", "tool", "reward", "other")
+SLOWEST = 20  # trajectories that are shown
+MOST_FAULTS = 200  # that are shown, the newest
+
+
+@dataclass(frozen=True)
+class SlowTrajectory:
+    """One of the slowest trajectories of a run. `parts`: seconds by cause, in the order of `CAUSES`."""
+
+    step: int
+    group: int
+    sample: int
+    replica: int | None
+    seconds: float
+    parts: tuple[float, ...]
+    tokens: int
+    turns: int
+
+    @property
+    def cause(self) -> str:
+        """The largest part."""
+        return max(zip(self.parts, CAUSES, strict=True))[1]
+
+
+@dataclass(frozen=True)
+class RunFault:
+    """Something that was lost or has failed, and what followed; `outcome` is empty while nothing has."""
+
+    at: float  # Unix seconds
+    step: int | None
+    process: str
+    kind: str
+    text: str
+    outcome: str = ""
+    after_s: float | None = None  # from the fault to its outcome
+
+
+@dataclass(frozen=True)
+class RunEvents:
+    """The events that were read; `recorded` is False for a run that has none."""
+
+    slow: list[SlowTrajectory]
+    faults: list[RunFault]
+    recorded: bool
+
+
+def read_run_events(run_dir: Path) -> RunEvents:
+    """Read the events of slow trajectories, faults and recoveries. Work that a resume has discarded is left out."""
+    slow: list[tuple[float, int, SlowTrajectory]] = []
+    found: list[RunEvent] = []
+    recorded = False
+    for number, event in enumerate(read_events(run_dir, {"slow_trajectory", "fault", "recovery"})):
+        recorded = True
+        if event.name != "slow_trajectory":
+            found.append(event)
+        elif not event.rolled_back:
+            entry = (event.seconds, -number, slow_trajectory(event))
+            (heapq.heappush if len(slow) < SLOWEST else heapq.heappushpop)(slow, entry)
+    slowest = [trajectory for *_, trajectory in sorted(slow, reverse=True)]
+    return RunEvents(slowest, pair(found)[-MOST_FAULTS:], recorded or (run_dir / "events").is_dir())
+
+
+def slow_trajectory(event: RunEvent) -> SlowTrajectory:
+    """Return what a `slow_trajectory` event says."""
+    return SlowTrajectory(
+        event.step or 0,
+        -1 if event.group is None else event.group,
+        -1 if event.sample is None else event.sample,
+        event.replica,
+        event.seconds,
+        tuple(float(event.args.get(f"{cause}_s", 0.0)) for cause in CAUSES),
+        int(event.args.get("tokens", 0)),
+        int(event.args.get("turns", 1)),
+    )
+
+
+def pair(events: Iterable[RunEvent]) -> list[RunFault]:
+    """Return the faults in the order of time, each with the first recovery after it of its kind, replica and rule.
+
+    A recovery ends one fault: the oldest of its kind, replica and rule that has no outcome.
+    """
+    faults: list[RunFault] = []
+    open_: dict[tuple[str, int | None, str], list[int]] = {}
+    for event in sorted(events, key=lambda event: (event.begin, event.name != "fault")):
+        key = (str(event.args.get("kind", "")), event.replica, str(event.args.get("rule", "")))
+        text = str(event.args.get("text", ""))
+        if event.name == "fault":
+            open_.setdefault(key, []).append(len(faults))
+            faults.append(RunFault(event.begin, event.step, event.process, key[0], text))
+        elif waiting := open_.get(key):
+            number = waiting.pop(0)
+            fault = faults[number]
+            faults[number] = RunFault(
+                fault.at, fault.step, fault.process, fault.kind, fault.text, text or "the run went on",
+                event.begin - fault.at,
+            )  # fmt: skip
+    return faults

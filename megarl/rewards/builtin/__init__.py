@@ -1,0 +1,1 @@
+"""The shipped reward functions: `gsm8k`, `math` and `code`."""

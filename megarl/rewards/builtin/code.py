@@ -1,0 +1,129 @@
+"""The reward function `code`: judges the program in a response by the unit tests of its row, in the sandbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.rewards.builtin.code_programs import answer_program, judge_program
+from megarl.rewards.builtin.code_tests import CodeTests, last_program, read_tests, same_output
+from megarl.rewards.types import RewardResult
+from megarl.sandbox.availability import require_sandbox
+from megarl.sandbox.limits import Limits, SandboxError
+from megarl.sandbox.packages import find_packages
+from megarl.sandbox.runner import Sandbox
+
+LEAST_S = 0.05  # less is left for no test
+
+
+@dataclass(frozen=True)
+class CodeVerdict:
+    """The outcome of one test; `message` says why it failed."""
+
+    passed: bool
+    message: str = ""
+
+
+class CodeReward:
+    """Score 1 if all tests pass, else 0; the component `passed` is the share that does.
+
+    `timeout_s`: for all tests of a response together; it has to be less than `reward.timeout_s`. `memory_mib`: of a
+    program; `packages`: those that it can import (`find_packages`). Raises ValueError for values that mean nothing.
+    """
+
+    def __init__(self, timeout_s: float = 6.0, memory_mib: int = 512, packages: Sequence[str] = ()) -> None:
+        self.timeout_s, self.packages = timeout_s, tuple(packages)
+        find_packages(packages)
+        self.limits = Limits(
+            timeout_s=timeout_s, cpu_s=max(1, round(timeout_s)), memory_mib=memory_mib, output_kib=4096
+        )
+
+    def warm_up(self) -> None:
+        """Raise SandboxError if this machine has no sandbox."""
+        require_sandbox()
+
+    def __call__(self, response: str, row: dict[str, Any]) -> RewardResult:
+        """Judge a response. Raises ValueError for a row without usable tests."""
+        cases = read_tests(row)
+        program = last_program(response)
+        if program is None:
+            return RewardResult(0.0, {"passed": 0.0})
+        verdicts = self.verdicts(program, cases)
+        passed = sum(verdict.passed for verdict in verdicts)
+        return RewardResult(float(passed == len(verdicts)), {"passed": passed / len(verdicts)})
+
+    def verdicts(self, program: str, cases: CodeTests) -> list[CodeVerdict]:
+        """Return the outcome of each test, of at least one."""
+        deadline = time.monotonic() + self.timeout_s
+        sandbox = Sandbox(self.limits, slots=1, packages=self.packages)
+        try:
+            if cases.pairs:
+                return [self._of_pair(sandbox, program, pair, deadline) for pair in cases.pairs]
+            return self._of_pieces(sandbox, program, cases.pieces, deadline)
+        finally:
+            sandbox.close()
+
+    @staticmethod
+    def _of_pair(sandbox: Sandbox, program: str, pair: tuple[str, str], deadline: float) -> CodeVerdict:
+        left = deadline - time.monotonic()
+        if left < LEAST_S:
+            return CodeVerdict(False, "the time was over before this test")
+        result = sandbox.run_now(program, stdin=pair[0], timeout_s=left)
+        if not result.ok:
+            return CodeVerdict(False, result.limit or result.stderr[-200:])
+        return CodeVerdict(same_output(result.stdout, pair[1]), "another output")
+
+    @staticmethod
+    def _of_pieces(sandbox: Sandbox, program: str, pieces: tuple[str, ...], deadline: float) -> list[CodeVerdict]:
+        """Run the tests beside the program; those that were not reached have failed."""
+        to_program, from_judge = os.pipe2(os.O_CLOEXEC)
+        to_judge, from_program = os.pipe2(os.O_CLOEXEC)
+        problems: list[Exception] = []
+        judged = threading.Event()
+
+        def run_program() -> None:
+            left = max(LEAST_S, deadline - time.monotonic())
+            try:
+                sandbox.run_now(answer_program(program), stdin=to_program, stdout=from_program, timeout_s=left)
+            except (OSError, SandboxError) as error:
+                if not judged.is_set():  # otherwise it was cancelled, because nobody needs it any more
+                    problems.append(error)
+
+        running = threading.Thread(target=run_program)
+        running.start()
+        try:
+            left = max(LEAST_S, deadline - time.monotonic())
+            told = sandbox.run_now(judge_program(pieces), stdin=to_judge, stdout=from_judge, timeout_s=left)
+        finally:
+            judged.set()
+            sandbox.close()
+            running.join()
+        if problems:
+            raise problems[0]
+        return read_verdicts(told.stderr, len(pieces))
+
+
+def read_verdicts(told: str, count: int) -> list[CodeVerdict]:
+    """Return the verdicts that the judge told; what it did not come to has failed.
+
+    Raises ValueError for a test that cannot be judged from outside the program.
+    """
+    verdicts: list[CodeVerdict] = []
+    last = "the time was over before this test"
+    for line in told.splitlines():
+        try:
+            kind, message = json.loads(line)
+        except ValueError:  # the judge was ended in the middle of a line
+            break
+        if kind == "unsupported":
+            raise ValueError(f"test {len(verdicts) + 1} of the row cannot be judged: {message}")
+        if kind == "ended":
+            last = message
+            break
+        verdicts.append(CodeVerdict(kind == "passed", message))
+    return (verdicts + [CodeVerdict(False, last)] * count)[:count]

@@ -1,0 +1,145 @@
+r"""The `math` reward: compares the last \boxed{} of the response, else its final answer, by math-verify.
+
+math-verify's own timeouts are off, because they use SIGALRM, which raises outside the main thread, and because the pool
+kills a process whose sample takes too long. An answer that would be too large to evaluate (`answer_size`) is not given
+to math-verify: it is right only if it is the reference, letter for letter.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from megarl.rewards.builtin.sympy_guard import is_too_large
+from megarl.rewards.types import RewardInput, RewardResult
+
+_BRACES = re.compile(r"\\?(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_TAIL_CHARACTERS = 3000  # a final answer without a box is at the end, and math-verify is slow on long text
+# What math-verify evaluates in text without a box: formulas, and expressions of digits and operators.
+_FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\[.*?\\\]|\\\(.*?\\\)|[\d(][\d\s.+\-*×/^()÷]*\^[\d\s.+\-*×/^()÷]*", re.DOTALL)
+# One way to write each of them, so two that differ are different numbers. Longer ones are left to math-verify.
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
+_LEFT_OUT_TEXT = "too large"
+_LEFT_OUT = rf"$\text{{{_LEFT_OUT_TEXT}}}$"
+Parsed = list[Any]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
+
+
+def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
+    r"""Return 1 if the final answer of the response is mathematically equal to the reference, else 0.
+
+    Components: `correct`, `parsed` (an answer was found), `boxed` (it is in a \boxed{}). With `require_box` a response
+    without a box has no answer. Raises ValueError if the reference cannot be parsed.
+    """
+    content = last_boxed(sample.response)
+    found, correct = compare(sample.answer, _answer(sample.response, content, require_box))
+    components = {
+        "correct": float(correct),
+        "parsed": float(found is not None),
+        "boxed": float(content is not None),
+    }
+    return RewardResult(float(correct), components, found)
+
+
+def _answer(response: str, content: str | None, require_box: bool) -> str:
+    """Return the text in which the final answer is looked for; `content`: that of the last box."""
+    if content is not None:
+        return rf"\boxed{{{content}}}"
+    return "" if require_box else response[-_TAIL_CHARACTERS:]
+
+
+@lru_cache(maxsize=4096)
+def compare(reference: str, answer: str) -> tuple[str | None, bool]:
+    """Return (`answer` in canonical form, or None if it cannot be parsed; whether it equals `reference`).
+
+    Results are cached, because the samples of a group mostly give the same few answers and math-verify takes
+    milliseconds for each. Raises ValueError if the reference cannot be parsed.
+    """
+    content, expected_text = last_boxed(answer), _reference_text(reference)
+    if content is not None and _INTEGER.fullmatch(content) and _INTEGER.fullmatch(expected_text):
+        return content, content == expected_text
+    if content is not None and (is_too_large(content) or is_too_large(expected_text)):
+        same = "".join(content.split()) == "".join(expected_text.split())
+        return ("".join(content.split()), True) if same else (None, False)
+    if is_too_large(expected_text):
+        return None, False
+    if content is None:
+        answer = _FORMULA.sub(lambda match: _LEFT_OUT if is_too_large(match[0]) else match[0], answer)
+    expected = parse_reference(reference)
+    if not expected:
+        raise ValueError(
+            f"the reference answer {reference[-60:]!r} cannot be read by math-verify; correct the data file"
+        )
+    from math_verify import verify
+
+    found = _parse(answer) if answer else []
+    if not found or found[-1] == _LEFT_OUT_TEXT:
+        return None, False
+    return canonical(found), bool(verify(list(expected), found, timeout_seconds=None))
+
+
+def canonical(found: Parsed) -> str:
+    r"""Return the same string for equal numbers: 0.50, \frac12 and 1/2 become `1/2`, and x = 3 becomes `3`.
+
+    It does not decide equivalence as `verify` does, which compares pairs: 2(x + 1) and 2x + 2 remain two answers.
+    """
+    from sympy import Equality, Float, Rational
+
+    value, text = found[0], "".join(str(found[-1]).split())
+    if isinstance(value, str):
+        return text
+    if isinstance(value, Equality) and value.lhs.is_Symbol:
+        value = value.rhs
+    try:
+        return str(Rational(str(value)) if isinstance(value, Float) else value)
+    except (TypeError, ValueError):  # an infinity, or more digits than Python converts to text
+        return text
+
+
+def _warm_up() -> None:
+    """Import math-verify and build its grammars, which takes seconds once per process."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its timeouts are off
+    for answer in ("7", r"\frac{1}{2}", "1.5"):
+        math(RewardInput(prompt="", response=rf"The answer is \boxed{{{answer}}}.", answer=answer))
+    math(RewardInput(prompt="", response="The answer is 8.", answer="7"))
+
+
+math.warm_up = _warm_up  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=4096)
+def parse_reference(answer: str) -> tuple[Any, ...]:
+    r"""Parse a reference answer: its last \boxed{}, else the text after `####`, else all of it. Empty if that fails."""
+    content = _reference_text(answer)
+    return tuple(_parse(rf"\boxed{{{content}}}")) if content else ()
+
+
+def _reference_text(answer: str) -> str:
+    """Return the part of a reference answer that is compared."""
+    content = last_boxed(answer)
+    return answer.rpartition("####")[2].strip().strip("$") if content is None else content
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} or \fbox{...} whose braces are closed; None if there is none.
+
+    Of nested boxes the inner one counts, because it begins later.
+    """
+    open_braces: list[tuple[bool, int]] = []
+    found: tuple[int, int] | None = None
+    for token in _BRACES.finditer(text):
+        if token["open"] or token["box"]:
+            open_braces.append((bool(token["box"]), token.end()))
+        elif token["close"] and open_braces:
+            is_box, start = open_braces.pop()
+            if is_box and (found is None or start > found[0]):
+                found = (start, token.start())
+    return text[found[0] : found[1]].strip() if found else None
+
+
+def _parse(text: str) -> Parsed:
+    from math_verify import parse
+
+    found: Parsed = parse(text, parsing_timeout=None)
+    return found

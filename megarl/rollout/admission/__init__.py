@@ -1,0 +1,1 @@
+"""Which groups may start, and exact counts of how each ends. Pure."""

@@ -1,0 +1,442 @@
+"""Admission of prompt groups and the exact count of how each of them ends. Pure: no clock, no tasks, no processes.
+
+Invariant: every admitted group ends as exactly one of trained, filtered, dropped_stale, failed, and at every moment the
+`Counters` are balanced.
+
+A group belongs to no step until a step takes it. The bound on staleness gives each group a last step that may train
+it, which follows from the version of its oldest token (or, while it is in flight, from the version at which it
+started). Two rules keep the bound:
+
+- No more groups are started at a version than the steps up to their last step can still take.
+- A step takes the oldest groups that have finished. It waits for older ones in flight, if what it would leave over is
+  more than the steps up to their last step could take (`awaited`).
+
+After a resume, groups that were generated before (`keep`) start again with the tokens that they have. What these count
+as is their version at the start, so both rules hold for them: of the groups up to any version, no more are kept than
+the steps up to their last step can take.
+
+With synchronous training the groups that are admitted for step t are exactly [t * groups, (t + 1) * groups). `failed`
+groups count towards their step: they are not redrawn.
+
+Dynamic sampling (DAPO, arXiv:2503.14476 section 3.2): a finished group whose rewards are all equal is replaced instead
+of queued. It leaves its place to the next group, and the step that is taken next settles it as filtered. Between two
+steps at most `refill` groups are replaced, so that every step ends.
+
+Bounded replay: with `max_uses` k > 1 a group that was trained may be trained again, by k steps in all and within the
+bound. A step takes such groups only to fill up: if the trainer waits for it with nothing else to do (`needed`), and at
+least one new group that did not fail, but not enough of them, has finished. Two rules keep them from taking the places
+of new groups:
+
+- Only so many groups start that the steps up to their last step could train each of them k times, but always enough
+  for one step. Otherwise the groups in flight would have all places within the bound, and none would be used again.
+- What a step leaves over of new groups must fit the steps up to their last step, as without replay (`awaited`).
+
+Replay settles nothing: a group ends once, at its first use, and further uses are counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import asdict
+from typing import Any
+
+from megarl.config.derived.staleness import Pace
+from megarl.rollout.admission.admission_log import Event, held_steps
+from megarl.rollout.admission.commit_checks import check_ends, check_numbers, check_uses
+from megarl.rollout.admission.counters import Counters, Taken
+from megarl.rollout.admission.groups_in_flight import GroupsInFlight
+from megarl.rollout.admission.ready_groups import ReadyGroups
+from megarl.rollout.admission.reusable_groups import ReusableGroups, Use
+
+
+class Admission:
+    """The state machine that decides which prompt groups may start, and counts how they end.
+
+    `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates. `refill`: the
+    most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `capacity`: the most
+    groups in flight, in the queue and in steps that are not committed (>= `groups`); None: no bound besides `pace`'s.
+    `steps`: those of the run, after which nothing is trained; None: no end. `max_uses`: the most steps that may train
+    a group (>= 1). Groups that may be trained again count for `capacity` too, but make room for new ones. `record` gets
+    every event that has changed it, as JSON content (`admission_log.py`).
+    """
+
+    def __init__(
+        self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None, steps: int | None = None,
+        max_uses: int = 1, record: Callable[[Event], object] = lambda event: None,
+    ) -> None:  # fmt: skip
+        if groups < 1:
+            raise ValueError(f"admission needs groups >= 1, got {groups}")
+        self.groups = groups
+        self.pace = pace
+        self.refill = refill
+        self.capacity = capacity
+        self.steps = steps
+        self.version = -1
+        self._next_group = 0
+        self._redraw: list[int] = []  # rolled back; admitted again before any new group
+        self._in_flight = GroupsInFlight()
+        self._ready = ReadyGroups()
+        self._replaced: list[int] = []  # since the last step was taken
+        self._taken: dict[int, Taken] = {}  # by step, if it is not committed
+        self._reusable = ReusableGroups(max_uses)  # all of them can be used by the next step
+        self._released: list[int] = []  # groups whose rows nobody needs any more, since `take_released`
+        self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
+        self._reused = 0  # uses of groups after their first one, in committed steps
+        self._committed_steps: int = 0
+        self._attempts = 0  # groups ever started, those that a resume has discarded included
+        # (version, steps done) from which the bound counts: at the first version that is set in this history.
+        self._base: tuple[int, int] | None = None
+        self._held: set[int] = set()  # steps of an earlier controller, whose rows are not in the queue
+        self._record = record
+
+    def _if_reusing(self, **values: object) -> Event:
+        """Return what an event has only in runs in which groups may be used again."""
+        return values if self.max_uses > 1 else {}
+
+    def announce(self, version: int) -> None:
+        """Record that engines are about to serve `version`: from now on, tokens may carry it."""
+        self._in_flight.announce(version)
+        self._record({"event": "announce", "version": version})
+
+    def set_version(self, version: int) -> None:
+        """Record that the engines serve `version`. Raises ValueError if it is lower than the last one."""
+        if version < self.version:
+            raise ValueError(f"weight version went back from {self.version} to {version}")
+        self.version = version
+        self._in_flight.serve(version)
+        if self._base is None:
+            self._base = (version, self._steps_taken)
+        self._record({"event": "set_version", "version": version})
+
+    @property
+    def _steps_taken(self) -> int:
+        """The number of steps that have taken their groups."""
+        return self._committed_steps + len(self._taken)
+
+    def steps_within_bound(self, version: int) -> int:
+        """Return the number of steps, from the start of the history, that may train tokens of `version`."""
+        if self._base is None:
+            return 0
+        first, steps = self._base
+        return steps + self.pace.steps_within_bound(version - first)
+
+    def _end(self, version: int) -> int:
+        """Return the same number, or that of the run's steps if these are fewer."""
+        end = self.steps_within_bound(version)
+        return end if self.steps is None else min(end, self.steps)
+
+    def _usable(self, version: int) -> bool:
+        """Tell whether the next step may train tokens of `version`."""
+        return self._steps_taken < self._end(version)
+
+    @property
+    def max_uses(self) -> int:
+        """The most steps that may train a group."""
+        return self._reusable.max_uses
+
+    @property
+    def _waiting_count(self) -> int:
+        """The number of new groups that no step has taken."""
+        return len(self._in_flight) + len(self._ready)
+
+    @property
+    def _taken_count(self) -> int:
+        """The number of groups in the queue that steps have taken."""
+        return sum(len(taken.ok) + len(taken.failed) + len(taken.reused) for taken in self._taken.values())
+
+    @property
+    def room(self) -> int:
+        """The number of groups that may start now: those that steps within the bound, and the queue, can still take.
+
+        If groups are used several times, only those that the steps can take as often, and at least those of one step.
+        """
+        room = self._room_at(self.version)
+        if self.max_uses > 1:
+            used_fully = self._places(self.version) // self.max_uses
+            room = min(room, max(self.groups, used_fully) - self._waiting_count)
+        return max(0, room)
+
+    def _places(self, version: int) -> int:
+        """The number of groups that the steps up to the last one of `version` can still take."""
+        return (self._end(version) - self._steps_taken) * self.groups
+
+    def _room_at(self, version: int) -> int:
+        """The room for groups of `version`, if no group in flight or in the queue is of a later one."""
+        free = self._places(version) - self._waiting_count
+        if self.capacity is not None:
+            free = min(free, self.capacity - self._waiting_count - self._taken_count)
+        return max(0, free)
+
+    @property
+    def next_group(self) -> int:
+        """The id of the next new group; groups that are started again keep theirs."""
+        return self._next_group
+
+    @property
+    def attempts(self) -> int:
+        """The number of groups ever started: `admitted + rolled_back`."""
+        return self._attempts
+
+    def admit(self) -> list[int]:
+        """Return the ids of the groups that may start now, and count them as in flight.
+
+        If the queue has no other room for them, groups that could be used again leave it.
+        """
+        room = self.room
+        redrawn, self._redraw = self._redraw[:room], self._redraw[room:]
+        fresh = list(range(self._next_group, self._next_group + room - len(redrawn)))
+        self._next_group += len(fresh)
+        self._attempts += len(redrawn) + len(fresh)
+        self._in_flight.start(redrawn + fresh, self.version)
+        if self.capacity is not None:
+            queued = self._waiting_count + self._taken_count + len(self._reusable)
+            self._released += self._reusable.evict(max(0, queued - self.capacity))
+        if room:
+            self._record({"event": "admit", "groups": redrawn + fresh})
+        return redrawn + fresh
+
+    def keep(self, kept: Mapping[int, Set[int]]) -> list[int]:
+        """Start groups that have tokens of before a resume, as far as the bound allows, oldest first; return them.
+
+        `kept`: the versions that the tokens of each group so far count as, by group; of equally old groups the first
+        ones are preferred. A group whose end the history contains is left out. Those that are kept are no new attempts.
+        Raises ValueError before the first version is set, after the first group has started, and for a version that is
+        not yet set.
+        """
+        if self._base is None or self._in_flight or self._ready or self._taken.keys() - self._held:
+            raise ValueError("groups are kept after the first version is set and before any group starts")
+        oldest = {group: min(versions) for group, versions in kept.items() if versions}
+        if late := [group for group, version in oldest.items() if version > self.version]:
+            raise ValueError(f"group {late[0]} has only tokens after version {self.version}, at which the run resumes")
+        open_again = set(self._redraw)
+        for group in sorted(oldest, key=oldest.__getitem__):
+            unsettled = group in open_again or group >= self._next_group
+            if unsettled and self._room_at(oldest[group]):
+                self._in_flight.start_again(group, kept[group])
+        self._leave_redraw(set(self._in_flight))
+        found, started = [[group, sorted(versions)] for group, versions in kept.items()], list(self._in_flight)
+        self._record({"event": "keep", "kept": found, "started": started})
+        return started
+
+    def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
+        """Go on with `held`, the steps that the trainer has taken from a controller that has ended and not committed.
+
+        `base`: the first version that was set in this history, and the steps that were done by then. Groups of these
+        steps are used by no later one. Raises ValueError after a version is set or a group has started, and for steps
+        or groups that cannot follow the history.
+        """
+        if self._base is not None or self._in_flight or self._taken:
+            raise ValueError("steps are held before the first version is set and before any group starts")
+        groups = [group for taken in held.values() for group in (*taken.ok, *taken.failed, *taken.replaced)]
+        settled = [group for group in groups if group < self._next_group and group not in self._redraw]
+        if settled or len(set(groups)) != len(groups):
+            raise ValueError(f"groups of the steps {sorted(held)} are settled or in two of them: {sorted(groups)}")
+        if sorted(held) != list(range(self._committed_steps, self._committed_steps + len(held))):
+            raise ValueError(f"steps {sorted(held)} are held after {self._committed_steps} committed ones")
+        self._taken, self._held, self._base = dict(sorted(held.items())), set(held), base
+        self._leave_redraw(set(groups))
+        self._record({"event": "hold", "base": list(base), "taken": held_steps(held)})
+
+    def _leave_redraw(self, groups: Set[int]) -> None:
+        """Count `groups` as admitted; those before them that were not admitted in this history are its next ones."""
+        end = max(self._next_group, 1 + max(groups, default=-1))
+        self._redraw += range(self._next_group, end)
+        self._redraw = [group for group in self._redraw if group not in groups]
+        self._next_group = end
+        self._attempts = max(self._attempts, end - len(self._redraw))
+
+    def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
+        """Record that `group` has been sampled, scored and queued. `ok` is False if it cannot be trained on.
+
+        `versions`: those of its tokens; empty if it has none. Raises ValueError if the group is not in flight, or if a
+        token has a version that cannot be right.
+        """
+        present = sorted(set(versions))
+        self._ready.add(group, ok, self._in_flight.leave(group, present))
+        self._record({"event": "finish", "group": group, "ok": ok, "versions": present})
+
+    def replace(self, group: int, versions: Iterable[int]) -> bool:
+        """Record that `group` has finished without signal, and leave its place to another group.
+
+        False, and nothing is recorded, if the limit is reached: the group must be queued. Raises as `finish` does.
+        """
+        if len(self._replaced) >= self.refill:
+            return False
+        present = sorted(set(versions))
+        self._in_flight.leave(group, present)
+        self._replaced.append(group)
+        self._record({"event": "replace", "group": group, "versions": present})
+        return True
+
+    def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
+        """Take the new groups of `step`: (trainable, failed), each sorted; None while they are not ready.
+
+        They are ready when enough groups are finished, or can be filled up with groups that are used again (`reused`),
+        and none is in flight whose last step this is. Without `needed` nothing is filled up: the trainer has other
+        work. A second call for the same step returns the same groups. Raises ValueError for a step out of order.
+        """
+        if step in self._taken:
+            return self._taken[step].ok, self._taken[step].failed
+        if step != self._steps_taken:
+            raise ValueError(f"batches are taken in order: step {step} was requested, but {self._steps_taken} is next")
+        missing = max(0, self.groups - len(self._ready))
+        if (missing and not (needed and self._fills_up(missing))) or self.awaited(step):
+            return None
+        chosen, oldest = self._ready.take(self.groups)
+        ok, failed = sorted(g for g in chosen if chosen[g]), sorted(g for g in chosen if not chosen[g])
+        reused = self._reusable.take(missing)
+        self._taken[step] = Taken(ok, failed, sorted(self._replaced), oldest, reused)
+        self._replaced = []
+        self._released += self._reusable.drop(self._usable)
+        event = {"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self.replaced(step)}
+        self._record(event | self._if_reusing(reused=self.reused(step)))
+        return ok, failed
+
+    def _fills_up(self, missing: int) -> bool:
+        """Tell whether the next step takes the `missing` groups from those that may be used again.
+
+        It does not without a new group that did not fail, or while another step is not committed: the trainer then has
+        work, and more new groups may finish.
+        """
+        return not self._taken and self._ready.any_ok and len(self._reusable) >= missing
+
+    def reused(self, step: int) -> list[int]:
+        """Return the groups, sorted, that `step` trains again. Raises KeyError as `replaced` does."""
+        return sorted(self._taken[step].reused)
+
+    def take_released(self) -> list[int]:
+        """Return the groups, sorted, whose rows no step needs any more; each group of the queue once."""
+        released, self._released = sorted(self._released), []
+        return released
+
+    def taken(self, step: int) -> Taken:
+        """Return what `step` has taken. Raises KeyError as `replaced` does."""
+        return self._taken[step]
+
+    def replaced(self, step: int) -> list[int]:
+        """Return the groups, sorted, that were replaced before `step` was taken; its commit settles them as filtered.
+
+        Raises KeyError if the step was not taken, or is committed.
+        """
+        return self._taken[step].replaced
+
+    def awaited(self, step: int) -> list[int]:
+        """Return the groups in flight, sorted, of which `step` must wait for at least one more. Empty: for none.
+
+        If the step took what is ready, the new groups of some version and older ones would be more than the steps after
+        it, up to the last step of that version, can take.
+        """
+        left = self._in_flight.by_start + self._ready.left_after(self.groups)
+        older = 0
+        for version in sorted(left):
+            older += left[version]
+            if older > (self._end(version) - step - 1) * self.groups:
+                return self._in_flight.started_by(version)
+        return []
+
+    def commit(
+        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
+        reused: int = 0, trained_groups: Iterable[int] | None = None, ended: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Settle every new group of `step`. Raises ValueError unless the numbers account for each of them once.
+
+        `failed` includes the groups that `batch` already reported as failed, `filtered` those of `replaced`. `reused`:
+        the number of groups that were trained again, which settles none. `trained_groups`: the new groups that were
+        trained, which alone may be used again; they must be told if groups may be. `ended`: the ids of the new groups
+        by the name of their number, which must be exactly those that the step has taken; None: they are not compared.
+        """
+        if step not in self._taken:
+            raise ValueError(f"step {step} was never taken, or is already committed")
+        numbers = {"trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed}
+        taken = self._taken[step]
+        check_numbers(step, taken, numbers)
+        groups = None if trained_groups is None else sorted(trained_groups)
+        ids = check_uses(step, taken, trained, reused, groups, may_reuse=self.max_uses > 1)
+        if ended is not None:
+            check_ends(step, taken, numbers, ended)
+        uses = self._uses_after(step, ids)
+        del self._taken[step]
+        self._committed_steps += 1
+        for name, number in numbers.items():
+            self._done[name] += number
+        self._reused += reused
+        self._held.discard(step)
+        kept = {group for group, use in uses.items() if self._reusable.keep(group, use)}
+        self._released += {*taken.ok, *taken.failed, *taken.reused} - kept
+        self._released += self._reusable.drop(self._usable)
+        again = self._if_reusing(reused=reused, trained_groups=groups)
+        self._record({"event": "commit", "step": step, **numbers, **again})
+
+    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, Use]:
+        """Return the groups that `step` has trained, `trained` for the first time, with the numbers of their uses.
+
+        It is empty if their rows are gone.
+        """
+        if step in self._held:
+            return {}
+        taken = self._taken[step]
+        uses = {group: Use(taken.oldest[group]) for group in trained}
+        return uses | {group: use.again for group, use in taken.reused.items()}
+
+    @property
+    def counters(self) -> Counters:
+        """The numbers of groups in each state."""
+        admitted = self._next_group - len(self._redraw)
+        return Counters(
+            admitted=admitted,
+            rolled_back=self._attempts - admitted,
+            in_flight=len(self._in_flight),
+            replaced=len(self._replaced),
+            ready=len(self._ready),
+            taken=sum(taken.total for taken in self._taken.values()),
+            reusable=len(self._reusable),
+            reused=self._reused,
+            **self._done,
+        )
+
+    @property
+    def in_flight(self) -> frozenset[int]:
+        """Ids of the groups that have started and not finished."""
+        return frozenset(self._in_flight)
+
+    @property
+    def unsettled(self) -> list[int]:
+        """Ids of the groups that have started but whose end is not committed, sorted."""
+        taken = [group for each in self._taken.values() for group in each.ok + each.failed + each.replaced]
+        return sorted([*self._in_flight, *self._replaced, *self._ready, *taken, *self._redraw])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the committed history as JSON content. Unsettled groups are redrawn under the same ids.
+
+        Groups that may be used again are not part of it: a run that resumes does not use them again.
+        """
+        return {
+            "steps": self._committed_steps,
+            "done": dict(self._done),
+            "reused": self._reused,
+            "version": self.version,
+            "next_group": self._next_group,
+            "unsettled": self.unsettled,
+            "attempts": self._attempts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], attempts: int = 0) -> None:
+        """Go back to a committed history; its unsettled groups are admitted again before new ones.
+
+        `attempts`: number of groups that any process has started so far; those that the history does not contain
+        count as rolled back. The batch size may differ from the saved one: capacity counts from here.
+        """
+        self._done = dict(state["done"])
+        self._reused = int(state.get("reused", 0))  # histories of before had no such groups
+        self._committed_steps = int(state["steps"])
+        self.version = int(state["version"])
+        self._next_group = int(state["next_group"])
+        self._redraw = list(state["unsettled"])
+        self._in_flight, self._ready = GroupsInFlight(), ReadyGroups()
+        self._taken, self._replaced = {}, []
+        self._reusable, self._released = ReusableGroups(self.max_uses), []
+        self._attempts = max(attempts, self._attempts, int(state["attempts"]))
+        self._base, self._held = None, set()
+        settings = {"groups": self.groups, "refill": self.refill, "capacity": self.capacity, "steps": self.steps}
+        begin = {"event": "begin", **settings, "pace": asdict(self.pace), "state": state, "attempts": attempts}
+        self._record(begin | self._if_reusing(max_uses=self.max_uses))

@@ -1,0 +1,186 @@
+"""The measurements of the rollout side for one batch. Pure: times are passed in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.common.sample_parts import first_parts
+from megarl.queue.trajectory import SampleTag
+from megarl.rollout.agents.sample_times import SLOWEST, TrajectoryTimes, slowest
+from megarl.rollout.engine.engine_load import EngineLoad
+
+
+class BusyClock:
+    """Measures the wall time during which at least one engine ran.
+
+    The way of a request to the engine and back is not engine time. An answer reports how long the engine worked on the
+    request; that interval is assumed to end when the answer arrives.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, float] = {}
+        self._intervals: list[tuple[float, float]] = []  # disjoint, in order
+        self._taken_until = float("-inf")
+
+    def enter(self, key: int, now: float) -> None:
+        """Record that request `key` is sent to an engine."""
+        self._running[key] = now
+
+    def leave(self, key: int, now: float, seconds: float) -> None:
+        """Record that request `key` is answered after `seconds` of engine time. Raises KeyError without `enter`."""
+        left = self._running.pop(key)
+        self._add(max(left, now - seconds), now)
+
+    def take(self, now: float) -> float:
+        """Return the seconds since the last `take` in which an engine ran; open requests count from their sending."""
+        if self._running:
+            self._add(min(self._running.values()), now)
+        total = sum(end - begin for begin, end in self._intervals)
+        self._intervals, self._taken_until = [], now
+        return total
+
+    def _add(self, begin: float, end: float) -> None:
+        begin = max(begin, self._taken_until)
+        if begin >= end:
+            return
+        while self._intervals and self._intervals[-1][1] >= begin:
+            begin = min(begin, self._intervals.pop()[0])
+        self._intervals.append((begin, end))
+
+
+@dataclass
+class BatchStats:
+    """Statistics of the samples that finished since the last batch was taken. Times in seconds."""
+
+    generate_seconds: list[float] = field(default_factory=list)
+    reward_seconds: list[float] = field(default_factory=list)
+    teacher_seconds: list[float] = field(default_factory=list)  # of each group
+    reward_errors: Counter[str] = field(default_factory=Counter)
+    rewards_redone: int = 0
+    skipped_prompts: int = 0
+    continued: int = 0
+    cut: int = 0
+    kept: int = 0  # groups that a resume has used again
+    workers_lost: int = 0
+    redone: int = 0  # groups that another worker has gone on with
+    engine_seconds: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    malformed_calls: int = 0
+    overflows: int = 0  # trajectories that ended because a tool's answer did not fit
+    turns: list[int] = field(default_factory=list)  # of each trajectory of an agent
+    tool_seconds: list[float] = field(default_factory=list)
+    interval: float | None = None  # since the batch before was taken, in which the engines ran for `engine_seconds`
+    replaced_rewards: list[float] = field(default_factory=list)  # the mean of each replaced group, unshaped
+    replaced_tokens: int = 0
+    failed_lengths: list[int] = field(default_factory=list)  # response tokens of each sample of the failed groups
+    slowest: list[TrajectoryTimes] = field(default_factory=list)
+
+    def note_replaced(self, samples: Sequence[SampleTag]) -> None:
+        """Record a group without signal that is replaced; at least one of its samples has not failed."""
+        rewards = [each.reward for each in first_parts(samples) if each.status == "ok"]
+        self.replaced_rewards.append(sum(rewards) / len(rewards))
+        self.replaced_tokens += sum(each.response_tokens for each in samples)
+
+    def note_times(self, times: TrajectoryTimes) -> None:
+        """Keep the times of a sample if it is one of the slowest."""
+        if len(self.slowest) < SLOWEST or times.seconds > self.slowest[-1].seconds:
+            self.slowest = slowest([*self.slowest, times])
+
+    def add(self, other: BatchStats) -> None:
+        """Add what a worker has measured of its samples."""
+        for name in _OF_SAMPLES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.slowest = slowest([*self.slowest, *other.slowest])
+
+    def metrics(
+        self, *, replicas_serving: int, replicas_lost: int, replicas_idle: int = 0, load: EngineLoad,
+        workers: int | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure.
+
+        `workers`: agent workers that are alive; None if the run has none.
+        """
+        values: dict[str, float] = {
+            "rollout/skipped_prompts": self.skipped_prompts,
+            "rollout/continued": self.continued,
+            "rollout/cut": self.cut,
+            "rollout/groups_kept": self.kept,
+            "rollout/engine_seconds": self.engine_seconds,
+            "rollout/replicas_alive": replicas_serving,
+            "rollout/replicas_lost": replicas_lost,
+            "rollout/replicas_idle": replicas_idle,
+            "rollout/kv_usage_max": load.kv_usage,
+            "rollout/running_max": load.running,
+            "rollout/waiting_max": load.waiting,
+            "reward/errors": sum(self.reward_errors.values()),
+            "reward/redone": self.rewards_redone,
+        }
+        if workers is not None:
+            values |= {
+                "rollout/workers_alive": workers,
+                "rollout/workers_lost": self.workers_lost,
+                "rollout/groups_redone": self.redone,
+            }
+        if self.interval:
+            values["rollout/idle_ratio"] = max(0.0, 1.0 - self.engine_seconds / self.interval)
+        if self.replaced_rewards:
+            values |= {
+                "rollout/replaced_reward_mean": sum(self.replaced_rewards) / len(self.replaced_rewards),
+                "rollout/replaced_tokens": self.replaced_tokens,
+            }
+        if self.failed_lengths:
+            values |= {
+                "rollout/failed_length_mean": sum(self.failed_lengths) / len(self.failed_lengths),
+                "rollout/failed_length_max": max(self.failed_lengths),
+            }
+        if self.turns:
+            values |= self._agent_metrics()
+        if self.generate_seconds:
+            ordered = sorted(self.generate_seconds)
+            values |= {
+                "rollout/generate_seconds_p50": quantile(ordered, 0.50),
+                "rollout/generate_seconds_p95": quantile(ordered, 0.95),
+                "rollout/generate_seconds_p99": quantile(ordered, 0.99),
+                "rollout/generate_seconds_max": ordered[-1],
+            }
+        if self.reward_seconds:
+            values |= {
+                "rollout/reward_seconds_mean": sum(self.reward_seconds) / len(self.reward_seconds),
+                "rollout/reward_seconds_max": max(self.reward_seconds),
+            }
+        if self.teacher_seconds:
+            values |= {
+                "rollout/teacher_seconds_mean": sum(self.teacher_seconds) / len(self.teacher_seconds),
+                "rollout/teacher_seconds_max": max(self.teacher_seconds),
+            }
+        return values
+
+    def _agent_metrics(self) -> dict[str, float]:
+        trajectories = len(self.turns)
+        values: dict[str, float] = {
+            "agent/turns_mean": sum(self.turns) / trajectories,
+            "agent/turns_max": max(self.turns),
+            "agent/tool_calls_mean": self.tool_calls / trajectories,
+            "agent/tool_errors": self.tool_errors,
+            "agent/malformed_calls": self.malformed_calls,
+            "agent/overflows": self.overflows,
+        }
+        if self.tool_seconds:
+            values["agent/tool_seconds_mean"] = sum(self.tool_seconds) / len(self.tool_seconds)
+            values["agent/tool_seconds_max"] = max(self.tool_seconds)
+        return values
+
+
+# What is measured where the loops of the samples run; the rest belongs to the process that takes the batches.
+_OF_SAMPLES = (
+    "generate_seconds", "reward_seconds", "teacher_seconds", "reward_errors", "rewards_redone", "continued", "cut",
+    "tool_calls", "tool_errors", "malformed_calls", "overflows", "turns", "tool_seconds",
+)  # fmt: skip
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Return the element at index floor(q n), or the last one, of a sorted sequence of n > 0 elements."""
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

@@ -1,0 +1,265 @@
+"""The context of an agent loop: counts its requests and calls, bounds them, and records what a resume continues."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from megarl.common.changed import changed
+from megarl.common.errors import RolloutError, ToolFailed, TrajectoryFull
+from megarl.config.schema.agent import LOOP_TURNS
+from megarl.rewards.types import RewardOutcome, Turn
+from megarl.rollout.agents.agent_loop import LoopState
+from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.agents.sample_times import SampleTimes
+from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.resume.group_progress import GroupProgress
+from megarl.rollout.resume.loop_records import INTERRUPTED, CallRecord, FrozenLoop, call_digest
+from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.toolbox import Toolbox
+from megarl.telemetry.trace import events
+from megarl.tools.tool import Tool, ToolAnswer
+
+MOST_NAME_CHARACTERS = 64  # of a tool's name in an event
+GRACE_S = 90.0  # beyond its time, after which a call is given up; a tool may let calls wait for a place first
+FROZEN_BYTES = 8 << 20  # of a loop's state, as JSON
+
+
+class LoopContext(ABC):
+    """Implements `AgentContext`, except for the ways to the engines and to the reward function."""
+
+    def __init__(
+        self, prompt: Drawn, group_id: int, sample_index: int, progress: GroupProgress, toolbox: Toolbox | None
+    ) -> None:
+        self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
+        self._progress, self._toolbox = progress, toolbox
+        self._requests = self._calls = 0
+        self._replica: int | None = None  # of the last response
+        self._results: dict[int, GenerateResult] = {}  # of this attempt
+        self.times = SampleTimes(time.monotonic())
+
+    @property
+    @abstractmethod
+    def run_seed(self) -> int:
+        """The seed of the run or of the evaluation."""
+
+    @property
+    @abstractmethod
+    def stats(self) -> BatchStats:
+        """The measurements to add to. Read after each wait: they may have been taken and replaced meanwhile."""
+
+    @abstractmethod
+    async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
+        """Have an engine answer request number `turn` of this sample."""
+
+    @abstractmethod
+    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
+        """See `AgentContext.judge`."""
+
+    @abstractmethod
+    def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
+        """Return request number `turn` with the sampling of the prompt's set."""
+
+    async def _persist(self) -> None:  # noqa: B027  # an evaluation is not resumed
+        """Write what the group has now to the disk, where a run that resumes could read it."""
+
+    @property
+    def _deadline(self) -> GroupDeadline | None:
+        return None
+
+    @property
+    def deadline(self) -> GroupDeadline | None:
+        """See `AgentContext.deadline`."""
+        return self._deadline
+
+    @property
+    def trains(self) -> bool:
+        """See `AgentContext.trains`."""
+        return True
+
+    @property
+    def seed(self) -> int | None:
+        """See `AgentContext.seed`."""
+        return self._seed(0)
+
+    @property
+    def turns(self) -> int:
+        """The number of requests that the loop has made."""
+        return self._requests
+
+    @cached_property
+    def rng(self) -> random.Random:
+        """See `AgentContext.rng`. Made when it is first used, because most loops use none."""
+        return random.Random(self._seed(0))
+
+    def _seed(self, turn: int) -> int:
+        return request_seed(self.run_seed, self.group_id, self.sample_index, turn)
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """See `AgentContext.toolbox`. Raises RolloutError if the loop of the config is one that has none."""
+        if self._toolbox is None:
+            raise RolloutError("agent.loop: single_turn has no toolbox; name the loop that needs it in the config")
+        return self._toolbox
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
+        """See `AgentContext.generate`."""
+        self._check_room(token_ids)
+        turn, self._requests = self._requests, self._requests + 1
+        request = self._request(token_ids, turn)
+        if max_tokens is not None and max_tokens < request.sampling.max_tokens:
+            request = changed(request, sampling=changed(request.sampling, max_tokens=max_tokens))
+        self._progress.begin(request, (self.sample_index, turn))
+        begin = time.monotonic()
+        result = self._results[turn] = await self._respond(request, turn)
+        self._note_turn(turn, result, begin)
+        self._replica = result.replica if result.replica >= 0 else self._replica
+        return result
+
+    def _check_room(self, token_ids: Sequence[int]) -> None:
+        if self._toolbox is None:  # a single response, whose prompt was checked
+            return
+        most, turns = self._toolbox.max_model_len, self._toolbox.bounds.max_turns or LOOP_TURNS
+        if most is not None and len(token_ids) >= most:
+            told = f"the prompt of request {self._requests} of sample {self.group_id}:{self.sample_index} has"
+            raise TrajectoryFull(f"{told} {len(token_ids)} tokens; with one of a response it may have {most}")
+        if self._requests >= turns:
+            told = f"sample {self.group_id}:{self.sample_index} has made {turns} requests"
+            raise TrajectoryFull(f"{told}, and may make no more (agent.max_turns)")
+
+    def _note_turn(self, turn: int, result: GenerateResult, begin: float) -> None:
+        end = time.monotonic()
+        self.times.add_turn(result, end - begin)
+        if self.trains:
+            version = result.versions[-1].version if result.versions else None
+            decode_s = max(0.0, result.seconds - result.queue_s - result.prefill_s)
+            events.record(
+                "turn", begin, end, group=self.group_id, sample=self.sample_index,
+                replica=result.replica, version=version, args={
+                    "turn": turn, "tokens": len(result.response_ids),
+                    "queue_s": round(max(0.0, end - begin - result.seconds) + result.queue_s, 4),
+                    "prefill_s": round(result.prefill_s, 4), "decode_s": round(decode_s, 4),
+                },
+            )  # fmt: skip
+
+    def finished(self, turn: int) -> GenerateResult:
+        """See `AgentContext.finished`."""
+        if turn in self._results:
+            return self._results[turn]
+        part = self._progress.finished((self.sample_index, turn))
+        if part is None or part.finish_reason is None:
+            name = f"{self.group_id}:{self.sample_index}"
+            raise RolloutError(f"sample {name} was to go on after turn {turn}, of which no response is kept")
+        ids, logprobs = part.response_ids, part.logprobs
+        return GenerateResult(f"turn {turn}", ids, logprobs, part.versions, part.finish_reason, -1)
+
+    @property
+    def _loop(self) -> FrozenLoop:
+        return self._progress.loops.get(self.sample_index) or FrozenLoop()
+
+    def freeze(self, state: object) -> None:
+        """See `AgentContext.freeze`. Raises TypeError for a state that msgspec cannot write."""
+        content = msgspec.json.encode(state)
+        if len(content) > FROZEN_BYTES:
+            raise ValueError(
+                f"the state that the loop of sample {self.group_id}:{self.sample_index} freezes has {len(content)} "
+                f"bytes of JSON; {FROZEN_BYTES} at most, because each change of it is sent and written"
+            )
+        text = content.decode()
+        self._progress.record(self.sample_index, self._loop.freeze(text, self._requests, self._calls))
+
+    def frozen(self, kind: type[LoopState]) -> LoopState | None:
+        """See `AgentContext.frozen`. Raises RolloutError for a state of another loop."""
+        loop = self._loop
+        if not loop.state:
+            return None
+        try:
+            state = msgspec.json.decode(loop.state, type=kind)
+        except msgspec.MsgspecError as error:
+            raise RolloutError(f"the frozen state of a loop is no {kind.__name__}: {error}") from error
+        self._requests, self._calls = loop.requests, loop.begun_calls
+        return state
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """See `AgentContext.call`."""
+        number, self._calls = self._calls, self._calls + 1
+        digest = call_digest(tool, arguments)
+        known, found = self._loop.known(number, digest), self.toolbox.tools.get(tool)
+        if known is not None and known.text is not None:
+            return ToolAnswer(known.text, known.error)
+        if known is not None and found is not None and not found.idempotent:
+            return self._answered(number, CallRecord(digest, INTERRUPTED, error=True))
+        if found is None:
+            names = ", ".join(self.toolbox.tools) or "none"
+            return self._answered(number, CallRecord(digest, f"there is no tool {tool!r}; there are: {names}", True))
+        if reason := self._used_up(number):
+            return self._answered(number, CallRecord(digest, reason, error=True))
+        self._record(number, CallRecord(digest))
+        if not found.idempotent:
+            await self._persist()
+        started = time.monotonic()
+        answer = await self._timed(found, arguments, self._left_s())
+        ended = time.monotonic()
+        seconds = ended - started
+        self.times.add("tool", seconds)
+        if self.trains:
+            events.record(
+                "tool", started, ended, group=self.group_id, sample=self.sample_index,
+                args={"tool": tool[:MOST_NAME_CHARACTERS], "error": int(answer.error)},
+            )  # fmt: skip
+        return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds))
+
+    def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
+        """See `AgentContext.note_end`."""
+        self.stats.turns.append(turns)
+        self.stats.malformed_calls += malformed
+        self.stats.overflows += overflow
+
+    def _used_up(self, number: int) -> str:
+        bounds = self.toolbox.bounds
+        if number >= bounds.max_tool_calls:
+            return f"no call is left of {bounds.max_tool_calls}; answer without a tool"
+        if self._left_s() <= 0:
+            return "no time is left for tools; answer without one"
+        return ""
+
+    def _left_s(self) -> float:
+        """Return the seconds that a call may take now."""
+        bounds = self.toolbox.bounds
+        left = bounds.max_tool_seconds - sum(call.seconds for call in self._loop.calls.values())
+        if self._deadline is not None:
+            left = min(left, self._deadline.at - time.monotonic())
+        return min(left, bounds.tool_timeout_s)
+
+    async def _timed(self, tool: Tool, arguments: Mapping[str, Any], limit_s: float) -> ToolAnswer:
+        try:
+            async with asyncio.timeout(limit_s + GRACE_S) as limit:
+                answer: object = await tool.call(arguments, timeout_s=limit_s)
+        except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return ToolAnswer(f"the tool has not answered within {limit_s:.3g} s", error=True)
+            raise ToolFailed(f"the tool {tool.name!r} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(answer, ToolAnswer):
+            raise ToolFailed(f"the tool {tool.name!r} has to return a ToolAnswer, not {type(answer).__name__}")
+        return answer
+
+    def _answered(self, number: int, call: CallRecord) -> ToolAnswer:
+        assert call.text is not None
+        text = self.toolbox.shortened(call.text)  # errors too: they repeat what the model wrote
+        self._record(number, changed(call, text=text))
+        self.stats.tool_calls += 1
+        self.stats.tool_errors += call.error
+        if call.seconds:  # else it was not made
+            self.stats.tool_seconds.append(call.seconds)
+        return ToolAnswer(text, call.error)
+
+    def _record(self, number: int, call: CallRecord) -> None:
+        self._progress.record(self.sample_index, self._loop.record(number, call))

@@ -1,0 +1,94 @@
+"""The parts of a sample's time: waiting, prefill, decoding, tools, reward. Times are passed in.
+
+Requests and tools that a loop has run side by side count each for itself, so the parts may be more than the whole.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megarl.rollout.engine.messages import GenerateResult
+
+SLOWEST = 3  # trajectories of a step that are told of
+PARTS = ("queue", "prefill", "decode", "tool", "reward", "other")
+
+
+@dataclass(frozen=True)
+class TrajectoryTimes:
+    """A finished sample and where its time went, in seconds; `ended` is Unix time. `replica`: of its last response.
+
+    `queue_s`: without an engine's work, in the queue of the engine or on the way there.
+    """
+
+    group: int
+    sample: int
+    replica: int
+    ended: float
+    seconds: float
+    turns: int
+    tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    tool_s: float
+    reward_s: float
+
+    @property
+    def other_s(self) -> float:
+        """The rest, for example of a loop that does not use its context for something that takes long."""
+        known = self.queue_s + self.prefill_s + self.decode_s + self.tool_s + self.reward_s
+        return max(0.0, self.seconds - known)
+
+    @property
+    def cause(self) -> str:
+        """The largest part, one of `PARTS`."""
+        return max(PARTS, key=lambda part: float(getattr(self, f"{part}_s")))
+
+    def args(self) -> dict[str, int | float]:
+        """Return what an event says of it."""
+        # Written out: this is done for every trajectory of a run.
+        return {
+            "turns": self.turns, "tokens": self.tokens, "queue_s": round(self.queue_s, 4),
+            "prefill_s": round(self.prefill_s, 4), "decode_s": round(self.decode_s, 4),
+            "tool_s": round(self.tool_s, 4), "reward_s": round(self.reward_s, 4), "other_s": round(self.other_s, 4),
+        }  # fmt: skip
+
+
+def slowest(times: Iterable[TrajectoryTimes]) -> list[TrajectoryTimes]:
+    """Return the `SLOWEST` ones, the slowest first; of equal ones the first samples."""
+    return heapq.nsmallest(SLOWEST, times, key=lambda each: (-each.seconds, each.group, each.sample))
+
+
+@dataclass
+class SampleTimes:
+    """Adds up the times of one sample while its loop runs. `began`: by the monotonic clock."""
+
+    began: float
+    turns: int = 0
+    tokens: int = 0
+    replica: int = -1
+    _parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS[:-1], 0.0))
+
+    def add_turn(self, result: GenerateResult, seconds: float) -> None:
+        """Add a response that came after `seconds`."""
+        self.turns += 1
+        self.tokens += len(result.response_ids)
+        self.replica = result.replica
+        decode_s = max(0.0, result.seconds - result.queue_s - result.prefill_s)
+        self.add("queue", result.queue_s + max(0.0, seconds - result.seconds))
+        self.add("prefill", result.prefill_s)
+        self.add("decode", decode_s)
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add seconds of a tool, of the reward or of another part."""
+        self._parts[part] += seconds
+
+    def end(self, group: int, sample: int, now: float, unix: float) -> TrajectoryTimes:
+        """Return the times of the sample, which ends at `now` by the monotonic clock, at Unix time `unix`."""
+        queue_s, prefill_s, decode_s, tool_s, reward_s = self._parts.values()
+        return TrajectoryTimes(
+            group, sample, self.replica, unix, now - self.began, self.turns, self.tokens,
+            queue_s, prefill_s, decode_s, tool_s, reward_s,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""One vLLM engine: token ids in; tokens, log-probs and versions out."""

@@ -1,0 +1,178 @@
+"""The responses to the requests of one call, as far as engines have reported them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+
+from megarl.common.errors import RolloutError
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.response_parts import ResponsePart, continue_request, join_parts, tokens_end
+
+# Engines in a row that may be lost with a response before one of them has reported a token of it. A request that kills
+# its engine would otherwise end every engine in turn.
+MOST_ATTEMPTS = 3
+
+
+@dataclass
+class _Response:
+    request: GenerateRequest
+    replica: int = -1
+    sent_at: int = 0  # tokens that it had when it was sent to `replica`
+    lost_replicas: int = 0
+    lost_seconds: float = 0.0  # of engine time, on the replicas before
+    lost_queue_s: float = 0.0
+    lost_prefill_s: float = 0.0
+    attempts: int = 0  # in a row that ended with the loss of the replica, without a new token
+    failure: str = ""
+    cut: bool = False
+
+    def leave(self, tokens: ResponsePart) -> None:
+        """Keep the times on a replica that works on it no more."""
+        self.lost_seconds += tokens.seconds
+        self.lost_queue_s += tokens.queue_s
+        self.lost_prefill_s += tokens.prefill_s
+
+
+class ResponsesSoFar:
+    """Collects the parts that replicas report, in whatever order the replicas follow each other.
+
+    For each replica: `send`, any number of `add`, and if the replica does not finish them all, `interrupt` or `move`.
+    """
+
+    def __init__(
+        self, requests: Sequence[GenerateRequest], tokens: MutableMapping[str, ResponsePart] | None = None
+    ) -> None:
+        """`tokens`: those that responses have already, by request id; it is kept up to date."""
+        self._responses = {request.request_id: _Response(request) for request in requests}
+        if len(self._responses) != len(requests):
+            raise ValueError("several requests of one call have the same id")
+        self._tokens: MutableMapping[str, ResponsePart] = {} if tokens is None else tokens
+        for request in requests:
+            self._begin(request)
+
+    def _begin(self, request: GenerateRequest) -> None:
+        begun = self._tokens.get(request.request_id, ResponsePart())
+        end = begun.finish_reason or tokens_end(request, begun)
+        # `seconds` are of an engine that has gone.
+        self._tokens[request.request_id] = begun.without_times(end)
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of the requests whose response has not ended, in the order of the requests."""
+        return [name for name in self._responses if self._tokens[name].finish_reason is None]
+
+    def unfinished_at(self, when: str) -> RolloutError:
+        """Return the error of a group that fails because responses have not ended; `when` ends its first clause."""
+        names = self.unfinished
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return RolloutError(
+            f"{len(names)} of {len(self)} responses were unfinished {when}, with {self.tokens} tokens: "
+            f"{', '.join(names[:3])}{more}"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the unfinished responses have."""
+        return sum(len(self._tokens[name].response_ids) for name in self.unfinished)
+
+    def send(self, replica: int) -> list[GenerateRequest]:
+        """Return the requests that `replica` has to work on: each unfinished one, from its tokens so far."""
+        sent = []
+        for name in self.unfinished:
+            response, tokens = self._responses[name], self._tokens[name]
+            response.replica, response.sent_at = replica, len(tokens.response_ids)
+            sent.append(continue_request(response.request, tokens))
+        return sent
+
+    @property
+    def reported(self) -> dict[str, int]:
+        """The unfinished requests, and how many tokens of each its replica has reported."""
+        responses = self._responses
+        return {name: len(self._tokens[name].response_ids) - responses[name].sent_at for name in self.unfinished}
+
+    def progress(self, parts: Mapping[str, ResponsePart]) -> tuple[int, float]:
+        """Return the tokens of a report that was not added yet, and the seconds that responses took for them.
+
+        A response without a token is left out: it may wait for a place in the engine.
+        """
+        tokens, seconds = 0, 0.0
+        for name, part in parts.items():
+            before = self._tokens[name]
+            if part.response_ids or len(before.response_ids) > self._responses[name].sent_at:
+                tokens += len(part.response_ids)
+                seconds += max(part.seconds - before.seconds, 0.0)
+        return tokens, seconds
+
+    def add(self, parts: Mapping[str, ResponsePart]) -> int:
+        """Append reported tokens; return how many responses ended with them. Raises ValueError for one that had ended.
+
+        A response that the engine dropped has ended.
+        """
+        for name, part in parts.items():
+            self._tokens[name] = join_parts(self._tokens[name], part)
+        return sum(part.finish_reason is not None for part in parts.values())
+
+    def add_last(self, parts: Mapping[str, ResponsePart]) -> int:
+        """Append the last tokens of requests that a replica was told to end, as `add`.
+
+        Those that it stopped have not ended: they can go on elsewhere, or be cut.
+        """
+        stopped = [name for name, part in parts.items() if part.finish_reason == "abort"]
+        return self.add({**parts, **{name: replace(parts[name], finish_reason=None) for name in stopped}})
+
+    def cut(self) -> None:
+        """End the unfinished responses as they are, truncated."""
+        for name in self.unfinished:
+            self._tokens[name] = replace(self._tokens[name], finish_reason="length")
+            self._responses[name].cut = True
+
+    def interrupt(self) -> None:
+        """Record that the unfinished responses are no longer worked on, because their replica is lost.
+
+        One whose tokens end it by themselves has ended; the engine did not live to say so. One with which
+        `MOST_ATTEMPTS` replicas in a row were lost before they made a token fails.
+        """
+        for name in self.unfinished:
+            response, tokens = self._responses[name], self._tokens[name]
+            response.lost_replicas += 1
+            response.leave(tokens)
+            response.attempts = response.attempts + 1 if len(tokens.response_ids) == response.sent_at else 0
+            end = tokens_end(response.request, tokens)
+            if end is None and response.attempts >= MOST_ATTEMPTS:
+                end = "abort"
+                response.failure = f"{response.attempts} replicas in a row were lost before they made a token of it"
+            self._tokens[name] = tokens.without_times(end)
+
+    def move(self) -> None:
+        """Record that another replica goes on with the unfinished responses, because theirs is drained."""
+        for name in self.unfinished:
+            tokens = self._tokens[name]
+            self._responses[name].leave(tokens)
+            self._tokens[name] = tokens.without_times(tokens.finish_reason)
+
+    def results(self) -> list[GenerateResult]:
+        """Return the responses in the order of the requests. Raises ValueError if one has not ended."""
+        return [_result(each, self._tokens[name]) for name, each in self._responses.items()]
+
+
+def _result(response: _Response, tokens: ResponsePart) -> GenerateResult:
+    if tokens.finish_reason is None:
+        raise ValueError(f"the response to {response.request.request_id} has not ended")
+    return GenerateResult(
+        response.request.request_id,
+        tokens.response_ids,
+        tokens.logprobs,
+        tokens.versions,
+        tokens.finish_reason,
+        response.replica,
+        response.lost_seconds + tokens.seconds,
+        response.lost_replicas,
+        response.cut,
+        response.failure,
+        response.lost_queue_s + tokens.queue_s,
+        response.lost_prefill_s + tokens.prefill_s,
+    )

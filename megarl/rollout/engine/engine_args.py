@@ -1,0 +1,112 @@
+"""vLLM's arguments and environment, derived from the config. Pure."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from megarl.common.trust.secret_references import resolved
+from megarl.config.checks.engine import RESERVED
+from megarl.config.derived.concurrent_evaluation import evaluates_beside_training
+from megarl.config.schema import Config
+from megarl.models.hf.model_files import hf_files, megatron_step
+
+CPU_BATCHED_TOKENS = 8192
+
+
+def engine_dtype(config: Config) -> str:
+    """Return the dtype of the engines: `rollout.dtype`, or the trainer's precision for `auto`."""
+    if config.rollout.dtype != "auto":
+        return config.rollout.dtype
+    return {"bf16": "bfloat16", "fp32": "float32"}[config.trainer.precision]
+
+
+def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None) -> dict[str, Any]:
+    """Return the keyword arguments of AsyncEngineArgs.
+
+    Raises ValueError if `rollout.engine_kwargs` names an argument that megarl sets.
+    """
+    rollout = config.rollout
+    for key in rollout.engine_kwargs:
+        if key in RESERVED:
+            raise ValueError(f"rollout.engine_kwargs.{key}: reserved; {RESERVED[key]}")
+    # On CPU with one worker the engine process runs the model itself (see `engine_environment`).
+    single = "uni" if not cuda else None
+    arguments: dict[str, Any] = {
+        "model": str(hf_files(config.model.path)),
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "distributed_executor_backend": "mp" if rollout.tensor_parallel > 1 else single,
+        "dtype": engine_dtype(config),
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": not cuda if rollout.enforce_eager is None else rollout.enforce_eager,
+        "max_model_len": rollout.max_model_len or max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        "seed": config.run.seed,
+    }
+    if not reads_weights(config):
+        arguments["load_format"] = "dummy"
+    if cuda and rollout.tensor_parallel > 1 and not _has_flashinfer_kernels():
+        # On Hopper and Blackwell vLLM 0.32 (config/vllm.py:171) fuses all-reduce and norm by FlashInfer, which without
+        # its built kernels downloads and compiles them at the start: minutes, or an error without internet.
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    if evaluates_beside_training(config):
+        arguments["scheduling_policy"] = "priority"
+    if not cuda:
+        arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
+    return {**arguments, **resolved(rollout.engine_kwargs, "rollout.engine_kwargs")}
+
+
+def _has_flashinfer_kernels() -> bool:
+    """Tell whether FlashInfer's kernels are installed, by vLLM's own rule (utils/flashinfer.py:77)."""
+    declared = os.environ.get("VLLM_HAS_FLASHINFER_CUBIN", "0") not in ("0", "")
+    return declared or importlib.util.find_spec("flashinfer_cubin") is not None
+
+
+def reads_weights(config: Config) -> bool:
+    """Tell whether engines read the model's weights when they start; otherwise the first weight sync brings them.
+
+    vLLM cannot read a Megatron checkpoint.
+    """
+    return config.rollout.load_weights and megatron_step(config.model.path) is None
+
+
+def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:
+    """Return arguments that keep each prompt within one engine step. CPU only.
+
+    A seeded request whose prompt spans two steps kills the engine: until the prompt is fully read, vLLM 0.32 undoes the
+    request's draws with `Generator.set_offset`, which CPU generators lack (gpu_model_runner.py, `_bookkeeping_sync`).
+    """
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, CPU_BATCHED_TOKENS)}
+
+
+def engine_environment(config: Config, *, cuda: bool) -> dict[str, str]:
+    """Return the environment of a replica's processes, to be set before vLLM is imported."""
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if cuda:
+        return environment
+    threads = config.rollout.tensor_parallel
+    environment |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),
+        "OMP_NUM_THREADS": "1",
+        # Compiling the sampler's helpers takes 25 s at the first token and saves nothing on models of this size.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if threads > 1:
+        # One core per worker; by default vLLM requires one NUMA node per worker.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(threads))
+    else:
+        # vLLM refuses the "uni" executor on CPU unless this is set. With it the engine process runs the model itself
+        # instead of a worker process, which saves one interpreter start (15 s of CPU) and an RPC per token.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return environment

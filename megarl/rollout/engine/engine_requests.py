@@ -1,0 +1,210 @@
+"""The requests that one vLLM engine works on: started, reported part by part, ended.
+
+Nothing is done per token. vLLM keeps the tokens of an unfinished request in its front end, in this process; they are
+copied out of it only when a report is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megarl.common.errors import ReplicaFailed, RequestFailed
+from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine.engine_load import EngineMonitor
+from megarl.rollout.engine.messages import GenerateRequest
+from megarl.rollout.engine.request_times import RequestTimes
+from megarl.rollout.engine.response_parts import ResponsePart
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+UNKNOWN_VERSION = -1
+
+
+@dataclass(frozen=True)
+class _Open:
+    started: float
+    task: asyncio.Task[tuple[CompletionOutput, float]]
+
+
+class EngineRequests:
+    """Holds the requests of an engine from their start to the report that says how they ended."""
+
+    def __init__(self, engine: AsyncLLM, replica: int, monitor: EngineMonitor, silence_s: float) -> None:
+        """`replica`: index for errors. `silence_s`: how long an engine with requests may make no step."""
+        self._engine, self._replica, self._monitor, self._silence_s = engine, replica, monitor, silence_s
+        self._open: dict[str, _Open] = {}
+        self.times = RequestTimes()
+        self._weights = 0  # how often they were replaced while the engine kept its cache
+
+    def keep_cache(self) -> None:
+        """Let requests that start from now on use no KV values of those before.
+
+        Call it when the engine gets other weights and keeps its cache: only requests in flight go on with old values.
+        """
+        self._weights += 1
+
+    def start(self, requests: Sequence[GenerateRequest]) -> None:
+        """Begin to work on requests. Raises RequestFailed, and begins none, if one has the id of an open one."""
+        for request in requests:
+            if request.request_id in self._open:
+                raise RequestFailed(f"replica {self._replica} works on request {request.request_id} already")
+        for request in requests:
+            now = time.monotonic()
+            task = asyncio.create_task(self._generate(request, now))
+            self._open[request.request_id] = _Open(now, task)
+            self.times.begin(request.request_id, now)
+
+    async def report(self, reported: Mapping[str, int], wait_s: float) -> dict[str, ResponsePart]:
+        """Return the new tokens of each request in `reported`: when all have ended, after `wait_s` at the latest.
+
+        `reported`: request ids and how many tokens of each are known. Raises what the engine raised for one of them,
+        and forgets them all; RequestFailed for an unknown one; ReplicaFailed if the engine is silent.
+        """
+        asked = [self._find(name) for name in reported]
+        _, unfinished = await asyncio.wait(
+            [each.task for each in asked], timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        if unfinished:
+            self._check_silence(asked)
+        try:
+            return {name: self._part(name, known) for name, known in reported.items()}
+        except BaseException:
+            self._forget(reported)
+            raise
+
+    async def end(self, reported: Mapping[str, int]) -> dict[str, ResponsePart]:
+        """Stop working on requests; return the last tokens of each, with the end `abort` if it was stopped.
+
+        Raises RequestFailed for an unknown one, ReplicaFailed if the engine is silent.
+        """
+        await asyncio.sleep(0)  # what has just ended can say so
+        if open_ones := [each for each in map(self._find, reported) if not each.task.done()]:
+            self._check_silence(open_ones)
+        parts = {}
+        for name, known in reported.items():
+            part = self._part(name, known)
+            parts[name] = part if part.finish_reason is not None else replace(part, finish_reason="abort")
+        self._forget(reported)
+        return parts
+
+    def _check_silence(self, waiting: Sequence[_Open]) -> None:
+        """Raise ReplicaFailed if the engine has made no step for too long since the first of `waiting` came."""
+        silent_s = self._monitor.silent_s(min(each.started for each in waiting))
+        if silent_s > self._silence_s:
+            raise ReplicaFailed(
+                self._replica,
+                f"the engine of replica {self._replica} has made no step for {silent_s:.0f} s; "
+                f"{len(self._open)} requests wait for it",
+            )
+
+    def drop(self) -> None:
+        """Forget all requests."""
+        self._forget(list(self._open))
+
+    def _find(self, name: str) -> _Open:
+        if name not in self._open:
+            raise RequestFailed(f"replica {self._replica} does not know request {name}")
+        return self._open[name]
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Close requests; vLLM aborts those whose task is cancelled."""
+        for name in names:
+            if (found := self._open.pop(name, None)) is None:
+                continue
+            self.times.end(name)
+            if not found.task.cancel() and not found.task.cancelled():
+                found.task.exception()  # it has been reported for another request of the call
+
+    def _part(self, name: str, known: int) -> ResponsePart:
+        """Return what follows the first `known` tokens; a request that has ended is closed."""
+        found = self._find(name)
+        times = self.times.parts(name, ended=found.task.done())
+        if found.task.done():
+            del self._open[name]
+            self.times.end(name)
+            output, seconds = found.task.result()
+            end: FinishReason = output.finish_reason if output.finish_reason in {"stop", "length"} else "abort"
+            spans = output.weight_versions or ()
+            return self._read(name, output.token_ids, output.logprobs, spans, known, end, seconds, times)
+        seconds = time.monotonic() - found.started
+        processor = self._engine.output_processor
+        for internal_id in processor.external_req_ids.get(name, ()):
+            state = processor.request_states[internal_id]
+            ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+            return self._read(name, ids, logprobs, state._weight_version_spans() or (), known, None, seconds, times)
+        # It has not reached the engine yet, or has just ended, which the next report says.
+        return ResponsePart(seconds=seconds, queue_s=times[0], prefill_s=times[1])
+
+    def _read(
+        self, name: str, ids: Sequence[int], logprobs: FlatLogprobs, spans: Sequence[WeightVersionSpan],
+        known: int, end: FinishReason | None, seconds: float, times: tuple[float, float],
+    ) -> ResponsePart:  # fmt: skip
+        """Return the tokens from `known` on. Raises ReplicaFailed unless there is one log-prob per token."""
+        new = list(ids[known:])
+        if list(logprobs.token_ids[known:]) != new:
+            given = len(logprobs.token_ids)
+            raise ReplicaFailed(
+                self._replica, f"replica {self._replica} gave {given} log-probs for {len(ids)} tokens of {name}"
+            )
+        values = [math.nan if value is None else float(value) for value in logprobs.logprobs[known:]]
+        versions = tuple(
+            VersionSpan(_version(span.version), max(span.start - known, 0), span.end - known, replica=self._replica)
+            for span in spans
+            if span.end > known
+        )
+        queue_s, prefill_s = min(times[0], seconds), times[1]
+        return ResponsePart(new, values, versions, end, seconds, queue_s, min(prefill_s, seconds - queue_s))
+
+    async def _generate(self, request: GenerateRequest, started: float) -> tuple[CompletionOutput, float]:
+        """Return the whole response, and the seconds since `started`."""
+        final = None
+        # vLLM shares the cached values of a prefix among requests of the same salt.
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if self._weights:
+            prompt["cache_salt"] = str(self._weights)
+        outputs = self._engine.generate(
+            prompt, _parameters(request), request_id=request.request_id, priority=request.priority
+        )
+        async for output in outputs:
+            final = output
+        if final is None:
+            name = request.request_id
+            raise ReplicaFailed(self._replica, f"replica {self._replica} ended request {name} without output")
+        return final.outputs[0], time.monotonic() - started
+
+
+def _parameters(request: GenerateRequest) -> SamplingParams:
+    """Return vLLM's parameters: one log-prob per token, and no output before the last token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        min_p=sampling.min_p,
+        ignore_eos=sampling.ignore_eos,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _version(label: str) -> int:
+    """Convert vLLM's label of a weight version, which is "default" until the first sync."""
+    return int(label) if label.isdecimal() else UNKNOWN_VERSION

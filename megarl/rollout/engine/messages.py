@@ -1,0 +1,107 @@
+"""Requests to an engine and their results: token ids, never text."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from megarl.config.schema import SamplingConfig
+from megarl.config.schema.data import NO_REPETITION_PENALTY, NO_TOP_K, NO_TOP_P, EvalSamplingConfig
+from megarl.queue.trajectory import FinishReason, VersionSpan
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """Sampling parameters of one request, named as in vLLM. `temperature` 0 is greedy; `top_k` -1 is off.
+
+    `ignore_eos`: the end-of-sequence ids of the model's generation config do not end the response; `stop_token_ids` do.
+    """
+
+    max_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    top_p: float = NO_TOP_P
+    top_k: int = NO_TOP_K
+    repetition_penalty: float = NO_REPETITION_PENALTY
+    min_p: float = 0.0
+    ignore_eos: bool = False
+
+    @classmethod
+    def training(cls, sampling: SamplingConfig, stop_token_ids: tuple[int, ...]) -> SamplingSpec:
+        """Return the parameters of training samples."""
+        return cls(sampling.max_tokens, sampling.temperature, stop_token_ids)
+
+    @classmethod
+    def greedy(cls, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingSpec:
+        """Return the parameters of greedy evaluation responses."""
+        return cls(max_tokens, 0.0, stop_token_ids)
+
+    @classmethod
+    def evaluation(cls, sampling: EvalSamplingConfig, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingSpec:
+        """Return the parameters of sampled evaluation responses."""
+        return cls(
+            max_tokens,
+            sampling.temperature,
+            stop_token_ids,
+            sampling.top_p,
+            sampling.top_k,
+            sampling.repetition_penalty,
+        )
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A request for one response. `request_id` must be unique among the requests in flight.
+
+    `priority`: an engine that schedules by priority takes lower numbers first; training has 0.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingSpec
+    seed: int | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """The response to one request, produced by replica number `replica`.
+
+    `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: time
+    from the request's arrival at the replica to its last token; of these, `queue_s` passed before an engine began with
+    it, and `prefill_s` from then to its first token. `lost_replicas`: replicas that were lost while they
+    worked on it; `replica` continued from the tokens that they had reported. `cut`: it ended at its group's deadline.
+    `failure`: why it was given up; empty if it was not.
+    """
+
+    request_id: str
+    response_ids: list[int]
+    logprobs: list[float]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    replica: int
+    seconds: float = 0.0
+    lost_replicas: int = 0
+    cut: bool = False
+    failure: str = ""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
+    """Return the 63-bit seed of one request, the same on every machine.
+
+    It depends on these numbers only, so a redrawn group is sampled with the same seeds. `turn`: number of the request
+    within its sample.
+    """
+    return _seed_of(f"{run_seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else ""))
+
+
+def continuation_seed(seed: int, position: int) -> int:
+    """Return the 63-bit seed of the tokens from `position` (> 0) of a response whose request had `seed`."""
+    return _seed_of(f"{seed}@{position}")
+
+
+def _seed_of(place: str) -> int:
+    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

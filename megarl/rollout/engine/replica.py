@@ -1,0 +1,491 @@
+"""EngineReplica: one vLLM engine inside an async Ray actor. Token ids in; token ids, log-probs and versions out.
+
+It handles no text, groups or rewards. Every engine failure is raised as `ReplicaFailed` with this replica's index. A
+replica whose engine is dead or did not start, or that was told to `fail`, refuses every later call, so that an engine
+with partly updated weights never serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megarl.common.errors import NoPlace, ReplicaFailed, RequestFailed
+from megarl.common.process.held_outputs import hold_within
+from megarl.common.process.memory_tuning import begin_start, collect_rarely, exempt_present_objects
+from megarl.common.process.output import redirect_output
+from megarl.common.process.processes import ProcessId, die_with
+from megarl.common.rundir.private_directory import name_shared_memory
+from megarl.config.schema import Config, TimeoutsConfig
+from megarl.rollout.engine.activity import ReplicaActivity
+from megarl.rollout.engine.devices import HeldDevices, held_devices
+from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights
+from megarl.rollout.engine.engine_load import EngineMonitor, build_monitored
+from megarl.rollout.engine.engine_requests import EngineRequests
+from megarl.rollout.engine.engine_start import start_engines_fast
+from megarl.rollout.engine.messages import GenerateRequest
+from megarl.rollout.engine.placement import engine_needs
+from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
+from megarl.rollout.engine.weight_state import WeightState
+from megarl.rollout.transport.answered_calls import AnsweredCalls
+from megarl.rollout.transport.rpc import CallDesk, CallResults, SharedCall
+from megarl.telemetry.trace import events
+from megarl.telemetry.trace.lines import replica_process
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """Holds what the replicas and the controller of a run are made from.
+
+    `supervisor` runs on `host`; None if the run uses a Ray cluster that the supervisor has not started.
+    """
+
+    config_json: str
+    run_dir: str
+    namespace: str
+    cuda: bool
+    max_model_len: int | None
+    supervisor: ProcessId | None
+    host: str = ""
+
+    def watch_supervisor(self) -> None:
+        """End this process when the supervisor ends, if it runs on this host; on other nodes the agent does that."""
+        if self.supervisor is not None and self.host == platform.node():
+            die_with(self.supervisor, "supervisor")
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """Holds where a replica is, the version that it serves (None: none yet), and the numbers of its requests."""
+
+    held: HeldDevices
+    version: str | None
+    running: int
+    waiting: int
+
+
+def replica_name(index: int) -> str:
+    """Return the Ray name of a replica inside the run's namespace."""
+    return f"replica-{index}"
+
+
+DEATH_CHECK_S = 0.5  # between two looks whether the engine lives, while one of its calls is awaited
+# Calls at once: each response of the door has one nearly all the time, and must not keep out those of a weight sync.
+MOST_CALLS = 40_000
+
+
+def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
+    """Create the EngineReplica actor of a new replica, not started. The calling process owns it.
+
+    The actor gets `num_gpus` = TP and no placement group: inside one, vLLM would silently choose its Ray executor,
+    which asks for GPUs outside the actor.
+    """
+    import ray
+
+    needs = engine_needs(Config.model_validate_json(spec.config_json), cuda=spec.cuda)
+    options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
+    return (
+        ray.remote(EngineReplica)
+        .options(name=replica_name(index), namespace=spec.namespace, resources=needs, **options)
+        .remote(spec, index)
+    )
+
+
+class EndedReplica:
+    """Stands for the actor of a replica that has ended, so that no handle of it exists; every call of it fails."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    async def remote(self, *args: object) -> None:
+        """Raise ReplicaFailed; stands for the call of each method."""
+        raise ReplicaFailed(self._index, f"replica {self._index} has ended with the controller that had started it")
+
+    def __getattr__(self, method: str) -> EndedReplica:
+        """Return what stands for a method of the actor."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return self
+
+
+async def restart_replica(
+    spec: ReplicaSpec, index: int, old: ActorHandle | EndedReplica, timeouts: TimeoutsConfig
+) -> ActorHandle:
+    """Kill `old` and start a new replica under its name. Raises as `start_replica`.
+
+    It has no place either if `old` has not died within `timeouts.node_s`: its node cannot be reached.
+    """
+    import ray
+
+    began = time.monotonic()
+    if not isinstance(old, EndedReplica):
+        ray.kill(old)
+    while True:
+        try:
+            # The name becomes free only when Ray has noticed the death of the old actor.
+            handle = create_replica(spec, index)
+            break
+        except ValueError:
+            if time.monotonic() > began + timeouts.node_s:
+                reason = f"replica {index} did not die within {timeouts.node_s:.0f} s (timeouts.node_s)"
+                raise NoPlace(index, reason) from None
+            await asyncio.sleep(0.1)
+    return await start_replica(handle, index, timeouts, began)
+
+
+async def start_replica(
+    handle: ActorHandle, index: int, timeouts: TimeoutsConfig, began: float | None = None,
+    placed: Callable[[], object] = lambda: None,
+) -> ActorHandle:  # fmt: skip
+    """Wait until a created replica is placed, call `placed`, and wait until its engine is up; end it if that fails.
+
+    Raises NoPlace if Ray has not placed it within `timeouts.node_s`, ReplicaFailed if it is not up within
+    `timeouts.engine_start_s`. Both count from the time `began` (`time.monotonic`), by default now.
+    """
+    import ray
+
+    began = time.monotonic() if began is None else began
+    try:
+        await _placed(handle, index, timeouts.node_s)
+        placed()
+        try:
+            async with asyncio.timeout(timeouts.engine_start_s - (time.monotonic() - began)):
+                await handle.start.remote()
+        except TimeoutError:
+            waited = f"waited {timeouts.engine_start_s:.0f} s for replica {index} to start"
+            raise ReplicaFailed(index, waited) from None
+    except BaseException:
+        ray.kill(handle)  # it holds the name, and on GPUs the memory, of the next attempt
+        raise
+    return handle
+
+
+async def _placed(handle: ActorHandle, index: int, timeout_s: float) -> None:
+    """Wait until a replica's actor runs. Raises NoPlace after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await handle.__ray_ready__.remote()
+    except TimeoutError:
+        waited = f"waited {timeout_s:.0f} s (timeouts.node_s) for Ray to place replica {index}"
+        raise NoPlace(index, f"{waited}: no node has room for its engine") from None
+
+
+class EngineReplica:
+    """The actor that `create_replica` creates; see the module's docstring.
+
+    An engine that did not read the model's weights starts with random ones: it refuses to generate until the first
+    weight sync is complete.
+    """
+
+    def __init__(self, spec: ReplicaSpec, index: int) -> None:
+        begin_start()
+        self.index = index
+        self.config = Config.model_validate_json(spec.config_json)
+        self.cuda = spec.cuda
+        self.max_model_len = spec.max_model_len
+        self._engine: AsyncLLM | None = None
+        self._calls = AnsweredCalls()
+        self._desk = CallDesk(lambda method, args: getattr(self, method)(*args))
+        self._requests: EngineRequests
+        self._failed: str | None = None
+        self._weights = WeightState(reads_weights(self.config))
+        self._version: str | None = None  # the label of what is generated now
+        self._activity = ReplicaActivity(index)
+        self._monitor = EngineMonitor(heard=self._activity.step)
+        self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
+        self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
+        redirect_output(self._log_file)
+        events.open_events(self.config, Path(spec.run_dir), replica_process(index))
+        os.environ.update(engine_environment(self.config, cuda=spec.cuda))
+        name_shared_memory()
+        spec.watch_supervisor()
+
+    async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
+        """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
+        return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
+
+    async def begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
+        """Start calls of methods of this replica, see `CallDesk.begin`."""
+        self._desk.begin(link, calls)
+
+    async def take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
+        """Return the answers to such calls that have come, see `CallDesk.take`."""
+        return await self._desk.take(link, seen, wait_s)
+
+    async def start(self) -> dict[str, float]:
+        """Build the engine and generate one token; return the seconds that each took.
+
+        Raises ReplicaFailed with the engine's reason.
+        """
+        started = time.monotonic()
+        try:
+            self._engine = self._build()
+            self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
+            self._requests.times.listen(self._engine)
+            built = time.monotonic()
+            await self._probe(self._engine)
+            exempt_present_objects()
+            collect_rarely()
+        except Exception as error:
+            self._fail(f"failed to start: {root_cause(self._log_file, self._log_start) or _reason(error)}")
+        return {"build_s": built - started, "probe_s": time.monotonic() - built}
+
+    def _build(self) -> AsyncLLM:
+        # Built in the event loop's thread, which lives as long as this actor: the engine process dies with the thread
+        # that forks it (PR_SET_PDEATHSIG).
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        arguments = engine_args(self.config, cuda=self.cuda, max_model_len=self.max_model_len)
+        transfer = WeightTransferConfig(backend="megarl")
+        start_engines_fast()
+        hold_s = hold_within(self.config.rollout.report_interval_s)
+        return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor, hold_s)
+
+    async def _probe(self, engine: AsyncLLM) -> None:
+        """Generate one token."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, detokenize=False)
+        async for _ in engine.generate({"prompt_token_ids": [0]}, parameters, request_id="probe"):
+            pass
+
+    async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
+        """Start to work on requests, then `report` on them.
+
+        Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed if it refused a request.
+        """
+        self._check()
+        if not self._weights.has_weights:
+            raise ReplicaFailed(
+                self.index,
+                f"replica {self.index} has no weights yet: no weight sync has been completed since its engine started",
+            )
+        self._requests.start(requests)
+        return await self.report({request.request_id: 0 for request in requests}, wait_s)
+
+    async def report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
+        """Return the new tokens of requests: when all have ended, and after `wait_s` at the latest.
+
+        `reported`: request ids, and how many tokens of each the caller has. Raises as `generate`.
+        """
+        return await self._reported(self._check(), self._requests.report(reported, wait_s))
+
+    async def end(self, reported: dict[str, int]) -> EngineReport:
+        """Stop working on requests; return their last tokens. Those that were stopped end by `abort`."""
+        return await self._reported(self._check(), self._requests.end(reported))
+
+    async def _reported(self, engine: AsyncLLM, call: Awaitable[dict[str, ResponsePart]]) -> EngineReport:
+        try:
+            parts = await call
+        except (ReplicaFailed, RequestFailed):
+            raise
+        except Exception as error:
+            failure = self._failure(f"generation failed: {_reason(error)}", error)
+            if engine.errored:
+                raise failure from error
+            raise RequestFailed(f"replica {self.index} refused a request: {_reason(error)}") from error
+        return EngineReport(parts, self._monitor.take())
+
+    async def pause(self, clear_cache: bool = True) -> None:
+        """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`.
+
+        Without it they go on with the KV values that they have, which no later request uses.
+        """
+        engine = self._check()
+        self._activity.pause()
+        self._monitor.hold("pause")
+        if not clear_cache:
+            self._requests.keep_cache()
+        await self._guard(engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
+
+    async def resume(self) -> None:
+        """Resume generation after `pause`. Raises ReplicaFailed if the weights are not those of one version."""
+        engine = self._check_weights()
+        await self._guard(engine.resume_generation(), "resume")
+        self._monitor.release("pause")
+        self._activity.resume(self._version)
+
+    async def reset(self) -> None:
+        """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
+        engine = self._check_weights()
+        self._requests.drop()
+        await self._guard(engine.pause_generation(mode="abort", clear_cache=True), "reset")
+        await self.resume()
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Have the engine's workers join the weight-sync group. `init_info`: fields of `MegarlInitInfo`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        engine = self._check()
+        self._weights.join()
+        self._monitor.hold("join")  # the engine waits for the other members in its main loop
+        request = WeightTransferInitRequest(init_info=init_info)
+        with events.span("join_group"):
+            await self._guard(engine.init_weight_transfer_engine(request), "init_weight_transfer")
+        self._weights.joined()
+        self._monitor.release("join")
+
+    async def start_weight_update(self) -> None:
+        """Prepare the engine's model for new weights."""
+        engine = self._check()
+        self._activity.begin_weights()
+        self._weights.begin()
+        await self._guard(engine.start_weight_update(), "start_weight_update")
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load all buckets of one sync. `update_info`: fields of `MegarlUpdateInfo`.
+
+        If another member fails, this returns early and without an error, and the sync must be abandoned.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine = self._check()
+        self._weights.receive()
+        request = WeightTransferUpdateRequest(update_info=update_info)
+        await self._guard(engine.update_weights(request), "update_weights")
+
+    async def finish_weight_update(self, version: str) -> None:
+        """Complete the new weights and label what is generated from then on with `version`."""
+        engine = self._check()
+        await self._guard(engine.finish_weight_update(version), "finish_weight_update")
+        self._weights.finished()
+        self._version = version
+        self._activity.end_weights(version)
+
+    async def abandon_weight_update(self, update_info: dict[str, Any]) -> None:
+        """Give up a sync that has not finished here, keep the requests, and stay paused until a later one is complete.
+
+        `update_info`: what tells the engine so. Raises ReplicaFailed if the engine cannot be loaded again; it must be
+        replaced then.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        engine = self._check()
+        if not self._weights.in_session:
+            return
+        request = WeightTransferUpdateRequest(update_info=update_info)
+        await self._guard(engine.update_weights(request), "abandon_weight_update")
+        await self._guard(engine.finish_weight_update(None), "abandon_weight_update")
+        self._weights.abandoned()
+
+    async def set_weight_version(self, version: str) -> None:
+        """Label what is generated from then on with `version`, without a change of the weights."""
+        engine = self._check()
+        await self._guard(engine.update_weight_version(version), "set_weight_version")
+        self._version = version
+
+    async def world_size(self) -> int:
+        """Return the number of engine workers of this replica (its TP size)."""
+        return self.config.rollout.tensor_parallel
+
+    async def devices(self) -> HeldDevices:
+        """Return the devices that this replica holds."""
+        return held_devices(f"replica {self.index}", self.cuda)
+
+    async def status(self) -> ReplicaStatus:
+        """Return what this replica knows about itself. It answers also if its engine has failed."""
+        now = self._monitor.latest
+        return ReplicaStatus(await self.devices(), self._version, now.running, now.waiting)
+
+    async def fail(self, reason: str) -> None:
+        """Refuse every later call, for example after a failed weight sync."""
+        self._failed = f"replica {self.index} {reason}"
+
+    async def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        if self._engine is not None:
+            # The engine process has nothing to save, and does not end on SIGTERM within its default time-out (5 s).
+            self._engine.shutdown(timeout=0.5)
+            self._engine = None
+        self._activity.end()
+        events.close_events()
+
+    def _check(self) -> AsyncLLM:
+        """Return the engine. Raises ReplicaFailed if it has failed or is not started."""
+        if self._failed is not None:
+            raise ReplicaFailed(self.index, self._failed)
+        if self._engine is None:
+            raise ReplicaFailed(
+                self.index, f"replica {self.index} has no engine: start() was not called or has not returned"
+            )
+        return self._engine
+
+    def _check_weights(self) -> AsyncLLM:
+        """Return the engine, if its weights are those of one version. Raises ReplicaFailed otherwise."""
+        engine = self._check()
+        if (obstacle := self._weights.obstacle) is not None:
+            raise ReplicaFailed(self.index, f"replica {self.index} {obstacle}")
+        return engine
+
+    async def _guard(self, call: Awaitable[T], what: str) -> T:
+        """Await an engine call; convert its exception to ReplicaFailed, and raise that too if the engine has died.
+
+        vLLM 0.32 leaves a call of a weight sync unanswered for ever when the engine's process dies.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
+                if self._engine is not None and self._engine.errored:
+                    self._failed = f"replica {self.index} is dead: its engine's process ended in {what}"
+                    raise ReplicaFailed(self.index, self._failed)
+            return task.result()
+        except ReplicaFailed:
+            raise
+        except Exception as error:
+            raise self._failure(f"{what} failed: {_reason(error)}", error) from error
+        finally:
+            task.cancel()
+
+    def _failure(self, message: str, cause: Exception) -> ReplicaFailed:
+        """Return the error to raise, and refuse every later call if the engine is dead."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(cause, EngineDeadError):
+            self._failed = f"replica {self.index} is dead: {message}"
+        return ReplicaFailed(self.index, f"replica {self.index}: {message}")
+
+    def _fail(self, message: str) -> None:
+        """Log the active exception, refuse every later call and raise ReplicaFailed."""
+        logger.exception("replica %d %s", self.index, message)
+        self._failed = f"replica {self.index} {message}"
+        raise ReplicaFailed(self.index, self._failed)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the innermost cause in one line: vLLM wraps the engine's own error in several layers."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {text[0] if text else ''}"
+
+
+def root_cause(log_file: Path, start: int = 0) -> str:
+    """Return the last error that vLLM's engine or worker process has logged after byte `start`; "" if there is none.
+
+    The front end's own error only refers to that log. The lines look like
+    `(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1510] ValueError: ...`.
+    """
+    logged = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR \S+ \S+ \[[^\]]*\] ([\w.]*(?:Error|Exception)\b.*)$")
+    with log_file.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    found = [match[1] for line in lines if (match := logged.match(line))]
+    return found[-1] if found else ""

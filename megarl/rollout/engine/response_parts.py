@@ -1,0 +1,139 @@
+"""The parts in which an engine reports a response, and how another engine continues one. Pure.
+
+An engine that is lost leaves the tokens that it has reported. Another engine gets the prompt with these tokens, and
+what it makes is appended to them: no reported token is sampled twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from megarl.common.changed import changed
+from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine.engine_load import EngineLoad
+from megarl.rollout.engine.messages import GenerateRequest, continuation_seed
+
+
+@dataclass(frozen=True)
+class ResponsePart:
+    """Consecutive tokens of one response, with one log-prob for each of them; `versions` counts from the part's start.
+
+    `finish_reason`: how the response ended with this part, `abort` if the engine dropped it; None if more tokens
+    follow. `seconds`: time from the request's arrival at the engine to the part's end; of these, `queue_s` passed
+    before the engine began with it, and `prefill_s` from then to its first token.
+    """
+
+    response_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason | None = None
+    seconds: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.response_ids):
+            raise ValueError(f"{len(self.logprobs)} log-probs for {len(self.response_ids)} tokens")
+
+    def without_times(self, finish_reason: FinishReason | None) -> ResponsePart:
+        """Return the tokens without the times on an engine that works on them no more."""
+        return changed(self, finish_reason=finish_reason, seconds=0.0, queue_s=0.0, prefill_s=0.0)
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """An engine's answer to a call about some requests: the tokens of each since the last report, by request id.
+
+    `load`: of the engine, since its last report on any requests.
+    """
+
+    parts: Mapping[str, ResponsePart]
+    load: EngineLoad = field(default_factory=EngineLoad)
+
+    @property
+    def size(self) -> int:
+        """About how many numbers it has."""
+        return 1 + sum(2 * len(part.response_ids) for part in self.parts.values())
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all requests."""
+        return sum(len(part.response_ids) for part in self.parts.values())
+
+
+def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
+    """Return the tokens of both; spans of one version that meet become one. Times and the end are the second's.
+
+    Raises ValueError if the response ended with `first`.
+    """
+    if first.finish_reason is not None:
+        raise ValueError(f"a response that has ended ({first.finish_reason}) cannot be continued")
+    if not first.response_ids and len(second.versions) < 2:  # as of every response that comes in one part
+        return second
+    offset = len(first.response_ids)
+    spans = list(first.versions)
+    for span in second.versions:
+        moved = changed(span, start=span.start + offset, end=span.end + offset)
+        if spans and spans[-1] == replace(moved, start=spans[-1].start, end=moved.start):
+            moved = replace(moved, start=spans.pop().start)
+        spans.append(moved)
+    return ResponsePart(
+        first.response_ids + second.response_ids,
+        first.logprobs + second.logprobs,
+        tuple(spans),
+        second.finish_reason,
+        second.seconds,
+        second.queue_s,
+        second.prefill_s,
+    )
+
+
+def tokens_from(part: ResponsePart, known: int) -> ResponsePart:
+    """Return what follows the first `known` tokens of a part; `join_parts` of both is the part again."""
+    if not known:
+        return part
+    spans = tuple(
+        replace(span, start=max(span.start - known, 0), end=span.end - known)
+        for span in part.versions
+        if span.end > known
+    )
+    return replace(part, response_ids=part.response_ids[known:], logprobs=part.logprobs[known:], versions=spans)
+
+
+def first_tokens(part: ResponsePart, count: int, finish_reason: FinishReason) -> ResponsePart:
+    """Return the first `count` tokens of a part, which end the response so."""
+    spans = tuple(replace(span, end=min(span.end, count)) for span in part.versions if span.start < count)
+    return replace(
+        part, response_ids=part.response_ids[:count], logprobs=part.logprobs[:count], versions=spans,
+        finish_reason=finish_reason,
+    )  # fmt: skip
+
+
+def tokens_end(request: GenerateRequest, so_far: ResponsePart) -> FinishReason | None:
+    """Return how the tokens so far end the response by themselves; None if a token can follow them.
+
+    An engine reports the end together with the last token. This is for what comes from elsewhere.
+    """
+    ids = so_far.response_ids
+    if ids and ids[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(ids) >= request.sampling.max_tokens else None
+
+
+def continue_request(request: GenerateRequest, so_far: ResponsePart) -> GenerateRequest:
+    """Return the request for the tokens that follow `so_far`; it is `request` itself if there are none yet.
+
+    Its seed depends on the request's seed and the number of tokens so far. Raises ValueError if no token can follow.
+    """
+    if (end := tokens_end(request, so_far)) is not None:
+        raise ValueError(f"the tokens of request {request.request_id} end the response ({end})")
+    position = len(so_far.response_ids)
+    if not position:
+        return request
+    return replace(
+        request,
+        prompt_ids=request.prompt_ids + so_far.response_ids,
+        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - position),
+        seed=None if request.seed is None else continuation_seed(request.seed, position),
+    )

@@ -1,0 +1,1 @@
+"""All engines of a run: which one works on what; lost, drained and added ones."""

@@ -1,0 +1,314 @@
+"""Changes of the pool while a run goes on: replicas are listed, drained, removed and added, by hand or after a loss.
+
+A change acts at once on where requests go, and on the publications from the next one on. The memory plan and the bounds
+on what is in flight stay those of the start: they hold per engine, or follow from the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megarl.common.errors import NoPlace, RolloutError
+from megarl.config.schema import TimeoutsConfig
+from megarl.rollout.engine.replica import ReplicaStatus
+from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.telemetry.trace import events
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+
+STATUS_S = 5.0  # in which a replica says where it is and what it does
+ROOM_S = 5.0  # in which Ray notices resources that were given back just now
+LOOK_S = 0.2
+GROW_S = 10.0  # between two looks for places of missing replicas
+MOST_FAILURES = 3  # in a row of engines that are started in the place of missing ones
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """One line of the list of replicas; `host` and `version` are empty if they are not known."""
+
+    replica: int
+    host: str
+    state: str
+    devices: tuple[str, ...]
+    version: str
+    running: int
+    waiting: int
+
+
+class ElasticPool:
+    """Lists, drains, removes and adds replicas. It raises RolloutError with the fix for what cannot be done."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        timeouts: TimeoutsConfig,
+        start: Callable[[int, Callable[[], object]], Awaitable[ActorHandle]],
+        end: Callable[[ActorHandle], object],
+        places: Callable[[], int],
+        notify: Callable[[str], object],
+    ) -> None:
+        """`start(index, placed)`: creates and starts an engine, and calls `placed` when it has taken its place.
+
+        `end`: kills an engine. `places()`: how many more Ray has room for; it runs in a thread. `notify`: tells the
+        user what happens without a command.
+        """
+        self._fleet, self._timeouts, self._start, self._end = fleet, timeouts, start, end
+        self._places, self._notify = places, notify
+        self._removals: set[asyncio.Task[None]] = set()
+        self._growth: asyncio.Task[None] | None = None
+        self._reserving = asyncio.Lock()  # a free place is given once: from a look at them until it is reserved
+        self._look: asyncio.Future[int] | None = None
+        self._told_missing = 0
+        self._failures = 0  # in a row, of engines in the place of missing ones
+        self._look_at = 0.0  # when places for missing ones are looked for again
+        self._has_trainer = False
+
+    def open(self) -> None:
+        """Accept changes: the trainer has said which history it goes on with, and which replicas serve is known."""
+        self._has_trainer = True
+
+    async def reports(self) -> list[ReplicaReport]:
+        """Return the state of all replicas, those that are started or end included, in their order."""
+        members = self._fleet.membership
+        reports = await asyncio.gather(*(self._report(index) for index in sorted(members.all | members.starting)))
+        return list(reports)
+
+    async def _report(self, index: int) -> ReplicaReport:
+        status: ReplicaStatus | None = None
+        if index not in self._fleet.membership.starting:
+            try:
+                status = await self._fleet.actors.call(index, "status", timeout_s=STATUS_S)
+            except (RolloutError, KeyError) as error:  # a KeyError: it has ended meanwhile
+                logger.info("replica %d does not say what it does: %s", index, error)
+        state = self._fleet.states.state_of(index)
+        if status is None:
+            return ReplicaReport(index, "", state, (), "", 0, 0)
+        held = status.held
+        return ReplicaReport(
+            index, held.host, state, held.devices, status.version or "", status.running, status.waiting
+        )
+
+    async def drain(self, index: int) -> str:
+        """Give a replica no more work, and wait until its responses have left it. Return what was done."""
+        self._refuse_closed()
+        self._refuse_unknown(index)
+        drained = self._fleet.membership.drained
+        if index in drained:
+            raise RolloutError(f"replica {index} is drained already; `undrain` lets it serve again")
+        self._refuse_last(index, "drained")
+        moved = self._fleet.outstanding(index)
+        self._fleet.states.drain(index)
+        logger.info("replica %d is drained; %d responses go on elsewhere", index, moved)
+        await self._emptied(index)
+        return f"replica {index} is drained; {moved} responses went on elsewhere"
+
+    async def undrain(self, index: int) -> str:
+        """Let a drained replica serve again after the next publication. Return what was done."""
+        self._refuse_closed()
+        self._refuse_unknown(index)
+        if index not in self._fleet.membership.drained:
+            raise RolloutError(f"replica {index} is not drained; it is {self._fleet.states.state_of(index)}")
+        self._fleet.states.admit_drained(index)
+        logger.info("replica %d is not drained any more", index)
+        return f"replica {index} serves again after the next publication of the weights"
+
+    async def remove(self, index: int) -> str:
+        """Drain a replica and end its engine. Return what was done, or is still to be done."""
+        self._refuse_closed()
+        self._refuse_unknown(index)
+        self._refuse_last(index, "removed")
+        moved, busy = self._fleet.outstanding(index), self._fleet.membership.needed(index)
+        self._fleet.states.leave(index)
+        logger.info("replica %d is removed; %d responses go on elsewhere", index, moved)
+        ending = asyncio.create_task(self._end_when_possible(index))
+        self._removals.add(ending)
+        ending.add_done_callback(self._removals.discard)
+        if busy:
+            return f"replica {index} leaves; its engine ends with the publication that is being made now"
+        await asyncio.shield(ending)
+        return f"replica {index} is removed; {moved} responses went on elsewhere, and its engine has ended"
+
+    async def add(self, count: int) -> str:
+        """Start `count` further engines, and wait until they are up. Return what was done.
+
+        Raises RolloutError before anything starts if Ray has no room for them, and naming those that did not start.
+        """
+        if count < 1:
+            raise RolloutError(f"{count} engines cannot be added: give a number of at least 1")
+        self._refuse_closed()
+        indices = await self._reserve_all(count)
+        logger.info("starting replicas %s", indices)
+        ends = await asyncio.gather(*(self._start_one(index) for index in indices))
+        up = [index for index, failure in zip(indices, ends, strict=True) if failure is None]
+        joins = f"{_named(up)} joins the pool with the next publication of the weights" if up else "none was added"
+        failed = [str(failure) for failure in ends if failure is not None]
+        if failed:
+            raise RolloutError(f"{len(failed)} of {count} engines did not start: {'; '.join(failed)}; {joins}")
+        return joins
+
+    async def replace_later(self, indices: Sequence[int]) -> None:
+        """End replicas that a publication has failed on, which then goes on with the others; `tend` starts new ones.
+
+        If no other one serves training, they are restarted, and waited for. Raises RolloutError as `Fleet.restart`.
+        """
+        members = self._fleet.membership
+        if not self._fleet.states.go_on_without(indices):
+            await self._fleet.restart(indices)
+            return
+        for index in members.leaving:
+            members.excuse(index)
+        for index in set(indices) & members.all - members.leaving:
+            logger.warning("the pool goes on without replica %d, in whose place a new one is started", index)
+            self._end(self._fleet.states.give_up(index))
+
+    async def tend(self) -> None:
+        """Start engines in the place of missing ones if Ray has room again. Call it now and then; it does not wait."""
+        members = self._fleet.membership
+        if members.missing > self._told_missing:
+            self._failures, self._look_at = 0, 0.0
+            self._notify(
+                f"the pool goes on with {len(members.members)} engines; {members.missing} that were lost are started "
+                "again as soon as there is room"
+            )
+        self._told_missing = members.missing
+        now = time.monotonic()
+        growing = self._growth is not None and not self._growth.done()
+        if members.missing and not growing and now >= self._look_at and self._failures < MOST_FAILURES:
+            self._look_at = now + GROW_S
+            self._growth = asyncio.create_task(self._grow())
+            self._growth.add_done_callback(self._growth_ended)
+
+    async def _grow(self) -> None:
+        members = self._fleet.membership
+        indices, _ = await self._reserve(1, members.missing)
+        if not indices:
+            return
+        ends = await asyncio.gather(*(self._start_one(index) for index in indices))
+        started = sum(end is None for end in ends)
+        members.missing -= started
+        self._told_missing = members.missing
+        failed = [str(end) for end in ends if end is not None and not isinstance(end, NoPlace)]
+        self._failures = self._failures + 1 if failed else 0
+        if started:
+            self._notify(f"{started} engines that were lost are up again; they join with the next publication")
+            events.recovery("engine", f"{started} engines that were lost with their places are up again")
+        if failed:
+            self._notify(f"{len(failed)} engines did not start in the place of lost ones: {failed[0]}")
+
+    def _growth_ended(self, growth: asyncio.Task[None]) -> None:
+        """Tell the user why missing engines could not be started, if something else than an engine failed."""
+        if not growth.cancelled() and (error := growth.exception()) is not None:
+            self._failures += 1
+            logger.error("missing engines could not be started", exc_info=error)
+            self._notify(f"engines that were lost could not be started again: {error}")
+
+    async def _start_one(self, index: int) -> Exception | None:
+        """Start an engine and add it; return why it did not start."""
+        try:
+            placed = partial(self._fleet.membership.placed, index)
+            self._fleet.states.add(index, await self._start(index, placed))
+        except Exception as error:
+            logger.warning("replica %d did not start: %s", index, error)
+            self._fleet.membership.not_started(index)
+            return error
+        return None
+
+    async def _emptied(self, index: int) -> None:
+        """Wait until no response is on a replica. It gives them up at its next report, or is lost."""
+        limit_s = self._fleet.report_bound_s
+        until = time.monotonic() + limit_s
+        while left := self._fleet.outstanding(index):
+            if time.monotonic() > until:
+                raise RolloutError(
+                    f"waited {limit_s:.0f} s for {left} responses to leave replica {index}; it gets no new ones"
+                )
+            await asyncio.sleep(LOOK_S)
+
+    async def _end_when_possible(self, index: int) -> None:
+        """End the engine of a replica that leaves. What it waits for has bounds of its own: reports, starts, syncs."""
+        while not self._fleet.can_end(index):
+            await asyncio.sleep(LOOK_S)
+        self._end(self._fleet.states.forget(index))
+        logger.info("replica %d has ended", index)
+
+    async def _reserve_all(self, count: int) -> list[int]:
+        """Reserve places for `count` engines. Raises RolloutError if Ray has no room for them, also after a while."""
+        until = time.monotonic() + ROOM_S
+        while True:
+            indices, room = await self._reserve(count, count)
+            if indices:
+                return indices
+            if time.monotonic() > until:
+                placing = len(self._fleet.membership.unplaced)
+                besides = f" besides {placing} that are being started" if placing else ""
+                raise RolloutError(
+                    f"{count} engines cannot be added: Ray has room for {room}{besides}. Remove others, add nodes to "
+                    "the Ray cluster, or start the run with a larger rollout.max_replicas, which keeps places free"
+                )
+            await asyncio.sleep(LOOK_S)
+
+    async def _reserve(self, least: int, most: int) -> tuple[list[int], int]:
+        """Reserve as many places as are free, `most` at most. Return the indices, and how many places were free.
+
+        With fewer than `least` free places none is reserved.
+        """
+        async with self._reserving:
+            room = await self._room()
+            return self._fleet.membership.reserve(min(room, most)) if room >= least else [], room
+
+    async def _room(self) -> int:
+        """Return how many engines Ray has room for besides those that are being started.
+
+        Raises RolloutError after `timeouts.rpc_s`. The thread that asks cannot be ended; until it has, no other one
+        is started.
+        """
+        rpc_s, placing = self._timeouts.rpc_s, len(self._fleet.membership.unplaced)
+        try:
+            async with asyncio.timeout(rpc_s):
+                if self._look is not None:
+                    await asyncio.wait([self._look])
+                self._look = asyncio.ensure_future(asyncio.to_thread(self._places))
+                self._look.add_done_callback(
+                    lambda look: look.cancelled() or look.exception()
+                )  # nobody may wait for it
+                return max(0, await asyncio.shield(self._look) - placing)
+        except TimeoutError:
+            raise RolloutError(
+                f"the rollout controller waited {rpc_s:.0f} s (timeouts.rpc_s) for Ray to tell the free places of its "
+                "nodes: Ray's head is overloaded or cannot be reached; try again later"
+            ) from None
+
+    def _refuse_closed(self) -> None:
+        if not self._has_trainer:
+            raise RolloutError("the trainer has not begun to use the pool, or its new controller, yet; try again later")
+
+    def _refuse_unknown(self, index: int) -> None:
+        members = self._fleet.membership
+        if index in members.starting:
+            raise RolloutError(f"replica {index} is being started; try again when it is up")
+        if index in members.leaving:
+            raise RolloutError(f"replica {index} is being removed already")
+        if index not in members.all:
+            there = ", ".join(map(str, sorted(members.all)))
+            raise RolloutError(f"there is no replica {index}; there are {there}")
+
+    def _refuse_last(self, index: int, done: str) -> None:
+        if not self._fleet.states.serves_without(index):
+            raise RolloutError(
+                f"replica {index} cannot be {done}: no other replica serves training now. Add one first, and wait "
+                "until it serves"
+            )
+
+
+def _named(indices: Sequence[int]) -> str:
+    return f"replica {indices[0]}" if len(indices) == 1 else f"each of the replicas {', '.join(map(str, indices))}"

@@ -1,0 +1,311 @@
+"""The replicas of a run: responses of those that serve, publications to all of them, and how lost ones are replaced.
+
+The config gives the number of replicas at the start. After that only the fleet knows how many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
+from megarl.common.process.held_outputs import hold_within
+from megarl.config.schema import TimeoutsConfig
+from megarl.rollout.engine.continuation import ResponsesSoFar
+from megarl.rollout.engine.devices import HeldDevices
+from megarl.rollout.engine.engine_load import EngineLoad
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.request_context import RequestContext
+from megarl.rollout.fleet.calls import GROUP_TERMS, CallRunner, CallTerms
+from megarl.rollout.fleet.drain import Hold, RunningCalls
+from megarl.rollout.fleet.membership import Membership
+from megarl.rollout.fleet.replacements import Replacements
+from megarl.rollout.fleet.replica_actors import ReplicaActors
+from megarl.rollout.fleet.replica_states import ReplicaStates
+from megarl.rollout.fleet.replica_work import rate_metrics
+from megarl.rollout.fleet.router import Dispatcher
+from megarl.rollout.fleet.speed import ProgressRates
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+
+# A lost replica that does not answer within this time does not answer the weight sync either.
+_RETIRE_S = 2.0
+_RESET_S = 5.0  # in which a lost replica that is sound drops its requests
+
+# Ends an actor and starts a new one of the same index; raises ReplicaFailed if it does not come up.
+Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
+
+
+class Fleet:
+    """Holds all replicas: those that serve, those that are lost, and those that join at the next version.
+
+    Requests of one call go to one replica; another one continues its responses if that one is lost (`calls.py`).
+    A lost replica that turns out to be sound serves again after the next weight sync.
+
+    `actors`: calls a replica. `states`: what each replica does; the changes of the pool act on it. `membership`: which
+    replicas take part in publications.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[int, ActorHandle],
+        timeouts: TimeoutsConfig,
+        restart: Restart,
+        describe: Callable[[int], str] = str,
+        *,
+        report_interval_s: float,
+        sync_restarts: int,
+    ) -> None:
+        """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
+
+        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `sync_restarts`: see
+        `Replacements`.
+        """
+        self._timeouts, self._restart = timeouts, restart
+        # What an engine holds is missing from a report, so the next one comes earlier by as much.
+        self._report_interval_s = report_interval_s - hold_within(report_interval_s)
+        self.actors = ReplicaActors(replicas, timeouts.rpc_s, describe)
+        self.membership = Membership(replicas)
+        self._replacements = Replacements(timeouts, sync_restarts)
+        # For as long as running responses may take to end, and then a weight sync with all its attempts.
+        self._hold = Hold(timeouts.generate_s + self._replacements.timeout_s)
+        self._dispatcher = Dispatcher(replicas, self._hold)
+        self.states = ReplicaStates(
+            self.actors, self.membership, self._replacements, self._dispatcher, ProgressRates(timeouts.rpc_s)
+        )
+        self._calls = RunningCalls()
+        self._runner = CallRunner(
+            self.actors, self.states, self._replacements, self._dispatcher, self._calls, timeouts,
+            self._report_interval_s,
+        )  # fmt: skip
+
+    @property
+    def members(self) -> list[int]:
+        """Indices of the replicas that take part in the publication that is being made, or else in the next one."""
+        return self.membership.members
+
+    @property
+    def serving(self) -> list[int]:
+        """Indices of the replicas that serve, sorted."""
+        return sorted(self._dispatcher.load)
+
+    @property
+    def idle(self) -> list[int]:
+        """Indices of the replicas that are started, wait for their first weights, or are drained, sorted."""
+        return sorted(self.membership.idle - self.lost.keys())
+
+    @property
+    def lost(self) -> dict[int, ReplicaFailed]:
+        """The replicas that do not serve because they failed, with the reasons; the last one lost is at the end."""
+        return self.states.lost
+
+    @property
+    def needs_publication(self) -> str:
+        """The reason why the trainer must publish its weights now, because only that brings a replica; else empty."""
+        if not self.lost or self._dispatcher.load or self._replacements.under_way:
+            return ""
+        return str(next(reversed(self.lost.values())))
+
+    def expect_publication(self, publishes: bool) -> None:
+        """Record whether a trainer publishes as soon as it is told that it must (`needs_publication`).
+
+        Responses whose last replica is lost then wait for that, instead of ending the run.
+        """
+        self._replacements.expect(publishes)
+
+    def take_load(self) -> EngineLoad:
+        """Return the peaks of all replicas since the last call, as far as they have reported."""
+        return self._dispatcher.take_load()
+
+    def take_rates(self) -> dict[str, float]:
+        """Return the speed of each replica since the last call as metrics."""
+        return rate_metrics(self._runner.work.take())
+
+    async def generate(
+        self,
+        context: RequestContext,
+        requests: Sequence[GenerateRequest],
+        *,
+        background: bool = False,
+        terms: CallTerms = GROUP_TERMS,
+    ) -> list[GenerateResult]:
+        """Return responses in the order of `requests`, which share the `context`.
+
+        `terms`: what is different for calls that are not for training groups. `background`: they belong to an
+        evaluation beside training, and give way to training. They have no time limit of their own: the wait for the
+        evaluation has one.
+
+        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
+        one is coming, RolloutError if the group fails by its deadline, if no replica has room within
+        `timeouts.generate_s`, or if one that works has not ended them within that time.
+        """
+        responses = ResponsesSoFar(requests, context.tokens)
+        outside = terms.foreign and not terms.of_group
+        with self._calls.of(responses, background=background, foreign=outside) as call:
+            await self._runner.run(call, context, terms)
+            return call.responses.results()
+
+    @property
+    def report_bound_s(self) -> float:
+        """The longest time until a replica has reported, or is lost."""
+        return self._report_interval_s + 2 * self._timeouts.rpc_s
+
+    def outstanding(self, index: int) -> int:
+        """Return the number of responses on which a replica works, those that a drained one gives up included."""
+        return self._calls.on(index)
+
+    def can_end(self, index: int) -> bool:
+        """Tell whether the engine of a replica that leaves can end: nothing works on it, with it or for it."""
+        return not (self._calls.on(index) or self.membership.needed(index) or self._replacements.comes(index))
+
+    async def begin_sync(self) -> None:
+        """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
+
+        A lost replica may be sound: its report was late, or the network was cut. If it can drop its requests, it serves
+        again after the sync. Else it is told to refuse the sync, so that it is replaced, unless a failed sync ends the
+        run (`weight_sync.restarts` is 0): it then takes part, and serves no more.
+        """
+        replaces = self._replacements.begin_sync()
+        for index in self.membership.begin_sync():
+            self._replacements.join(index)
+        lost = [index for index in self.lost if not self._replacements.comes(index)]
+        await asyncio.gather(*(self._readmit(index, replaces) for index in lost))
+
+    async def _readmit(self, index: int, replaces: bool) -> None:
+        """Let a lost replica join if it is sound; else, if the sync `replaces` those that refuse it, have it refuse."""
+        reason = self.lost.get(index)
+        try:
+            if index not in self.states.replaced_next:
+                await self.actors.call(index, "reset", timeout_s=_RESET_S)
+                self._replacements.join(index)
+                return
+        except RolloutError as error:
+            logger.info("replica %d stays lost: %s", index, error)
+        if not replaces or index not in self.lost:  # it may have been removed meanwhile
+            return
+        try:
+            await self.actors.call(index, "fail", f"was lost: {reason}", timeout_s=_RETIRE_S)
+        except RolloutError as error:
+            logger.info("replica %d, which is lost, was not told so: %s", index, error)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Hold back all requests that have not begun, and wait until those that have begun have ended.
+
+        They are held back until `admit_joining` or `reset`, and not after a failure. Foreign ones that have begun are
+        not waited for. Raises RolloutError naming the replicas and their numbers of requests after `timeout_s`.
+        """
+        self._hold.begin()
+        try:
+            await self._calls.end(timeout_s, lambda call: not call.foreign)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        """Place what `drain` has held back."""
+        self._hold.end()
+        self._dispatcher.look_again()
+
+    async def may_begin(self) -> None:
+        """Wait until requests are not held back by `drain`. Raises RolloutError if that takes too long."""
+        await self._hold.wait("a prompt group")
+
+    def admit_joining(self) -> None:
+        """Let all replicas serve training, replaced and new ones too. Call it when a sync is complete.
+
+        Drained ones do not.
+        """
+        self.states.admit_joining()
+        self._replacements.end_sync()
+        self.membership.end_sync()
+        self._let_go()
+
+    async def restart(self, indices: Sequence[int]) -> None:
+        """Replace replicas by new ones under the same names; they serve after `admit_joining`, and not before.
+
+        One for which no node has room, as after the loss of its node, leaves the pool, unless it would be the last.
+        Raises RolloutError if one does not come up. The controller owns them: the actors of a rank would end with the
+        rank.
+        """
+
+        actors = self.actors.by_index
+
+        async def restart_one(index: int) -> None:
+            self.states.lose(index, ReplicaFailed(index, f"replica {index} is being replaced"))
+            self.states.replaced_next.discard(index)
+            self.membership.new.discard(index)
+            with self._replacements.starting(index):
+                try:
+                    actors[index] = await self._restart(index, actors[index])
+                except Exception as error:
+                    self.states.lost.pop(index, None)  # so that it is the last one again
+                    reason = self.actors.failure(index, "restart", error)
+                    self.states.lose(index, ReplicaFailed(index, str(reason)))
+                    raise
+
+        for index in self.membership.leaving:
+            self.membership.excuse(index)
+        wanted = [index for index in indices if index in actors and index not in self.membership.leaving]
+        ends = await asyncio.gather(*(restart_one(index) for index in wanted), return_exceptions=True)
+        failures = {index: end for index, end in zip(wanted, ends, strict=True) if end is not None}
+        left = set(self.members) - self.membership.drained - failures.keys()
+        for error in failures.values():
+            if not (isinstance(error, NoPlace) and left):
+                raise error
+        for index, error in failures.items():
+            logger.warning("the pool goes on without replica %d: %s", index, error)
+            self.states.give_up(index)
+
+    async def reset(self) -> None:
+        """Make every engine drop its requests and be ready to serve; replace those that cannot, or are too slow.
+
+        Lost ones serve again after `admit_joining`.
+        """
+        self._replacements.end_sync()
+        self.membership.end_sync()
+        self._let_go()
+        broken = []
+
+        async def reset_one(index: int) -> None:
+            if index in self.states.replaced_next:
+                logger.warning("replacing replica %d: %s", index, self.lost[index])
+                broken.append(index)
+                return
+            try:
+                await self.actors.call(index, "reset", timeout_s=self._timeouts.rpc_s)
+                if index in self.lost:
+                    self._replacements.join(index)
+            except RolloutError as error:
+                logger.warning("replacing replica %d: %s", index, error)
+                broken.append(index)
+
+        await asyncio.gather(*(reset_one(index) for index in self.members))
+        await self.restart(sorted(broken))
+
+    async def take_over(self, *, in_sync: bool) -> None:
+        """Make every engine drop the requests of a controller that has died. Those that cannot are lost.
+
+        They serve again, or are replaced, after the next sync. `in_sync`: the trainer is in the middle of one.
+        """
+
+        async def take(index: int) -> None:
+            try:
+                await self.actors.call(index, "reset", timeout_s=self._timeouts.rpc_s)
+            except ReplicaFailed as error:
+                self.states.lose(index, error)
+
+        if in_sync:
+            self._replacements.begin_sync()
+            self.membership.begin_sync()
+        await asyncio.gather(*(take(index) for index in self.members))
+        for index, reason in self.lost.items():
+            logger.warning("replica %d does not serve until the next publication: %s", index, reason)
+
+    async def devices(self) -> list[HeldDevices]:
+        """Return the devices that each serving replica holds."""
+        return [await self.actors.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.serving]

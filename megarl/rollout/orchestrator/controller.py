@@ -1,0 +1,419 @@
+"""RolloutController: decides what is generated and writes finished groups to the queue. One async actor per run.
+
+It joins its parts: the prompt groups (which may start, and how each ends), the fleet (which replicas serve), the group
+runner (how a group becomes trajectories), the batches of steps, the trainer's waits for them, the queue, and
+evaluation. A trainer that starts or restarts calls `begin` with the history that it resumes and `set_version` with the
+version that the engines serve; then, for each step, `wait_batch` and `commit`. After a failure that ends the run, every
+waiting and every later call raises it. A controller that the supervisor starts in place of one that has died is told by
+`take_over` how far the trainer has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Unpack
+
+from megarl.common.process.memory_tuning import collect_for_loops, exempt_present_objects
+from megarl.common.rundir.notices import write_notice
+from megarl.config.derived.staleness import pace_of
+from megarl.config.schema.agent import SHIPPED_LOOPS
+from megarl.evaluation.harness import SetReport
+from megarl.queue.transfer import QueueWriter
+from megarl.rollout.admission.admission import Admission
+from megarl.rollout.admission.counters import Counters
+from megarl.rollout.agents.batch_stats import BusyClock
+from megarl.rollout.agents.group_runner import GroupRunner
+from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.agents.running_groups import RunningGroups
+from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.engine.devices import HeldDevices
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.engine.teachers.teacher_client import attach_teachers
+from megarl.rollout.fleet.attach_fleet import attach_fleet
+from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.orchestrator.evaluator import Evaluator, FinishedEvaluation
+from megarl.rollout.orchestrator.failover import Committed, Handover
+from megarl.rollout.orchestrator.pool_controller import PoolController
+from megarl.rollout.orchestrator.prompt_groups import PromptGroups
+from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
+from megarl.rollout.orchestrator.run_queue import start_run_queue
+from megarl.rollout.orchestrator.step_batches import StepBatches, StepEnds
+from megarl.rollout.orchestrator.trainer_waits import TrainerWaits
+from megarl.rollout.resume.group_progress import UnfinishedGroup
+from megarl.rollout.resume.journal import RolloutJournal
+from megarl.rollout.resume.retention import History
+from megarl.rollout.tasks.prompts import PromptSource
+from megarl.rollout.tasks.reward_pool import reward_pool
+from megarl.rollout.transport.answered_calls import AnsweredCalls
+from megarl.rollout.transport.background import BackgroundTasks
+from megarl.rollout.workers.agent_worker import AgentWorker
+from megarl.rollout.workers.finished_group import GroupEnd, RowsHere
+from megarl.rollout.workers.make_worker_groups import make_worker_groups
+from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.telemetry.trace import events
+
+
+class RolloutController(PoolController):
+    """The actor that the supervisor creates; see the module's docstring.
+
+    `worker_kind`: the class of its agent workers.
+    """
+
+    worker_kind: type[AgentWorker] = AgentWorker
+
+    def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str = "", replaces: bool = False) -> None:
+        """`cwd`: the launcher's working directory, to which the config's paths and the user's modules are relative.
+
+        `replaces`: it is started in place of another one, for engines that live.
+        """
+        super().__init__(spec, replaces=replaces)
+        self.partition = partition
+        if replaces:
+            events.fault(
+                "controller", "the rollout controller, or the queue, had died; this one is started in its place"
+            )
+        if cwd:
+            os.chdir(cwd)
+            sys.path.insert(0, cwd)
+        # Decoding with them costs more than it brings, and a process that has used them warns when it starts another.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the tokenizers library
+        spec.watch_supervisor()
+        self._engine_time = BusyClock()
+        self._tasks = BackgroundTasks()
+        self._calls = AnsweredCalls()
+        self._journal = RolloutJournal(self.config, self.run_dir)
+        self._workers: WorkerGroups | None = None
+        self._cwd = cwd
+
+    async def start(self) -> dict[str, float]:
+        """Start queue and reward processes, load prompts and tokenizer, attach to the replicas.
+
+        Returns the seconds that this took, as `start_s`.
+        """
+        started = time.monotonic()
+        config, timeouts = self.config, self.config.timeouts
+        shares = config.rollout.agent_workers + 1
+        self._rewards = reward_pool(config, partial(write_notice, self.run_dir), shares=shares)
+        # Slow calls run in threads, outside the event loop.
+        self._queue, self._source, self._loop, fleet, _ = await asyncio.gather(
+            # This actor owns them because its process imports the queue's library in any case.
+            asyncio.to_thread(start_run_queue, self.spec, config, self.partition),
+            asyncio.to_thread(PromptSource, config),
+            asyncio.to_thread(find_loop, config.agent),
+            attach_fleet(self.spec, config, wait=not self._replaces),
+            self._rewards.start(),
+        )
+        self._begin_with(fleet)
+        self._batcher = Batcher(self._fleet, clock=self._engine_time)
+        self._running = RunningGroups(partial(self._journal.persist, source=self._source))
+        self._running.stats.skipped_prompts = self._source.skipped
+        self._writer = await asyncio.to_thread(
+            QueueWriter.attach,
+            self.partition,
+            namespace=self.spec.namespace,
+            timeout_s=timeouts.rpc_s,
+            who="the rollout controller",
+        )
+        if config.rollout.agent_workers:
+            self._workers = make_worker_groups(
+                config, self._source, self._batcher.generate, self._running, self._writer,
+                pool=self.spec, partition=self.partition, cwd=self._cwd, kind=self.worker_kind,
+            )  # fmt: skip
+            await self._workers.start()
+        else:
+            self._runner = GroupRunner(
+                config, self._loop, self._source, self._batcher.generate, self._rewards,
+                partition=self.partition, toolboxes=self._source.toolboxes,
+                teachers=attach_teachers(config, self.spec.namespace), groups=self._running,
+            )  # fmt: skip
+        elsewhere = None
+        # Single turns stay here: their order, and so their replica in a deterministic run, depends on nothing else.
+        if self._workers is not None and not isinstance(self._loop, SingleTurn):
+            elsewhere = self._workers.respond
+        self._evaluations = Evaluator(
+            config,
+            self.run_dir,
+            self._source,
+            self._fleet,
+            self._rewards.score,
+            self._tasks,
+            loop=self._loop,
+            elsewhere=elsewhere,
+        )
+        self._join()
+        exempt_present_objects()
+        collect_for_loops(shipped=self._workers is not None and config.agent.loop in SHIPPED_LOOPS)
+        return {"start_s": time.monotonic() - started}
+
+    def _join(self) -> None:
+        """Join what was started: prompt groups, the batches of steps, and the waits for them."""
+        self._groups = PromptGroups(
+            self.config,
+            self.run_dir,
+            source=self._source,
+            fleet=self._fleet,
+            run=self._run_here if self._workers is None else self._workers.run,
+            running=self._running,
+            writer=self._writer,
+            journal=self._journal,
+            tasks=self._tasks,
+        )
+        self._steps = StepBatches(
+            self._groups, self._running, self._source, self._fleet, self._engine_time, self._workers
+        )
+        generate_s = self.config.timeouts.generate_s
+        self._waits = TrainerWaits(
+            generate_s, self._tasks, self._fleet, self._groups, self._steps, self._evaluations, self._working
+        )
+
+    async def _run_here(self, group_id: int, begun: UnfinishedGroup | None) -> GroupEnd:
+        """Run the loops of a group in this process."""
+        return RowsHere(await self._runner.run(group_id, begun), self._writer)
+
+    @property
+    def _admission(self) -> Admission:
+        """The admission of the present history."""
+        return self._groups.admission
+
+    async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
+        """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
+        return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
+
+    async def drain(self) -> None:
+        """Let all running responses end before a publication; what has not begun is held back.
+
+        Until `set_version` or `begin`. Responses that wait for this publication, because all replicas are lost, are not
+        waited for; nothing needs to be held back then, because no replica could begin it. Raises RolloutError naming
+        the replicas if the end takes longer than `timeouts.generate_s`; nothing is held back then.
+        """
+        self._tasks.check()
+        await self._waits.for_running_responses()
+
+    async def announce(self, version: int) -> None:
+        """Record that engines are about to be given `version`: tokens of versions never announced end the run.
+
+        Until `set_version` or `begin`, requests that no replica can take wait for those that the sync restarts, if it
+        may be repeated (`weight_sync.restarts`).
+        """
+        self._tasks.check()
+        self._admission.announce(version)
+        await self._fleet.begin_sync()
+
+    async def set_version(self, version: int, admit: bool = True) -> Counters:
+        """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.
+
+        Idempotent.
+        """
+        self._tasks.check()
+        self._fleet.admit_joining()
+        self._admission.set_version(version)
+        self._foreign.serve()
+        if self._journal.resuming:
+            await self._groups.use_again(version)
+        return await self.admit() if admit else self._admission.counters
+
+    async def admit(self, needed: int | None = None) -> Counters:
+        """Start every group that the version allows. `needed`: the step for whose batch the trainer waits from now on.
+
+        From then on its batch may be filled up with groups that are used again.
+        """
+        self._tasks.check()
+        if needed is not None:
+            self._steps.needed = needed
+            self._tasks.changed.set()
+        self._groups.start()
+        return self._admission.counters
+
+    async def wait_batch(self, step: int, timeout_s: float) -> BatchReady | PublicationNeeded:
+        """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
+
+        If all replicas are lost and the trainer can bring others by a publication of its weights, return that instead;
+        responses in flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if
+        `timeout_s` has passed.
+        """
+        return await self._waits.for_batch(step, timeout_s)
+
+    def _working(self) -> str:
+        """Describe what rewards and agent workers work on, as the end of a sentence."""
+        return self._rewards.waiting() + (self._workers.waiting() if self._workers is not None else "")
+
+    async def commit(self, step: int, **ends: Unpack[StepEnds]) -> Counters:
+        """Settle the groups of `step` and start the groups that then fit. Raises as `StepBatches.commit` does."""
+        self._tasks.check()
+        await self._steps.commit(step, **ends)
+        return self._admission.counters
+
+    async def commit_and_tell(self, step: int, **ends: Unpack[StepEnds]) -> Committed:
+        """Commit as `commit` does, and return also the history of which that is the end."""
+        counters = await self.commit(step, **ends)
+        return Committed(counters, self._committed_history())
+
+    async def heartbeat(self) -> None:
+        """Raise RolloutError if a process of the queue has died or hangs. The supervisor calls it at intervals.
+
+        Replicas that were lost with their node are started again if there is room for them.
+        """
+        await self.elastic.tend()
+        await self._queue.check(self.config.timeouts.rpc_s / 2)  # its error comes before the supervisor's
+
+    async def counters(self) -> Counters:
+        """Return the numbers of groups in each state."""
+        return self._admission.counters
+
+    async def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
+        """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl.
+
+        If all replicas are lost and the trainer, which waits for this, can bring others, give up and say so. Raises
+        RolloutError if it takes longer than `timeouts.generate_s`.
+        """
+        self._tasks.check()
+        return await self._waits.for_evaluation(version, label)
+
+    async def start_evaluation(self, version: int, label: str) -> None:
+        """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""
+        self._tasks.check()
+        self._evaluations.start(version, label)
+
+    async def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
+        """Return the evaluations beside training that have finished; with `wait_s`, wait for the one that is running.
+
+        If all replicas are lost while it is waited for, and the trainer can bring others, return that instead: the
+        evaluation goes on after the publication. Raises RolloutError if it does not finish in that time.
+        """
+        return await self._evaluations.take(wait_s, self._waits.needs_publication)
+
+    async def references(self, group_ids: list[int]) -> dict[int, str]:
+        """Return the reference answers of groups, for `samples.jsonl`."""
+        return {group: self._source.reference(group) for group in group_ids}
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the committed history and what the order of the prompts depends on."""
+        state = self._committed_history()
+        self._journal.saving(state["admission"]["steps"], History.of(state["admission"]))
+        return state
+
+    def _committed_history(self) -> dict[str, Any]:
+        admission = self._admission.state_dict()
+        return {"admission": admission, "source": self._source.state_dict(), **self._journal.state_dict()}
+
+    async def saved(self, step: int) -> None:
+        """Note that the checkpoint of the first `step` steps is complete: the journal need not keep what it settles."""
+        self._journal.saved(step)
+
+    async def begin(self, state: dict[str, Any] | None) -> Counters:
+        """Go back to a committed history (None: to its beginning), because the trainer has started or restarted.
+
+        Groups in flight, in the queue or taken by the previous trainer are dropped. Those that had tokens are used
+        again from the first `set_version` on, as far as the bound on staleness allows; the others count as rolled
+        back. An engine that the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if
+        the prompts are not the saved ones.
+        """
+        self._journal.note_unfinished(self._running.progress, self._source)
+        await self._foreign.hold()  # to the first `set_version`
+        await self._drop_everything()
+        await self._go_back(state)
+        await self._fleet.reset()
+        self._expect_publications()
+        self.elastic.open()
+        return self._admission.counters
+
+    async def take_over(self, handover: Handover) -> Counters:
+        """Go on in place of a controller that has died, with the trainer and the engines that it had.
+
+        The batches that the trainer trains are those of `handover`. All other groups are open: those that the journal
+        has are used again, as after a restart of the trainer, and the others are drawn again. Engines drop the requests
+        of the controller before; one that cannot is lost until the next publication.
+        """
+        await self._go_back(handover.history)
+        for batch in handover.held:
+            self._steps.hold(batch)
+            for group, reward in batch.rewards.items():
+                self._source.finish(group, [] if reward is None else [reward])
+        if handover.base is not None:
+            self._admission.hold(handover.base, {batch.step: batch.taken for batch in handover.held})
+        if handover.history is not None or handover.held:
+            self._running.stats.skipped_prompts = 0
+        await self._foreign.hold()
+        await self._fleet.take_over(in_sync=handover.announced is not None)
+        self.elastic.open()
+        self._expect_publications()
+        self._steps.needed = handover.needed
+        if handover.version is not None:
+            self._admission.set_version(handover.version)
+            await self._groups.use_again(handover.version)
+            if handover.announced is None:
+                self._foreign.serve()
+            if handover.evaluation is not None:
+                self._evaluations.start(handover.version, handover.evaluation)
+        if handover.announced is not None:
+            self._admission.announce(handover.announced)
+        elif handover.admits:
+            self._groups.start()
+        events.recovery("controller", "the new rollout controller has taken over")
+        return self._admission.counters
+
+    async def _go_back(self, state: dict[str, Any] | None) -> None:
+        """Begin with a committed history, and with what the journal has besides it."""
+        self._source.reset()
+        if state is not None:
+            known = state["admission"]
+            self._source.load_state_dict(
+                state["source"], int(known["next_group"]), int(known["steps"]), len(known["unsettled"])
+            )
+        self._groups.begin(state["admission"] if state else None)
+        # Prompts are skipped once per history: the number belongs to its first batch.
+        self._running.stats.skipped_prompts = 0 if state else self._source.skipped
+        await self._journal.begin(state, self._groups.history())
+
+    def _expect_publications(self) -> None:
+        """Let responses wait for engines that the trainer brings by a publication, if it may make one at any time."""
+        at_once = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
+        self._waits.expect_publications(at_once and self.config.weight_sync.restarts > 0)
+
+    async def _drop_everything(self) -> None:
+        await self._tasks.drop()
+        self._evaluations.drop()
+        await self._batcher.cancel()
+        if self._workers is not None:
+            await self._workers.drop_all()
+        await self._writer.clear_all()
+        self._steps.drop()
+
+    async def members(self) -> list[int]:
+        """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
+        return self._fleet.members
+
+    async def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
+        """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
+        return self._fleet.states.quarantine(index, reason)
+
+    async def devices(self) -> list[HeldDevices]:
+        """Return the devices that each serving replica holds."""
+        return await self._fleet.devices()
+
+    async def restart_replicas(self, indices: list[int]) -> None:
+        """Replace replicas by new ones, which serve after the next `set_version`. Raises RolloutError if one fails."""
+        await self._fleet.restart(indices)
+
+    async def replace_replicas_later(self, indices: list[int]) -> None:
+        """End replicas; new ones join with a later publication. Raises RolloutError as `restart_replicas`."""
+        await self.elastic.replace_later(indices)
+
+    async def shutdown(self) -> None:
+        """Cancel the groups in flight, end the reward processes and close the queue."""
+        self._tasks.cancel()
+        if self._foreign_requests is not None:
+            self._foreign_requests.close()
+        try:
+            if self._workers is not None:
+                await self._workers.close()
+            await self._source.close_tools()
+        finally:
+            await asyncio.to_thread(self._rewards.close)
+            self._queue.close()
+            await asyncio.to_thread(events.close_events)

@@ -1,0 +1,114 @@
+"""The record from which a new rollout controller goes on when one has died under a living trainer. Pure.
+
+The trainer's client keeps it beside its calls (`TrainerRecord`): the history of the last commit, the batches that are
+being trained, and what the engines serve. Everything else is lost with the controller and the queue, and is taken from
+the journal or drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megarl.rollout.admission.counters import Counters
+from megarl.rollout.orchestrator.ready_batches import BatchReady
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The answer to a commit: the numbers of groups, and the history, with which a new controller would begin."""
+
+    counters: Counters
+    history: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Holds what a new controller begins with.
+
+    `history`: that of the last commit; None before the first one of a run that resumes nothing. `held`: the batches
+    that all ranks have read and the trainer has not committed, in the order of their steps. `version`: what the engines
+    serve, None if nothing was published yet; `base`: the first version that was published in this history, and the
+    steps that were done by then. `announced`: the version that they are being given; None if no weight sync is under
+    way. `admits`: whether groups may start. `needed`: the step for whose batch the trainer waits, or the last one.
+    `evaluation`: the label of the one beside training.
+    """
+
+    history: dict[str, Any] | None
+    held: tuple[BatchReady, ...] = ()
+    version: int | None = None
+    base: tuple[int, int] | None = None
+    announced: int | None = None
+    admits: bool = False
+    needed: int = -1
+    evaluation: str | None = None
+
+
+@dataclass
+class TrainerRecord:
+    """Keeps the handover up to date. Each method takes note of an answer of the controller that is there.
+
+    Before `begun` there is no trainer, and nothing is kept.
+    """
+
+    now: Handover | None = None
+    _taken: dict[int, BatchReady] = field(default_factory=dict)
+
+    def begun(self, history: dict[str, Any] | None) -> None:
+        """Begin with a history that the trainer resumes, and forget everything else."""
+        self.now, self._taken = Handover(history), {}
+
+    def drained(self) -> None:
+        """Note that no response is under way; none begins before the next publication is complete."""
+        self._change(admits=False)
+
+    def announced(self, version: int) -> None:
+        """Note that a weight sync is about to begin."""
+        self._change(announced=version)
+
+    def published(self, version: int, admits: bool) -> None:
+        """Note that a weight sync is complete."""
+        if self.now is None:
+            return
+        history = self.now.history
+        base = self.now.base or (version, 0 if history is None else int(history["admission"]["steps"]))
+        self._change(version=version, base=base, announced=None, admits=admits)
+
+    def admitted(self, needed: int) -> None:
+        """Note that groups may start, and for which step's batch the trainer waits."""
+        self._change(admits=True, needed=needed)
+
+    def taken(self, batch: BatchReady) -> None:
+        """Note a batch that was given to the trainer, but is not read yet."""
+        self._taken[batch.step] = batch
+
+    def keep(self, step: int) -> None:
+        """Note that all ranks have read the batch of a step: they need the queue for it no more."""
+        if self.now is None:
+            return
+        held = {batch.step: batch for batch in (*self.now.held, self._taken.pop(step))}
+        self._change(held=tuple(held[each] for each in sorted(held)))
+
+    def committed(self, step: int, history: dict[str, Any]) -> None:
+        """Note the history after the commit of a step."""
+        self._taken.pop(step, None)
+        if self.now is not None:
+            self._change(history=history, held=tuple(batch for batch in self.now.held if batch.step != step))
+
+    def evaluating(self, label: str) -> None:
+        """Note an evaluation that goes on beside training."""
+        self._change(evaluation=label)
+
+    def evaluated(self, labels: Sequence[str]) -> None:
+        """Note which evaluations have ended."""
+        if self.now is not None and self.now.evaluation in labels:
+            self._change(evaluation=None)
+
+    def lost(self) -> None:
+        """Forget the batches that were not read: the new controller takes others."""
+        self._taken.clear()
+
+    def _change(self, **changes: Any) -> None:  # noqa: ANN401  # fields of Handover, each of a type of its own
+        if self.now is not None:
+            self.now = replace(self.now, **changes)

@@ -1,0 +1,104 @@
+"""PoolController: what the controllers of a training run and of `megarl serve` have in common.
+
+Both have replicas, which may be listed and changed by hand while the pool works, and requests from the pool's door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.common.errors import RolloutError
+from megarl.common.process.memory_tuning import begin_start
+from megarl.common.process.output import redirect_output
+from megarl.common.rundir.notices import write_notice
+from megarl.config.schema import Config
+from megarl.rollout.engine.placement import engine_needs, free_places
+from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
+from megarl.rollout.fleet.elastic_pool import ElasticPool, ReplicaReport
+from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.external_requests import ForeignReport, ForeignRequest, ForeignRequests
+from megarl.telemetry.trace import events
+from megarl.telemetry.trace.lines import CONTROLLER
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+class PoolController:
+    """An actor with a fleet, the changes of its pool (`elastic`), and the requests of its door."""
+
+    _fleet: Fleet
+    elastic: ElasticPool
+
+    def __init__(self, spec: ReplicaSpec, *, replaces: bool) -> None:
+        """`replaces`: it is started in place of another one, for engines that live."""
+        begin_start()
+        self.spec, self._replaces = spec, replaces
+        self.config = Config.model_validate_json(spec.config_json)
+        self.run_dir = Path(spec.run_dir)
+        redirect_output(self.run_dir / "logs" / "controller.log")
+        events.open_events(self.config, self.run_dir, CONTROLLER)
+        self._foreign_requests: ForeignRequests | None = None  # until the fleet is there
+
+    def _begin_with(self, fleet: Fleet) -> None:
+        """Begin with the fleet of the run; the door's requests wait until its engines serve."""
+        self._fleet = fleet
+        self.elastic = self._elastic_pool()
+        self._foreign_requests = ForeignRequests(fleet, serves=False)
+
+    def _elastic_pool(self) -> ElasticPool:
+        import ray
+
+        timeouts, needs = self.config.timeouts, engine_needs(self.config, cuda=self.spec.cuda)
+
+        async def start(index: int, placed: Callable[[], object]) -> ActorHandle:
+            return await start_replica(create_replica(self.spec, index), index, timeouts, placed=placed)
+
+        def end(replica: ActorHandle | EndedReplica) -> None:
+            if not isinstance(replica, EndedReplica):
+                ray.kill(replica)
+
+        notify = partial(write_notice, self.run_dir)
+        return ElasticPool(self._fleet, timeouts, start, end, partial(free_places, needs), notify)
+
+    @property
+    def _foreign(self) -> ForeignRequests:
+        """The requests of the door, which may call before this actor has started. Raises RolloutError then."""
+        if self._foreign_requests is None:
+            raise RolloutError("the rollout controller is still starting")
+        return self._foreign_requests
+
+    async def begin_foreign(self, door: str, requests: list[ForeignRequest]) -> None:
+        """Begin to work on requests of the door. Admission, if there is one, neither counts them nor waits for them."""
+        self._foreign.begin(door, requests)
+
+    async def drop_foreign(self, door: str, names: list[str]) -> None:
+        """Stop working on requests of the door."""
+        self._foreign.drop(door, names)
+
+    async def take_foreign(self, door: str, seen: int, wait_s: float) -> ForeignReport:
+        """Wait for news of the door's requests; see `ForeignRequests.take`."""
+        return await self._foreign.take(door, seen, wait_s)
+
+    async def list_replicas(self) -> tuple[list[ReplicaReport], int]:
+        """Return the state of every replica, and how many are missing because there is no room for them."""
+        return await self.elastic.reports(), self._fleet.membership.missing
+
+    async def drain_replica(self, index: int) -> str:
+        """Give a replica no more work. Raises RolloutError if that cannot be."""
+        return await self.elastic.drain(index)
+
+    async def undrain_replica(self, index: int) -> str:
+        """Let a drained replica serve again, after the next publication. Raises RolloutError if it is not drained."""
+        return await self.elastic.undrain(index)
+
+    async def remove_replica(self, index: int) -> str:
+        """Drain a replica and end its engine. Raises RolloutError if that cannot be."""
+        return await self.elastic.remove(index)
+
+    async def add_replicas(self, count: int) -> str:
+        """Start further engines, which join with the next publication. Raises RolloutError if that cannot be."""
+        return await self.elastic.add(count)

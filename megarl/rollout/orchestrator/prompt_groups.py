@@ -1,0 +1,231 @@
+"""The prompt groups of a run, from their start to the queue.
+
+A group that admission lets start is run, here or in a worker, and ends in one of three ways: its rows are put into the
+queue, usable or not; it has no signal and leaves its place to another group; or its failure ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.filters import without_signal
+from megarl.common.errors import RolloutError
+from megarl.common.sample_parts import by_sample
+from megarl.config.derived.datasets import response_limits
+from megarl.config.derived.shaping import shaping_of
+from megarl.config.derived.staleness import capacity_groups, pace_of, refill_groups
+from megarl.config.schema import Config
+from megarl.queue.transfer import QueueWriter
+from megarl.rollout.admission.admission import Admission
+from megarl.rollout.admission.admission_log import SCHEDULE_FILE, ScheduleFile
+from megarl.rollout.agents.group_runner import failed_group
+from megarl.rollout.agents.running_groups import RunningGroups
+from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.orchestrator.failure_policy import FailurePolicy
+from megarl.rollout.orchestrator.queued_rows import QueuedRows
+from megarl.rollout.resume.group_progress import UnfinishedGroup
+from megarl.rollout.resume.journal import RolloutJournal
+from megarl.rollout.resume.kept_groups import KeptGroup
+from megarl.rollout.resume.retention import History
+from megarl.rollout.tasks.prompts import PromptSource
+from megarl.rollout.transport.background import BackgroundTasks
+from megarl.rollout.workers.finished_group import GroupEnd, RowsHere
+from megarl.telemetry.trace import events
+
+logger = logging.getLogger(__name__)
+
+DECODED_AT_ONCE = 4  # kept groups, whose trajectories may be large
+
+
+class PromptGroups:
+    """Starts the groups that admission allows and brings each to its end, in the background tasks of the controller.
+
+    `admission` is that of the present history; `begin` replaces it. `queued`: the rows in the queue.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        source: PromptSource,
+        fleet: Fleet,
+        run: Callable[[int, UnfinishedGroup | None], Awaitable[GroupEnd]],
+        running: RunningGroups,
+        writer: QueueWriter,
+        journal: RolloutJournal,
+        tasks: BackgroundTasks,
+    ) -> None:
+        """`tasks`: a failure of a group that ends the run is a failure of its task.
+
+        `run`: runs the loops of a group, from what it had in an attempt before. `running`: the groups of which it does.
+        """
+        self._config = config
+        self._source, self._fleet, self._run_loops, self._running = source, fleet, run, running
+        self._writer, self._journal, self._tasks = writer, journal, tasks
+        self._schedule = ScheduleFile(run_dir / SCHEDULE_FILE)
+        self._shaping = shaping_of(config)
+        self._failures = self._failure_policy()
+        self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
+        self._putting = 0  # groups that are being written to the queue
+        self.queued = QueuedRows()
+        self.admission = self._new_admission()
+
+    def begin(self, state: dict[str, Any] | None) -> None:
+        """Go back to a committed history of admission (None: to its beginning), with no group in flight."""
+        attempts = max(self.admission.attempts, self._journal.started())
+        self._schedule.close()  # a trainer that begins a new history has moved it aside
+        self._failures, self.admission = self._failure_policy(), self._new_admission()
+        self.queued.clear()
+        self.admission.load_state_dict(state or self.admission.state_dict(), attempts)
+
+    def _new_admission(self) -> Admission:
+        config = self._config
+        recorded: dict[str, Any] = {"record": self._schedule.write} if config.telemetry.dump_batches else {}
+        return Admission(
+            config.batch.groups,
+            pace_of(config),
+            refill=refill_groups(config),
+            capacity=capacity_groups(config),
+            steps=config.run.steps,
+            max_uses=config.admission.max_uses,
+            **recorded,
+        )
+
+    def _failure_policy(self) -> FailurePolicy:
+        return FailurePolicy(self._config.rollout.on_group_failure, self._config.batch.groups)
+
+    async def use_again(self, version: int) -> None:
+        """Start with the groups that had tokens before the resume and that the bound allows.
+
+        Finished ones need no engine; the others go on from their tokens, as after the loss of an engine.
+        """
+        admission = self.admission
+        found = await self._journal.candidates(version, self._source)
+        self.check_present(admission, f"the use of kept groups from version {version} on")
+        used = [found.groups[group] for group in admission.keep(found.versions())]
+        await self._journal.begin_epoch(version, used)
+        self.check_present(admission, f"the use of kept groups from version {version} on")
+        for each in used:
+            self._running.stats.kept += 1
+            if each.finished:
+                self._tasks.start(self._settle_kept(each))
+            else:
+                self._tasks.start(self._run(each.group, each.begun()))
+        if self._journal.every_s:
+            self._tasks.start(self._journal.keep_up(self.history, self._running.progress, self._source))
+
+    async def _settle_kept(self, kept: KeptGroup) -> None:
+        """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
+        async with self._decoding:
+            rows = await asyncio.to_thread(kept.rows)
+            await self._settle(kept.group, RowsHere(rows, self._writer))
+
+    def check_present(self, admission: Admission, what: str) -> None:
+        """Raise RolloutError if a trainer has begun since `admission` was the present one."""
+        if self.admission is not admission:
+            raise RolloutError(f"{what} was given up: another trainer has begun meanwhile")
+
+    def history(self) -> History:
+        """Return what is settled now."""
+        return History.of(self.admission.state_dict())
+
+    def start(self) -> None:
+        """Start every group that admission allows now; groups that may be used again may have to leave the queue."""
+        groups = self.admission.admit()
+        if groups:
+            self._journal.count(self.admission.attempts)
+        for group_id in groups:
+            self._tasks.start(self._run(group_id))
+        self.free_rows()
+
+    def free_rows(self) -> None:
+        """Remove the rows that no step needs any more from the queue, in the background."""
+        if keys := self.queued.leave(self.admission.take_released()):
+            self._tasks.start(self._writer.clear(keys))
+
+    async def _run(self, group_id: int, begun: UnfinishedGroup | None = None) -> None:
+        """Run one prompt group to its end; `begun`: what it had in an attempt before, which is continued.
+
+        Raises RolloutError if its failure ends the run.
+        """
+        try:
+            await self._fleet.may_begin()  # the group's deadline counts from then
+            end = await self._run_loops(group_id, begun)
+        except Exception as error:
+            logger.warning("group %d failed", group_id, exc_info=error)
+            if (failure := self._failures.decide(group_id, error)) is not None:
+                raise failure from error
+            reason = str(error) or type(error).__name__
+            events.fault("group", f"group {group_id} failed: {reason}")
+            samples, dataset = self._config.batch.samples_per_group, self._source.dataset(group_id)
+            end = RowsHere(failed_group(group_id, samples, dataset, reason), self._writer)
+        else:
+            self._judge(group_id, end)
+            if not end.demonstrated:  # the data file has them, and no engine has worked for them
+                end.note(self._journal, self._source)
+        await self._settle(group_id, end)
+
+    def _judge(self, group_id: int, ended: GroupEnd) -> None:
+        """Tell the failure policy how a group has ended; one whose samples cannot be used has failed too.
+
+        Log-probs that are not finite are left to the trainer, which keeps the batch and bounds the number of such
+        steps. Raises RolloutError if a failure ends the run.
+        """
+        if ended.usable:
+            self._failures.succeeded()
+            return
+        self._running.stats.failed_lengths += [
+            sum(row.response_tokens for row in rows) for rows in by_sample(ended.tags)
+        ]
+        if any(tag.bad_logprobs for tag in ended.tags):
+            logger.warning("group %d failed, and the trainer decides what follows: %s", group_id, _reason(ended))
+            return
+        if (end := self._failures.decide(group_id, RolloutError(_reason(ended)))) is not None:
+            raise end
+
+    async def _settle(self, group_id: int, end: GroupEnd) -> None:
+        """Queue a finished group, or replace it by another one if it has no signal."""
+        self._source.finish(group_id, [] if end.demonstrated else end.rewards)
+        versions = end.versions
+        if self._replaces(group_id, end):
+            end.drop()
+            self.start()
+        else:
+            await self._put(end)
+            self.admission.finish(group_id, end.usable, versions)
+        self._tasks.changed.set()
+
+    async def _put(self, end: GroupEnd) -> None:
+        """Write a finished group to the queue, at once if no other group is in flight."""
+        self._putting += 1
+        self.queued.note(end.tags)
+        try:
+            await end.put(more=self._putting < len(self.admission.in_flight))
+        finally:
+            self._putting -= 1
+
+    def _replaces(self, group_id: int, end: GroupEnd) -> bool:
+        """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""
+        if not self._config.admission.refill:
+            return False
+        tags = end.tags
+        limits = response_limits(self._config)
+        shaping = replace(self._shaping, max_tokens=limits[tags[0].dataset]) if limits else self._shaping
+        if any(tag.bad_logprobs for tag in tags) or not without_signal(tags, shaping):
+            return False  # the trainer has to see log-probs that are not finite
+        if not self.admission.replace(group_id, end.versions):
+            return False
+        self._running.stats.note_replaced(tags)
+        return True
+
+
+def _reason(ended: GroupEnd) -> str:
+    """Return why a group cannot be trained on."""
+    samples = len(ended.failures) + len(ended.rewards)
+    return f"{len(ended.failures)} of {samples} samples cannot be used; the first: {ended.failures[0]}"

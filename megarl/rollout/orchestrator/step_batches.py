@@ -1,0 +1,110 @@
+"""The batch of each step: taken when its groups are ready, with what was measured of it, and settled by its commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict, Unpack
+
+from megarl.common.errors import RolloutError
+from megarl.rollout.agents.batch_stats import BusyClock
+from megarl.rollout.agents.running_groups import RunningGroups
+from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.orchestrator.batch_events import record_batch_taken
+from megarl.rollout.orchestrator.prompt_groups import PromptGroups
+from megarl.rollout.orchestrator.ready_batches import BatchReady, ReadyBatches
+from megarl.rollout.tasks.prompts import PromptSource
+from megarl.rollout.workers.worker_groups import WorkerGroups
+
+
+class StepEnds(TypedDict):
+    """Holds how many groups of a step ended in each way; see `Admission.commit`."""
+
+    trained: int
+    filtered: int
+    dropped_stale: int
+    failed: int
+    reused: NotRequired[int]
+    trained_groups: NotRequired[Sequence[int] | None]
+    ended: NotRequired[Mapping[str, Sequence[int]] | None]
+
+
+class StepBatches:
+    """Takes the batches of the present history from admission and commits them.
+
+    `needed`: the step for whose batch the trainer waits with nothing else to do, or the last such one.
+    """
+
+    def __init__(
+        self,
+        groups: PromptGroups,
+        running: RunningGroups,
+        source: PromptSource,
+        fleet: Fleet,
+        engine_time: BusyClock,
+        workers: WorkerGroups | None = None,
+    ) -> None:
+        """`engine_time`: the clock of the calls to engines. `workers`: those that run the loops, if there are any."""
+        self._groups, self._running, self._source = groups, running, source
+        self._fleet, self._engine_time, self._workers = fleet, engine_time, workers
+        self._batches = ReadyBatches(groups.queued.keys)
+        self._taken_at: float | None = None  # when the batch before was taken
+        self.needed = -1
+
+    def taken(self, step: int) -> BatchReady | None:
+        """Return the batch of `step` if it has been taken and is not committed."""
+        return self._batches.get(step)
+
+    def hold(self, batch: BatchReady) -> None:
+        """Go on with a batch that the trainer has taken from another controller."""
+        self._batches.hold(batch)
+
+    def take(self, step: int) -> BatchReady | None:
+        """Take the batch of `step`, if its groups are ready. Only the one that is `needed` is filled up."""
+        admission = self._groups.admission
+        if admission.batch(step, needed=step == self.needed) is None:
+            return None
+        self._groups.free_rows()  # of groups that are too old for the steps after it
+        stats, now = self._running.take_stats(), time.monotonic()
+        stats.engine_seconds = self._engine_time.take(now)
+        stats.interval, self._taken_at = now - self._taken_at if self._taken_at is not None else None, now
+        fleet = self._fleet
+        metrics = stats.metrics(
+            replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost),
+            replicas_idle=len(fleet.idle), load=fleet.take_load(),
+            workers=None if self._workers is None else self._workers.alive,
+        )  # fmt: skip
+        metrics |= fleet.take_rates()
+        batch = self._batches.take(step, admission, metrics, self._source.rewards)
+        record_batch_taken(batch, stats.slowest, in_flight=len(admission.in_flight))
+        return batch
+
+    async def commit(self, step: int, **ends: Unpack[StepEnds]) -> None:
+        """Settle the groups of `step`, free the rows that are not used again, and start the groups that then fit.
+
+        Raises ValueError if the numbers, or the ids, do not account for every group once, and RolloutError if another
+        trainer has begun meanwhile.
+        """
+        admission = self._groups.admission
+        admission.commit(step, **ends)
+        batch = self._batches.pop(step)
+        self._groups.free_rows()
+
+        def next_group() -> int:
+            self._groups.check_present(admission, f"the commit of step {step}")
+            return admission.next_group
+
+        def first_open() -> int:
+            return min(admission.unsettled, default=admission.next_group)
+
+        await self._source.commit(sorted(batch.groups + batch.replaced), step + 1, next_group, first_open)
+        counters = admission.counters
+        if not counters.balanced:
+            raise RolloutError(f"group counters do not add up after step {step}: {counters}")
+        self._groups.start()  # in the places of the queue that the step had
+
+    def drop(self) -> None:
+        """Forget all batches and what was measured, because a trainer begins anew."""
+        self._batches.clear()
+        self._running.take_stats()
+        self._taken_at, self.needed = None, -1

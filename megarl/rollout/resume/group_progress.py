@@ -1,0 +1,121 @@
+"""The progress of a prompt group while it is generated, and the part of it that a resumed run can continue. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megarl.common.packed_numbers import packed
+from megarl.rollout.engine.messages import GenerateRequest
+from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.rollout.resume.loop_records import FrozenLoop, LoopRecord
+
+RequestPlace = tuple[int, int]  # sample, turn: which request of a group it is, in every attempt
+
+
+@dataclass(frozen=True)
+class BegunResponse:
+    """The tokens so far of one response, which may have ended, and a digest of its prompt."""
+
+    prompt: str
+    tokens: ResponsePart
+
+
+@dataclass(frozen=True)
+class UnfinishedGroup:
+    """The progress of a group: the responses that have tokens, and the records of agent loops by sample."""
+
+    responses: Mapping[RequestPlace, BegunResponse] = field(default_factory=dict)
+    loops: Mapping[int, LoopRecord] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """A number that grows with every token, every end of a response and every record of a loop."""
+        parts = [each.tokens for each in self.responses.values()]
+        tokens = sum(len(part.response_ids) + (part.finish_reason is not None) for part in parts)
+        return tokens + sum(loop.version for loop in self.loops.values())
+
+
+@dataclass(frozen=True)
+class _Request:
+    place: RequestPlace
+    prompt: str
+
+
+class GroupProgress:
+    """The tokens of each request of a group, those included that an attempt before has made; the loops' records.
+
+    `tokens`: by request id. Whoever generates continues what is there, and keeps it up to date (`ResponsesSoFar`).
+    `loops`: by sample, of the loops that have frozen a state or called a tool; `record` changes them. `changed`: the
+    samples of which that is so, until somebody who passes them on empties it.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], dataset: str, kept: UnfinishedGroup | None = None) -> None:
+        """`prompt_ids` and `dataset` are those of the group; `kept` is what `begun` returned in the attempt before."""
+        self.prompt_ids, self.dataset = prompt_ids, dataset
+        self.tokens: dict[str, ResponsePart] = {}
+        self._kept = dict(kept.responses) if kept is not None else {}
+        loops = kept.loops if kept is not None else {}
+        self.loops: dict[int, FrozenLoop] = {sample: each.decoded() for sample, each in loops.items()}
+        self.changed: set[int] = set()
+        self._requests: dict[str, _Request] = {}
+        self._names: dict[RequestPlace, str] = {}
+
+    def begin(self, request: GenerateRequest, place: RequestPlace, prompt: str | None = None) -> None:
+        """Record that a request is about to be made. What is kept of it is used if it has the same prompt.
+
+        `prompt`: the digest of the prompt, if it is known.
+        """
+        prompt = prompt_digest(request.prompt_ids) if prompt is None else prompt
+        self._requests[request.request_id], self._names[place] = _Request(place, prompt), request.request_id
+        kept = self._kept.pop(place, None)
+        if kept is not None and kept.prompt == prompt:
+            self.tokens[request.request_id] = kept.tokens
+
+    def record(self, sample: int, loop: FrozenLoop) -> None:
+        """Replace the records of a sample's loop."""
+        self.loops[sample] = loop
+        self.changed.add(sample)
+
+    def place(self, request_id: str) -> RequestPlace:
+        """Return which request of the group has this id. Raises KeyError for one that was not begun."""
+        return self._requests[request_id].place
+
+    def prompt(self, request_id: str) -> str:
+        """Return the digest of a request's prompt. Raises KeyError for one that was not begun."""
+        return self._requests[request_id].prompt
+
+    def finished(self, place: RequestPlace) -> ResponsePart | None:
+        """Return the response to a request of this attempt or the one before; None if it has not ended there."""
+        if (name := self._names.get(place)) is not None:
+            tokens = self.tokens.get(name)
+        else:
+            kept = self._kept.get(place)
+            tokens = kept.tokens if kept is not None else None
+        return tokens if tokens is not None and tokens.finish_reason not in (None, "abort") else None
+
+    def lengths(self) -> list[int]:
+        """Return the response tokens so far of each sample that has made a request, those before a resume included."""
+        lengths: dict[int, int] = {}
+        for (sample, _), name in self._names.items():
+            tokens = self.tokens.get(name, ResponsePart())
+            lengths[sample] = lengths.get(sample, 0) + len(tokens.response_ids)
+        return list(lengths.values())
+
+    def begun(self) -> UnfinishedGroup:
+        """Return what can go on: the responses that have tokens, one that an engine has dropped too, and the loops."""
+        begun = dict(self._kept)
+        for name, request in self._requests.items():
+            tokens = self.tokens.get(name, ResponsePart())
+            if tokens.response_ids:
+                dropped = tokens.finish_reason == "abort"
+                begun[request.place] = BegunResponse(
+                    request.prompt, replace(tokens, finish_reason=None) if dropped else tokens
+                )
+        return UnfinishedGroup(begun, dict(self.loops))
+
+
+def prompt_digest(prompt_ids: Sequence[int]) -> str:
+    """Return a digest of a request's prompt."""
+    return hashlib.blake2b(packed("q", prompt_ids), digest_size=16).hexdigest()

@@ -1,0 +1,136 @@
+"""The groups that a journal has kept over a restart, and which of them the resumed history can use. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.queue.trajectory import Trajectory, VersionSpan, first_bad_logprob
+from megarl.rollout.resume.group_progress import UnfinishedGroup
+from megarl.rollout.resume.journal_records import EpochRecord, decode_group, decode_unfinished, read_head, spans_of
+from megarl.rollout.resume.lineage import Lineage, common_version, recount
+
+
+@dataclass
+class KeptGroup:
+    """A group that has tokens, or calls of tools. `epoch`: the one in which it was recorded.
+
+    `common`: the last version that the histories share. `version`: the one at which the run resumes.
+
+    What its tokens count as is the truth, or less if a span was recorded with lost updates: the present history may
+    contain some of these.
+    """
+
+    record: bytes
+    head: Mapping[str, Any]
+    epoch: EpochRecord
+    common: int = 0
+    version: int = 0
+
+    @property
+    def group(self) -> int:
+        """Its id."""
+        return int(self.head["group"])
+
+    @property
+    def finished(self) -> bool:
+        """True if its trajectories are complete; else its responses are continued."""
+        return bool(self.head["kind"] == "group")
+
+    def _recounted(self, spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+        return recount(spans, self.common, self.epoch.lineage)
+
+    @property
+    def counts_as(self) -> set[int]:
+        """The versions of the present history that its tokens count as.
+
+        A loop that has called a tool before the first token is as old as the version at which the run resumes: it has
+        to go on from its calls, which may not be repeated.
+        """
+        if not self.finished and not any(spans_of(self.head)) and self.head["loops"]:
+            return {self.version}
+        return {span.counts_as for row in spans_of(self.head) for span in self._recounted(row)}
+
+    @property
+    def has_bad_logprobs(self) -> bool:
+        """True if an engine has returned log-probs that are not finite. The tokens are decoded to tell."""
+        if self.finished:
+            failed = any(row["status"] == "failed" for row in self.head["rows"])
+            return failed and any(row.has_bad_logprobs for row in decode_group(self.record))
+        responses = decode_unfinished(self.record).responses.values()
+        return any(first_bad_logprob(each.tokens.logprobs) is not None for each in responses)
+
+    def rows(self) -> list[Trajectory]:
+        """Return the trajectories of a finished group."""
+        return [replace(row, versions=self._recounted(row.versions)) for row in decode_group(self.record)]
+
+    def begun(self) -> UnfinishedGroup:
+        """Return what an unfinished group has."""
+        begun = decode_unfinished(self.record)
+        responses = {
+            place: replace(each, tokens=replace(each.tokens, versions=self._recounted(each.tokens.versions)))
+            for place, each in begun.responses.items()
+        }
+        return replace(begun, responses=responses)
+
+
+class KeptGroups:
+    """The groups of a journal, each as it was recorded last, and the lineage of the last epoch."""
+
+    def __init__(self, records: Iterable[bytes]) -> None:
+        """`records`: those of the journal in their order. Raises ValueError or KeyError for records of another kind."""
+        self.groups: dict[int, KeptGroup] = {}
+        self.lineage: Lineage = ()
+        epoch: EpochRecord | None = None
+        for record in records:
+            head = read_head(record)
+            if head["kind"] == "epoch":
+                epoch = EpochRecord.of(head)
+                self.lineage = epoch.lineage
+            elif epoch is None:
+                raise ValueError("a group was recorded before any epoch")
+            else:
+                self.groups[head["group"]] = KeptGroup(record, head, epoch)
+
+    def resume(self, resumed: Lineage, version: int) -> None:
+        """Keep the groups of histories that share something with `resumed`, which ends at `version`; recount them."""
+        for group, each in list(self.groups.items()):
+            common = common_version(each.epoch.lineage, resumed, version)
+            if common is None:
+                del self.groups[group]
+            else:
+                each.common, each.version = common, version
+
+    def versions(self) -> dict[int, set[int]]:
+        """Return the versions that the tokens of each group count as; finished groups come first, then by id."""
+        order = sorted(self.groups.values(), key=lambda each: (not each.finished, each.group))
+        return {each.group: each.counts_as for each in order}
+
+    def drop(self, unfit: Callable[[KeptGroup], bool]) -> int:
+        """Remove groups that cannot be used; return their number."""
+        dropped = [group for group, each in self.groups.items() if unfit(each)]
+        for group in dropped:
+            del self.groups[group]
+        return len(dropped)
+
+
+class Superseded:
+    """Tells which records of a journal are of no use because a later one is of the same group.
+
+    The records are shown in their order twice: first to `count`, then to `later`. Some may be added in between.
+    """
+
+    def __init__(self) -> None:
+        self._left: Counter[int] = Counter()
+
+    def count(self, head: Mapping[str, Any]) -> None:
+        """Take note of a record by its head."""
+        if head["kind"] != "epoch":
+            self._left[head["group"]] += 1
+
+    def later(self, head: Mapping[str, Any]) -> bool:
+        """Tell whether a later record is of the same group."""
+        self._left[head["group"]] -= 1
+        return self._left[head["group"]] > 0

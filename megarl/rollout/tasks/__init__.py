@@ -1,0 +1,1 @@
+"""The work of a run: prompts, tools, rewards, held-out sets."""

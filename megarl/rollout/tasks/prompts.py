@@ -1,0 +1,357 @@
+"""Prompts by group id: the problem of a group, its token ids, how it is sampled, and the input of its reward function.
+
+With one training set, group g takes draw number g of the set's cursor; with several, the mixture tells the set of group
+g and the number of the draw from it. Either way a group that is redrawn after a resume gets the same problem.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from megarl.chat.token_decoder import TokenDecoder
+from megarl.chat.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
+from megarl.common.errors import RolloutError
+from megarl.config.checks.sections import PromptLimit, evaluation_prompt_limit, max_sequence_tokens, prompt_limit
+from megarl.config.derived.datasets import (
+    HeldOutSet,
+    TrainSet,
+    held_out_sets,
+    reward_functions,
+    train_sets,
+    weight_schedule,
+)
+from megarl.config.schema import Config
+from megarl.config.schema.data import RewardConfig
+from megarl.data.curriculum import Curriculum
+from megarl.data.cursor import Cursor
+from megarl.data.dataset import Prompt, load_prompts
+from megarl.data.demonstrations import DemonstrationEncoder, ShownResponse, end_token
+from megarl.data.mixture import Mixture, stable_hash
+from megarl.models.hf.read_config import load_info
+from megarl.rewards.types import RewardInput
+from megarl.rollout.engine.messages import SamplingSpec
+from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.tasks.toolbox import Toolbox
+from megarl.rollout.tasks.toolboxes import Toolboxes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A prompt, its token ids, and what its set says about its responses.
+
+    `dataset`: the name of the set, "" if there is only one; `reward`: the number of the reward function in the pool.
+    `demonstrations`: one for each sample of the group, the first one of this prompt; empty if the model answers.
+    """
+
+    prompt: Prompt
+    ids: list[int]
+    sampling: SamplingSpec
+    dataset: str = ""
+    reward: int = 0
+    demonstrations: tuple[ShownResponse, ...] = ()
+
+    @property
+    def answer(self) -> str:
+        """The reference answer of the prompt."""
+        return self.prompt.answer
+
+    def reward_input(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
+        """Return the reward function's input for one response."""
+        return _reward_input(self.prompt, response, token_ids, finish_reason)
+
+
+class PromptSource:
+    """Holds the training prompts, evaluation sets and tokenizer of a run.
+
+    Raises ValueError for mistakes in data, tokenizer, prompt lengths or curriculum.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
+        self._rewards = list(reward_functions(config).values())
+        info = load_info(config.model.path)
+        self._made = Toolboxes(config, self.tokenizer, self.stop_token_ids, max_sequence_tokens(config, info))
+        self._evaluation_limit = evaluation_prompt_limit(config, info)
+        self._sets = [
+            _TrainingPrompts(
+                each,
+                self.tokenizer,
+                prompt_limit(config, info, each.sampling.max_tokens),
+                config.run.seed,
+                self._toolbox(each),
+                self.stop_token_ids,
+            )
+            for each in train_sets(config)
+        ]
+        self._samplings = [SamplingSpec.training(each.chosen.sampling, self.stop_token_ids) for each in self._sets]
+        self._weights = {each.chosen.name: each.chosen.weight for each in self._sets}
+        self._curriculum = _curriculum(config, self._weights)
+        # Now, not when the first evaluation is due: a mistake in a set must not end a run that is under way.
+        self._held_out = [self._eval_set(each) for each in held_out_sets(config)]
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the order of the prompts: the groups of a run that resumes no history."""
+        self._drawn: dict[int, Drawn] = {}  # of the groups that are not finished
+        first = self._weights if self._curriculum is None else self._curriculum.first_weights
+        self._mixture = Mixture(first, self.config.run.seed)
+        if self._curriculum is None:
+            self._mixture.follow(0, weight_schedule(self.config))
+        else:
+            self._curriculum.clear()
+
+    def _toolbox(self, chosen: TrainSet | HeldOutSet) -> Toolbox | None:
+        try:
+            return self._made.of(chosen)
+        except ValueError as error:
+            raise ValueError(f"{chosen.key}: {error}") from error
+
+    @property
+    def toolboxes(self) -> dict[str, Toolbox]:
+        """The toolboxes of the training sets by name; empty if the run has single turns."""
+        return {each.chosen.name: each.toolbox for each in self._sets if each.toolbox is not None}
+
+    async def close_tools(self) -> None:
+        """End the processes and connections of all tools."""
+        await self._made.close()
+
+    @property
+    def skipped(self) -> int:
+        """The number of prompts that are left out because they are too long."""
+        return sum(each.skipped for each in self._sets)
+
+    def draw(self, group_id: int) -> Drawn:
+        """Return the problem of a group, the same one at every call; it is kept until the group is finished."""
+        if group_id in self._drawn:
+            return self._drawn[group_id]
+        index, draw = self._mixture.at(group_id)
+        own = self._sets[index]
+        prompt, ids, shown = own.drawn(draw, self.config.batch.samples_per_group)
+        drawn = self._drawn[group_id] = Drawn(
+            prompt,
+            ids,
+            self._samplings[index],
+            own.chosen.name,
+            self._reward(own.chosen.reward),
+            shown,
+        )
+        return drawn
+
+    def dataset(self, group_id: int) -> str:
+        """Return the name of a group's set; "" if there is only one."""
+        return self._sets[self._mixture.at(group_id)[0]].chosen.name
+
+    def reference(self, group_id: int) -> str:
+        """Return the reference answer of a group's problem."""
+        drawn = self._drawn.get(group_id)
+        if drawn is not None:
+            return drawn.answer
+        index, draw = self._mixture.at(group_id)
+        own = self._sets[index]
+        return "" if own.chosen.demonstrates else own.at(draw).answer
+
+    def _reward(self, chosen: RewardConfig) -> int:
+        return self._rewards.index(chosen)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids without special tokens, as reward functions get it."""
+        return self.decode_all([ids])[0]
+
+    @cached_property
+    def decode_all(self) -> Callable[[Sequence[Sequence[int]]], list[str]]:
+        """The function that returns the texts of several sequences, as `decode`; any thread may call it.
+
+        Ask for it in the thread that encodes: it copies the tokenizer, which only a process that decodes needs.
+        """
+        return TokenDecoder(self.tokenizer).texts
+
+    def eval_sets(self) -> list[EvalSet]:
+        """Return the configured held-out sets, tokenized, without records."""
+        return [replace(each, records=[]) for each in self._held_out]
+
+    def _eval_set(self, chosen: HeldOutSet) -> EvalSet:
+        limit = self._evaluation_limit
+        problems = []
+        try:
+            toolbox = self._toolbox(chosen)
+            encoder = PromptEncoder(
+                self.tokenizer,
+                limit.tokens,
+                setting=limit.setting,
+                template_kwargs=chosen.data.chat_template_kwargs,
+                tools=toolbox.schemas if toolbox is not None else (),
+            )
+            for prompt in load_prompts(chosen.path, chosen.data, chosen.limit):
+                judged = partial(_reward_input, prompt)
+                problems.append(EvalProblem(encoder.encode(prompt), judged, prompt.answer, prompt))
+        except ValueError as error:
+            raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
+        return EvalSet(
+            name=chosen.name,
+            problems=problems,
+            greedy=SamplingSpec.greedy(chosen.max_tokens, self.stop_token_ids),
+            sampled=SamplingSpec.evaluation(chosen.sampling, chosen.max_tokens, self.stop_token_ids),
+            samples=chosen.sampling.samples,
+            seed=self.config.run.seed,
+            reward=self._reward(chosen.reward),
+            toolbox=toolbox,
+        )
+
+    def finish(self, group_id: int, rewards: Sequence[float]) -> None:
+        """Note the end of a group, and the rewards of its usable samples, for the curriculum."""
+        self._drawn.pop(group_id, None)
+        if self._curriculum is not None:
+            self._curriculum.finish(group_id, self.dataset(group_id), rewards)
+
+    def rewards(self, groups: Iterable[int]) -> dict[int, float | None]:
+        """Return the mean rewards of finished groups, of which the curriculum learns at their commit; {} without one.
+
+        After `finish` with these, a source goes on where this one was.
+        """
+        return {} if self._curriculum is None else {group: self._curriculum.reward(group) for group in groups}
+
+    async def commit(
+        self, groups: Iterable[int], steps: int, next_group: Callable[[], int], first_open: Callable[[], int]
+    ) -> None:
+        """Note that the end of `groups` is committed, and let the curriculum choose the weights of the groups to come.
+
+        `steps`: steps done; `next_group()`: the first group that has not been admitted; `first_open()`: the first one
+        that is not settled, whose problem and those after it can be asked for again. Raises ValueError if the
+        curriculum fails, and RolloutError if it takes longer than half of `timeouts.rpc_s`.
+        """
+        if self._curriculum is None:
+            return
+        self._curriculum.commit(groups)
+        progress = self._curriculum.progress(steps, next_group())
+        bound = self.config.timeouts.rpc_s / 2
+        try:
+            async with asyncio.timeout(bound):
+                weights = await asyncio.to_thread(self._curriculum.weights, progress)
+        except TimeoutError:
+            raise RolloutError(
+                f"the commit of step {steps} waited {bound:.0f} s for data.curriculum {self._curriculum.path!r}; make "
+                "it faster, or raise timeouts.rpc_s"
+            ) from None
+        self._mixture.reweight(next_group(), weights)
+        self._drawn.clear()  # groups that have not begun may have other problems now
+        self._mixture.forget(first_open())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order of the prompts depends on; the position in it is the group id."""
+        if not self.config.data.sets:
+            return self._sets[0].cursor.state_dict()
+        state = {
+            "sets": {each.chosen.name: each.cursor.state_dict() for each in self._sets},
+            "mixture": self._mixture.state_dict(),
+        }
+        return state if self._curriculum is None else state | {"progress": self._curriculum.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], next_group: int, steps: int, unsettled: int = 0) -> None:
+        """Go back to a saved state after `steps` steps, in which `next_group` is the first group that was not admitted.
+
+        `unsettled`: how many of the admitted groups are still to be trained. Weights that the config has changed since
+        apply from `next_group` on. Raises ValueError if a data set, the seed or the order is a different one.
+        """
+        self._drawn.clear()
+        if bool(self.config.data.sets) != ("sets" in state):
+            saved, own = ("data.sets", "data.path") if "sets" in state else ("data.path", "data.sets")
+            raise ValueError(
+                f"the saved run has {saved}, but this run has {own}: resume with the data of the saved run"
+            )
+        if not self.config.data.sets:
+            self._sets[0].cursor.load_state_dict(state)
+            return
+        self._mixture.load_state_dict(state["mixture"])
+        for each in self._sets:
+            try:
+                each.cursor.load_state_dict(state["sets"][each.chosen.name])
+            except ValueError as error:
+                raise ValueError(f"{each.chosen.key} ({each.chosen.name}): {error}") from None
+        if self._curriculum is None:
+            self._mixture.follow(next_group, weight_schedule(self.config, steps, next_group, unsettled))
+        else:
+            self._curriculum.load_state_dict(state.get("progress", {}))
+
+
+class _TrainingPrompts:
+    """One training set: its prompts that are not too long, in an order of its own."""
+
+    def __init__(
+        self,
+        chosen: TrainSet,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: PromptLimit,
+        seed: int,
+        toolbox: Toolbox | None,
+        stops: Sequence[int],
+    ) -> None:
+        self.chosen, self.toolbox = chosen, toolbox
+        try:
+            self._prompts = load_prompts(chosen.path, chosen.data)
+            self.encoder = PromptEncoder(
+                tokenizer,
+                limit.tokens,
+                chosen.data.overlong_prompts,
+                limit.setting,
+                template_kwargs=chosen.data.chat_template_kwargs,
+                tools=toolbox.schemas if toolbox is not None else (),
+            )
+            self._valid = self.encoder.valid_indices(self._prompts)
+            self._shown: DemonstrationEncoder | None = None
+            if chosen.demonstrates:
+                end = end_token(tokenizer, stops)
+                self._shown = DemonstrationEncoder(self.encoder, end, chosen.sampling.max_tokens)
+                self._valid = self._shown.valid_indices(self._prompts, self._valid)
+        except ValueError as error:
+            if not chosen.name:
+                raise
+            raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
+        own_seed = stable_hash(f"{seed}/{chosen.name}") if chosen.name else seed
+        self.cursor = Cursor(len(self._valid), own_seed, chosen.data.shuffle)
+
+    @property
+    def skipped(self) -> int:
+        """The number of its rows that are left out because they are too long."""
+        return self.encoder.skipped + (0 if self._shown is None else self._shown.skipped)
+
+    def drawn(self, draw: int, samples: int) -> tuple[Prompt, list[int], tuple[ShownResponse, ...]]:
+        """Return the prompt of a group, its token ids, and the demonstrations of its samples.
+
+        Each sample of a group of demonstrations has one of its own: group number `draw` takes as many rows as it has
+        samples.
+        """
+        if self._shown is None:
+            prompt = self.at(draw)
+            return prompt, self.encoder.encode(prompt), ()
+        prompts = [self.at(draw * samples + index) for index in range(samples)]
+        shown = tuple(map(self._shown.encode, prompts))
+        return prompts[0], shown[0].prompt_ids, shown
+
+    def at(self, draw: int) -> Prompt:
+        """Return the prompt of a draw, counted from 0."""
+        return self._prompts[self._valid[self.cursor.at(draw)[1]]]
+
+
+def _curriculum(config: Config, weights: dict[str, float]) -> Curriculum | None:
+    chosen = config.data.curriculum
+    return None if chosen.function is None else Curriculum(chosen.function, chosen.kwargs, weights)
+
+
+def _reward_input(prompt: Prompt, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
+    return RewardInput(
+        prompt=prompt.text,
+        response=response,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        answer=prompt.answer,
+        row=prompt.row,
+    )

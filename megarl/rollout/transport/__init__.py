@@ -1,0 +1,1 @@
+"""Many small messages share few calls; each counts once."""

@@ -1,0 +1,211 @@
+"""Calls of a replica that share Ray calls: one Ray call brings those made in one turn of the controller's event loop,
+where thousands are open those of some hundredths of a second, and another one, always open while any of them is, takes
+the answers that have come.
+
+A Ray call costs as much time as 50 short tokens, and every later turn of an agent is a call by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from megarl.common.errors import RolloutError
+from megarl.rollout.transport.gather import Outbox, gathering_s
+
+POLL_S = 2.0  # the longest time for which a replica without answers lets the controller wait
+
+
+@dataclass(frozen=True)
+class SharedCall:
+    """A call of a method of the replica."""
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """The result of a call, or the error that it has raised. `size`: about how many numbers `result` has."""
+
+    number: int
+    result: Any
+    error: Exception | None
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class CallResults:
+    """CallResults that the replica had when it was asked. `number` counts up; a link has its own numbers."""
+
+    number: int
+    answers: tuple[CallResult, ...] = ()
+
+
+class CalledActor(Protocol):
+    """The methods of a replica's actor that a link uses; each has `remote`, which returns an awaitable."""
+
+    begin_calls: Any
+    take_answers: Any
+
+
+class CallDesk:
+    """The replica's side. It serves one link, that of the newest controller, and forgets calls of the one before."""
+
+    def __init__(
+        self, call: Callable[[str, Sequence[Any]], Awaitable[Any]], outbox: Callable[..., Outbox[CallResult]] = Outbox
+    ) -> None:
+        """`call`: calls a method of the replica. `outbox`: makes what keeps the answers to one link."""
+        self._call, self._new_outbox = call, partial(outbox, lambda: len(self._tasks))
+        self._link = ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._outbox = self._new_outbox()
+        self._last = CallResults(0)
+        self._taking = asyncio.Lock()
+
+    def begin(self, link: str, calls: Sequence[SharedCall]) -> None:
+        """Start calls in their order. `link`: the id of the one that sends them."""
+        if link != self._link:
+            self._link, self._outbox, self._last, self._taking = (
+                link,
+                self._new_outbox(),
+                CallResults(0),
+                asyncio.Lock(),
+            )
+        for each in calls:
+            task = asyncio.ensure_future(self._call(each.method, each.args))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._ended, link, each.number))
+
+    async def take(self, link: str, seen: int, wait_s: float) -> CallResults:
+        """Return answers: at once if there are any, after `wait_s` at the latest.
+
+        `seen`: the number of the last ones that the link has; later ones were lost on their way, and are repeated.
+        Raises RolloutError if another link has begun.
+        """
+        if link != self._link:
+            raise RolloutError("another controller uses this replica")
+        async with self._taking:
+            if seen == self._last.number:
+                answers = tuple(await self._outbox.take(wait_s))
+                if link != self._link:
+                    raise RolloutError("another controller has begun to use this replica")
+                self._last = CallResults(seen + 1, answers)
+            return self._last
+
+    def _ended(self, link: str, number: int, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)  # type: ignore[arg-type]
+        if task.cancelled():
+            answer = CallResult(number, None, RolloutError("the call was cancelled in the replica"))
+        elif (error := task.exception()) is not None:
+            answer = CallResult(number, None, _sendable(error))
+        else:
+            answer = CallResult(number, task.result(), None, getattr(task.result(), "size", 1))
+        if link == self._link:
+            self._outbox.put(answer)
+
+
+def _sendable(error: BaseException) -> Exception:
+    """Return an error that another process can read: our own ones, and the text of others."""
+    return error if isinstance(error, RolloutError) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+class CallLink:
+    """The controller's side: the calls of one replica that wait for an answer. Each caller has its own time limit."""
+
+    def __init__(self, replica: CalledActor, grace_s: float) -> None:
+        """`grace_s`: how long answers may be late until they are asked for again."""
+        self.replica = replica
+        self._grace_s = grace_s
+        self._id = uuid.uuid4().hex
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._unsent: list[SharedCall] = []
+        self._seen = 0
+        self._next_at = 0.0  # by the clock of the event loop; until then calls gather
+        self._sending: asyncio.Future[Any] | None = None
+        self._taking: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401  # of any method
+        """Return what the method returns. Raises what it raised, or what a Ray call of this link has raised."""
+        loop = asyncio.get_running_loop()
+        number, future = next(self._numbers), loop.create_future()
+        self._open[number] = future
+        if not self._unsent:
+            self._send_soon(loop)
+        self._unsent.append(SharedCall(number, method, args))
+        try:
+            return await future
+        finally:
+            self._open.pop(number, None)
+
+    def _send_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send what is to be sent when the time to gather is over."""
+        if (early_s := self._next_at - loop.time()) > 0:
+            loop.call_later(early_s, self._send)
+        else:
+            loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        """Send also calls whose callers have gone: a later one can depend on them.
+
+        One Ray call at a time, and answers are asked for when it has ended: an asynchronous actor starts those whose
+        arguments are small before those whose arguments are large.
+        """
+        if self._sending is not None or not self._unsent:
+            return
+        calls, self._unsent = self._unsent, []
+        self._next_at = asyncio.get_running_loop().time() + gathering_s(len(self._open))
+        try:
+            sending = asyncio.ensure_future(self.replica.begin_calls.remote(self._id, calls))
+        except Exception as error:  # a handle of an actor that cannot be called any more
+            self._fail(error)
+            return
+        self._sending = sending
+        sending.add_done_callback(self._sent)
+
+    def _sent(self, sending: asyncio.Future[Any]) -> None:
+        self._sending = None
+        if sending.cancelled():  # the loop ends: a call that is begun now would never run
+            return
+        if (error := sending.exception()) is not None:
+            self._fail(error)
+        elif self._taking is None or self._taking.done():
+            self._taking = asyncio.get_running_loop().create_task(self._take())
+        if self._unsent:
+            self._send_soon(asyncio.get_running_loop())
+
+    async def _take(self) -> None:
+        while self._open:
+            try:
+                async with asyncio.timeout(POLL_S + self._grace_s) as limit:
+                    news: CallResults = await self.replica.take_answers.remote(self._id, self._seen, POLL_S)
+            except Exception as error:
+                if isinstance(error, TimeoutError) and limit.expired():
+                    continue  # the callers know how long they wait for a replica that says nothing
+                self._fail(error)
+                return
+            if news.number != self._seen:
+                self._seen = news.number
+                for answer in news.answers:
+                    self._settle(answer)
+
+    def _settle(self, answer: CallResult) -> None:
+        future = self._open.get(answer.number)
+        if future is None or future.done():  # nobody waits for it any more
+            return
+        if answer.error is not None:
+            future.set_exception(answer.error)
+        else:
+            future.set_result(answer.result)
+
+    def _fail(self, error: BaseException) -> None:
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(error)

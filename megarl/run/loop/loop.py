@@ -1,0 +1,141 @@
+"""The training loop, the same however far sampling may run ahead of training: the admission policy decides that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from megarl.common.errors import RolloutError
+from megarl.config.derived.staleness import pace_of
+from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.run.loop.batches import PreparedBatch
+from megarl.run.loop.session import Session
+from megarl.run.step.step import train_step
+from megarl.run.step.step_batch import StepBatch
+from megarl.run.step.trained_groups import TrainedGroups
+from megarl.trainer.policy import StepRefused
+
+T = TypeVar("T")
+
+# Publications in a row for one evaluation that is waited for, and begins again after each. A prompt of it that ends its
+# engine would otherwise end every engine that comes. A batch and an evaluation beside training need no such bound:
+# their responses go on, and fail after some attempts.
+MOST_PUBLICATIONS = 3
+
+
+def train(session: Session) -> None:
+    """Take batches and update the policy until `run.steps` are done; publish its weights at the config's intervals.
+
+    Collective. If generation runs ahead, the next batch is prepared while one trains. A resumed run starts with the
+    step after its checkpoint. A run that is asked to stop saves and ends between two steps, with `session.stopped` set.
+    """
+    config, policy, pool, recorder = session.config, session.policy, session.pool, session.recorder
+    pace = pace_of(config)
+    publish(session)
+    if session.first_step == 0:
+        evaluate(session, 0, "before")
+    else:
+        publish_as_needed(session, lambda: session.evaluations.resume(session.version), most=MOST_PUBLICATIONS)
+        session.keep_evaluation()
+    recorder.start_clock(session.first_step)
+    for step in session.steps():
+        prepared = take_batch(session, step)
+        batch, plan, trained = prepared.batch, prepared.plan, TrainedGroups()
+        try:
+            with pool.keep_batch_on_failure(batch):
+                trained = train_step(
+                    policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step,
+                    packed=prepared.packed, watch=session.monitor.watch,
+                )  # fmt: skip
+        except StepRefused as error:
+            plan = session.skip(error, plan)
+        session.refresh_reference(step + 1)
+        recorder.samples(batch, prepared.samples)
+        del prepared  # its rows need no place beside those of the next batch and of the one that is prepared then
+        counted = pool.commit(batch, plan)
+        session.version += pace.updates_per_step
+        alarmed = session.monitor.act(session.version)
+        if evaluation_due(session, step + 1):
+            finish_evaluation(session, step + 1)  # so that the next one finds all replicas with the newest weights
+        if alarmed or pace.publishes_after(step + 1) or publishes_early(session, batch):
+            publish(session)
+        recorder.step(batch, plan, trained, session.version, counted)
+        session.evaluations.collect(step + 1)
+        if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
+            evaluate(session, step + 1, f"step_{step + 1}")
+        session.checkpoint(step + 1)
+    if session.stopped is None and not evaluate(session, config.run.steps, "after"):
+        session.stop_before_the_end()
+    if session.stopped is None:
+        session.export()
+
+
+def take_batch(session: Session, step: int) -> PreparedBatch:
+    """Return the batch of a step. Collective."""
+    session.pool.admit(step)
+    return publish_as_needed(session, lambda: session.batches.take(step, session.version))
+
+
+def evaluate(session: Session, steps_done: int, label: str) -> bool:
+    """Evaluate the weights that were just published, or begin to; False if a stop request has ended it. Collective."""
+    return publish_as_needed(
+        session,
+        lambda: session.evaluations.evaluate(steps_done, session.version, label),
+        most=MOST_PUBLICATIONS,
+    )
+
+
+def finish_evaluation(session: Session, steps_done: int) -> None:
+    """Wait for the evaluation that runs beside training, if there is one, and record it. Collective."""
+    publish_as_needed(session, lambda: session.evaluations.finish(steps_done))
+
+
+def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded], *, most: float = math.inf) -> T:
+    """Return what `ask` returns. Collective.
+
+    If all engines are lost meanwhile, a publication of the weights that are there brings new ones, and `ask` is called
+    again. Raises RolloutError if all engines are lost again after `most` publications.
+    """
+    made = 0
+    while isinstance(answer := ask(), PublicationNeeded):
+        if made >= most:
+            raise RolloutError(
+                f"an evaluation was begun {made + 1} times, and each time all engines were lost before its end: one of "
+                f"its prompts may end every engine that works on it. The last reason: {answer.reason}"
+            )
+        made += 1
+        session.recorder.say(f"no engine is left; publishing version {session.version} to new ones: {answer.reason}")
+        publish(session, drain=False)
+    return answer
+
+
+def publish(session: Session, *, drain: bool = True) -> None:
+    """Send the policy's weights to every engine, which then serves their version. Collective.
+
+    Without `rollout.partial_rollout` all responses that engines work on end first, unless no engine is left (`drain`
+    is false).
+    """
+    version = session.version
+    if drain and not session.config.rollout.partial_rollout:
+        with session.recorder.phase("drain", f"waiting for running responses before version {version}"):
+            session.pool.drain()
+    session.pool.announce(version)
+    with session.recorder.phase("sync", f"publishing version {version}"):
+        session.recorder.sync(version, session.sender.publish(version))
+    session.pool.set_version(version)
+
+
+def publishes_early(session: Session, batch: StepBatch) -> bool:
+    """Tell whether the weights are published out of turn after the step of `batch`.
+
+    They are before an evaluation, the one at the end of the run included, and if replicas were lost: a new replica has
+    no weights, and gets them by a publication, until which it refuses to generate.
+    """
+    return batch.replicas_are_lost or evaluation_due(session, batch.step + 1)
+
+
+def evaluation_due(session: Session, steps_done: int) -> bool:
+    """Tell whether an evaluation is due: every `evaluation.every` steps, and after the last one."""
+    every = session.config.evaluation.every
+    return steps_done == session.config.run.steps or (bool(every) and steps_done % every == 0)

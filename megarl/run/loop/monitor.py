@@ -1,0 +1,152 @@
+"""The monitor of a run: judges every step and does what its alarms ask for (docs/monitor.md).
+
+Every rank judges the same numbers and comes to the same alarms, so nothing is exchanged for them. Rules that skip the
+batch or stop the run are judged before the first update changes a weight, all others after the last one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from megarl.config.schema.monitor import MonitorConfig
+from megarl.run.loop.alarm_inputs import REPLICA_GAP, logprob_values, plan_values, readings, replica_values, rules_of
+from megarl.run.pool.rollout_client import PoolLink
+from megarl.run.record.recorder import Recorder
+from megarl.run.step.compare_logprobs import StepMeasures
+from megarl.run.step.plan import StepPlan
+from megarl.telemetry.monitor import Alarm, Monitor, Reading
+from megarl.trainer.optimizer import StepRefused
+
+_BEFORE = ("skip", "stop")
+
+
+class AlarmSkipsStep(StepRefused):
+    """An alarm with the action `skip`: the batch is not trained."""
+
+
+class AlarmStopsRun(StepRefused):
+    """An alarm with the action `stop`: the run ends as failed, with the weights from before the batch."""
+
+
+class RunMonitor:
+    """Judges the steps of a run, as a `Stateful` part. For each step: `watch`, then `act`."""
+
+    key = "monitor"
+
+    def __init__(self, config: MonitorConfig, pool: PoolLink, recorder: Recorder) -> None:
+        self._config, self._pool, self._recorder = config, pool, recorder
+        self._monitor = Monitor(rules_of(config))
+        self._judges_before = any(rule.action in _BEFORE for rule in self._monitor.rules.values())
+        self._quarantines: Counter[int] = Counter()
+        self._engine_since: dict[int, int] = {}  # see `replica_values`, of replicas that were quarantined
+        self._watched: tuple[StepPlan, StepMeasures] | None = None
+        self._alarms: list[Alarm] = []  # of the present step
+        self._open: set[tuple[str, int]] = set()  # alarms whose beginning is recorded and whose end is not
+
+    def watch(self, plan: StepPlan, measured: StepMeasures) -> None:
+        """Judge the rules that keep a batch from the update. Raises AlarmStopsRun or AlarmSkipsStep."""
+        self._watched = (plan, measured)
+        if not self._judges_before:
+            return
+        found = self._readings(plan, measured)[0]
+        self._judge([each for each in found if self._action(each) in _BEFORE])
+        for action, error in (("stop", AlarmStopsRun), ("skip", AlarmSkipsStep)):
+            if told := [alarm.text for alarm in self._alarms if alarm.rule.action == action]:
+                raise error("; ".join(told))
+
+    def act(self, version: int) -> bool:
+        """Judge the other rules, and do what the alarms ask for; return whether to publish the weights at once.
+
+        `version`: that of the weights after the step, which is not published yet.
+        """
+        if self._watched is None:
+            return False
+        (plan, measured), self._watched = self._watched, None
+        found, values = self._readings(plan, measured)
+        self._judge([each for each in found if self._action(each) not in _BEFORE])
+        acts = [(self._do(alarm, version), alarm) for alarm in self._alarms]
+        done = Counter(act for act, _ in acts)
+        self._record_ends({alarm.subject for act, alarm in acts if act == "quarantine"})
+        metrics: dict[str, float] = {
+            "alarms": len(self._alarms),
+            "active": len(self._monitor.active),
+            "skipped": done["skip"] > 0,
+            "forced_syncs": done["sync"] > 0,
+            "quarantined": done["quarantine"],
+        }
+        shown = {"logprob_gap": "logprob_gap", "no_signal": "no_signal_share"}
+        metrics |= {metric: values[name] for name, metric in shown.items() if name in values}
+        if gaps := [each.value for each in found if each.rule == REPLICA_GAP]:
+            metrics["replica_gap_max"] = max(gaps)
+        self._recorder.metrics.update(metrics, prefix="monitor/")
+        self._alarms = []
+        return done["sync"] > 0
+
+    def _readings(self, plan: StepPlan, measured: StepMeasures) -> tuple[list[Reading], dict[str, float]]:
+        """Return the readings of all rules, and the values of the run."""
+        tokens = self._config.min_tokens
+        values = plan_values(plan) | logprob_values(measured, tokens)
+        replicas = replica_values(measured, plan.version, self._engine_since, tokens)
+        return readings(values, replicas), values
+
+    def _action(self, reading: Reading) -> str:
+        rule = self._monitor.rules.get(reading.rule)
+        return "off" if rule is None else rule.action
+
+    def _judge(self, values: Sequence[Reading]) -> None:
+        found = self._monitor.judge(values)
+        self._alarms += found
+        for alarm in found:
+            if alarm.begins:
+                self._open.add((alarm.rule.name, alarm.subject))
+                self._recorder.alarm(alarm)
+
+    def _record_ends(self, taken_out: Set[int]) -> None:
+        """Record the ends of alarms. `taken_out`: the replicas that this step has quarantined."""
+        tried = {(alarm.rule.name, alarm.subject) for alarm in self._alarms}
+        for rule, subject in sorted(self._open - set(self._monitor.active)):
+            how = "its value recovered"
+            if subject in taken_out:
+                how = "the replica is replaced at the next publication"
+            elif (rule, subject) in tried:
+                how = "the replica could not be taken out; it is judged again"
+            self._recorder.alarm_ended(rule, subject, how)
+        self._open &= set(self._monitor.active)
+
+    def _do(self, alarm: Alarm, version: int) -> str:
+        """Do what an alarm asks for, and return what was done. The user is told when an alarm begins or acts."""
+        action = alarm.rule.action
+        if action == "quarantine":
+            if self._quarantines[alarm.subject] >= self._config.most_quarantines:
+                if alarm.begins:
+                    self._recorder.say(
+                        f"{alarm.text}; it was quarantined {self._quarantines[alarm.subject]} times already "
+                        "(monitor.most_quarantines): look at its node, or drain it (`megarl pool drain`)"
+                    )
+                return "warn"
+            self._quarantines[alarm.subject] += 1
+            self._engine_since[alarm.subject] = version
+            self._monitor.forget(alarm.subject)
+            return action if self._pool.quarantine(alarm.subject, alarm.text) else "warn"
+        if action == "sync":
+            self._recorder.say(f"{alarm.text}; the weights are published at once")
+        elif action == "warn" and alarm.begins:
+            self._recorder.say(alarm.text)
+        return action
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the rules, and of the replicas that were quarantined."""
+        return {
+            "rules": self._monitor.state_dict(),
+            "quarantines": [list(each) for each in sorted(self._quarantines.items())],
+            "engine_since": [list(each) for each in sorted(self._engine_since.items())],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a stored state; {} is that of a run which has just begun."""
+        self._monitor.load_state_dict(state.get("rules", []))
+        self._open = set(self._monitor.active)  # their beginnings were recorded before the checkpoint
+        self._quarantines = Counter({replica: count for replica, count in state.get("quarantines", [])})
+        self._engine_since = {replica: version for replica, version in state.get("engine_since", [])}

@@ -1,0 +1,266 @@
+"""The session: the parts of a run, built in order and joined. Policy, pool, weight sync, recorder, checkpoints.
+
+`loop.py` is its only user. Every method is collective over the trainer ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import TextIO
+
+import torch
+
+from megarl.checkpoint.save.checkpointer import Checkpointer
+from megarl.checkpoint.save.resume import Candidate
+from megarl.cluster.pool.pool_process import SupervisorHandle
+from megarl.common.errors import ConfigError
+from megarl.common.rundir.run_files import ExitRecord, Status
+from megarl.common.trust.object_collectives import JSON
+from megarl.config.derived.trainer_layout import trainer_layout
+from megarl.config.schema import Config
+from megarl.models.hf.export import HFExporter, save_hf
+from megarl.models.hf.read_config import load_info
+from megarl.run.loop.batches import BatchSource
+from megarl.run.loop.evaluations import Evaluations
+from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
+from megarl.run.loop.stop import StopSignals
+from megarl.run.loop.stop_vote import StopVote
+from megarl.run.pool.rollout_client import PoolLink
+from megarl.run.ranks.control_group import Peers
+from megarl.run.record.recorder import Recorder
+from megarl.run.record.stateful import Stateful, collect, restore
+from megarl.run.step.plan import StepPlan
+from megarl.telemetry.trace import events
+from megarl.trainer import parallel
+from megarl.trainer.policy import Policy, StepRefused
+from megarl.weights.send.sender import WeightSender
+
+
+class LastSaveFailed(RuntimeError):  # noqa: N818
+    """The run has trained all its steps, but could not save the last of them."""
+
+
+class Session:
+    """Holds the parts of a run on every rank, once `torch.distributed` is initialised; `close` ends the pool.
+
+    `launch`: the supervisor that is being started, on rank 0 only. `first_step`: training steps done by the history
+    that this run resumes; 0 for a new run. `version`: the version of the policy's weights
+    (`megarl/config/derived/staleness.py`).
+    """
+
+    def __init__(
+        self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO, signals: StopSignals
+    ) -> None:
+        self.config = config
+        self.peers = Peers(config.timeouts)
+        self._refuse_different_plans()
+        self._meet()
+        self.recorder = Recorder(config, self.peers, terminal)
+        self.recorder.say("building the policy")
+        info = load_info(config.model.path)
+        layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
+        parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
+        self.policy = Policy(config, layout, info)
+        self.recorder.describe_model(info)
+        dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
+        self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
+        self.pool = PoolLink(config, self.peers, self.recorder)
+        self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer)
+        self._stop_vote = StopVote(config.run_dir, self.peers, signals)
+        self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
+        self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
+        self.sender = WeightSender(config, self._exporter)
+        self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
+        self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
+        self.unsaved_steps = 0  # trained, and lost because the save at the stop failed
+        self.version = self.skipped_steps = self.skipped_by_alarms = 0
+        self.first_step = self.steps_done = self._resume()
+        self._connect(launch)
+        self._stop_vote.install()
+
+    @property
+    def parts(self) -> Sequence[Stateful]:
+        """The parts whose state a checkpoint holds besides the trainer's own state."""
+        return (self.pool, *self.recorder.parts, self.evaluations, self.monitor)
+
+    def _refuse_different_plans(self) -> None:
+        """Raise ConfigError if the ranks have resolved `auto` differently: their collectives would not match."""
+        trainer = self.config.trainer
+        chosen = self.peers.gather((trainer.recompute, trainer.micro_batch_tokens), JSON)
+        if len(set(map(tuple, chosen))) > 1:
+            raise ConfigError(
+                [
+                    "trainer.recompute, trainer.micro_batch_tokens: the trainer's GPUs differ in memory, so the ranks "
+                    f"would use {sorted(set(map(str, chosen)))}; set trainer.device_memory_gib to that of the smallest"
+                ]
+            )
+
+    def _meet(self) -> None:
+        """Record a moment at which all ranks are in one collective, by which a trace aligns the clocks of hosts."""
+        number = self.peers.gather(time.time_ns() // 1000, JSON)[0]  # from here on all are about equally far
+        begin = time.monotonic()
+        self.peers.gather(number, JSON)
+        events.record("ranks_meet", begin, time.monotonic(), args={"id": str(number)})
+
+    def _resume(self) -> int:
+        """Load the checkpoint that `checkpoint.resume` names, if any; return the steps done by its history."""
+
+        record = self.checkpointer.restore(self._cut_result_files)
+        if record is None:
+            return 0
+        # Checkpoints of earlier releases say nothing about evaluations, for which these waited, and have no monitor.
+        restore(self.parts, {self.evaluations.key: {}, self.monitor.key: {}, **record})
+        self.recorder.roll_back(record["step"])
+        self.version = int(record["version"])
+        return int(record["step"])
+
+    def _cut_result_files(self, chosen: Candidate) -> None:
+        """Truncate the result files to the checkpoint, if it is of this run. Rank 0, before anything is loaded."""
+        if chosen.own:
+            self.recorder.cut_result_files(chosen.step, self.checkpointer.directory.state(chosen.step)["files"])
+
+    def _connect(self, launch: Future[SupervisorHandle] | None) -> None:
+        """Wait for the pool and form the weight-sync group with its engines."""
+        self.recorder.say("waiting for the rollout engines")
+        started = time.perf_counter()
+        self.pool.attach(launch)
+        self.recorder.say(f"engines are up ({time.perf_counter() - started:.0f} s)")
+        self.sender.connect(self.pool.engine_handles())
+
+    def steps(self) -> Iterator[int]:
+        """Yield the remaining steps. After a stop request, save, set `stopped` and end."""
+        total = self.config.run.steps
+        for step in range(self.first_step, total + 1):
+            self.steps_done = step
+            self.stopped = self._stop_reason()
+            if self.stopped is not None:
+                self._save_stopped(step)
+                return
+            if step < total:
+                yield step
+
+    def stop_before_the_end(self) -> None:
+        """Set `stopped` and save, because a stop request has ended the evaluation after the last step.
+
+        With `checkpoint.every` the last step is saved already, or being saved. The run that resumes goes on there.
+        """
+        self.stopped = self._stop_reason()
+        self._save_stopped(self.config.run.steps)
+
+    def _stop_reason(self) -> str | None:
+        """Return why the run stops here; None if it goes on. Collective."""
+        withdrawn = "a stop request that was withdrawn" if self.evaluations.ended_by_stop else None
+        return self._stop_vote.agree() or withdrawn
+
+    def _save_stopped(self, step: int) -> None:
+        """Save the step at which the run stops. If that fails, `steps_done` is where the next launch resumes."""
+        self.recorder.say(f"stopping after {step} of {self.config.run.steps} steps: {self.stopped}")
+        # Before the first step of this start there is nothing to save.
+        if step > self.first_step and not self.save(step, wait=True):
+            self.steps_done = max(self.checkpointer.newest or 0, self.first_step)
+            self.unsaved_steps = step - self.steps_done
+            self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
+
+    def skip(self, error: StepRefused, plan: StepPlan) -> StepPlan:
+        """Return the plan of a step that is skipped because of `error`, which is raised if it may not be.
+
+        It may be if it has made no update, and `trainer.max_skipped_steps`, for an alarm `monitor.max_skipped_steps`,
+        allows it. An alarm that stops the run saves the last step before.
+        """
+        by_alarm = isinstance(error, AlarmSkipsStep)
+        if isinstance(error, AlarmStopsRun):
+            self._save_before_failure()
+            raise error
+        most = (self.config.monitor if by_alarm else self.config.trainer).max_skipped_steps
+        done = self.skipped_by_alarms if by_alarm else self.skipped_steps
+        skipped = plan.skipped() if not error.updates and done < most else None
+        if skipped is None:
+            raise error
+        self.skipped_by_alarms += by_alarm
+        self.skipped_steps += not by_alarm
+        self.recorder.say(f"{error}; the step is skipped ({done + 1} of at most {most})")
+        if self.peers.is_first:
+            events.fault("step", str(error), step=self.steps_done + 1)
+        return skipped
+
+    def _save_before_failure(self) -> None:
+        """Save the steps before the present one, which has changed no weight, unless that has been done."""
+        step = self.steps_done
+        if step > self.first_step and self.checkpointer.newest != step:
+            self.save(step, wait=True)
+
+    def refresh_reference(self, steps_done: int) -> None:
+        """Give the reference policy the weights after `steps_done` steps, if due. Called before the next step."""
+        if not self.policy.reference_due(steps_done):
+            return
+        with self.recorder.phase("update"):
+            self.policy.refresh_reference(steps_done)
+        self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
+
+    def checkpoint(self, steps_done: int) -> None:
+        """Complete the save that is running in the background, and start one if it is due. Called between steps."""
+        with self.recorder.phase("save"):
+            self.checkpointer.poll()
+            if self.checkpointer.newest is not None:
+                self.pool.saved(self.checkpointer.newest)
+        if self.checkpointer.due(steps_done):
+            self.save(steps_done)
+
+    def save(self, steps_done: int, *, wait: bool = False) -> bool:
+        """Save a checkpoint, due or not; with `wait`, return when it is complete. False if it failed."""
+        self.evaluations.collect(steps_done)
+        with self.recorder.phase("save"):
+            record = {"version": self.version} | self.peers.on_first_rank(lambda: collect(self.parts), JSON)
+            return self.checkpointer.save(steps_done, record, wait=wait)
+
+    def keep_evaluation(self) -> None:
+        """Add the evaluation of the present weights to their checkpoint, if that was saved before it ended."""
+        if not self.unsaved_steps:  # else they have no checkpoint
+            self.checkpointer.add_evaluation(self.steps_done, self.recorder.evaluated)
+
+    def export(self) -> None:
+        """Write the policy to RUN_DIR/hf in Hugging Face format."""
+        if self.config.run.export:
+            target = self.config.run_dir / "hf"
+            with self.recorder.phase("save", "exporting"):
+                save_hf(self._exporter, self.config.model.path, target, overwrite=True, group=self.peers.group)
+            self.recorder.say(f"final policy: {target}")
+
+    def finish(self) -> None:
+        """Complete the running save and record how the run ended: finished, or preempted if `stopped` is set.
+
+        A Hugging Face export that is still running is awaited if the run is finished, and ended if it is preempted.
+        Raises LastSaveFailed if the run is finished, but not its last checkpoint.
+        """
+        self.batches.finish()
+        self.checkpointer.poll(wait=True)
+        self.recorder.summary.failed_saves = self.checkpointer.failed_saves
+        if self.stopped is None and self.checkpointer.failure is not None:
+            reason = f"all {self.steps_done} steps are trained, but {self.checkpointer.failure}"
+            self.recorder.finish(ExitRecord("failed", self.checkpointer.newest or 0, reason))
+            self.checkpointer.finish(export_s=self.config.timeouts.save_s)
+            raise LastSaveFailed(reason)
+        self.keep_evaluation()
+        status: Status = "finished" if self.stopped is None else "preempted"
+        # Before the record: from then on a node's agent expects its processes to end within twice `shutdown_s`.
+        self.checkpointer.finish(export_s=self.config.timeouts.save_s if self.stopped is None else 0.0)
+        self.recorder.finish(ExitRecord(status, self.steps_done, self.stopped or "", self.unsaved_steps))
+
+    @property
+    def lost_its_stop(self) -> bool:
+        """True if the run was asked to stop and could not save the step at which it did."""
+        return self.stopped is not None and self.checkpointer.failure is not None
+
+    def close(self, *, keep_pool: bool = False) -> None:
+        """Leave the weight-sync group and end the pool (unless kept); bounded, and safe after a failure.
+
+        Every part is closed, also if an earlier one fails; then the failure is raised.
+        """
+        with ExitStack() as parts:  # closes in the reverse order
+            parts.callback(self.recorder.close)
+            parts.callback(self.pool.close, keep_pool=keep_pool)
+            parts.callback(self.sender.close)
+            parts.callback(self.batches.close)

@@ -1,0 +1,134 @@
+"""The stop signals of a trainer rank, SIGINT and SIGTERM: the first asks to stop, a second one ends the rank.
+
+A handler written in Python runs only when the main thread is in Python code, and a rank may wait for minutes in a
+collective or an engine. So a thread reads the signals, from a pipe that Python's C code writes to at once
+(`signal.set_wakeup_fd`): it answers in every phase of a run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.common.rundir.run_files import ExitRecord, write_exit
+from megarl.common.rundir.run_lock import Holder, other_holder
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# One Ctrl-C may arrive more than once, from the terminal and through torchrun.
+SAME_REQUEST_S = 1.0
+# torchrun sends SIGTERM to the other ranks of one that has failed: that one reports, and this one may be about to.
+REPORT_S = 2.0
+
+
+def end_before_start(*, speaks: bool) -> None:
+    """End this process at the first stop signal from now on, because nothing has started; then tell the user.
+
+    `speaks`: of all ranks only one should. The terminal is the standard error of now, also if it is redirected later.
+    `StopSignals.install` takes the signals over.
+    """
+    terminal = os.dup(2)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        text = f"megarl: {signal.Signals(number).name} before the run had started; the same command starts it\n"
+        with suppress(OSError):
+            if speaks:
+                os.write(terminal, text.encode())
+        os._exit(1)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+
+
+class StopSignals:
+    """Counts the stop signals of this process. `raised`: one has come since `install`."""
+
+    def __init__(
+        self, run_dir: Path, checkpoints: Path, terminal: TextIO, *, speaks: bool, mine: Holder | None = None
+    ) -> None:
+        """`speaks`: tell the user what happens; of all ranks only one should.
+
+        `mine`: the holder of `run_dir` that this rank belongs to. Nothing is written there once another run holds it.
+        """
+        self._run_dir, self._directory, self._mine = run_dir, CheckpointDirectory(checkpoints), mine
+        self._terminal, self._speaks = terminal, speaks
+        self._running = False
+        self._first_at: float | None = None
+        self._exit: Callable[[int], object] = os._exit
+        self.raised = False
+        self.name = ""  # of the first signal
+
+    def install(self) -> None:
+        """Handle the signals from now on. Call it once, in the main thread."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._set_handlers()
+        threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True).start()
+
+    def run_has_begun(self) -> None:
+        """Take the first signal for a request from now on; before, there is nothing to save, and it ends the rank.
+
+        Call it in the main thread, and after `ray.init`, which sets a handler of its own.
+        """
+        self._running = True
+        self._set_handlers()
+
+    def _set_handlers(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.name = self.name or signal.Signals(number).name
+        self.raised = True
+
+    def _read(self, reader: int) -> None:
+        while received := os.read(reader, 64):
+            for number in received:
+                if number in SIGNALS:
+                    self.receive(signal.Signals(number))
+
+    def receive(self, number: signal.Signals) -> None:
+        """Act on one signal."""
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+            if self._running:
+                self.name = self.name or number.name
+                self.raised = True
+                if number == signal.SIGINT:  # a SIGTERM may be torchrun's, after a failure
+                    self._say("finishing the step, saving; again to abort")
+            else:
+                failed = f" (torchrun sends it also if another rank has failed: see {self._run_dir / 'logs'})"
+                self._end(f"{number.name} while the run was starting{failed if number == signal.SIGTERM else ''}")
+        elif now > self._first_at + SAME_REQUEST_S:
+            self._end(f"aborted by a second stop signal ({number.name})")
+
+    def _end(self, why: str) -> None:
+        """End this rank at once, and say how to go on, unless a rank has failed and reports."""
+        try:
+            if "SIGTERM" in why:
+                time.sleep(REPORT_S)
+            other = other_holder(self._run_dir, self._mine) if self._mine is not None else None
+            if other is not None:
+                self._say(f"{why}; {self._run_dir} was taken by {other.describe()}, and nothing is recorded there")
+            elif self._speaks and not (self._run_dir / "error.txt").exists():
+                step = max(self._directory.steps(), default=None)
+                how = "begins anew: nothing is saved" if step is None else f"resumes after step {step}"
+                self._say(f"{why}; the same command {how}")
+                with suppress(OSError):
+                    write_exit(self._run_dir, ExitRecord("failed", step or 0, why))
+        finally:
+            self._exit(1)
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            self._terminal.write(f"megarl: {text}\n")
+            self._terminal.flush()

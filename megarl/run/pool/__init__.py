@@ -1,0 +1,1 @@
+"""The trainer's view of the rollout pool: batches, rows, commits."""

@@ -1,0 +1,1 @@
+"""Trainer ranks among themselves: control messages and signs of life."""

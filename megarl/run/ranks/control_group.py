@@ -1,0 +1,135 @@
+"""Communication between trainer ranks besides tensors: small objects over a separate gloo group."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.distributed import TCPStore
+
+from megarl.common.errors import NotAuthentic
+from megarl.common.timeouts import GRACE_S
+from megarl.common.trust.object_collectives import Codec, all_gather, broadcast, codec_of, sendable
+from megarl.common.trust.object_guard import guard_object_collectives
+from megarl.common.trust.run_secret import run_secret
+from megarl.common.trust.signed_store import connect_store, serve_store
+from megarl.common.trust.signed_values import sign, verify
+from megarl.config.schema import TimeoutsConfig
+from megarl.run.ranks.failure import PeerFailedError
+
+T = TypeVar("T")
+
+_OUTCOME: Codec[tuple[bytes, str | None]] = codec_of(tuple[bytes, str | None])
+
+
+StoreAddress = tuple[str, int]  # host and port
+
+
+def join_peers(backend: str, timeout_s: float, run_dir: Path) -> StoreAddress:
+    """Call `init_process_group` for a torchrun rank, including one that torchrun has restarted.
+
+    Return the address of the store of the ranks, which rank 0 serves.
+
+    The store of the process group is one of the ranks' own, which listens on one address and begins empty. torchrun
+    would share its rendezvous' store with the ranks: that one listens on all addresses and outlives a restart, so a
+    restarted rank would find the addresses of killed ones (torch 2.13, rendezvous.py:189).
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=timeout_s)
+    store = _own_store(rank, timeout_s, run_secret(run_dir))
+    guard_object_collectives()
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return store.host, store.port
+
+
+def _own_store(rank: int, timeout_s: float, secret: bytes) -> TCPStore:
+    """Return the store of this start of the ranks, which rank 0 serves."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # The port is free at each start: rank 0 shall serve the store there, and no other process does. The rendezvous
+        # store does not sign this address, so rank 0 does, and the others use no store of a stranger. The name has no
+        # number of restarts: each agent counts only those for its own ranks' failures (torch 2.13, api.py:951).
+        name = f"store of the ranks/{run}"
+        if rank == 0:
+            store = serve_store(host, port, timeout_s)
+            store.set(name, sign(secret, name, json.dumps([host, port])))
+            return store
+        store = connect_store(host, port, timeout_s)
+        served = json.loads(verify(secret, name, store.get(name)))
+        if served != [host, port]:
+            raise NotAuthentic(f"rank {rank} was led to the store at {host}:{port}, but rank 0 serves it at {served}")
+        return store
+    # The agent serves a store there: it holds nothing of the ranks but the address of theirs, signed.
+    agents = connect_store(host, port, timeout_s)
+    name = f"ranks/{run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    if rank == 0:
+        own = "127.0.0.1" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else host
+        store = serve_store(own, 0, timeout_s)
+        agents.set(name, sign(secret, name, json.dumps([own, store.port])))
+        return store
+    host, port = json.loads(verify(secret, name, agents.get(name)))
+    return connect_store(host, port, timeout_s)
+
+
+class Peers:
+    """All trainer ranks, joined by a gloo group for small objects.
+
+    The time-out of the group covers the longest action of rank 0 for which the others wait.
+    """
+
+    def __init__(self, timeouts: TimeoutsConfig) -> None:
+        # The start of an engine, and the replacement of one that was left in the middle of a weight sync.
+        start = timeouts.node_s + timeouts.ray_start_s + 2 * timeouts.engine_start_s + 3 * timeouts.rpc_s
+        longest = max(timeouts.generate_s, start, timeouts.weight_sync_s, timeouts.save_s)
+        self._timeout = timedelta(seconds=longest + GRACE_S)
+        self.group = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
+        self.rank = torch.distributed.get_rank()
+        self.world = torch.distributed.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, the only rank that calls the rollout controller and writes result files."""
+        return self.rank == 0
+
+    def on_first_rank(self, function: Callable[[], T], codec: Codec[T]) -> T:
+        """Run `function` on rank 0 and return its result, which `codec` describes, on every rank.
+
+        Raises what `function` raised on rank 0, and PeerFailedError naming it on every other rank.
+        """
+        outcome: tuple[bytes, str | None] = (b"", None)  # the result, and the failure's text
+        failure: BaseException | None = None
+        if self.is_first:
+            try:
+                outcome = (codec.encode(function()), None)
+            except Exception as error:
+                failure, outcome = error, (b"", sendable(f"{type(error).__name__}: {error}"))
+        content, problem = broadcast(outcome, _OUTCOME, 0, self.group)
+        if failure is not None:
+            raise failure
+        if problem is not None:
+            raise PeerFailedError(f"trainer rank 0 failed: {problem}")
+        return codec.decode(content)
+
+    def any(self, mine: bool) -> bool:
+        """Return True on every rank if `mine` is true on one."""
+        flag = torch.tensor([int(mine)])
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
+
+    def gather(self, mine: T, codec: Codec[T]) -> list[T]:
+        """Return the objects of all ranks, in rank order, on every rank."""
+        return all_gather(mine, codec, self.group)
+
+    def subgroup(self, ranks: Sequence[int]) -> torch.distributed.ProcessGroup:
+        """Form a gloo group of `ranks` with the same time-out. Collective over all ranks, members or not."""
+        return torch.distributed.new_group(list(ranks), backend="gloo", timeout=self._timeout)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        torch.distributed.barrier(self.group)

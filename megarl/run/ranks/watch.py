@@ -1,0 +1,222 @@
+"""Ends a run one of whose trainer ranks shows no sign of life, and names that rank, so that torchrun can restart all.
+
+A rank that is stopped, hangs with Python's lock in its hands, or has lost its host leaves the others waiting in a
+collective for the longest time that a healthy run may need. So each rank posts a stamp every INTERVAL_S from a thread
+of its own. Rank 0 looks at the stamps of all others, and they look at that of rank 0, which also serves the store. So
+the requests of all ranks together grow with their number, and not with its square. A rank that is silent for
+`timeouts.node_s` is reported as the run's failure and told to all ranks; those on its host kill it, and all end.
+
+A healthy rank posts nothing while its main thread computes, or waits for a disk, in one long call that keeps Python's
+lock. After half of the bound the other ranks of its host look for that in /proc, and vouch for it. Silence is measured
+in time that the watcher has seen pass, so a machine that was suspended wakes up with nobody silent. A rank that only
+makes no progress has a living thread: the bounds of the collectives and of the calls to the pool end its run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from megarl.common.clocks import WatchedTime
+from megarl.common.process.processes import kill, state_of
+from megarl.common.rate_limit import RateLimit
+from megarl.common.trust.run_secret import derived_key, run_secret
+from megarl.common.trust.signed_store import connect_store
+from megarl.config.schema import TimeoutsConfig
+from megarl.run.ranks.control_group import StoreAddress
+from megarl.run.ranks.signs import (
+    ENDED,
+    SILENT,
+    SUSPECTS,
+    SignBoard,
+    SilentRank,
+    Stamp,
+    alive,
+    busy,
+    decode,
+    encode,
+    own_stamp,
+)
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0  # between two stamps of a rank, and between two looks
+CONNECT_S = 5.0  # for a new connection to the store
+COMPLAIN_S = 30.0  # between two log lines about the same trouble
+MOST_SUSPECTS = 64  # that are told at once; those that nobody vouches for become the first ones
+COMPUTES = ("R", "D")  # states of a main thread that computes, or waits for a disk
+
+Sign = tuple[str, str]  # a rank's stamp, and what else is known of it: any change is a sign of life
+
+
+class SilentRankError(RuntimeError):
+    """A trainer rank showed no sign of life for `timeouts.node_s`."""
+
+
+class Silences:
+    """Measures how long each rank has shown no new sign, in the watcher's own time, from its first sign on."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._time = WatchedTime(2 * INTERVAL_S, clock)
+        self._last: dict[int, tuple[Sign, float]] = {}
+        self._now = 0.0
+
+    def look(self, signs: Mapping[int, Sign]) -> None:
+        """Take note of what each rank shows now. One that has ended is not watched any more."""
+        now = self._now = self._time.look()
+        for rank, sign in signs.items():
+            if sign[0] == ENDED:
+                self._last.pop(rank, None)
+            elif sign[0] and (rank not in self._last or self._last[rank][0] != sign):
+                self._last[rank] = (sign, now)
+
+    def longer_than(self, seconds: float) -> list[SilentRank]:
+        """Return the ranks that have been silent for longer, the longest first."""
+        silent = [(self._now - since, rank, stamp) for rank, ((stamp, _), since) in self._last.items()]
+        silent = sorted(each for each in silent if each[0] > seconds)[::-1]
+        return [SilentRank(rank, silence, Stamp.decode(stamp)) for silence, rank, stamp in silent]
+
+
+class RankWatch:
+    """Shows that this rank lives, and watches others. With one rank it does nothing."""
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        connect: Callable[[], SignBoard],
+        timeouts: TimeoutsConfig,
+        report: Callable[[SilentRankError], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`connect`: opens a connection to the ranks' store. `report`: tells the user why the run ends."""
+        self._rank, self._world, self._connect, self._report = rank, world, connect, report
+        self._watched = range(1, world) if rank == 0 else range(1)
+        self._bound_s, self._shutdown_s = timeouts.node_s, timeouts.shutdown_s
+        self._step: Callable[[], int | None] = lambda: None
+        self._beat = 0
+        self._signs: dict[int, Sign] = {}
+        self._silences = Silences(clock)
+        self._suspects: list[SilentRank] = []  # by this rank
+        self._found: SilentRank | None = None  # by this rank
+        self._told: SilentRank | None = None  # by another one
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._complaints = RateLimit(COMPLAIN_S)
+        self._exit: Callable[[int], object] = os._exit
+        self._sleep: Callable[[float], object] = time.sleep
+
+    def start(self) -> None:
+        """Begin to show signs of life, and to watch."""
+        if self._world > 1:
+            # Two threads: a request to a store whose process is stopped is not answered, and that is to be noticed.
+            for name, work in (("rank-signs", self._keep_exchanging), ("rank-watch", self._keep_watching)):
+                thread = threading.Thread(target=work, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def follow(self, step: Callable[[], int]) -> None:
+        """Put the steps that are done, which `step` returns, into the stamps."""
+        self._step = step
+
+    def close(self) -> None:
+        """Tell the others that this rank ends, and watch nobody any more. Call it when no rank is waited for."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(2 * CONNECT_S)
+
+    def exchange(self, board: SignBoard) -> None:
+        """Post this rank's signs and read those of the ranks that it watches."""
+        self._beat += 1
+        board.post(alive(self._rank), own_stamp(self._beat, self._step()).encode())
+        if self._rank == 0:
+            board.post(SUSPECTS, encode(self._suspects[:MOST_SUSPECTS]))
+        if self._found is not None:
+            board.post(SILENT, encode([self._found]))
+        names = [name(rank) for rank in self._watched for name in (alive, busy)]
+        texts = board.read([SUSPECTS, SILENT, *names])
+        self._signs = {rank: (texts[alive(rank)], texts[busy(rank)]) for rank in self._watched}
+        for told in decode(texts[SILENT]):
+            self._told = told if self._found is None else None
+        for suspect in {each.rank: each for each in [*decode(texts[SUSPECTS]), *self._suspects]}.values():
+            if suspect.last.host == platform.node() and state_of(suspect.last.process) in COMPUTES:
+                board.post(busy(suspect.rank), f"{self._rank}/{self._beat}")
+
+    def silent(self) -> SilentRank | None:
+        """Return the rank whose silence ends the run, if there is one. Call it every INTERVAL_S."""
+        self._silences.look(self._signs)
+        self._suspects = self._silences.longer_than(self._bound_s / 2)
+        return next((each for each in self._suspects if each.seconds > self._bound_s), None)
+
+    def _keep_exchanging(self) -> None:
+        board: SignBoard | None = None
+        while True:
+            try:
+                board = board or self._connect()
+                self.exchange(board)
+            except Exception as error:
+                # A connection that breaks is not silence: rank 0 has ended, which torchrun sees, or the network failed.
+                board = None
+                self._signs = {rank: (stamp, f"unknown since {self._beat}") for rank, (stamp, _) in self._signs.items()}
+                if not self._closed.is_set() and self._complaints.allows():
+                    logger.warning("this rank could not show that it lives, trying again: %s", error)
+            if self._closed.wait(INTERVAL_S):
+                break
+        if board is not None:
+            try:
+                board.post(alive(self._rank), ENDED)
+            except RuntimeError as error:
+                logger.info("rank 0 had ended before this rank: %s", error)
+
+    def _keep_watching(self) -> None:
+        while not self._closed.wait(INTERVAL_S):
+            if self._told is not None:
+                self._end(self._told)
+                return
+            if (silent := self.silent()) is not None:
+                self._report(SilentRankError(silent.describe()))
+                self._found = silent  # from now on the others are told
+                self._end(silent)
+                return
+
+    def _end(self, silent: SilentRank) -> None:
+        """Kill the silent rank if it is on this host, and end this rank, at the latest after `timeouts.shutdown_s`."""
+        logger.error("this rank ends: %s", silent.describe())
+        if silent.last.host == platform.node():
+            kill([silent.last.process], signal.SIGKILL)
+        # gloo notices the end of a process, and the main thread then closes what it holds. NCCL does not notice.
+        self._sleep(self._shutdown_s)
+        self._exit(1)
+
+
+def watch_ranks(
+    address: StoreAddress, run_dir: Path, timeouts: TimeoutsConfig, report: Callable[[SilentRankError], object]
+) -> RankWatch:
+    """Return the watch of this rank, which has begun. `address`: of the store of all ranks, which rank 0 serves."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = address
+    key = derived_key(run_secret(run_dir), f"signs of the ranks at {host}:{port}")
+    # A request that is not answered in time would count as a connection that broke, so silence must be noticed before.
+    request_s = 2 * timeouts.node_s + CONNECT_S
+    opened = False
+
+    def connect() -> SignBoard:
+        nonlocal opened
+        store = connect_store(host, port, CONNECT_S)
+        store.set_timeout(timedelta(seconds=request_s))
+        board = SignBoard(store, key)
+        if rank == 0 and not opened:
+            board.open(world)
+            opened = True
+        return board
+
+    watch = RankWatch(rank, world, connect, timeouts, report)
+    watch.start()
+    return watch

@@ -1,0 +1,1 @@
+"""The start of a trainer rank: command line, checks, claim, exit."""

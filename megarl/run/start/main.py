@@ -1,0 +1,316 @@
+"""A trainer rank from its command line to its exit code.
+
+A mistake of the user ends with one message and exit code 2 before anything starts. A failure of the run ends with one
+message (of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run
+that was asked to stop (megarl/common/rundir/run_files.py) exits with 0 if it has saved the step at which it stopped. If
+it could not, it exits with 1, or with 0 while torchrun (--max-restarts) would start the ranks again for another code:
+RUN_DIR/exit.json has the reason and the step that is saved. A run that has trained all steps, but could not save the
+last one, has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from megarl.checkpoint.format.finished import already_finished
+from megarl.checkpoint.save.directory import continues_history
+from megarl.checkpoint.save.same_launch import config_of_this_start
+from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
+from megarl.common.errors import ConfigError
+from megarl.common.process.memory_tuning import begin_start
+from megarl.common.process.output import redirect_output
+from megarl.common.rundir import run_files
+from megarl.common.rundir.run_lock import Holder, RunClaim
+from megarl.config.derived.pools import resolve_pools
+from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
+from megarl.config.loading.load import load_config, to_yaml
+from megarl.config.memory_plan.plan import RunPlan, make_plan
+from megarl.config.schema import Config
+from megarl.data.check_files import Tell
+from megarl.run.loop.stop import StopSignals, end_before_start
+from megarl.run.ranks.failure import FailureReport, report_and_close, set_aside
+from megarl.run.record.events import begin_events, end_with_failure
+from megarl.run.start.checks import check_start, is_checked
+from megarl.run.start.claim_for_ranks import claim_for_ranks, holder_for_ranks
+from megarl.run.start.dry_run import dry_run
+from megarl.run.start.torchrun_hints import SAFE_TORCHRUN, notice_of_open_stores, refuse_open_stores
+from megarl.telemetry.sinks.prometheus import check_endpoint
+from megarl.telemetry.trace import events
+
+if TYPE_CHECKING:
+    from megarl.cluster.pool.pool_process import SupervisorHandle
+
+RANK_0_EXITS_S = 20.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a trainer rank; the entry point of `examples/rl/train_rl.py`.
+
+    Ends the process unless it is a dry run, or the run has finished before.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+    begin_start()
+    rank = int(os.environ.get("RANK", "0"))
+    end_before_start(speaks=_tells_of_signals(rank))
+    try:
+        overrides = run_overrides(options)
+        config = load_config(options.config, overrides)
+        if options.dry_run:
+            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options))
+            return
+        plan = make_plan(config)
+        _check_launch(config)
+        if not _is_restart() and (told := already_finished(config)) is not None:
+            if rank == 0:
+                sys.stderr.write(f"megarl: {told}\n")
+            return
+        if rank == 0 and not _is_restart():
+            _check_first_start(config, plan, mistake_printer(options))
+        claim = claim_for_ranks(config.run_dir, config.timeouts.node_s, rank, force=options.force and not _is_restart())
+    except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
+        if rank != 0:
+            # Rank 0 reports the mistake. torchrun ends all ranks when the first one exits, so rank 0 must exit first.
+            time.sleep(RANK_0_EXITS_S)
+            sys.exit(2)
+        sys.stderr.write(f"megarl: {error}\n")
+        sys.exit(2)
+    if rank == 0 and (notice := notice_of_open_stores(os.environ, sys.argv)) is not None:
+        sys.stderr.write(f"megarl: {notice}\n")
+    sys.exit(run(config, plan, claim))
+
+
+def _tells_of_signals(rank: int) -> bool:
+    """Tell whether this rank says what a stop signal does: of all ranks rank 0, unless a launch script has started it.
+
+    The launch script and the node's agent say it then, and record it: a rank's own signals come from that agent.
+    """
+    return rank == 0 and LAUNCH_ID_VARIABLE not in os.environ
+
+
+def _stop_signals(config: Config, terminal: TextIO, rank: int) -> StopSignals:
+    return StopSignals(
+        config.run_dir, config.checkpoint_dir, terminal, speaks=_tells_of_signals(rank), mine=holder_for_ranks()
+    )
+
+
+def _check_first_start(config: Config, plan: RunPlan, tell: Tell | None) -> None:
+    """Try what the run will open and call, unless `megarl train` has. Raises ConfigError that lists every problem.
+
+    `tell`: as in `check_start`.
+    """
+    check_endpoint(config)
+    if not is_checked(os.environ):
+        for warning in check_start(config, plan.info, tell):
+            sys.stderr.write(f"megarl: warning: {warning}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Reinforcement learning of a language model: Megatron-Core trainer, vLLM rollout pool.",
+        epilog=f"example: {SAFE_TORCHRUN} --nproc-per-node 2 examples/rl/train_rl.py "
+        "--config examples/rl/configs/quickstart_cpu.yaml run.steps=10",
+    )
+    add_run_arguments(parser)
+    return parser
+
+
+def _check_launch(config: Config) -> None:
+    """Raise ValueError unless the config's ranks and nodes were started, by a torchrun that strangers do not reach."""
+    nodes = resolve_pools(config).nodes
+    if nodes > 1 and LAUNCH_ID_VARIABLE not in os.environ:
+        raise ValueError(
+            f"the config needs {nodes} nodes, which a bare torchrun does not start: use `megarl launch`, "
+            "launch/slurm/train.sbatch or launch/multinode.sh"
+        )
+    world = os.environ.get("WORLD_SIZE")
+    gpus = config.trainer.gpus
+    if world is None:
+        raise ValueError(
+            f"not started by torchrun; use: {SAFE_TORCHRUN} --nproc-per-node {gpus} {sys.argv[0]} "
+            "--config ..., or add --dry-run to see the plan"
+        )
+    if int(world) != gpus:
+        raise ValueError(
+            f"torchrun started {world} ranks, but trainer.gpus is {gpus}: use --nproc-per-node {gpus} "
+            f"or set trainer.gpus={world}"
+        )
+    refuse_open_stores(os.environ, sys.argv, config.run_dir)
+
+
+def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
+    """Train as this rank; return 0, or end the process with 1. `claim`: that on RUN_DIR, if this rank holds it."""
+    rank = int(os.environ["RANK"])
+    log_file = config.run_dir / "logs" / f"trainer-rank-{rank}.log"
+    failures = FailureReport(config.run_dir, rank, holder_for_ranks())
+    terminal: TextIO = sys.stderr
+    try:
+        terminal = redirect_output(log_file)
+        code = _run(config, plan, claim, terminal, lambda error: failures.claim(error, terminal, log_file))
+    except Exception as error:
+        try:
+            failures.claim(error, terminal, log_file)
+            end_with_failure(error, restarts=_restarts_left())
+            if claim is not None and not _restarts_left():
+                claim.release()
+        finally:
+            # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
+            os._exit(1)
+    if claim is not None:
+        claim.release()
+    return code
+
+
+def _run(
+    config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO, report: Callable[[Exception], object]
+) -> int:
+    """Take RUN_DIR over and train; return the exit code. Raises what ends the run.
+
+    `report`: tells the user of a failure, once.
+    """
+    if claim is not None:
+        claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
+    this_start = config_of_this_start(plan.config)
+    if int(os.environ["RANK"]) == 0:
+        if (moved := _take_over(this_start)) is not None:
+            terminal.write(f"megarl: the results of an earlier run in {config.run_dir} are moved to {moved}\n")
+        (config.run_dir / "config.yaml").write_text(to_yaml(plan.config), encoding="utf-8")  # read by `megarl replay`
+    code = _train(config, this_start, plan, terminal, report)
+    (config.run_dir / run_files.RESERVE_FILE).unlink(missing_ok=True)
+    return code
+
+
+def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None:
+    """End this rank, and leave RUN_DIR to the run that has taken it while this one was silent."""
+    terminal.write(f"megarl: {run_dir} was taken by {other.describe()} while this run was silent; this run ends\n")
+    terminal.flush()
+    os._exit(1)
+
+
+def _take_over(config: Config) -> Path | None:
+    """Move the results of an earlier run aside, unless this run continues it, and remove its exit record.
+
+    Return the directory to which they are moved; None if there are none.
+    """
+    moved = None
+    if continues_history(config):
+        (config.run_dir / "error.txt").unlink(missing_ok=True)
+    else:
+        moved = set_aside(config.run_dir)
+    if _is_restart() or LAUNCH_ID_VARIABLE in os.environ:
+        # A stop request that exists is for this run: torchrun has restarted it, or its launch script has checked.
+        (config.run_dir / run_files.EXIT_FILE).unlink(missing_ok=True)
+    else:
+        run_files.forget(config.run_dir)
+    run_files.make_reserve(config.run_dir)
+    return moved
+
+
+def _train(
+    config: Config, this_start: Config, plan: RunPlan, terminal: TextIO, report: Callable[[Exception], object]
+) -> int:
+    """Build the session and train. Return 0; 1 if the run was stopped, could not save there and is not restarted.
+
+    `this_start`: the config of this start of the ranks, without `auto`. The pool gets `config`, that of the launch, so
+    that a restart of the ranks finds it unchanged and keeps the pool. `report`: as in `_run`.
+    """
+    from megarl.cluster.nodes.topology import stop_seconds
+    from megarl.cluster.pool.network import one_node_environment
+    from megarl.cluster.torchrun.rendezvous import tell_seconds_to_stop
+    from megarl.common.process.processes import die_with_parent
+
+    die_with_parent()
+    os.environ.update(one_node_environment(config.ray))
+    rank = int(os.environ["RANK"])
+    signals = _stop_signals(config, terminal, rank)
+    signals.install()
+    launch = _launch_pool(config) if rank == 0 else None
+    from megarl import platforms
+    from megarl.run.ranks.control_group import join_peers
+    from megarl.run.ranks.watch import watch_ranks
+
+    platform = platforms.activate(_own_device(plan, int(os.environ["LOCAL_RANK"])))
+    import torch
+
+    store = join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
+    if rank == 0:
+        tell_seconds_to_stop(os.environ, stop_seconds(config.launch, config.timeouts), config.timeouts.collective_s)
+    begin_events(config, rank)  # after rank 0 has moved those of an earlier run aside
+    watch = watch_ranks(store, config.run_dir, config.timeouts, report)
+    if rank == 0:
+        terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
+    from megarl.run.loop.loop import train
+    from megarl.run.loop.session import Session
+
+    session = Session(this_start, launch, terminal, signals)
+    watch.follow(lambda: session.steps_done)
+    try:
+        train(session)
+        session.finish()
+    except BaseException as error:
+        session.recorder.show_notices()  # they may tell the cause
+        report_and_close(error, report, partial(session.close, keep_pool=_restarts_left()))
+        raise
+    session.close()
+    events.close_events()
+    watch.close()
+    torch.distributed.destroy_process_group()
+    # torchrun would start the ranks again for another code, if it may; the run that was stopped must stay so.
+    return 1 if session.lost_its_stop and not _restarts_left() else 0
+
+
+def _own_device(plan: RunPlan, local_rank: int) -> int:
+    """Return the index of this rank's GPU among those it sees. A node's agent shows its ranks the trainer's only."""
+    return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
+
+
+def _is_restart() -> bool:
+    """Tell whether torchrun has started the ranks of this run before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _restarts_left() -> bool:
+    """Tell whether torchrun (--max-restarts) will start the ranks again, which then continue with the same pool."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most
+
+
+def _headline(config: Config, plan: RunPlan) -> str:
+    layout = plan.layout
+    parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"EP {layout.expert}", f"DP {layout.data}"]
+    engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"
+    return (
+        f"{plan.parameters / 1e6:.3g} M parameters on {plan.device}, trainer {' x '.join(parts)}, {engines}, "
+        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step; "
+        f"logs in {config.run_dir / 'logs'}"
+    )
+
+
+def _launch_pool(config: Config) -> Future[SupervisorHandle]:
+    """Start the supervisor in a thread while the policy is built, because engines take longest to start.
+
+    If a node's agent has started the ranks, attach to the supervisor that an agent has started instead.
+    """
+    from megarl.cluster.pool.pool_process import attach_supervisor, launch_supervisor
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="launch-supervisor")
+    launch_id, timeout_s = os.environ.get(LAUNCH_ID_VARIABLE), config.timeouts.ray_start_s
+    if launch_id is not None:
+        return executor.submit(attach_supervisor, config.run_dir, launch_id, timeout_s + config.timeouts.node_s)
+    agent = os.getppid()  # torchrun's agent
+    return executor.submit(
+        launch_supervisor, config.model_dump_json(), config.run_dir, agent, cuda=_cuda(), timeout_s=timeout_s
+    )
+
+
+def _cuda() -> bool:
+    from megarl.config.checks.sections import detect_device
+
+    return detect_device() == "cuda"

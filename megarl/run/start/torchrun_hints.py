@@ -1,0 +1,66 @@
+"""Refuses open stores of torchrun over several hosts, and tells how to start the same run without open ports."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.cluster.torchrun.mark import NAME, SERVED_BY_VARIABLE
+from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
+
+SAFE_TORCHRUN = f"torchrun --rdzv-backend {NAME}"
+
+
+def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[str]) -> str | None:
+    """Return the notice with the safe command, or None if torchrun's stores listen on one address and are signed.
+
+    `environment`: that of a rank; `arguments`: its script and what follows it. None also for a rank that torchrun has
+    restarted, because the notice was shown at its first start, and for one that torchrun has not started.
+    """
+    if not _is_open(environment) or _is_restart(environment):
+        return None
+    return (
+        "this torchrun listens on all interfaces of the host, and with its own rendezvous whoever reaches the port can "
+        "run code as you (SECURITY.md). The same run without that: "
+        f"{SAFE_TORCHRUN} --nproc-per-node {_ranks(environment)} {shlex.join(arguments)}"
+    )
+
+
+def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str], run_dir: Path) -> None:
+    """Raise ValueError, with the safe command, if torchrun's stores are open and ranks of several hosts use them.
+
+    Also for ranks that torchrun (--max-restarts) has started again, or a refusal would only cost a restart.
+
+    On one host `torchrun --standalone` and a plain `torchrun` are what users type first, so there
+    `notice_of_open_stores` is all. The arguments are its own; `run_dir`: that of the run.
+    """
+    if not _is_open(environment):
+        return
+    nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
+    if nodes == 1:
+        return
+    host = environment["MASTER_ADDR"]
+    command = (
+        f"{RUN_DIR_VARIABLE}={shlex.quote(str(run_dir.resolve()))} {SAFE_TORCHRUN} --nnodes {nodes} "
+        f"--rdzv-endpoint {host}:29400 --local-addr THIS_NODE'S_ADDRESS --nproc-per-node {_ranks(environment)} "
+        f"{shlex.join(arguments)}"
+    )
+    raise ValueError(
+        f"this torchrun's store at {host} can be reached by other hosts, and whoever reaches it can run code as you "
+        f"(SECURITY.md). Start the same run by: {command}"
+    )
+
+
+def _is_open(environment: Mapping[str, str]) -> bool:
+    """Tell whether a torchrun with another rendezvous has started this rank."""
+    return "TORCHELASTIC_RUN_ID" in environment and environment.get(SERVED_BY_VARIABLE) != str(os.getppid())
+
+
+def _is_restart(environment: Mapping[str, str]) -> bool:
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _ranks(environment: Mapping[str, str]) -> str:
+    return environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1"))

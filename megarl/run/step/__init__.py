@@ -1,0 +1,1 @@
+"""One training step: its plan, log-probs, update and metrics."""

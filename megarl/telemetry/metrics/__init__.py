@@ -1,0 +1,1 @@
+"""Declared metrics, and how a step's values are collected."""

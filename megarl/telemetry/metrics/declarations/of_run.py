@@ -1,0 +1,68 @@
+"""Metrics of the run as a whole: alarms of the monitor, and totals."""
+
+from __future__ import annotations
+
+from megarl.telemetry.metrics.registry import Metric
+
+MONITOR = [
+    Metric("monitor/alarms", "alarms", "sum", "Alarms in the step, those that have gone on for a while included."),
+    Metric("monitor/active", "alarms", "last", "Rules, for each replica its own, that are in alarm after the step."),
+    Metric("monitor/skipped", "steps", "sum", "1 if an alarm has kept the batch from the update."),
+    Metric("monitor/forced_syncs", "syncs", "sum", "1 if an alarm has had the weights published after the step."),
+    Metric("monitor/quarantined", "replicas", "sum", "Replicas that alarms have taken out after the step."),
+    Metric(
+        "monitor/logprob_gap",
+        "nats",
+        "last",
+        "Mean |engine - trainer| of the tokens of the smallest version lag that has `monitor.min_tokens`, divided by "
+        "1 + lag.",
+    ),
+    Metric(
+        "monitor/replica_gap_max",
+        "ratio",
+        "last",
+        "Mean |engine - trainer| of a replica over that of the median of the others at equal lags; the largest of all "
+        "replicas. None with one replica.",
+    ),
+    Metric(
+        "monitor/no_signal_share",
+        "share",
+        "last",
+        "Filtered groups, those that rollout replaced included, over trained and filtered ones.",
+    ),
+]
+
+TOTAL = [
+    Metric("total/groups_admitted", "groups", "last", "Groups admitted."),
+    Metric("total/groups_trained", "groups", "last", "Groups trained on."),
+    Metric("total/groups_filtered", "groups", "last", "Groups filtered."),
+    Metric("total/groups_dropped_stale", "groups", "last", "Groups dropped as stale."),
+    Metric("total/groups_failed", "groups", "last", "Groups failed."),
+    Metric("total/groups_reused", "groups", "last", "Further uses of trained groups."),
+    Metric(
+        "total/groups_rolled_back",
+        "groups",
+        "last",
+        "Groups that were started and then discarded by a resume; not in the other totals, because they are redrawn.",
+        faults=True,
+    ),
+    Metric(
+        "total/failed_writes",
+        "writes",
+        "last",
+        "Writes of metrics, samples or the summary that the file system or a service has refused in this start of the "
+        "run; lines of `metrics.jsonl` and `samples.jsonl` wait and are written later.",
+        faults=True,
+    ),
+    Metric(
+        "total/lost_events",
+        "events",
+        "last",
+        "Events that trainer rank 0 could not write in this start of the run, because its disk was slow, full or away; "
+        "the other processes count theirs in `RUN_DIR/events`.",
+        True,
+    ),
+    Metric("total/trained_samples", "samples", "last", "Samples trained on."),
+    Metric("total/trained_tokens", "tokens", "last", "Tokens trained on."),
+    Metric("total/wall_seconds", "s", "last", "Wall time since the start.", True),
+]

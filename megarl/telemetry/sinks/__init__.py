@@ -1,0 +1,1 @@
+"""Outputs of metrics: files, services, the terminal."""

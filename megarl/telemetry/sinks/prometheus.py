@@ -1,0 +1,155 @@
+"""The endpoint from which Prometheus reads the newest metrics of the run.
+
+A step only replaces the snapshot that the next scrape shows, so no scrape can hold it up. prometheus_client makes the
+text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from megarl.common.errors import ConfigError
+from megarl.common.files import write_private
+from megarl.common.trust.run_secret import derived_key, run_secret
+from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE, one_address
+from megarl.config.schema import Config
+from megarl.telemetry.sinks import prometheus_names as names
+from megarl.telemetry.sinks.scrape_server import ScrapeServer
+
+ENDPOINT_FILE = "prometheus.json"
+TOKEN_FILE = "prometheus_token"
+_PURPOSE = "scrapes of Prometheus"
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Content of RUN_DIR/prometheus.json. `pid`: the process that listens on `port`."""
+
+    url: str
+    token_file: str
+    pid: int
+    port: int
+
+
+def read_endpoint(run_dir: Path) -> Endpoint | None:
+    """Return where a run's metrics can be scraped; None if there is no such file, or it is damaged."""
+    try:
+        return msgspec.json.decode((run_dir / ENDPOINT_FILE).read_bytes(), type=Endpoint)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The values that a scrape shows."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+    wall_time: float = 0.0
+
+
+class PrometheusSink(Collector):
+    """Serves the newest value of each metric by HTTP, from `listen` to `close`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._run_dir = config, config.run_dir.resolve()
+        self._snapshot = _Snapshot()
+        self._server: ScrapeServer | None = None
+
+    def listen(self) -> None:
+        """Open the port. Raises ConfigError if that is impossible."""
+        token, file = derived_key(run_secret(self._run_dir), _PURPOSE).hex(), self._run_dir / TOKEN_FILE
+        write_private(file, token + "\n")
+        host, port = _address(self._config)
+        try:
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(self)
+            self._server = ScrapeServer(host, port, token, registry)
+        except (OSError, ValueError) as error:
+            raise ConfigError([_cannot_listen(host, port, error)]) from None
+        endpoint = Endpoint(self._server.url, str(file), os.getpid(), port)
+        write_private(self._run_dir / ENDPOINT_FILE, json.dumps(asdict(endpoint), indent=1) + "\n")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Show these values, and the earlier ones of metrics that are not among them.
+
+        Of metrics with labels, such as those of each replica, a step shows only what it has itself.
+        """
+        before, of_step = self._snapshot, "time/step" in values
+        kept = {name: value for name, value in before.values.items() if not (of_step and _goes_with_its_step(name))}
+        self._snapshot = _Snapshot({**kept, **values}, max(step, before.step), time.time())
+        if self._server is None:
+            self.listen()
+
+    def roll_back(self, step: int) -> None:
+        """Show `step` as the newest one, and no metric until the next one."""
+        self._snapshot = _Snapshot({}, step, self._snapshot.wall_time)
+
+    def close(self) -> None:
+        """Close the port."""
+        if self._server is not None:
+            (self._run_dir / ENDPOINT_FILE).unlink(missing_ok=True)
+            self._server.stop()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield every metric that has a value, all of one snapshot."""
+        snapshot = self._snapshot
+        yield self._family(names.INFO, [((str(self._config.run_dir), version("megarl")), 1.0)])
+        for name, value in (
+            (names.STEPS_DONE, snapshot.step),
+            (names.STEPS_PLANNED, self._config.run.steps),
+            (names.LAST_STEP, snapshot.wall_time),
+        ):
+            yield self._family(name, [((), value)])
+        for name, found in names.samples(snapshot.values):
+            yield self._family(name, found)
+
+    def _family(self, name: names.PrometheusName, found: list[tuple[tuple[str, ...], float]]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name.name, name.text, labels=(names.RUN_LABEL, *name.labels))
+        for labels, value in found:
+            family.add_metric((self._config.run.name, *labels), value)
+        return family
+
+
+def _goes_with_its_step(name: str) -> bool:
+    """Tell whether a value says nothing about later steps. An evaluation does, until the next one of its set."""
+    return bool(names.place_of(name)[0].labels) and not name.startswith("eval/")
+
+
+def check_endpoint(config: Config) -> None:
+    """Raise ConfigError if the endpoint of a run that starts on this node could not listen."""
+    if config.telemetry.prometheus_port:
+        host, port = _address(config)
+        try:
+            family, address = one_address(host)
+            with socket.socket(family, socket.SOCK_STREAM) as probe:  # binds only: several processes may ask at once
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address, port))
+        except (OSError, ValueError) as error:
+            raise ConfigError([_cannot_listen(host, port, error)]) from None
+
+
+def _address(config: Config) -> tuple[str, int]:
+    """Return host and port of the endpoint: by default the address of this node at which the run's sockets listen."""
+    host = config.telemetry.prometheus_host or os.environ.get(NODE_ADDRESS_VARIABLE, _LOOPBACK)
+    return host, config.telemetry.prometheus_port
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> str:
+    return (
+        f"telemetry.prometheus_port: port {port} at {host} cannot be used ({error}); choose another port, or 0 for no "
+        "endpoint; telemetry.prometheus_host must be an address of the node of trainer rank 0"
+    )

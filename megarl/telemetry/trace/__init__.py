@@ -1,0 +1,1 @@
+"""Events of a run: written, read, and shown as a trace."""

@@ -1,0 +1,95 @@
+"""The events of this process: `record`, `span` and `mark`, from anywhere in it, as with a logger.
+
+A process has one writer (`writer.py`), which its start-up opens. Without one, as in a library's use or in most
+tests, nothing is recorded, and a call costs a comparison.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl.common.byte_units import MIB
+from megarl.config.schema import Config
+from megarl.telemetry.trace.kinds import FAULTS, UndeclaredEvent
+from megarl.telemetry.trace.lines import Scalar
+from megarl.telemetry.trace.writer import EventWriter
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 2.0  # in which what waits is written at the end of a process
+MAX_CHARACTERS = 500  # of the text of a fault
+
+_writer: EventWriter | None = None
+
+
+def open_events(config: Config, run_dir: Path, process: str) -> None:
+    """Begin to write the events of this process, unless `telemetry.events_mib` is 0."""
+    global _writer
+    close_events()
+    if config.telemetry.events_mib:
+        _writer = EventWriter(run_dir, process, int(config.telemetry.events_mib * MIB))
+        _writer.start()
+
+
+def close_events() -> None:
+    """Write what waits, within `CLOSE_S`, and record nothing more."""
+    global _writer
+    writer, _writer = _writer, None
+    if writer is not None and not writer.close(CLOSE_S):
+        logger.warning("the last events were not written within %.0f s", CLOSE_S)
+
+
+def lost_events() -> int:
+    """Return how many events this process could not write so far."""
+    return 0 if _writer is None else _writer.lost
+
+
+def record(
+    name: str, begin: float, end: float | None = None, *, step: int | None = None, version: int | None = None,
+    group: int | None = None, sample: int | None = None, replica: int | None = None,
+    args: Mapping[str, Scalar] | None = None,
+) -> None:  # fmt: skip
+    """Record an event; see `EventWriter.record`."""
+    if _writer is not None:
+        _writer.record(
+            name, begin, end, step=step, version=version, group=group, sample=sample, replica=replica, args=args,
+        )  # fmt: skip
+
+
+def mark(name: str, *, step: int | None = None, args: Mapping[str, Scalar] | None = None) -> None:
+    """Record a mark at this moment."""
+    record(name, time.monotonic(), step=step, args=args)
+
+
+@contextmanager
+def span(name: str, *, step: int | None = None, version: int | None = None) -> Iterator[None]:
+    """Record the time of the block, also if it raises."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        record(name, begin, time.monotonic(), step=step, version=version)
+
+
+def fault(kind: str, text: str, *, replica: int | None = None, step: int | None = None, rule: str = "") -> None:
+    """Record that something was lost or has failed. `kind`: one of `FAULTS`. Raises UndeclaredEvent.
+
+    `rule`: of the monitor, for an alarm.
+    """
+    _of_fault("fault", kind, text, replica, step, rule)
+
+
+def recovery(kind: str, text: str, *, replica: int | None = None, step: int | None = None, rule: str = "") -> None:
+    """Record that the run goes on after a fault of this kind, replica and rule. Raises UndeclaredEvent."""
+    _of_fault("recovery", kind, text, replica, step, rule)
+
+
+def _of_fault(name: str, kind: str, text: str, replica: int | None, step: int | None, rule: str) -> None:
+    if kind not in FAULTS:
+        raise UndeclaredEvent(f"{kind!r} is no kind of fault; there are {', '.join(FAULTS)}")
+    args: dict[str, Scalar] = {"kind": kind, "text": text[:MAX_CHARACTERS]}
+    record(name, time.monotonic(), replica=replica, step=step, args=args | ({"rule": rule} if rule else {}))

@@ -1,0 +1,107 @@
+"""The lines of event files, JSON with short keys, and the names of these files.
+
+A process appends to files of its own: RUN_DIR/events/PROCESS.START.STREAM.NUMBER.jsonl. START is the Unix time in
+milliseconds at which the process opened its events, NUMBER counts the parts of a stream. The first line of each file is
+a `Header`, every other one an `EventLine`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import msgspec
+
+from megarl.telemetry.trace.kinds import STREAMS, EventStream
+
+FOLDER = "events"
+CONTROLLER = "controller"  # the rollout controller's name in event files
+SCHEMA = 1
+_NAME = re.compile(rf"([A-Za-z0-9_-]+)\.(\d{{13}})\.({'|'.join(STREAMS)})\.(\d{{6}})\.jsonl")
+
+Scalar = str | int | float
+
+
+def rank_process(rank: int) -> str:
+    """Return the name of a trainer rank in event files."""
+    return f"trainer-rank-{rank}"
+
+
+def replica_process(index: int) -> str:
+    """Return the name of a replica in event files."""
+    return f"replica-{index}"
+
+
+def worker_process(index: int) -> str:
+    """Return the name of an agent worker in event files."""
+    return f"worker-{index}"
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first line of a file: who writes it, and how its clock reads.
+
+    `wall_ns`: Unix time in nanoseconds at which the monotonic clock of the process showed `monotonic_ns`. Both are read
+    when the file is begun, so a step of the wall clock afterwards changes no order inside it.
+    """
+
+    schema: int
+    process: str
+    host: str
+    pid: int
+    wall_ns: int
+    monotonic_ns: int
+
+    def unix(self, at_us: int) -> float:
+        """Return the Unix time in seconds of a monotonic time in microseconds."""
+        return (self.wall_ns + at_us * 1000 - self.monotonic_ns) / 1e9
+
+
+class EventLine(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    gc=False,
+    rename={
+        "name": "n", "at": "t", "us": "d", "step": "s", "version": "v", "group": "g", "sample": "i", "replica": "r",
+        "args": "a",
+    },
+):  # fmt: skip
+    """One event. `at`: monotonic time of its beginning in microseconds; `us`: its duration in microseconds.
+
+    `step`: that of metrics.jsonl, the first one is 1.
+    """
+
+    name: str
+    at: int
+    us: int = 0
+    step: int | None = None
+    version: int | None = None
+    group: int | None = None
+    sample: int | None = None
+    replica: int | None = None
+    args: Mapping[str, Scalar] | None = None
+
+
+class EventFileName(NamedTuple):
+    """The parts of the name of an event file; in the order of these fields, files of one process are in their order."""
+
+    process: str
+    start_ms: int
+    stream: EventStream
+    number: int
+
+    def path(self, run_dir: Path) -> Path:
+        """Return the file's path."""
+        name = f"{self.process}.{self.start_ms:013d}.{self.stream}.{self.number:06d}.jsonl"
+        return run_dir / FOLDER / name
+
+
+def parse_name(name: str) -> EventFileName | None:
+    """Return what a file name says; None if it is not one of an event file."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    process, start, stream, number = found.groups()
+    return EventFileName(process, int(start), cast("EventStream", stream), int(number))

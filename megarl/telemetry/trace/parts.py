@@ -1,0 +1,93 @@
+"""The event files of a process as it writes them: parts of bounded size, of which the oldest are deleted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.telemetry.trace.files import event_files
+from megarl.telemetry.trace.lines import EventFileName
+
+PARTS = 8  # of each stream of a process
+LEAST_PART_BYTES = 4096
+
+
+class PartWriter:
+    """Appends lines to one stream of a process, and begins a new file whenever the present one is full.
+
+    At most `PARTS` files of the process and stream are kept, those of its earlier starts counted. A file that was moved
+    or deleted, because another run has taken the directory, is followed by a new one. No method waits for anything but
+    the disk.
+    """
+
+    def __init__(
+        self, run_dir: Path, name: EventFileName, most_bytes: int, header: Callable[[], bytes]
+    ) -> None:  # fmt: skip
+        """`name`: of the first file. `most_bytes`: of all parts. `header`: makes the first line of each file."""
+        self._run_dir, self._name, self._header = run_dir, name, header
+        self._limit = max(LEAST_PART_BYTES, most_bytes // PARTS)
+        self._file: int | None = None
+        self._size = 0
+        self._torn = False
+
+    def append(self, lines: bytes) -> None:
+        """Write complete lines. Raises OSError; then they are lost, but nothing that follows is."""
+        if self._file is not None and not self._is_there():
+            self.close()
+        if self._file is None:
+            self._open()
+        data = b"\n" + lines if self._torn else lines  # ends what an earlier write has left
+        self._torn = True
+        self._write(data)
+        self._torn = False
+        if self._size >= self._limit:
+            self.close()
+
+    def close(self) -> None:
+        """Close the present file; the next lines begin another one."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            self._name = self._name._replace(number=self._name.number + 1)
+            os.close(file)
+
+    def _open(self) -> None:
+        """Begin a file of its own; a name that is taken, by a process that began at the same time, is left alone."""
+        path = self._name.path(self._run_dir)
+        path.parent.mkdir(exist_ok=True)
+        while True:
+            try:
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+                break
+            except FileExistsError:
+                self._name = self._name._replace(start_ms=self._name.start_ms + 1)
+                path = self._name.path(self._run_dir)
+        self._file, self._size, self._torn = file, 0, False
+        self._delete_oldest()
+        try:
+            self._write(self._header())
+        except OSError:
+            self.close()  # without a header nobody could read what follows
+            raise
+
+    def _delete_oldest(self) -> None:
+        own = [each for each in event_files(self._run_dir) if (each.process, each.stream) == self._name[::2]]
+        for name in own[:-PARTS]:
+            name.path(self._run_dir).unlink(missing_ok=True)
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
+        left = memoryview(data)
+        while left:
+            written = os.write(self._file, left)
+            self._size += written
+            left = left[written:]
+
+    def _is_there(self) -> bool:
+        """Tell whether the open file is the one at its path."""
+        assert self._file is not None
+        try:
+            found, own = os.stat(self._name.path(self._run_dir)), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return (found.st_ino, found.st_dev) == (own.st_ino, own.st_dev)

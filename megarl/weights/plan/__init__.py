@@ -1,0 +1,1 @@
+"""The plan of a weight sync: buckets, their order and digests."""

@@ -1,0 +1,203 @@
+"""Loads received tensors into vLLM's model: in place where that gives the same bits, else by vLLM's layer-wise reload.
+
+The reload calls each weight loader twice (once on meta tensors, to count elements), keeps all tensors of incomplete
+layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, for the model or
+for its embeddings alone, and `recorded_copies.py` then spares the loaders too.
+
+Shapes: B bytes of a flat uint8 buffer; tensors without a suffix may have any shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.common.errors import WeightSyncError
+from megarl.common.process.malloc import MMAP_OTHERWISE, map_blocks_from
+from megarl.weights.receive.abandoned_reload import LiveTensors, live_tensors, put_back, undo_reload
+from megarl.weights.receive.coverage import LoadCoverage, missing_message
+from megarl.weights.receive.in_place import embeddings_in_place, in_place_obstacle
+from megarl.weights.receive.recorded_copies import RecordedCopies
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+MMAP_DURING_SYNC = 2**20
+
+
+class ModelLoader:
+    """The `Loader` of one engine worker. One sync is `start`, `load` for every bucket, `finish`.
+
+    If any of them raises, the model is partly loaded, whichever way is taken, and of no use any more. If the buckets do
+    not all come, `abandon` ends the sync; the model is of use again after a later sync, which brings every weight.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, model_config: ModelConfig, device: torch.device, *, read_at_start: bool = False
+    ) -> None:
+        """`read_at_start`: the engine has read the model's files, so what no sync brings has a value from there."""
+        self._model: Any = model  # torch declares no type for `load_weights`
+        self._model_config, self._device = model_config, device
+        self._copies = RecordedCopies(self._load)
+        self.obstacle: str | None = "no sync has started"
+        self._read_at_start = read_at_start
+        self._check_next = True
+        self._coverage: LoadCoverage | None = None
+        self._before: LiveTensors = {}  # of a reload that has begun
+
+    @property
+    def way(self) -> str:
+        """The way in which the tensors of this sync are loaded, for the report."""
+        if self.obstacle is not None:
+            return f"layer-wise reload: {self.obstacle}"
+        if self._copies.obstacle is not None:
+            return f"in place by vLLM's loaders: {self._copies.obstacle}"
+        return "in place by recorded copies" if self._copies.repeated else "in place, recording copies"
+
+    def check(self) -> str | None:
+        """Return why the model must be reloaded layer by layer, or None if it can be loaded in place."""
+        return in_place_obstacle(self._model, self._device.type)
+
+    def check_next_sync(self) -> None:
+        """Let the next sync check that it brings every weight: the first of a group, whose tensors may be others."""
+        self._check_next = True
+
+    def start(self) -> None:
+        """Choose the way, and prepare the model for vLLM's layer-wise reload if that is chosen."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.obstacle = self.check()
+        self._coverage = LoadCoverage(self._model) if self._check_next else None
+        if self.obstacle is None:
+            if self._check_next:
+                self._copies.forget()  # a repetition omits the padding, which was written by then
+            self._copies.start(self._model)
+        else:
+            self._before = live_tensors(self._model)
+            in_place = embeddings_in_place(self._model, self._device.type)
+            initialize_layerwise_reload(self._model)
+            for module in in_place:
+                put_back(module)
+            if self._coverage is not None:
+                self._coverage.follow_reload()
+        if self._device.type == "cpu":
+            # Loading allocates and frees tensors of many sizes in different orders.
+            map_blocks_from(MMAP_DURING_SYNC)
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load whole tensors. A reload refers to them until their module is complete."""
+        with torch.no_grad():
+            if self.obstacle is None:
+                self._copies.load(tensors, self._coverage)
+            else:
+                with contextlib.nullcontext() if self._coverage is None else self._coverage.watch():
+                    self._load(tensors)
+
+    def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Call vLLM's loaders."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        with disable_mtp_completeness_check():
+            self._model.load_weights(tensors)
+
+    def detach(self, buffer_B: torch.Tensor) -> None:
+        """Replace what a reload keeps of the buffer by copies."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        if self.obstacle is None:
+            return
+        storage = buffer_B.untyped_storage().data_ptr()
+        for module in self._model.modules():
+            for _, bound in get_layerwise_info(module).loaded_weights:
+                for key, value in bound.arguments.items():
+                    if not isinstance(value, torch.Tensor) or value.is_meta:
+                        continue
+                    if value.untyped_storage().data_ptr() == storage:
+                        bound.arguments[key] = value.clone()
+
+    def finish(self) -> None:
+        """Complete the new weights.
+
+        Raises WeightSyncError if this first sync of a group has not brought every weight, which dummy weights need.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._check_coverage()
+        if self.obstacle is None:
+            self._copies.finish()
+        else:
+            finalize_layerwise_reload(self._model, self._model_config)
+            self._before = {}
+        if self._device.type == "cpu":
+            if self.obstacle is not None:
+                prepack_embeddings(self._model)
+            map_blocks_from(MMAP_OTHERWISE)
+
+    def abandon(self) -> None:
+        """End a sync that will not be completed. The weights are of two versions until the end of the next sync.
+
+        That one is checked to bring every weight. Raises WeightSyncError if the model cannot be loaded again.
+        """
+        if self.obstacle is not None:
+            undo_reload(self._model, self._before)
+        self._copies.forget()
+        self._before, self._coverage, self._check_next = {}, None, True
+        if self._device.type == "cpu":
+            map_blocks_from(MMAP_OTHERWISE)
+
+    def _check_coverage(self) -> None:
+        if self._coverage is None:
+            return
+        missing, self._coverage, self._check_next = self._coverage.missing(), None, False
+        if missing and self._read_at_start:
+            logger.warning("%s; they keep the values that the engine has read", missing_message(missing))
+        elif missing:
+            raise WeightSyncError(
+                f"{missing_message(missing)}; the engine started with random weights and has no others for them (if "
+                "the trainer does not hold them, set rollout.load_weights: true, with which engines read the files)"
+            )
+
+
+def prepack_updated_experts() -> None:
+    """Patch vLLM 0.32 so that a weight update pads and packs the experts' weights. CPU only. Idempotent.
+
+    `UnquantizedFusedMoEMethod._setup_kernel` processes the experts' weights at the first load only. On CPU that step
+    changes the weights, so after an update without it the MoE layers compute wrong results without an error.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    original = UnquantizedFusedMoEMethod._setup_kernel
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def setup_kernel(
+        self: UnquantizedFusedMoEMethod, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
+    ) -> None:
+        is_update = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
+
+
+def prepack_embeddings(model: torch.nn.Module) -> None:
+    """Pack the weights of embeddings and output heads again after an update. CPU only.
+
+    Those that were loaded in place still have packed copies of the old weights. vLLM 0.32 omits this for a tied head
+    too: its layer-wise reload gives the shared weight to the embedding alone. Without it the logits do not follow the
+    weights. https://github.com/vllm-project/vllm, model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            del module.cpu_linear  # with the packed copy of the old weights, before another one is made
+            module.quant_method.process_weights_after_loading(module)

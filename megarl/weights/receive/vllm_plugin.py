@@ -1,0 +1,51 @@
+"""The plugin that vLLM loads from megarl in its front end, in EngineCore and in every worker."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+BACKEND = "megarl"
+
+
+def register() -> None:
+    """Register the weight-transfer backend. Idempotent.
+
+    vLLM's own child processes also end with their parent, and unpickle no more than they need to.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "megarl.weights.receive.engine", "MegarlWeightTransferEngine"
+        )
+    if _is_vllm_child():
+        from megarl.common.process.processes import die_with_parent
+        from megarl.common.rundir.private_directory import name_shared_memory
+        from megarl.common.trust.object_guard import guard_object_collectives
+        from megarl.weights.receive.engine_guard import EngineUnpickler
+
+        guard_object_collectives(EngineUnpickler)
+        name_shared_memory()
+        die_with_parent()
+        _hold_outputs()
+
+
+def _hold_outputs() -> None:
+    """Let this process send its tokens in larger pieces, if it is EngineCore and its front end is one of megarl's."""
+    from megarl.common.process import held_outputs
+
+    hold_s = os.environ.get(held_outputs.VARIABLE)
+    if hold_s is not None and multiprocessing.current_process().name.startswith("EngineCore"):
+        held_outputs.hold_outputs(float(hold_s))
+
+
+def _is_vllm_child() -> bool:
+    """Tell whether this process is EngineCore or an engine worker, which multiprocessing starts under these names.
+
+    Other processes that import vLLM (the actor, a test, a user's script) must not end with their parent.
+    """
+    if multiprocessing.parent_process() is None:
+        return False
+    name = multiprocessing.current_process().name
+    return name.startswith(("EngineCore", "VllmWorker"))

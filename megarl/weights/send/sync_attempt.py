@@ -1,0 +1,247 @@
+"""One trainer rank's part in a weight sync: it takes part in gathers, and in broadcasts if it owns tensors.
+
+Every rank goes through the same order of operations (`operation_order.py`) on one thread, and leaves out those that it
+takes no part in. In the gather of bucket k, G(k), the ranks that hold a part of its tensors bring them to its owner,
+which then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With two buffers and
+one owner the order is G(0) B(0) G(1) B(1) ...; with more buffers more gathers come before B(0), while the engines still
+generate. `Sending.staged` tells the leader when this rank has done its part in those: then the engines are paused.
+
+Why there can be no deadlock, however many queues the hardware has: consider the first operation X of the order that
+has not ended. Before a rank begins an operation it waits for nothing but earlier operations of the order, which have
+all ended; so all that take part in X have begun it, or will. This holds for the engines too, because the leader calls
+them as soon as it has come to the first broadcast. On the device X can only be behind
+operations that the rank began before it (even if all streams share one queue, CUDA_DEVICE_MAX_CONNECTIONS=1), and these
+have ended too. So X runs, and ends. Copies and digests are in no circle: they wait for nobody. The argument needs one
+total order, which order it is does not matter.
+
+Without such an order there is a circle, e.g. if one thread gathers and another one broadcasts, with tensor parallel
+ranks 0 and 1 that both own experts. Rank 1 sends its half of a layer's attention to rank 0; everything that rank 1
+issues on the same stream, or hardware queue, now waits for that send. Its next broadcast is issued there. Rank 0 does
+not receive yet, because all its buffers are full; they are broadcast only after that broadcast of rank 1.
+
+B(k) runs while the gather that follows it in the order, and its digest, do. Only one broadcast runs then: those before
+B(k) are waited for when B(k) has begun. So the buffer of that gather is free, as `schedule` has arranged it. Nothing is
+written into a buffer in flight: `BucketPacker.seal` reads the digest, which proves that the buffer was written, and the
+end of a broadcast is observed before the buffer is used again.
+
+Shapes: B bytes of a flat uint8 buffer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
+from megarl.weights.group.transport import POLL_S, Group, PendingBroadcast
+from megarl.weights.plan.bucket_packer import BucketPacker
+from megarl.weights.plan.buckets import Bucket
+from megarl.weights.plan.operation_order import Order
+
+logger = logging.getLogger(__name__)
+
+
+class RowGather(Protocol):
+    """The part of one rank in the gather of one bucket, see `megarl.models.hf.gather.Gather`."""
+
+    @property
+    def owned(self) -> bool:
+        """True if this rank receives the rows; else it sends."""
+
+    def copy(self) -> None:
+        """Copy what this rank holds: into the targets, or into the messages that it sends."""
+
+    def post(self) -> None:
+        """Start to receive, or to send."""
+
+    def done(self, timeout_s: float | None) -> bool:
+        """Wait at most `timeout_s` seconds (None: as the group allows) and tell whether all messages have ended."""
+
+    def finish(self) -> None:
+        """Copy what was received to the targets. Call it after `done`."""
+
+    def unfinished_peers(self) -> Sequence[int]:
+        """Return the global ranks whose messages have not been transferred. Any thread may ask."""
+
+
+Check: TypeAlias = Callable[[str, RowGather], None]  # raises to end the wait for a gather, at the named place
+
+
+class Sending:
+    """One sync on one trainer rank: call `run`, and `finish_gathers` if other members failed."""
+
+    def __init__(
+        self,
+        group: Group,
+        order: Order,
+        gathers: Sequence[RowGather | None],
+        packer: BucketPacker | None,
+        rank: int,
+        version: int,
+    ) -> None:
+        """`gathers`: one per bucket, None where this rank takes no part. `packer`: None on a rank that owns nothing.
+
+        `order`: of the operations, made for as many buffers as each owner's packer has.
+        """
+        self._group, self._order, self._gathers, self._packer = group, order, gathers, packer
+        self._rank, self._version = rank, version
+        self._posted: deque[tuple[int, RowGather]] = deque()  # gathers in which this rank sends, by bucket
+        self._broadcasts: deque[tuple[Bucket, PendingBroadcast]] = deque()  # at most two
+        self._next = 0  # the place in the order from which on no gather has been posted
+        self.staged = threading.Event()  # this rank has sealed its buckets that are gathered before all broadcasts
+        self.digests: dict[int, int] = {}
+        self.seconds = {"gather": 0.0, "digest": 0.0, "broadcast": 0.0}
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Take part in all gathers and broadcasts, then write this rank's report.
+
+        Raises:
+            WeightSyncError: this rank's deadline has passed, another member failed, or a connection was lost. The
+                failure was reported, and all members were released. So with every other exception.
+        """
+        try:
+            for place, operation in enumerate(self._order):
+                if operation.kind == "gather":
+                    self._begin_gather(place, self._check_gather)
+                    self._seal(operation.bucket)
+                else:
+                    self.staged.set()
+                    self._broadcast(operation.bucket)
+            self._await_gathers(0, self._check_gather)
+            while self._broadcasts:
+                self._await_broadcast()
+            if self._packer is not None:
+                self._report({"digests": self.digests, "seconds": self.seconds})
+            self._group.progress.mark_done()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    @torch.no_grad()
+    def finish_gathers(self, timeout_s: float) -> None:
+        """Take part in the gathers that are left, after a failure of engines: the sync may be repeated.
+
+        Raises PeerTimeout if they do not end within `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+
+        def check(place: str, gather: RowGather) -> None:
+            if time.monotonic() > deadline:
+                peers = ", ".join(_names(gather.unfinished_peers()))
+                waited = f"{self._group.name} waited {timeout_s:.0f} s after a failed weight sync"
+                raise PeerTimeout(f"{waited} for {peers} in {place}")
+
+        self._await_gathers(0, check)
+        for place in range(self._next, len(self._order)):
+            if self._order[place].kind == "gather":
+                self._begin_gather(place, check)
+        self._await_gathers(0, check)
+
+    def _begin_gather(self, place: int, check: Check) -> None:
+        """Take part in the gather at `place`. It has ended afterwards on the owner; other ranks may still send."""
+        bucket = self._order[place].bucket.index
+        gather = self._gathers[bucket]
+        if gather is None:
+            self._next = place + 1
+            return
+        start = time.perf_counter()
+        if gather.owned:
+            self._group.progress.work(f"packing bucket {bucket + 1} of {len(self._gathers)}")
+            self._post(place, gather)
+            gather.copy()
+            self._await_gather(self._posted[-1], check)
+            self._posted.pop()
+            gather.finish()
+        else:
+            self._await_gathers(1, check)  # each second gather sends from the same memory
+            self._group.progress.work(f"packing its part of bucket {bucket + 1} of {len(self._gathers)}")
+            gather.copy()
+            self._post(place, gather)
+        self.seconds["gather"] += time.perf_counter() - start
+
+    def _post(self, place: int, gather: RowGather) -> None:
+        try:
+            gather.post()
+        except RuntimeError as error:
+            raise self._group.broken(error) from error
+        self._next = place + 1
+        self._posted.append((self._order[place].bucket.index, gather))
+
+    def _await_gathers(self, left: int, check: Check) -> None:
+        """Wait until at most `left` of the gathers in which this rank sends have not ended."""
+        while len(self._posted) > left:
+            self._await_gather(self._posted[0], check)
+            self._posted.popleft()
+
+    def _await_gather(self, posted: tuple[int, RowGather], check: Check) -> None:
+        bucket, gather = posted
+        place = f"the gather of bucket {bucket + 1} of {len(self._gathers)}"
+        self._group.progress.wait(place, lambda: _names(gather.unfinished_peers()))
+        try:
+            while not gather.done(POLL_S):
+                check(place, gather)
+        except RuntimeError as error:
+            if isinstance(error, WeightSyncError):
+                raise
+            raise self._group.broken(error) from error
+
+    def _check_gather(self, place: str, gather: RowGather) -> None:
+        self._group.check(f"{', '.join(_names(gather.unfinished_peers()))} in {place}")
+
+    def _seal(self, bucket: Bucket) -> None:
+        """Complete a bucket that this rank owns, and has gathered."""
+        if self._packer is None or bucket.owner != self._rank:
+            return
+        start = time.perf_counter()
+        self.digests[bucket.index] = self._packer.seal(bucket, self._version)
+        self.seconds["digest"] += time.perf_counter() - start
+
+    def _broadcast(self, bucket: Bucket) -> None:
+        """Begin the broadcast of a bucket, and end the one before it: the buffer of the next gather is then free."""
+        if self._packer is None:
+            return
+        if bucket.owner == self._rank:
+            wire_B = self._packer.wire(bucket)
+        else:
+            # Members relay a broadcast from their buffers, and the scratch buffer holds one bucket at a time.
+            while any(other.owner != self._rank for other, _ in self._broadcasts):
+                self._await_broadcast()
+            wire_B = self._packer.scratch_B[: bucket.wire_bytes]
+        root = self._group.members.senders.index(bucket.owner)
+        self._broadcasts.append((bucket, self._group.broadcast(wire_B, root, bucket.index)))
+        while len(self._broadcasts) > 1:
+            self._await_broadcast()
+
+    def _await_broadcast(self) -> None:
+        start = time.perf_counter()
+        self._broadcasts[0][1].wait()
+        self._broadcasts.popleft()
+        self.seconds["broadcast"] += time.perf_counter() - start
+
+    def _fail(self, error: BaseException) -> None:
+        """Report a failure of this rank, and release all members from their waits."""
+        group, failure = self._group, str(error) or repr(error)
+        self._broadcasts.clear()
+        secondary = isinstance(error, SyncAborted | ConnectionLost | PeerTimeout)
+        try:
+            self._report({"failure": failure, "secondary": secondary})
+            group.post_abort(failure if failure.startswith(group.name) else f"{group.name}: {failure}")
+        except RuntimeError:
+            logger.exception("%s could not report the failure of a weight sync", group.name)
+        group.abort()
+
+    def _report(self, fields: dict[str, Any]) -> None:
+        group = self._group
+        place = group.name if group.rank is None else group.rank
+        group.store.put(group.key("report", place), {"member": group.name, "failure": None, **fields})
+
+
+def _names(ranks: Sequence[int]) -> list[str]:
+    return [f"trainer rank {rank}" for rank in ranks]

@@ -1,0 +1,50 @@
+"""Versions against a lock file, and what is said about FlashInfer's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.doctor import packages
+
+
+def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "installed_version", {"a": "1", "b": "2"}.get)
+    lock = "# comment\na==1\nb==3\nc[x]==4 ; python_version > '3'\n"
+    assert packages.compare_lock(lock) == (["b 2 != 3"], ["c[x]"])
+
+
+@pytest.mark.parametrize(
+    ("found", "level"), [("0.16.1", "ok"), ("0.19.2", "ok"), ("0.15.3", "fail"), ("0.20.0", "fail")]
+)
+def test_megatron_core_is_of_a_supported_version(found: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "installed_version", {"megatron-core": found}.get)
+    [finding] = [each for each in packages.package_findings(cuda=False) if each.what == "megatron-core"]
+    assert finding.level == level and found in finding.detail
+    assert bool(finding.fix) == (level == "fail")
+
+
+@pytest.mark.parametrize(
+    ("versions", "nvcc", "level", "told"),
+    [
+        ({}, True, "ok", "does without it"),
+        ({"flashinfer-cubin": "0.7", "flashinfer-jit-cache": "0.7+cu130"}, True, "ok", "precompiled"),
+        ({"flashinfer-cubin": "0.6.13"}, True, "fail", "flashinfer-cubin 0.6.13 beside flashinfer-python 0.7"),
+        ({}, True, "warn", "compiles kernels at its start"),
+        ({"flashinfer-cubin": "0.7"}, False, "warn", "flashinfer-jit-cache not installed: an engine compiles"),
+        ({}, False, "warn", "and no nvcc"),
+    ],
+)
+def test_kernels(
+    versions: dict[str, str], nvcc: bool, level: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    if nvcc:
+        (tmp_path / "bin" / "nvcc").touch()
+    library = {} if told == "does without it" else {"flashinfer-python": "0.7"}
+    monkeypatch.setattr(packages, "installed_version", {**library, **versions}.get)
+    monkeypatch.setattr(packages.shutil, "which", lambda name, path=None: "/usr/bin/ninja" if name == "ninja" else None)
+    finding = packages.kernel_finding({"CUDA_HOME": str(tmp_path)})
+    assert (finding.level, told in finding.detail) == (level, True), finding
+    assert bool(finding.fix) == (level != "ok")

@@ -1,0 +1,143 @@
+"""The command line: mistakes in one message, and the pages that are made from the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.convert import cli as command_line
+from megarl.cli import main
+from megarl.config.loading.options_page import configuration_page
+from megarl.run.start import main as rank_main
+from megarl.telemetry.metrics.metrics_page import metrics_page
+from tests.support.checkout import ROOT
+from tests.support.models.tiny import make_tiny_model
+from tests.support.trainer.configs import tree, write_problems
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("plan") / "model", num_hidden_layers=4)
+
+
+def test_plan_reports_mistakes_in_one_message(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(tree(model, write_problems(tmp_path / "prompts.jsonl", 1))))
+    assert main.main(["plan", "--config", str(path), "trainer.gpus=3", "trainer.parallel.tensor=2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megarl: ") and "trainer.gpus: 3 is not a multiple" in error
+    assert "Traceback" not in error
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("plan", "doctor", "docs"))
+
+
+@pytest.mark.parametrize("given", [[], ["convert"]])
+def test_without_a_command_the_help_is_printed(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(given) == 2
+    told = capsys.readouterr()
+    program = " ".join(["megarl", *given])
+    assert told.err.startswith(f"usage: {program} [-h]") and "error" not in told.err and told.out == ""
+    assert all(f"\n    {name} " in told.err for name in (("import", "verify") if given else ("train", "doctor")))
+
+
+def test_the_readmes_commands_of_ones_own_run_are_parsed() -> None:
+    """They work as pasted: the block begins with the activation, without which there is no `megarl`."""
+    (block,) = re.findall(r"^## Your own run\n\n```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
+    first, *lines = block.splitlines()
+    assert first.startswith(". .venv/bin/activate ")
+    commands = [shlex.split(line, comments=True) for line in lines]
+    assert len([main._parse(arguments).run for program, *arguments in commands if program == "megarl"]) >= 8
+    scripts = {"tools/checkpoint/convert.py", "examples/rl/train_rl.py"}
+    for command in commands:
+        (script,) = scripts & {*command} or {""}
+        arguments = command[command.index(script) + 1 :] if script else []
+        if script == "tools/checkpoint/convert.py":
+            assert command_line._parser(script, "").parse_args(arguments).hf
+        elif script:
+            assert rank_main._parser().parse_intermixed_args(arguments).config
+        else:
+            assert command[0] == "megarl"
+
+
+ACTIVATION, ASSETS = ". .venv/bin/activate", "python -m megarl.quickstart --out runs/quickstart/assets"
+
+
+def pages_of_newcomers() -> list[str]:
+    """The pages before there is a run of one's own: those of steps 1 to 4 of the home page, and those beside docs/."""
+    steps = re.findall(r"^\| [1-4] \|.*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    pages = [f"docs/{name}" for step in steps for name in re.findall(r"\]\((\w+\.md)\)", step)]
+    assert len(steps) == 4 and len(pages) >= 10
+    return ["README.md", "CONTRIBUTING.md", "examples/tutorials/README.md", *pages]
+
+
+def unprepared(text: str) -> list[str]:
+    """Commands that fail for whoever pastes the shell blocks of a page in their order: nothing above them there has
+    activated the environment, or made what the quickstart's config reads."""
+    blocks = [block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.M) if not kind]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        needed = [ACTIVATION] if re.match(r"(?:torchrun|megarl|python) ", line) else []
+        needed += [ASSETS] if needed and "quickstart_cpu.yaml" in line else []
+        if not all(any(each.startswith(one) for each in lines[:number]) for one in needed):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("page", pages_of_newcomers())
+def test_a_newcomers_commands_work_as_pasted(page: str) -> None:
+    assert unprepared((ROOT / page).read_text()) == []
+
+
+def test_a_command_that_does_not_work_as_pasted_is_found() -> None:
+    run = "torchrun train_rl.py --config quickstart_cpu.yaml"
+    page = "```yaml\na: 1\n```\n\n```\n{}\n```\n\nMore.\n\n```\n{} \\\n  a=1\nmegarl top runs/a\n```\n"
+    assert unprepared(page.format(f"{ACTIVATION}\n{ASSETS}", run)) == []
+    assert unprepared(page.format(ACTIVATION, run)) == [f"{run}    a=1"]
+    assert unprepared(page.format(ASSETS, run)) == [ASSETS, f"{run}    a=1", "megarl top runs/a"]
+
+
+def test_committed_references_are_what_the_code_says() -> None:
+    """If this fails, run `megarl docs`."""
+    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page()
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page()
+
+
+def test_docs_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["docs", "--out", str(tmp_path), "--check"]) == 1
+    assert main.main(["docs", "--out", str(tmp_path)]) == 0
+    assert main.main(["docs", "--out", str(tmp_path), "--check"]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_every_key_is_in_the_reference() -> None:
+    from megarl.config.loading.load import walk_keys
+
+    page = configuration_page()
+    assert all(f"`{key.rsplit('.', 1)[-1]}`" in page or f"## `{key}`" in page for key in walk_keys())
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(tree(model, write_problems(tmp_path / "prompts.jsonl", 1))))
+    wrong = ["trainer.gpus=3", "--dry-run", "trainer.parallel.tensor=2"]
+    with pytest.raises(SystemExit, match="2"):  # a dry run ends as a rank does
+        main.main(["train", "--config", str(path), *wrong])
+    assert "trainer.gpus: 3 is not a multiple" in capsys.readouterr().err
+    for unknown in ("run.steps", "--no-such-option"):
+        with pytest.raises(SystemExit):
+            main.main(["train", "--config", str(path), "run.steps=3", "--dry-run", unknown])
+        said = capsys.readouterr().err
+        assert f"unrecognized arguments: {unknown}" in said
+        assert "set by section.key=value alone" in said

@@ -1,0 +1,55 @@
+"""Settings of the allocator: what is freed is kept, or returned. Page faults are those that the kernel counts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# The blocks lie at the end of the heap, with nothing above them: there glibc by itself returns what is freed. Tensors
+# would bring small blocks that may stay above them, and then even glibc's defaults keep what lies below.
+PROGRAM = """
+import ctypes, resource
+from megarl.common.process import malloc
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page would be one fault for 512 pages
+SIZES = [2**20 + 2**14 * number for number in range(8)]  # 1 MiB and more
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        blocks = [libc.malloc(size) for size in SIZES]
+        for block, size in zip(blocks, SIZES):
+            ctypes.memset(block, 1, size)
+        for block in reversed(blocks):
+            libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+{setting}
+faults()
+print(faults())
+"""
+PAGES = 20 * sum(2**20 + 2**14 * number for number in range(8)) // 4096
+
+
+def _faults(setting: str) -> int:
+    """Return the page faults of allocations that are repeated 20 times, after a first round."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    program = [sys.executable, "-c", PROGRAM.format(setting=setting)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True, env=plain)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_memory_that_is_kept_is_not_cleared_again() -> None:
+    assert _faults("") > PAGES / 2, "glibc by itself keeps it, so that the next line would show nothing"
+    assert _faults("malloc.keep_freed_memory()") < PAGES / 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_a_limit_for_mapped_blocks_ends_the_keeping() -> None:
+    assert _faults("malloc.keep_freed_memory(); malloc.map_blocks_from(2**20)") > PAGES / 2

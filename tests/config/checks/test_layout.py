@@ -1,0 +1,169 @@
+"""Layouts and passed fields that Megatron-Core cannot run or computes wrongly are refused; their neighbours pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.checks.layout import layout_problems, megatron_problems, model_problems
+from megarl.models.hf.read_config import load_info
+from tests.support.trainer.configs import config
+
+Models = dict[str, Path]
+
+
+def problems(model: Path, *, device: str = "cpu", **changes: Any) -> list[str]:
+    """The problems that the checks of layouts, models and passed fields yield."""
+    settings = config(model, **changes)
+    found = [*layout_problems(settings), *model_problems(settings, load_info(model))]
+    return found + list(megatron_problems(settings, device))
+
+
+SIZES = st.sampled_from((1, 2, 3, 4))
+
+
+@given(gpus=st.integers(1, 16), tensor=SIZES, pipeline=SIZES, expert=SIZES)
+def test_the_sizes_of_a_layout_must_divide_the_gpus(gpus: int, tensor: int, pipeline: int, expert: int) -> None:
+    parallel = {"tensor": tensor, "pipeline": pipeline, "expert": expert, "expert_tensor": tensor}
+    keys = [each.split(":")[0] for each in layout_problems(config("m", trainer={"gpus": gpus, "parallel": parallel}))]
+    expected = ["trainer.gpus"] * bool(gpus % (tensor * pipeline))
+    assert keys == expected + ["trainer.parallel.expert"] * bool(gpus % (expert * tensor * pipeline))
+
+
+LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3", {"trainer__gpus": 3, "trainer__parallel": {"tensor": 2}}, "trainer.gpus: 3 is not a multiple"),
+    ("qwen3_moe", {"trainer__gpus": 2, "trainer__parallel": {"expert": 4}}, "trainer.parallel.expert: 2 GPUs are not"),
+    (
+        "qwen3",
+        {"trainer__parallel": {"sequence": True}},
+        "trainer.parallel.sequence: sequence parallelism needs tensor",
+    ),
+    ("qwen3", {"trainer__parallel": {"virtual_pipeline": 2}}, "trainer.parallel.virtual_pipeline: needs pipeline > 1"),
+    ("qwen3", {"trainer__gpus": 3, "trainer__parallel": {"tensor": 3}}, "4 attention heads cannot be split 3 ways"),
+    (
+        "qwen3",
+        {"rollout__replicas": 1, "rollout__tensor_parallel": 3},
+        "rollout.tensor_parallel: the model's 4 attention",
+    ),
+    ("qwen3", {"trainer__gpus": 3, "trainer__parallel": {"pipeline": 3}}, "4 layers cannot be split into 3 equal"),
+    (
+        "qwen3",
+        {"trainer__gpus": 2, "trainer__parallel": {"pipeline": 2, "virtual_pipeline": 4}},
+        "4 layers cannot be split into 8 equal",
+    ),
+    ("qwen3", {"trainer__gpus": 2, "trainer__parallel": {"expert": 2}}, "this model has no experts"),
+    ("qwen3_moe", {"trainer__gpus": 3, "trainer__parallel": {"expert": 3}}, "4 experts cannot be split 3 ways"),
+    # Trap 8 of megatron-core 0.16.1.
+    ("qwen3_moe", {"trainer__gpus": 2, "trainer__parallel": {"tensor": 2}}, "only with sequence parallelism"),
+    # Trap 2: experts diverge silently.
+    (
+        "qwen3_moe",
+        {"trainer__gpus": 2, "trainer__parallel": {"tensor": 2, "sequence": True, "expert_tensor": 1}},
+        "diverge without an error",
+    ),
+    (
+        "qwen3_moe",
+        {"trainer__gpus": 4, "trainer__parallel": {"tensor": 2, "sequence": True, "expert": 2}},
+        "uneven all-gather",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "told"), LAYOUTS, ids=lambda value: str(value)[:60])
+def test_impossible_layouts(models: Models, family: str, changes: dict[str, Any], told: str) -> None:
+    assert any(told in problem for problem in problems(models[family], **changes))
+
+
+def test_key_value_heads_may_be_fewer_than_ranks(models: Models) -> None:
+    assert problems(models["qwen3"], trainer__gpus=4, trainer__parallel={"tensor": 4}) == []
+
+
+MEGATRON: list[tuple[str, dict[str, Any], str]] = [
+    ("transformer", {"recompute_granulariti": "full"}, "has no such field; did you mean recompute_granularity"),
+    ("transformer", {"recompute_granularity": "fully"}, "must be Optional[Literal['full', 'selective']], not 'fully'"),
+    ("transformer", {"recompute_num_layers": "1"}, "must be Optional[int]"),
+    ("transformer", {"recompute_num_layers": True}, "must be Optional[int]"),
+    ("transformer", {"moe_aux_loss_coeff": "a"}, "must be Union[float, List[float]]"),
+    ("transformer", {"recompute_modules": "mlp"}, "must be Optional[List[str]]"),
+    ("transformer", {"init_method": "normal"}, "must be Optional[Callable], not 'normal'"),
+    ("transformer", {"hidden_size": 64}, "it comes from model.path's config.json"),
+    ("transformer", {"tensor_model_parallel_size": 2}, "set it in trainer.parallel"),
+    ("transformer", {"bf16": True}, "set it in trainer.precision"),
+    ("transformer", {"attention_dropout": 0.1}, "log-probs have to equal the engine's"),
+    ("transformer", {"recompute_granularity": "full"}, "recompute_method: set it"),
+    ("transformer", {"recompute_granularity": "full", "recompute_method": "block"}, "recompute_num_layers: set it"),
+    ("transformer", {"recompute_method": "block"}, "only with recompute_granularity: full"),
+    (
+        "transformer",
+        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+        "needs the grouped GEMM",
+    ),
+    ("transformer", {"apply_rope_fusion": True}, "needs a GPU"),
+    ("transformer", {"overlap_p2p_comm": True}, "works only with trainer.parallel.virtual_pipeline"),
+    # Trap 7: refused on dense models too, because variable_seq_lengths is on.
+    ("transformer", {"moe_token_dispatcher_type": "allgather"}, "cannot handle packed micro-batches"),
+    ("transformer", {"variable_seq_lengths": False}, "megarl needs it true"),
+    # Trap 10: mean of micro-batch means.
+    ("transformer", {"calculate_per_token_loss": False}, "a mean of micro-batch means is wrong"),
+    ("ddp", {"average_in_collective": True}, "divided by global token counts"),
+    ("optimizer", {"lr": 1.0}, "set it in trainer.optimizer"),
+    ("optimizer", {"optimizer": "sgd"}, "use adam"),
+    ("optimizer", {"main_grads_dtype": "fp32"}, "cannot be given in YAML"),
+    # Trap 5: what dist checkpointing could not save in a form that another layout loads.
+    ("ddp", {"num_distributed_optimizer_instances": 2}, "cannot be saved"),
+    ("ddp", {"overlap_param_gather": True, "overlap_grad_reduce": False}, "needs overlap_grad_reduce"),
+    ("transformer", {"gradient_accumulation_fusion": True}, "modules fuse weight gradients without it"),
+    ("ddp", {"bucket_size": 1.5}, "must be Optional[int]"),
+]
+
+
+@pytest.mark.parametrize(("target", "fields", "told"), MEGATRON, ids=lambda value: str(value)[:60])
+def test_passed_megatron_fields(models: Models, target: str, fields: dict[str, Any], told: str) -> None:
+    found = problems(models["qwen3"], **{f"megatron__{target}": fields})
+    assert any(told in problem for problem in found)
+    assert all(problem.startswith(f"megatron.{target}.") for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"), [({}, 4), ({"pipeline": 2}, 2), ({"pipeline": 2, "virtual_pipeline": 2}, 1)]
+)
+def test_no_more_layers_are_recomputed_than_a_stage_has(models: Models, layout: dict[str, int], most: int) -> None:
+    changes: dict[str, Any] = {"trainer__gpus": layout.get("pipeline", 1), "trainer__parallel": layout}
+    assert problems(models["qwen3"], **changes, trainer__recompute=most) == []
+    (found,) = problems(models["qwen3"], **changes, trainer__recompute=most + 1)
+    assert found.startswith(f"trainer.recompute: {most + 1} layers") and found.endswith(f"use 1 to {most}")
+    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": most + 1}
+    (found,) = problems(models["qwen3"], **changes, megatron__transformer=fields)
+    assert found.startswith("megatron.transformer.recompute_num_layers:") and found.endswith(f"use 1 to {most}")
+
+
+@pytest.mark.parametrize("field", [{"overlap_p2p_comm": False}, {"batch_p2p_comm": True}])
+def test_interleaved_pipeline_needs_overlap(models: Models, field: dict[str, bool]) -> None:
+    """Without the overlap gradients are silently wrong with PP = 2."""
+    layout = {"pipeline": 2, "virtual_pipeline": 2}
+    changes: dict[str, Any] = {"trainer__gpus": 2, "trainer__parallel": layout}
+    assert problems(models["qwen3"], **changes) == []
+    found = problems(models["qwen3"], **changes, megatron__transformer=field)
+    assert len(found) == 1 and "gradients are wrong without an error" in found[0]
+
+
+def test_useful_megatron_fields_pass(models: Models) -> None:
+    transformer = {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp"],
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-3,
+        "moe_router_dtype": "fp64",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    ddp = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
+    assert problems(models["qwen3_moe"], megatron__transformer=transformer, megatron__ddp=ddp) == []
+
+
+def test_gpu_only_fields_pass_on_gpus(models: Models) -> None:
+    fields = {"apply_rope_fusion": True, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    assert problems(models["qwen3"], device="cuda", megatron__transformer=fields) == []

@@ -1,0 +1,227 @@
+"""Each check refuses what it must, names the key and the fix, and lets its neighbour pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.common.errors import ConfigError
+from megarl.config.checks.sections import check
+from tests.support.models.tiny import make_tiny_model
+from tests.support.trainer.configs import config
+
+Models = dict[str, Path]
+
+
+def problems(model: Path, data: Path, *, device: Any = "cpu", **changes: Any) -> list[str]:
+    try:
+        check(config(model, data, **changes), device=device)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_a_good_config_passes(models: Models, data: Path) -> None:
+    info = check(config(models["qwen3"], data), device="cpu")
+    assert (info.family, info.num_layers) == ("qwen3", 4)
+    assert problems(models["qwen3_moe"], data, trainer__gpus=4, trainer__parallel={"expert": 2}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"trainer__gpus": 3, "trainer__parallel": {"tensor": 2}}, "trainer.gpus: 3 is not a multiple"),
+        ({"trainer__gpus": 3, "trainer__parallel": {"pipeline": 3}}, "4 layers cannot be split into 3 equal"),
+        ({"megatron__ddp": {"average_in_collective": True}}, "divided by global token counts"),
+    ],
+)
+def test_layouts_are_checked_too(models: Models, data: Path, changes: dict[str, Any], told: str) -> None:
+    assert any(told in problem for problem in problems(models["qwen3"], data, **changes))
+
+
+def test_evaluation_may_sample_from_a_part_of_the_distribution(models: Models, data: Path) -> None:
+    sets = [{"name": "held", "path": str(data)}]
+    sampling = {"top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}
+    assert problems(models["qwen3"], data, evaluation={"sets": sets, "sampling": sampling}) == []
+
+
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            "admission": {"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2},
+            "monitor__rules__ess": {"action": "skip"},
+        },
+        "monitor.rules.ess.action: a step that trains groups again (admission.max_uses=2) cannot be skipped",
+    ),
+    (
+        {"telemetry__entropy_every": 0, "monitor__rules__entropy": {"action": "stop"}},
+        "monitor.rules.entropy.action: the entropy is never measured with telemetry.entropy_every=0",
+    ),
+    ({"trainer__mini_batches": 5}, "trainer.mini_batches: 5 updates from 4 groups"),
+    ({"queue__capacity": 15}, "queue.capacity: 15 samples hold 3 groups of 4, but a step takes batch.groups=4 at once"),
+    (
+        {"admission__refill": True, "algorithm__filter_zero_variance": False},
+        "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops",
+    ),
+    ({"trainer__optimizer": {"lr": 1e-6, "min_lr": 1e-5}}, "trainer.optimizer.min_lr: above lr"),
+    (
+        {"trainer__optimizer": {"warmup_steps": 4}},
+        "trainer.optimizer.warmup_steps: 4 must be below the 4 updates of the",
+    ),
+    (
+        {"trainer__optimizer": {"warmup_steps": 8}, "trainer__mini_batches": 2},
+        "trainer.optimizer.warmup_steps: 8 must be below the 8 updates of the run (run.steps * trainer.mini_batches)",
+    ),
+    ({"trainer__optimizer": {"betas": [0.9, 1.0]}}, "trainer.optimizer.betas.1: must be in [0, 1)"),
+    ({"algorithm__clip_low": 1.0}, "algorithm.clip_low"),
+    ({"algorithm__overlong": {"buffer_tokens": 33}}, "algorithm.overlong.buffer_tokens: 33 is more than"),
+    ({"rollout__group_deadline_s": 1800}, "rollout.group_deadline_s: 1800 s would never come"),
+    (
+        {"rollout": {"group_deadline_s": 30, "on_group_deadline": "finish"}},
+        "rollout.group_deadline_s: 30 s would never",
+    ),
+    ({"sampling__stop_token_ids": []}, "sampling.stop_token_ids: empty"),
+    ({"door__enabled": True, "run__deterministic": True}, "door.enabled: requests from outside change what an engine"),
+    ({"door__host": "0.0.0.0"}, "door.host: '0.0.0.0' means all addresses"),
+    (
+        {"checkpoint__keep_best": "eval/a/greedy"},
+        "checkpoint.keep_best: 'eval/a/greedy' is no metric of an evaluation set",
+    ),
+    ({"evaluation__every": 2}, "evaluation.every: set, but evaluation.sets is empty"),
+    ({"evaluation__concurrent": True, "run__deterministic": True}, "evaluation.concurrent: run.deterministic needs"),
+    ({"reward__function": "no_such_module_x:f"}, "reward.function: no module 'no_such_module_x'"),
+    ({"reward__function": "gsm9k"}, "neither code, gsm8k, math nor an import path"),
+    ({"weight_sync__transport": "nccl"}, "weight_sync.transport: nccl needs GPUs"),
+    (
+        {"weight_sync__staging_gib": 0.75, "weight_sync__bucket_mb": 512},
+        "weight_sync.staging_gib: 0.75 GiB hold fewer than 3 buckets of 512 MiB (weight_sync.bucket_mb), and 2 are "
+        "used without it; raise it to at least 1.5",
+    ),
+    (
+        {"rollout__engine_kwargs": {"dtype": "half"}},
+        "rollout.engine_kwargs.dtype: reserved; set rollout.dtype",
+    ),
+    (
+        {"rollout__engine_kwargs": {"skip_tokenizer_init": False}},
+        "skip_tokenizer_init: reserved; always true",
+    ),
+    ({"rollout__engine_kwargs": {"block_sise": 16}}, "did you mean block_size"),
+    ({"rollout__max_model_len": 4096}, "rollout.max_model_len: 4096 is more than the model's 512 positions"),
+    ({"sampling__max_tokens": 512}, "sampling.max_tokens: responses of 512 tokens leave no room"),
+    (
+        {"evaluation__max_tokens": 512, "evaluation__sets": [{"name": "a", "path": "held.jsonl"}]},
+        "evaluation.max_tokens: responses of 512 tokens leave no room",
+    ),
+    (
+        {"evaluation__max_tokens": 4, "evaluation__sets": [{"name": "a", "path": "held.jsonl", "max_tokens": 512}]},
+        "evaluation.sets.0.max_tokens: responses of 512 tokens leave no room",
+    ),
+    ({"data__max_prompt_tokens": 500}, "data.max_prompt_tokens: 500 + 32 response tokens exceed"),
+    ({"trainer__micro_batch_tokens": 63}, "trainer.micro_batch_tokens: 63 is less than the longest sample (64"),
+    (
+        {"data__max_prompt_tokens": None, "trainer__micro_batch_tokens": 32},
+        "trainer.micro_batch_tokens: 32 leaves no room for a prompt beside responses of 32 tokens",
+    ),
+    (
+        {"data__max_prompt_tokens": None, "agent__loop": "json:Loop"},
+        "trainer.micro_batch_tokens: 256 is less than the longest sample (512 tokens); a sample is never split, so "
+        "raise it to at least 512, or set rollout.max_model_len, which bounds a trajectory of json:Loop",
+    ),
+    ({"data__path": "nowhere.jsonl"}, "data.path: no such file: nowhere.jsonl (current directory:"),
+    ({"model__path": "nowhere"}, "model.path: no such directory: nowhere"),
+    ({"algorithm__kl": {"coef": 0.1}, "reference__path": "nowhere"}, "reference.path: no such directory"),
+    ({"evaluation": {"sets": [{"name": "a", "path": "nowhere.jsonl"}]}}, "evaluation.sets.0.path: no such file"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), OTHERS, ids=lambda value: str(value)[:60])
+def test_what_does_not_fit_together(models: Models, data: Path, changes: dict[str, Any], told: str) -> None:
+    assert any(told in problem for problem in problems(models["qwen3"], data, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout__max_model_len": 256},
+        {"trainer__micro_batch_tokens": 512},
+        {"trainer__micro_batch_tokens": "auto"},
+        {"agent__loop": "tool_agent", "tools": [{"kind": "json:calculator"}]},
+    ],
+)
+def test_the_trajectories_of_any_loop_fit_a_micro_batch(models: Models, data: Path, changes: dict[str, Any]) -> None:
+    own = {"data__max_prompt_tokens": None, "agent__loop": "json:Loop"}
+    assert problems(models["qwen3"], data, **own | changes) == []
+
+
+@pytest.mark.parametrize("bucket_mb", [50, 64, 70, 300, 512, 700.5])
+def test_the_staging_that_a_message_asks_for_is_accepted(models: Models, data: Path, bucket_mb: float) -> None:
+    [told] = problems(models["qwen3"], data, weight_sync__staging_gib=0.01, weight_sync__bucket_mb=bucket_mb)
+    advised = float(told.split("raise it to at least ")[1].split(",")[0])
+    assert problems(models["qwen3"], data, weight_sync__staging_gib=advised, weight_sync__bucket_mb=bucket_mb) == []
+
+
+def test_evaluation_set_names(models: Models, data: Path) -> None:
+    sets = [{"name": name, "path": str(data)} for name in ("a", "a", "b/c")]
+    found = problems(models["qwen3"], data, evaluation={"sets": sets})
+    assert len(found) == 2 and "given twice" in found[0] and "without '/'" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "every", "told"),
+    [
+        ("eval/a/greedy", 2, None),
+        ("eval/b/greedy", 2, "'eval/b/greedy' is no metric of an evaluation set; try eval/a/greedy"),
+        ("eval/a/greedy", 0, "needs evaluations during the run; set evaluation.every"),
+    ],
+)
+def test_the_best_checkpoint_is_chosen_by_an_evaluation_that_is_made(
+    models: Models, data: Path, metric: str, every: int, told: str | None
+) -> None:
+    evaluation = {"sets": [{"name": "a", "path": str(data)}], "every": every}
+    found = problems(models["qwen3"], data, checkpoint__keep_best=metric, evaluation=evaluation)
+    assert found == ([] if told is None else [f"checkpoint.keep_best: {told}"])
+
+
+def test_files_can_be_left_out(models: Models) -> None:
+    elsewhere = config(models["qwen3"], "/on/the/cluster/data.jsonl")
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        check(elsewhere, device="cpu")
+    check(elsewhere, device="cpu", files=False)
+
+
+def test_model_without_weights_or_tokenizer(models: Models, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((models["qwen3"] / "config.json").read_text())
+    found = problems(tmp_path, data)
+    assert any("no *.safetensors" in problem for problem in found)
+    assert any("no tokenizer.json" in problem for problem in found)
+
+
+def test_unknown_architecture_is_named(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    assert any("GPT2LMHeadModel" in problem for problem in problems(tmp_path, data))
+
+
+def test_every_problem_is_listed_once(models: Models, data: Path) -> None:
+    found = problems(models["qwen3"], data, sampling__stop_token_ids=[], trainer__mini_batches=9, trainer__gpus=3,
+                     trainer__parallel={"tensor": 2})  # fmt: skip
+    assert len(found) == len(set(found)) >= 3
+
+
+def test_a_correction_that_contradicts_itself_is_refused(models: Models, data: Path) -> None:
+    broken = {"kind": "icepop", "cap": 3.0}
+    [problem] = problems(models["qwen3"], data, algorithm__correction=broken)
+    assert problem.startswith("algorithm.correction.cap: 3.0 is without effect with kind: icepop")
+    assert problems(models["qwen3"], data, algorithm__correction={"kind": "icepop"}) == []
+
+
+def test_heads_that_vllm_cannot_attend_with_are_refused_where_its_cpu_backend_is_used(
+    tmp_path: Path, data: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "small", head_dim=16)
+    [problem] = problems(model, data)
+    assert problem.startswith("model.path: its attention heads have 16 channels (head_dim)") and " 32, 64" in problem
+    assert problems(model, data, device="cuda") == []
+    latent = make_tiny_model(tmp_path / "latent", family="deepseek_v3")
+    assert not any("head_dim" in each for each in problems(latent, data))

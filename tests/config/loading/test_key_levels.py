@@ -1,0 +1,43 @@
+"""Basic and expert keys: each basic one exists, and pages and printed configs have them first."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.config.loading.key_levels import BASIC, level, ordered
+from megarl.config.loading.load import config_from_tree, walk_keys
+from megarl.config.loading.marked_yaml import marked_yaml
+from megarl.config.loading.options_page import configuration_page
+from megarl.config.schema import Config, RolloutConfig
+from tests.support.trainer.configs import tree
+
+
+def test_every_basic_key_exists() -> None:
+    assert set(walk_keys()) >= BASIC and len(BASIC) < 50
+
+
+def test_a_section_is_basic_if_a_key_of_it_is() -> None:
+    assert (level("trainer"), level("trainer.parallel"), level("trainer.parallel.tensor")) == ("basic",) * 3
+    assert (level("monitor"), level("trainer.parallel.expert_tensor"), level("tool")) == ("expert",) * 3
+    assert ordered(RolloutConfig, "rollout.")[:2] == ["replicas", "tensor_parallel"]
+    assert ordered(Config)[:2] == ["run", "model"] and ordered(Config).index("launch") < ordered(Config).index(
+        "monitor"
+    )
+
+
+def test_the_page_has_basic_keys_first() -> None:
+    sections = re.split(r"^## ", configuration_page(), flags=re.MULTILINE)[1:]
+    levels = [re.findall(r"^\| `\w+` \| (basic|expert) \|", section, re.MULTILINE) for section in sections]
+    assert all(each == sorted(each) for each in levels)
+    shown = [level for each in levels for level in each]
+    assert shown.count("basic") == len(BASIC - {"tools"}) and shown.count("expert") > 150
+
+
+def test_a_printed_config_has_basic_keys_first() -> None:
+    given = config_from_tree(tree("model", rollout={"max_num_seqs": 8, "replicas": 2}))
+    text = marked_yaml(given, given)
+    assert "rollout:\n  replicas: 2\n  max_num_seqs: 8\n  # default: tensor_parallel: 1, gpus_per_node: null, " in text
+    assert "\n  # expert default: max_replicas: null, " in text
+    for start in ("", "# "):  # sections that are set, and below them those that are not
+        order = re.findall(rf"^{start}(\w+):", text, re.MULTILINE)
+        assert order == [name for name in ordered(Config) if name in order] and len(order) > 5

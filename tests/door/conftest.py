@@ -1,5 +1,0 @@
-"""Fixtures of the door's tests: see `tests.support.door_fixtures`."""
-
-from tests.support.door_fixtures import chat_model, doors
-
-__all__ = ["chat_model", "doors"]

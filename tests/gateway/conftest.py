@@ -1,0 +1,5 @@
+"""Fixtures of the door's tests: see `tests.support.gateway.door_fixtures`."""
+
+from tests.support.gateway.door_fixtures import chat_model, doors
+
+__all__ = ["chat_model", "doors"]

@@ -1,0 +1,71 @@
+"""The door listens at one address: loopback on one host, the node's own in a job of several, or the chosen one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
+from megarl.config.checks.sections import serving_problems
+from megarl.config.checks.telemetry import ANY_ADDRESS
+from megarl.gateway.actor import DoorActor
+from tests.support.trainer.configs import config
+
+OTHER = "127.0.0.9"  # of this machine too, where a listener at all addresses would answer
+
+
+class KeptListener:
+    """In place of the HTTP server: it keeps the listener."""
+
+    async def start(self, listener: socket.socket) -> None:
+        self.listener = listener
+
+
+def opened(**door: Any) -> tuple[str, socket.socket]:
+    """Open a door, without an actor; return the address that it tells, and its listener."""
+    actor = object.__new__(DoorActor)
+    actor.config, actor.spec = config("model", door={"enabled": True, **door}), SimpleNamespace(port=0)  # type: ignore[assignment]
+    server: Any = KeptListener()
+    actor._server = server
+    host, port = asyncio.run(actor._open())
+    assert server.listener.getsockname()[:2] == (host, port)
+    return host, server.listener
+
+
+def answers(address: str, port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(5.0)
+        return client.connect_ex((address, port)) == 0
+
+
+@pytest.mark.parametrize(
+    ("node", "host", "bound"),
+    [
+        (None, None, "127.0.0.1"),
+        ("", None, "127.0.0.1"),
+        ("127.0.0.2", None, "127.0.0.2"),
+        (None, "127.0.0.3", "127.0.0.3"),
+        ("127.0.0.2", "127.0.0.3", "127.0.0.3"),
+    ],
+)
+def test_the_door_listens_at_one_address_only(
+    node: str | None, host: str | None, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NODE_ADDRESS_VARIABLE, raising=False)
+    if node is not None:
+        monkeypatch.setenv(NODE_ADDRESS_VARIABLE, node)
+    told, listener = opened(host=host)
+    with listener:
+        port = listener.getsockname()[1]
+        assert told == bound and answers(bound, port)
+        assert not answers(OTHER, port)
+
+
+@pytest.mark.parametrize("wildcard", sorted(ANY_ADDRESS))
+def test_all_addresses_are_refused(wildcard: str) -> None:
+    problems = list(serving_problems(config("model", door={"enabled": True, "host": wildcard})))
+    assert any(each.startswith("door.host: ") and "all addresses" in each for each in problems)

@@ -1,0 +1,829 @@
+"""Admission: every group ends once, counters add up at every step, resume redraws the same ids."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config.checks.liveness import fits_queue
+from megarl.config.derived.staleness import Pace
+from megarl.rollout.admission.admission import Admission
+from megarl.rollout.admission.groups_in_flight import GroupsInFlight
+from megarl.rollout.admission.ready_groups import ReadyGroups
+from megarl.rollout.admission.reusable_groups import ReusableGroups, Use
+from megarl.rollout.workers.finished_group import usable_samples
+from tests.support.machines.admission_machine import AdmissionMachine
+from tests.support.machines.admission_states import explore, steps_without_room
+from tests.support.machines.admission_timeline import run_timeline
+from tests.support.measures.growth import held_bytes
+
+SYNC = Pace()
+
+
+AdmissionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestAdmission = AdmissionMachine.TestCase
+
+
+class TooMuchRoom(Admission):
+    """Counts one update more within the bound than there is."""
+
+    def steps_within_bound(self, version: int) -> int:
+        return super().steps_within_bound(version + 1) if self._base else 0
+
+
+class NoCap(Admission):
+    """Starts groups without regard to those in flight."""
+
+    @property
+    def room(self) -> int:
+        return super().room + len(self._in_flight)
+
+
+class NoWait(Admission):
+    """Takes a batch while a group that can train in no later step is in flight."""
+
+    def awaited(self, step: int) -> list[int]:
+        return []
+
+
+class NewestFirst(ReadyGroups):
+    """Takes the groups with the newest tokens first."""
+
+    def first(self, number: int) -> Iterator[tuple[int, list[int]]]:
+        for version in sorted(self._by_version, reverse=True):
+            groups = list(self._by_version[version])[:number]
+            number -= len(groups)
+            yield version, groups
+
+
+class NothingNew(Admission):
+    """Starts nothing after the first publication."""
+
+    @property
+    def room(self) -> int:
+        return super().room if self.version == 0 else 0
+
+
+class NoRefill(Admission):
+    """Keeps the place of a replaced group."""
+
+    @property
+    def room(self) -> int:
+        return max(0, super().room - len(self._replaced))
+
+
+class NoRefillLimit(Admission):
+    """Replaces every group without signal."""
+
+    def replace(self, group: int, versions: Iterable[int]) -> bool:
+        self._in_flight.leave(group, versions)
+        self._replaced.append(group)
+        return True
+
+
+class LateRefillLimit(Admission):
+    """Counts replaced groups of the whole run against the limit of a step."""
+
+    def replace(self, group: int, versions: Iterable[int]) -> bool:
+        return self._done["filtered"] < self.refill and super().replace(group, versions)
+
+
+class ForgetsReplaced(Admission):
+    """Settles no replaced group."""
+
+    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
+        self._replaced = []
+        return super().batch(step)
+
+
+class SettlesReplacedTwice(Admission):
+    """Hands the replaced groups of a step to the next one as well."""
+
+    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
+        replaced = list(self._replaced)
+        taken = super().batch(step)
+        self._replaced = replaced
+        return taken
+
+
+class IgnoresTaken(Admission):
+    """Fills the queue as if the step that is being trained had left it."""
+
+    @property
+    def _taken_count(self) -> int:
+        return 0
+
+
+class ForgetsTheStepAhead(Admission):
+    """Fills the queue as if only the oldest step that is taken were in it."""
+
+    @property
+    def _taken_count(self) -> int:
+        return sum(len(each.ok) + len(each.failed) + len(each.reused) for each in [*self._taken.values()][:1])
+
+
+class TrainsFailed(Admission):
+    """Hands groups out that cannot be trained."""
+
+    def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
+        super().finish(group, True, versions)
+
+
+class AgeOfTheStart(GroupsInFlight):
+    """Counts the tokens of a group as those of its start."""
+
+    def leave(self, group: int, versions: Iterable[int]) -> int:
+        started = self._starts[group]
+        super().leave(group, versions)
+        return started
+
+
+class NoPlaceForReuse(Admission):
+    """Starts as many groups as without replay."""
+
+    @property
+    def room(self) -> int:
+        return self._room_at(self.version)
+
+
+class CrowdsOut(Admission):
+    """Takes groups that are used again without regard to new ones in flight."""
+
+    def awaited(self, step: int) -> list[int]:
+        return [] if len(self._ready) < self.groups else super().awaited(step)
+
+
+class ForgetsTheEnd(Admission):
+    """Fills up steps without regard to those that are left for new groups in flight."""
+
+    def awaited(self, step: int) -> list[int]:
+        steps, self.steps = self.steps, None
+        try:
+            return super().awaited(step)
+        finally:
+            self.steps = steps
+
+
+class OnlyOldGroups(Admission):
+    """Makes steps without any new group."""
+
+    def _fills_up(self, missing: int) -> bool:
+        return not self._taken and len(self._reusable) >= missing
+
+
+class FillsUpFailed(Admission):
+    """Fills up a step whose only new groups have failed."""
+
+    def _fills_up(self, missing: int) -> bool:
+        return not self._taken and len(self._ready) > 0 and len(self._reusable) >= missing
+
+
+class ReusesEarly(Admission):
+    """Fills up a step while another one trains."""
+
+    def _fills_up(self, missing: int) -> bool:
+        return self._ready.any_ok and len(self._reusable) >= missing
+
+
+class ReusesTooOld(Admission):
+    """Keeps groups that have become too old."""
+
+    def _usable(self, version: int) -> bool:
+        return True
+
+
+class ReusesFiltered(Admission):
+    """Uses groups again that were not trained."""
+
+    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, Use]:
+        return super()._uses_after(step, self._taken[step].ok)
+
+
+class SettlesReused(Admission):
+    """Counts a further use as another end."""
+
+    def commit(self, step: int, **numbers: Any) -> None:
+        super().commit(step, **numbers)
+        self._done["trained"] += numbers["reused"]
+
+
+class IgnoresReused(Admission):
+    """Fills the queue as if groups that a step uses again had no rows."""
+
+    @property
+    def _taken_count(self) -> int:
+        return sum(len(taken.ok) for taken in self._taken.values())
+
+
+class KeepsRows(Admission):
+    """Does not free the rows of a group if it is a single one."""
+
+    def take_released(self) -> list[int]:
+        released = super().take_released()
+        return released if len(released) != 1 else []
+
+
+class Endless(ReusableGroups):
+    """Does not count uses."""
+
+    def keep(self, group: int, use: Use) -> bool:
+        self._groups[group] = use
+        return True
+
+
+class MostUsedFirst(ReusableGroups):
+    """Uses the wrong groups first."""
+
+    def take(self, number: int) -> dict[int, Use]:
+        return self._remove(lambda group, use: (-use.uses, use.oldest, group), number)
+
+
+class YoungestFirst(ReusableGroups):
+    """Lets groups become too old although they could be used."""
+
+    def take(self, number: int) -> dict[int, Use]:
+        return self._remove(lambda group, use: (use.uses, -use.oldest, group), number)
+
+
+class EvictsTheBest(ReusableGroups):
+    """Lets the wrong groups go first."""
+
+    def evict(self, number: int) -> list[int]:
+        return list(self.take(number))
+
+
+class NeverEvicts(ReusableGroups):
+    """Keeps groups that new ones need the room of."""
+
+    def evict(self, number: int) -> list[int]:
+        return []
+
+
+def holding(
+    reusable: type[ReusableGroups] = ReusableGroups,
+    ready: type[ReadyGroups] = ReadyGroups,
+    in_flight: type[GroupsInFlight] = GroupsInFlight,
+) -> type[Admission]:
+    """An admission whose groups for further uses, finished groups or groups in flight are of another kind."""
+
+    class Holding(Admission):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._reusable = reusable(self.max_uses)
+            self._ready, self._in_flight = ready(), in_flight()
+
+    return Holding
+
+
+@dataclass(frozen=True)
+class Small:
+    """A run whose states can all be visited.
+
+    `steps`: the number of its steps, which admission knows if `ends`. `plain`: see `successors`; its states would else
+    be too many.
+    """
+
+    groups: int
+    pace: Pace
+    steps: int
+    refill: int = 0
+    capacity: int | None = None
+    max_uses: int = 1
+    ahead: int = 0
+    ends: bool = False
+    plain: bool = False
+
+    def make(self, kind: type[Admission] = Admission) -> Admission:
+        steps = self.steps if self.ends else None
+        return kind(
+            self.groups, self.pace, refill=self.refill, capacity=self.capacity, steps=steps, max_uses=self.max_uses
+        )
+
+
+# A step off, many versions in flight, updates per step, several steps per publication; then groups that are replaced,
+# a queue that holds less than the bound allows, with and without a batch that is taken beside the step that trains.
+SMALL = [
+    Small(2, Pace(), 3),
+    Small(2, Pace(max_staleness=1), 3),
+    Small(1, Pace(max_staleness=3), 5),
+    Small(1, Pace(updates_per_step=2, sync_interval=2, max_staleness=3), 4),
+    Small(2, Pace(sync_interval=2, max_staleness=1), 4),
+    Small(1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4),
+    Small(2, Pace(), 2, refill=3),
+    Small(2, Pace(max_staleness=1), 3, refill=2),
+    Small(1, Pace(max_staleness=2), 4, refill=1),
+    Small(1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4, refill=2),
+    Small(2, Pace(max_staleness=2), 3, capacity=5, ahead=1),
+    Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2, ahead=1),
+    Small(2, Pace(max_staleness=2), 3, capacity=3),
+    Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2),
+    Small(2, Pace(max_staleness=1), 3, ahead=1, ends=True),
+]
+# The same with groups that are used again: with a batch taken ahead, up to the end of the run, three times, with
+# several updates per step and steps per publication, in a queue that holds less, beside groups that are replaced, and
+# in such a queue with a batch taken ahead.
+REUSING = [
+    Small(2, Pace(max_staleness=1), 4, max_uses=2, ahead=1),
+    Small(2, Pace(max_staleness=2), 4, max_uses=2, ends=True),
+    Small(3, Pace(max_staleness=2), 4, max_uses=3, ends=True, plain=True),
+    Small(2, Pace(updates_per_step=2, sync_interval=2, max_staleness=5), 4, max_uses=2, ends=True),
+    Small(2, Pace(sync_interval=2, max_staleness=3), 4, max_uses=2, ahead=1, ends=True),
+    Small(2, Pace(max_staleness=3), 4, max_uses=3, capacity=5, plain=True),
+    Small(2, Pace(max_staleness=1), 3, max_uses=2, refill=1),
+    Small(2, Pace(max_staleness=2), 4, max_uses=2, capacity=5, ahead=1, ends=True),
+    Small(2, Pace(sync_interval=2, max_staleness=3), 4, max_uses=2, refill=1, capacity=5, ahead=1, plain=True),
+]
+
+
+@pytest.mark.parametrize("small", SMALL + REUSING, ids=str)
+def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
+    """The rules are the bound, the order, the size of a batch, each group once, and that a run reaches its end.
+
+    A group that is used again was trained before, not too often, within the bound, and in no new one's place.
+    """
+    reuses = small.max_uses > 1
+    assert explore(small.make, small.steps, small.ahead, reuses=reuses, plain=small.plain) > small.steps
+
+
+@pytest.mark.parametrize(
+    ("mutant", "broken"),
+    [
+        (TooMuchRoom, "the bound is passed"),
+        (NoCap, "a second call starts groups again|the bound is passed"),
+        (NoWait, "the bound is passed"),
+        (holding(ready=NewestFirst), "an older group is left|the bound is passed"),
+        (NothingNew, "deadlock"),
+        (NoRefill, "a replaced group leaves no place to another"),
+        (NoRefillLimit, "more groups are replaced than the limit allows"),
+        (LateRefillLimit, "a group is queued below the limit"),
+        (ForgetsReplaced, "a replaced group is not settled"),
+        (SettlesReplacedTwice, "the counters do not add up"),
+        (IgnoresTaken, "the queue holds more than it may"),
+        (ForgetsTheStepAhead, "the queue holds more than it may"),
+        (TrainsFailed, "a failed group counts as trainable"),
+        (holding(in_flight=AgeOfTheStart), "an older group is left"),
+    ],
+)
+def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
+    with pytest.raises(AssertionError, match=broken):
+        for small in reversed(SMALL):  # a rule is likelier to be broken in the last ones
+            explore(lambda small=small: small.make(mutant), small.steps, small.ahead)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutant", "broken"),
+    [
+        (NoPlaceForReuse, "nothing is ever used again"),
+        (CrowdsOut, "the bound is passed"),
+        (ForgetsTheEnd, "a new group is left at the end|the bound is passed"),
+        (OnlyOldGroups, "a step has no new group"),
+        (FillsUpFailed, "a step has no new group that can be trained"),
+        (ReusesEarly, "groups are used again although the trainer has work"),
+        (ReusesTooOld, "rows are kept that no step can use"),
+        (ReusesFiltered, "a group is used again that was not trained|are not counted"),
+        (SettlesReused, "a group ends twice"),
+        (IgnoresReused, "the queue holds more than it may"),
+        (KeepsRows, "rows are kept that no step can use"),
+        (holding(Endless), "rows are kept that no step can use"),
+        (holding(MostUsedFirst), "groups that come later are used again first"),
+        (holding(YoungestFirst), "groups that come later are used again first"),
+        (holding(EvictsTheBest), "rows of more value leave the queue"),
+        (holding(NeverEvicts), "the queue holds more than it may"),
+    ],
+)
+def test_each_rule_of_bounded_replay_is_needed(mutant: type[Admission], broken: str) -> None:
+    with pytest.raises(AssertionError, match=broken):
+        for small in REUSING:
+            explore(lambda small=small: small.make(mutant), small.steps, small.ahead, reuses=True, plain=small.plain)
+
+
+class AnyPace(Pace):
+    """A pace without the check of its numbers."""
+
+    def __post_init__(self) -> None: ...
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("steps_per_sync", [1, 2])
+def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_for_ever(updates: int, steps_per_sync: int) -> None:
+    interval = updates * steps_per_sync
+    refused = 0
+    sizes = itertools.product(range(interval + 1), (1, 2, 3, 4, None), (0, 1), (1, 2), (0, 1))
+    for staleness, capacity, refill, max_uses, ahead in sizes:
+        pace = AnyPace(updates, interval, staleness)
+        small = Small(2, pace, steps_per_sync + 1, refill, capacity, max_uses)
+        if not steps_without_room(pace) and fits_queue(small.groups, capacity):
+            explore(small.make, small.steps, ahead, plain=True)
+        else:
+            refused += 1
+            with pytest.raises(AssertionError, match="deadlock"):
+                explore(small.make, small.steps, ahead, plain=True)
+    assert refused > 8
+
+
+def labels_of_the_first_group(pace: Pace, shift: int, steps: int) -> None:
+    """Train `steps` steps, then finish one group whose engine labels its tokens `shift` versions off.
+
+    A group's tokens have every version that was published while it was in flight; the next one is being loaded.
+    """
+    admission = Admission(2, pace)
+    published, started = [0], dict[int, int]()
+    admission.set_version(0)
+    for step in range(steps):
+        started |= dict.fromkeys(admission.admit(), published[-1])
+        for group, first in started.items():
+            admission.finish(group, True, [version for version in published if version >= first])
+        started.clear()
+        assert admission.batch(step) is not None
+        admission.commit(step, trained=2, filtered=0, dropped_stale=0, failed=0)
+        if pace.publishes_after(step + 1):
+            published.append((step + 1) * pace.updates_per_step)
+            admission.announce(published[-1])
+            admission.set_version(published[-1])
+    new = admission.admit()
+    admission.finish(new[0], True, [published[-1] + shift])
+
+
+@pytest.mark.parametrize("pace", [small.pace for small in SMALL[:6]], ids=str)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_labels_of_another_version_are_found_in_the_first_group(pace: Pace, shift: int) -> None:
+    period = pace.sync_interval // pace.updates_per_step
+    for steps in (0, period, 2 * period):
+        labels_of_the_first_group(pace, 0, steps)
+        with pytest.raises(ValueError, match=r"has a token of version|never published"):
+            labels_of_the_first_group(pace, shift, steps)
+
+
+def test_tokens_may_carry_a_version_from_its_announcement_on() -> None:
+    """Engines serve a version before the controller hears that all of them do."""
+    admission = Admission(1, Pace(max_staleness=2))
+    admission.set_version(0)
+    admission.admit()
+    with pytest.raises(ValueError, match="group 0 has tokens of version 1, which was never published; the last is 0"):
+        admission.finish(0, True, [0, 1])
+    admission.announce(1)
+    admission.finish(0, True, [0, 1])
+    with pytest.raises(ValueError, match="group 1 has tokens of version 2, which was never published; the last is 1"):
+        admission.finish(1, True, [1, 2])
+    assert admission.counters.in_flight == 2  # refused, not lost
+
+
+def test_replaced_groups_are_filtered_by_the_next_step_and_part_of_the_history() -> None:
+    admission = Admission(2, SYNC, refill=3)
+    admission.set_version(0)
+    assert admission.admit() == [0, 1]
+    assert admission.replace(1, [0]) and admission.admit() == [2]
+    assert admission.replace(2, [0]) and admission.admit() == [3]
+    admission.finish(0, True, [0])
+    counters = admission.counters
+    assert (counters.in_flight, counters.replaced, counters.ready) == (1, 2, 1) and counters.balanced
+    admission.finish(3, True, [0])
+    assert admission.batch(0) == ([0, 3], []) and admission.replaced(0) == [1, 2]
+    assert admission.counters.taken == 4 and admission.counters.replaced == 0
+    before = admission.state_dict()
+    with pytest.raises(ValueError, match=r"do not account for its 4 groups, 0 of them failed .* 2 were replaced"):
+        admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
+    with pytest.raises(ValueError, match="do not account"):
+        admission.commit(0, trained=3, filtered=1, dropped_stale=0, failed=0)
+    admission.commit(0, trained=1, filtered=3, dropped_stale=0, failed=0)
+    assert (admission.counters.filtered, admission.counters.settled) == (3, 4) and admission.counters.balanced
+    for state, next_groups in ((before, [0, 1]), (admission.state_dict(), [4, 5])):
+        resumed = Admission(2, SYNC, refill=3)
+        resumed.load_state_dict(state)
+        resumed.set_version(1)
+        assert resumed.admit() == next_groups  # replaced groups that no commit settled are drawn again
+        assert resumed.replace(next_groups[0], [1]) and len(resumed.admit()) == 1
+
+
+@pytest.mark.parametrize(
+    ("ended", "message"),
+    [
+        ({}, None),
+        ({"trained": [0]}, r"missing: \[3\]"),
+        ({"trained": [0, 9]}, r"not taken: \[9\], missing: \[3\]"),
+        ({"trained": [0, 0]}, r"missing: \[3\]"),
+        ({"trained": [0, 1], "filtered": [3]}, "replaced: "),
+        ({"trained": [0, 2], "failed": [3]}, "failed in rollout: "),
+        ({"trained": [0, 3], "dropped_stale": [1], "filtered": []}, "replaced: "),
+    ],
+)
+def test_a_commit_names_exactly_the_groups_that_its_step_has_taken(
+    ended: dict[str, list[int]], message: str | None
+) -> None:
+    """Numbers that add up do not show that the right groups were trained."""
+    admission = Admission(3, SYNC, refill=1)
+    admission.set_version(0)
+    admission.admit()
+    assert admission.replace(1, [0]) and admission.admit() == [3]
+    for group in (0, 2, 3):
+        admission.finish(group, group != 2, [0])
+    assert admission.batch(0) == ([0, 3], [2]) and admission.replaced(0) == [1]
+    whole = {"trained": [0, 3], "filtered": [1], "dropped_stale": [], "failed": [2], **ended}
+    numbers = {"trained": 2, "filtered": 1, "dropped_stale": 0, "failed": 1}
+    if message is None:
+        admission.commit(0, **numbers, ended=whole)
+        assert admission.counters.settled == 4
+        return
+    with pytest.raises(ValueError, match=message):
+        admission.commit(0, **numbers, ended=whole)
+    assert admission.counters.taken == 4 and admission.counters.settled == 0, "nothing is settled"
+
+
+def test_beyond_the_limit_a_group_without_signal_is_queued() -> None:
+    admission = Admission(1, SYNC, refill=1)
+    admission.set_version(0)
+    admission.admit()
+    assert admission.replace(0, [0])
+    assert admission.admit() == [1] and not admission.replace(1, [0])
+    admission.finish(1, True, [0])
+    assert admission.batch(0) == ([1], [])
+    admission.commit(0, trained=0, filtered=2, dropped_stale=0, failed=0)
+    admission.set_version(1)
+    assert admission.admit() == [2] and admission.replace(2, [1])  # the limit is one of each step
+
+
+def reusing(**options: Any) -> Admission:
+    """Steps of two groups; 0 and 1 were trained by step 0, 2 is ready, and 3 is in flight."""
+    admission = Admission(2, Pace(max_staleness=3), max_uses=2, **options)
+    admission.set_version(0)
+    assert admission.admit() == [0, 1, 2, 3]  # eight fit the bound, but not if each is used twice
+    for group in (0, 1, 2):
+        admission.finish(group, True, [0])
+    assert admission.batch(0) == ([0, 1], []) and admission.reused(0) == []
+    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[1, 0])
+    return admission
+
+
+def test_a_step_is_filled_up_with_groups_that_were_trained_before() -> None:
+    admission = reusing()
+    assert admission.counters.reusable == 2 and admission.take_released() == []
+    assert admission.batch(1) == ([2], []) and admission.reused(1) == [0]
+    assert admission.unsettled == [2, 3], "a group that is used again has ended"
+    ends = {"trained": 1, "filtered": 0, "dropped_stale": 0, "failed": 0}
+    with pytest.raises(ValueError, match="step 1 took 1 groups to train them again, not 0"):
+        admission.commit(1, **ends, trained_groups=[2])
+    with pytest.raises(ValueError, match="do not account for its 1 groups"):
+        admission.commit(1, **ends | {"trained": 2}, reused=1, trained_groups=[0, 2])
+    with pytest.raises(ValueError, match="step 1: the ids of the trained groups are missing"):
+        admission.commit(1, **ends, reused=1)
+    for groups in ([0], [], [2, 2]):
+        with pytest.raises(ValueError, match=r"cannot be its 1 trained groups; the trainable ones are \[2\]"):
+            admission.commit(1, **ends, reused=1, trained_groups=groups)
+    assert admission.counters.taken == 1 and admission.counters.reused == 0
+    admission.commit(1, **ends, reused=1, trained_groups=[2])
+    counters = admission.counters
+    assert (counters.trained, counters.reused, counters.reusable) == (3, 1, 2) and counters.balanced
+    assert admission.take_released() == [0] and admission.take_released() == []  # used twice
+
+
+def test_a_step_whose_only_new_group_has_failed_is_not_filled_up() -> None:
+    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
+    admission.set_version(0)
+    assert admission.admit() == [0, 1, 2, 3]
+    for group in (0, 1, 2):
+        admission.finish(group, group != 2, [0])
+    assert admission.batch(0) == ([0, 1], [])
+    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[0, 1])
+    assert admission.counters.reusable == 2 and admission.batch(1) is None
+    admission.finish(3, True, [0])
+    assert admission.batch(1) == ([3], [2]) and admission.reused(1) == []
+
+
+def test_without_replay_every_group_leaves_the_queue_when_its_step_is_committed() -> None:
+    admission = Admission(2, Pace(max_staleness=1))
+    admission.set_version(0)
+    for group in admission.admit():
+        admission.finish(group, ok=group != 1)
+    admission.batch(0)
+    assert admission.take_released() == []
+    admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=1, trained_groups=[0])
+    assert admission.take_released() == [0, 1] and admission.counters.reusable == 0
+
+
+def test_a_resume_uses_no_group_again_that_the_history_has_settled() -> None:
+    admission = reusing()
+    admission.batch(1)
+    admission.commit(1, trained=1, filtered=0, dropped_stale=0, failed=0, reused=1, trained_groups=[2])
+    resumed = Admission(2, Pace(max_staleness=3), max_uses=2)
+    resumed.load_state_dict(admission.state_dict())
+    assert (resumed.counters.reused, resumed.counters.reusable) == (1, 0)
+    resumed.set_version(2)
+    assert resumed.admit() == [3, 4, 5, 6]
+    resumed.finish(3, True, [2])
+    assert resumed.batch(2) is None
+    old = {key: value for key, value in admission.state_dict().items() if key != "reused"}
+    resumed.load_state_dict(old)  # of a checkpoint of before
+    assert resumed.counters.reused == 0
+
+
+def test_groups_that_are_generated_before_a_resume_are_kept_beyond_those_that_would_start() -> None:
+    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
+    admission.set_version(0)
+    assert admission.room == 4
+    assert len(admission.keep({group: {0} for group in range(9)})) == 8 and admission.room == 0
+
+
+@pytest.mark.parametrize(
+    ("max_uses", "places", "seconds", "least", "most"),
+    [
+        (1, 16, 4.0, 1.9, 2.3),  # the engines make a step's groups in two seconds
+        (2, 16, 4.0, 1.0, 1.35),
+        (3, 16, 4.0, 1.0, 1.15),
+        (2, 16, 1.5, 1.0, 1.05),
+    ],
+)
+def test_the_trainer_does_not_wait_for_generation_as_long_as_groups_can_be_used_again(
+    max_uses: int, places: int, seconds: float, least: float, most: float
+) -> None:
+    """Seconds per step of a trainer that needs one, with `places` for groups that take `seconds` to generate."""
+    ran = run_timeline(Admission(8, Pace(max_staleness=7), max_uses=max_uses, steps=100), places, seconds)
+    assert least <= ran.seconds / 100 <= most
+    # Nothing is used again if the engines keep up.
+    assert ran.reused == 0 if max_uses == 1 else (ran.reused > 100) is (seconds > 2)
+
+
+def drive(admission: Admission, steps: int) -> list[list[int]]:
+    """Complete synchronous steps; the groups of each."""
+    batches = []
+    for _ in range(steps):
+        step = admission.state_dict()["steps"]
+        admission.set_version(step)
+        for group in reversed(admission.admit()):
+            admission.finish(group, ok=True)
+        taken = admission.batch(step)
+        assert taken is not None
+        batches.append(taken[0])
+        admission.commit(step, trained=admission.groups, filtered=0, dropped_stale=0, failed=0)
+    return batches
+
+
+@given(groups=st.integers(1, 6), steps=st.integers(1, 6))
+def test_synchronous_steps_take_consecutive_groups(groups: int, steps: int) -> None:
+    batches = drive(Admission(groups, SYNC), steps)
+    assert batches == [list(range(step * groups, (step + 1) * groups)) for step in range(steps)]
+
+
+def test_nothing_is_admitted_before_the_first_version_nor_ahead_of_it() -> None:
+    admission = Admission(3, SYNC)
+    assert admission.admit() == []
+    admission.set_version(0)
+    assert admission.admit() == [0, 1, 2] and admission.admit() == []
+    admission.set_version(0)
+    assert admission.admit() == []
+
+
+def test_the_next_group_is_the_first_that_was_never_started() -> None:
+    machine = Admission(2, Pace())
+    machine.set_version(0)
+    assert machine.next_group == 0 and machine.admit() == [0, 1] and machine.next_group == 2
+    machine.load_state_dict(machine.state_dict())
+    assert machine.next_group == 2 and machine.unsettled == [0, 1]  # these are started again
+
+
+def test_staleness_admits_ahead() -> None:
+    admission = Admission(2, Pace(max_staleness=2))
+    admission.set_version(0)
+    assert admission.admit() == [0, 1, 2, 3, 4, 5]
+
+
+@given(
+    groups=st.integers(1, 3), steps=st.integers(1, 9), ahead=st.integers(0, 6), refill=st.integers(0, 4), data=st.data()
+)
+def test_no_group_is_started_for_a_step_after_the_last(
+    groups: int, steps: int, ahead: int, refill: int, data: st.DataObject
+) -> None:
+    """And every step of the run still gets its groups, whatever the order in which they finish."""
+    admission = Admission(groups, Pace(1, 1, ahead), refill=refill, steps=steps)
+    for step in range(steps):
+        admission.set_version(step)
+        while (taken := admission.batch(step)) is None:
+            admission.admit()
+            group = data.draw(st.sampled_from(sorted(admission.in_flight)))
+            if not (data.draw(st.booleans()) and admission.replace(group, [step])):
+                admission.finish(group, True, [step])
+        replaced = len(admission.replaced(step))
+        admission.commit(step, trained=len(taken[0]), filtered=replaced, dropped_stale=0, failed=0)
+        assert admission.admit() == [] or step + 1 < steps
+    counters = admission.counters
+    assert counters.trained == groups * steps and counters.admitted == counters.trained + counters.filtered
+    assert not admission.in_flight and admission.room == 0
+
+
+def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
+    admission = Admission(2, Pace(max_staleness=1))
+    admission.set_version(0)
+    assert admission.admit() == [0, 1, 2, 3]
+    for group in (0, 3):
+        admission.finish(group, ok=True)
+    assert admission.batch(0) == ([0, 3], [])
+    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
+    admission.finish(1, ok=True)
+    resumed = Admission(2, Pace(max_staleness=1))
+    resumed.load_state_dict(admission.state_dict())
+    resumed.set_version(1)
+    assert resumed.admit() == [1, 2, 4, 5]
+
+
+def test_versions_are_not_steps() -> None:
+    """A history at version 7 after one step admits as much as any other."""
+    admission = Admission(4, SYNC)
+    admission.set_version(6)
+    assert admission.admit() == [0, 1, 2, 3]
+    for group in range(4):
+        admission.finish(group, ok=True)
+    admission.batch(0)
+    admission.commit(0, trained=4, filtered=0, dropped_stale=0, failed=0)
+    admission.set_version(7)
+    resumed = Admission(4, SYNC)
+    resumed.load_state_dict(admission.state_dict())
+    assert resumed.room == 0  # the engines may have no weights yet
+    resumed.set_version(7)
+    assert resumed.admit() == [4, 5, 6, 7]
+
+
+@given(
+    steps=st.integers(0, 4), beyond=st.integers(0, 3), groups=st.integers(1, 4), now=st.integers(1, 6),
+    kept=st.booleans(),
+)  # fmt: skip
+def test_what_the_checkpoint_does_not_hold_is_rolled_back(
+    steps: int, beyond: int, groups: int, now: int, kept: bool
+) -> None:
+    """Saved after `steps` steps, killed `beyond` steps later with one more batch in flight, resumed with `now` groups
+    per step: the same ids again, attempts counted whether the controller lived on or only its file did."""
+    admission = Admission(groups, SYNC)
+    state = admission.state_dict()
+    for step in range(steps + beyond + 1):
+        admission.set_version(step)
+        for group in admission.admit():
+            admission.finish(group, ok=True)
+        if step < steps + beyond:
+            admission.batch(step)
+            admission.commit(step, trained=groups, filtered=0, dropped_stale=0, failed=0)
+        if step + 1 == steps:
+            state = admission.state_dict()
+    assert admission.counters.rolled_back == 0
+    resumed = Admission(now, SYNC)
+    resumed.load_state_dict(state, admission.attempts)
+    if kept:  # a second resume from the same checkpoint changes nothing
+        resumed.load_state_dict(state, resumed.attempts)
+    lost = (beyond + 1) * groups
+    assert resumed.counters.rolled_back == lost and resumed.counters.admitted == steps * groups
+    resumed.set_version(steps)
+    assert resumed.admit() == list(range(steps * groups, steps * groups + now))
+    counters = resumed.counters
+    assert counters.balanced and counters.rolled_back == lost
+    assert resumed.attempts == counters.admitted + counters.rolled_back
+
+
+def test_commit_refuses_numbers_that_do_not_add_up() -> None:
+    admission = Admission(2, SYNC)
+    admission.set_version(0)
+    for group in admission.admit():
+        admission.finish(group, ok=group == 0)
+    assert admission.batch(0) == ([0], [1])
+    for numbers in ((2, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 1), (3, 0, 0, -1)):
+        with pytest.raises(ValueError, match="do not account"):
+            admission.commit(0, **dict(zip(("trained", "filtered", "dropped_stale", "failed"), numbers, strict=True)))
+    admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=1)
+    with pytest.raises(ValueError, match="already committed"):
+        admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=1)
+
+
+def test_misuse_is_refused() -> None:
+    admission = Admission(1, SYNC)
+    admission.set_version(0)
+    admission.admit()
+    admission.finish(0, ok=True)
+    with pytest.raises(ValueError, match="not in flight"):
+        admission.finish(0, ok=True)
+    with pytest.raises(ValueError, match="in order"):
+        admission.batch(1)
+    with pytest.raises(ValueError, match="went back"):
+        admission.set_version(-1)
+
+
+@given(st.lists(st.sampled_from(["ok", "failed"]), max_size=8))
+def test_a_group_needs_two_usable_samples(statuses: list[str]) -> None:
+    assert usable_samples(statuses) == (statuses.count("ok") >= 2)
+
+
+def test_versions_that_start_nothing_leave_nothing_behind() -> None:
+    admission, held = Admission(1, SYNC, steps=1), []
+    admission.set_version(0)
+    admission.admit()
+    admission.finish(0, True, [0])
+    admission.batch(0)
+    admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=0)
+    for version in range(1, 300):
+        admission.set_version(version)
+        assert admission.admit() == []
+        held.append(held_bytes(vars(admission)))
+    assert held[-1] == held[100]

@@ -1,0 +1,244 @@
+"""A replica without its engine: errors out of the engine's log, and no generation without weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCoreProc
+
+from megarl.common.errors import ReplicaFailed
+from megarl.config.schema import TimeoutsConfig
+from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.engine import replica as replica_module
+from megarl.rollout.engine.engine_start import EngineStart
+from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
+from megarl.rollout.engine.replica import EngineReplica, ReplicaSpec, root_cause, start_replica
+from megarl.rollout.engine.response_parts import EngineReport
+from tests.support.pool.pool import pool_config
+
+
+def test_the_engines_own_error_is_found_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "replica-0.log"
+    log.write_text(
+        "(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1509] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1510] rust.SafetensorError: invalid header length\n"
+        "2026-11-21 01:26:22 ERROR megarl.rollout.engine.replica: RuntimeError: Engine core initialization failed. See above\n"  # noqa: E501
+    )
+    assert root_cause(log) == "rust.SafetensorError: invalid header length"
+    assert root_cause(log, start=log.stat().st_size) == ""
+    log.write_text("(EngineCore pid=7) INFO 11-21 01:26:19 [core.py:1] no Error: here\n")
+    assert root_cause(log) == ""
+
+
+class FakeEngine:
+    """The calls of AsyncLLM that a weight sync and a request make; it answers every request with one token."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.version = "default"
+        self.salts: list[str | None] = []
+        self.calls: list[Any] = []  # of the weight sync, and whether it generates
+        self.refuses = self.hangs = False
+        self.output_processor = SimpleNamespace(_update_stats_from_output=lambda *_: None)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    async def update_weights(self, request: Any) -> None:
+        if self.refuses:
+            raise RuntimeError("an interrupted reload left 3 tensors")
+        if self.hangs:
+            await asyncio.sleep(60)
+        self.calls.append(request.update_info)
+
+    async def finish_weight_update(self, version: str | None) -> None:
+        self.calls.append(("finish", version))
+        self.version = version or self.version
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    async def generate(self, prompt: Any, parameters: Any, request_id: str, priority: int = 0) -> AsyncIterator[Any]:
+        self.salts.append(prompt.get("cache_salt"))
+        span = SimpleNamespace(version=self.version, start=0, end=1)
+        logprobs = SimpleNamespace(logprobs=[-0.5], token_ids=[7])
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=[span], finish_reason="length")]
+        )
+
+
+REQUEST = GenerateRequest("r", [1, 2], SamplingSpec(max_tokens=1, temperature=1.0, stop_token_ids=()), seed=0)
+
+
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool) -> EngineReplica:
+    config = pool_config(tmp_path, rollout={"load_weights": load_weights})
+    monkeypatch.setattr(replica_module, "redirect_output", lambda file: None)
+    monkeypatch.setattr(replica_module, "engine_environment", lambda *_, **__: {})
+    monkeypatch.setattr(EngineReplica, "_build", lambda self: FakeEngine())
+    spec = ReplicaSpec(config.model_dump_json(), str(tmp_path), "run", cuda=False, max_model_len=64, supervisor=None)
+    replica = EngineReplica(spec, 3)
+    asyncio.run(replica.start())
+    return replica
+
+
+def test_an_engine_without_weights_refuses_to_generate_until_a_sync_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replacement of a lost engine starts in the same way, and refuses too."""
+
+    async def run(replica: EngineReplica) -> EngineReport:
+        with pytest.raises(ReplicaFailed, match="replica 3 has no weights yet"):
+            await replica.generate([REQUEST], 60.0)
+        await replica.set_weight_version("5")  # a label brings no weights
+        await replica.start_weight_update()
+        with pytest.raises(ReplicaFailed, match="has no weights yet"):
+            await replica.generate([REQUEST], 60.0)
+        await replica.finish_weight_update("6")
+        return await replica.generate([REQUEST], 60.0)
+
+    report = asyncio.run(run(started(tmp_path, monkeypatch, load_weights=False)))
+    assert report.parts["r"].versions == (VersionSpan(6, 0, 1, replica=3),)
+
+
+def test_an_engine_that_has_read_the_weights_serves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = asyncio.run(started(tmp_path, monkeypatch, load_weights=True).generate([REQUEST], 60.0))
+    assert report.parts["r"].response_ids == [7]
+
+
+@pytest.mark.parametrize(("interval_s", "hold_s"), [(0.1, 0.05), (5.0, 0.2)])
+def test_an_engine_holds_no_tokens_for_longer_than_reports_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float, hold_s: float
+) -> None:
+    """The tokens that a lost engine takes with it are those of one interval, what its process holds included."""
+    built: list[float] = []
+    monkeypatch.setattr(replica_module, "redirect_output", lambda file: None)
+    monkeypatch.setattr(replica_module, "engine_environment", lambda *_, **__: {})
+    monkeypatch.setattr(replica_module, "engine_args", lambda *_, **__: {})
+    monkeypatch.setattr(replica_module, "build_monitored", lambda arguments, monitor, hold_s: built.append(hold_s))
+    monkeypatch.setattr(EngineCoreProc, "run_engine_core", staticmethod(EngineCoreProc.run_engine_core))
+    config = pool_config(tmp_path, rollout={"report_interval_s": interval_s})
+    spec = ReplicaSpec(config.model_dump_json(), str(tmp_path), "run", cuda=False, max_model_len=64, supervisor=None)
+    EngineReplica(spec, 3)._build()
+    assert built == [hold_s]
+    assert isinstance(EngineCoreProc.run_engine_core, EngineStart), "its process would start slowly"
+
+
+def test_a_replica_that_is_started_tells_when_it_has_its_place() -> None:
+    """The place looks free until then, and afterwards the engine may still need minutes."""
+    order: list[str] = []
+
+    def method(name: str) -> Any:
+        async def call() -> None:
+            order.append(name)
+
+        return SimpleNamespace(remote=call)
+
+    handle: Any = SimpleNamespace(__ray_ready__=method("ready"), start=method("start"))
+    assert asyncio.run(start_replica(handle, 3, TimeoutsConfig(), placed=lambda: order.append("placed"))) is handle
+    assert order == ["ready", "placed", "start"]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_kept_cache_is_for_the_requests_in_flight_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    """Else later requests with the same prompt would have values of the old weights under the new version."""
+    replica = started(tmp_path, monkeypatch, load_weights=True)
+
+    async def run() -> None:
+        await replica.generate([REQUEST], 60.0)
+        await replica.pause(recompute)
+        await replica.generate([REQUEST], 60.0)
+
+    asyncio.run(run())
+    _, before, after = replica._engine.salts  # type: ignore[union-attr]  # the first is the probe's
+    assert (before == after) is recompute
+
+
+async def sync(replica: EngineReplica, version: str) -> None:
+    await replica.pause()
+    await replica.start_weight_update()
+    await replica.update_weights({})
+    await replica.finish_weight_update(version)
+    await replica.resume()
+
+
+def test_a_replica_whose_sync_was_interrupted_stays_paused_until_it_has_taken_all_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = started(tmp_path, monkeypatch, load_weights=False)
+    engine: Any = replica._engine
+
+    async def run() -> None:
+        await sync(replica, "1")
+        await replica.pause()
+        await replica.start_weight_update()
+        await replica.update_weights({})
+        for call in (replica.resume, replica.reset):
+            with pytest.raises(ReplicaFailed, match="replica 3 was left in the middle of a weight sync"):
+                await call()
+        engine.calls.clear()
+        await replica.abandon_weight_update({"abandon": True})
+        assert engine.calls == [{"abandon": True}, ("finish", None)], "vLLM's session has to be ended"
+        for call in (replica.resume, replica.reset):
+            with pytest.raises(ReplicaFailed, match="replica 3 holds weights of two versions"):
+                await call()
+        await replica.abandon_weight_update({"abandon": True})  # nothing is left to give up
+        assert len(engine.calls) == 2 and engine.version == "1"
+        await sync(replica, "2")
+        assert engine.calls[-1] == "resume" and engine.version == "2"
+        await replica.reset()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_cannot_give_up_a_sync_stays_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = started(tmp_path, monkeypatch, load_weights=False)
+
+    async def run() -> None:
+        await replica.pause()
+        await replica.start_weight_update()
+        await replica.update_weights({})
+        replica._engine.refuses = True  # type: ignore[union-attr]
+        with pytest.raises(ReplicaFailed, match=r"abandon_weight_update failed: .*left 3 tensors"):
+            await replica.abandon_weight_update({"abandon": True})
+        with pytest.raises(ReplicaFailed, match="in the middle of a weight sync"):
+            await replica.resume()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_in_a_sync_is_noticed_although_its_call_is_never_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the sync would know it by its deadline only."""
+    replica = started(tmp_path, monkeypatch, load_weights=False)
+    engine: Any = replica._engine
+
+    async def run() -> None:
+        await replica.pause()
+        await replica.start_weight_update()
+        engine.hangs = True
+        updating = asyncio.create_task(replica.update_weights({}))
+        await asyncio.sleep(2 * replica_module.DEATH_CHECK_S)
+        assert not updating.done(), "an engine that lives may take its time"
+        engine.errored = True
+        async with asyncio.timeout(20):
+            with pytest.raises(ReplicaFailed, match="replica 3 is dead: its engine's process ended in update_weights"):
+                await updating
+        with pytest.raises(ReplicaFailed, match="replica 3 is dead"):
+            await replica.pause()
+
+    asyncio.run(run())

@@ -1,0 +1,260 @@
+"""Calls that share Ray calls: their order, their answers, and what a lost Ray call costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
+from megarl.rollout.transport import rpc
+from megarl.rollout.transport.gather import Outbox
+from megarl.rollout.transport.rpc import CallDesk, CallLink, CallResults, SharedCall
+from tests.support.engines.fake_replicas import Method
+
+
+class Actor:
+    """An actor with a desk. `ray_calls`: their names. `lost`: how many answers get lost on their way."""
+
+    def __init__(self) -> None:
+        self.ray_calls: list[str] = []
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.gates: dict[int, asyncio.Event] = {}
+        self.lost = 0
+        self.slow_s = 0.0  # that a Ray call with calls takes until it runs, as one with large arguments does
+        self.dead = False
+        self.desk = CallDesk(self._call, lambda _: Outbox(gather_s=0.0))
+        self.begin_calls, self.take_answers = Method(self._begin), Method(self._take)
+
+    async def _begin(self, link: str, calls: Sequence[SharedCall]) -> None:
+        self._check()
+        await asyncio.sleep(self.slow_s)
+        self.ray_calls.append("begin")
+        self.desk.begin(link, calls)
+
+    async def _take(self, link: str, seen: int, wait_s: float) -> CallResults:
+        self._check()
+        self.ray_calls.append("take")
+        answers = await self.desk.take(link, seen, wait_s)
+        self._check()
+        if self.lost:
+            self.lost -= 1
+            await asyncio.Event().wait()
+        return answers
+
+    def _check(self) -> None:
+        if self.dead:
+            raise ConnectionError("the actor has died")
+
+    def _call(self, method: str, args: Sequence[Any]) -> Awaitable[Any]:
+        self.calls.append((method, tuple(args)))
+        return getattr(self, f"_do_{method}")(*args)
+
+    async def _do_double(self, number: int) -> int:
+        if number in self.gates:
+            await self.gates[number].wait()
+        return 2 * number
+
+    async def _do_refuse(self, error: Exception) -> None:
+        raise error
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def test_calls_of_one_turn_share_a_ray_call_in_their_order_and_their_answers_another_one() -> None:
+    async def scenario() -> None:
+        actor = Actor()
+        link = CallLink(actor, 5.0)
+        assert await asyncio.gather(*(link.call("double", each) for each in range(50))) == [2 * n for n in range(50)]
+        assert actor.calls == [("double", (each,)) for each in range(50)]
+        assert actor.ray_calls.count("begin") == 1 and actor.ray_calls.count("take") <= 2
+
+    run(scenario)
+
+
+def test_where_thousands_of_calls_are_open_those_of_many_turns_share_a_ray_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc, "gathering_s", lambda opened: 0.1 * opened)
+
+    async def scenario() -> None:
+        actor = Actor()
+        link = CallLink(actor, 5.0)
+        assert await link.call("double", 0) == 0  # nothing was sent before
+        calls = []
+        for number in range(1, 4):
+            calls.append(asyncio.ensure_future(link.call("double", number)))
+            await asyncio.sleep(0.01)
+        assert await asyncio.gather(*calls) == [2, 4, 6]
+        assert actor.calls == [("double", (number,)) for number in range(4)]
+        assert actor.ray_calls.count("begin") == 2
+
+    run(scenario)
+
+
+def test_no_ray_call_overtakes_calls_that_were_sent_before() -> None:
+    """Neither the one that takes answers, nor a small one with later calls."""
+
+    async def scenario() -> None:
+        actor = Actor()
+        actor.slow_s = 0.05
+        link = CallLink(actor, 5.0)
+        first = asyncio.ensure_future(link.call("double", 1))
+        await asyncio.sleep(0.01)
+        actor.slow_s = 0.0
+        assert await link.call("double", 2) == 4 and await first == 2
+        assert actor.calls == [("double", (1,)), ("double", (2,))]
+        assert actor.ray_calls[0] == "begin"
+
+    run(scenario)
+
+
+def test_an_answer_waits_for_no_other_one() -> None:
+    async def scenario() -> None:
+        actor = Actor()
+        actor.gates[1] = asyncio.Event()
+        link = CallLink(actor, 5.0)
+        slow = asyncio.ensure_future(link.call("double", 1))
+        assert await link.call("double", 2) == 4
+        assert await link.call("double", 3) == 6
+        assert not slow.done()
+        actor.gates[1].set()
+        assert await slow == 2
+
+    run(scenario)
+
+
+def test_errors_are_those_of_the_replica_or_texts_that_every_process_can_read() -> None:
+    class Strange(Exception):
+        def __reduce__(self) -> Any:
+            raise TypeError("cannot be sent")
+
+    async def scenario() -> None:
+        link = CallLink(Actor(), 5.0)
+        for error in (RequestFailed("no"), ReplicaFailed(3, "gone")):
+            with pytest.raises(type(error)) as found:
+                await link.call("refuse", error)
+            assert found.value is error
+        with pytest.raises(RuntimeError, match="Strange: odd"):
+            await link.call("refuse", Strange("odd"))
+        assert await link.call("double", 1) == 2
+
+    run(scenario)
+
+
+def test_answers_that_were_lost_on_their_way_are_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "POLL_S", 0.05)
+
+    async def scenario() -> None:
+        actor = Actor()
+        actor.lost = 2
+        link = CallLink(actor, 0.05)
+        assert await asyncio.gather(link.call("double", 1), link.call("double", 2)) == [2, 4]
+        assert len(actor.calls) == 2, "a call is made once"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_dead_actor_fails_every_call_at_once(when: str) -> None:
+    async def scenario() -> None:
+        actor = Actor()
+        actor.gates[1] = asyncio.Event()
+        link = CallLink(actor, 60.0)
+        actor.dead = when == "before"
+        waiting = [asyncio.ensure_future(link.call("double", 1)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        actor.dead = True
+        actor.gates[1].set()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(end) for end in ends] == [ConnectionError] * 3
+        with pytest.raises(ConnectionError):
+            await link.call("double", 2)
+
+    run(scenario)
+
+
+def test_a_silent_replica_costs_each_caller_its_own_time_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "POLL_S", 0.01)
+
+    async def scenario() -> None:
+        actor = Actor()
+        actor.gates[1] = asyncio.Event()
+        link = CallLink(actor, 0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(link.call("double", 1), 0.2)
+        late = asyncio.ensure_future(link.call("double", 1))
+        await asyncio.sleep(0.2)
+        actor.gates[1].set()
+        assert await late == 2, "the link has asked again"
+
+    run(scenario)
+
+
+def test_what_was_called_before_a_cancelled_call_is_sent_before_what_follows() -> None:
+    async def scenario() -> None:
+        actor = Actor()
+        link = CallLink(actor, 5.0)
+        first = asyncio.ensure_future(link.call("double", 1))
+        await asyncio.sleep(0)  # it has been made, and its turn is not over
+        first.cancel()
+        assert await link.call("double", 2) == 4
+        assert actor.calls == [("double", (1,)), ("double", (2,))]
+
+    run(scenario)
+
+
+def test_the_link_of_a_new_controller_takes_no_answer_of_the_one_before() -> None:
+    async def scenario() -> None:
+        actor = Actor()
+        actor.gates[1] = asyncio.Event()
+        old, new = CallLink(actor, 5.0), CallLink(actor, 5.0)
+        waiting = asyncio.ensure_future(old.call("double", 1))
+        await asyncio.sleep(0.01)
+        assert await new.call("double", 5) == 10
+        actor.gates[1].set()
+        assert await new.call("double", 6) == 12
+        with pytest.raises(RolloutError, match="another controller"):
+            await waiting
+
+    run(scenario)
+
+
+def test_a_link_without_calls_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "POLL_S", 0.02)
+
+    async def scenario() -> None:
+        actor = Actor()
+        link = CallLink(actor, 5.0)
+        await link.call("double", 1)
+        await asyncio.sleep(0.1)
+        taken = len(actor.ray_calls)
+        await asyncio.sleep(0.1)
+        assert len(actor.ray_calls) == taken
+        assert await link.call("double", 2) == 4
+
+    run(scenario)
+
+
+def test_no_answers_are_asked_for_when_the_calls_could_not_be_sent_because_the_loop_ends() -> None:
+    async def scenario() -> None:
+        actor = Actor()
+        actor.slow_s = 60.0
+        link = CallLink(actor, 5.0)
+        waiting = asyncio.ensure_future(link.call("double", 1))
+        await asyncio.sleep(0.01)
+        assert link._sending is not None
+        link._sending.cancel()
+        await asyncio.sleep(0.01)
+        assert actor.ray_calls == []
+        waiting.cancel()
+
+    run(scenario)

@@ -1,0 +1,44 @@
+"""Fixtures of the door's tests: a tokenizer whose chat template shows tools and writes calls as Qwen's does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.gateway.door_stand_in import Answer, StandInDoor
+from tests.support.models.tiny import make_tiny_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>\n' + ({'name': call['function']['name'], "
+    "'arguments': call['function']['arguments']} | tojson) + '\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer of single characters, and no weights."""
+    directory = tmp_path_factory.mktemp("chat-model")
+    tokenizer = make_tiny_tokenizer(directory)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def doors(chat_model: Path) -> Iterator[object]:
+    """A function that starts a stand-in door; all are closed at the end."""
+    started: list[StandInDoor] = []
+
+    def start(answer: Answer, **settings: object) -> StandInDoor:
+        started.append(StandInDoor(chat_model, answer, **settings))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()

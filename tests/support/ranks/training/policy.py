@@ -1,0 +1,390 @@
+"""The work of one rank of a test world with a policy: updates and log-probs under a layout, and numbers back."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megarl.algorithms.objective.aggregation import GlobalCounts
+from megarl.algorithms.objective.objective import LossFunction
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS
+from megarl.common.trust.object_collectives import JSON
+from megarl.config.schema import Config
+from megarl.models.hf.export import HFExporter
+from megarl.models.hf.read_config import load_info
+from megarl.models.megatron.layout import Layout
+from megarl.models.megatron.shards import table
+from megarl.trainer import packed_batch, parallel
+from megarl.trainer import policy as policy_module
+from megarl.trainer.batch import TrainSample, pack
+from megarl.trainer.packing import assign_to_ranks
+from megarl.trainer.policy import Policy
+from tests.support.losses.rl_problem import make_config
+from tests.support.losses.samples import with_streams, without_stream
+from tests.support.ranks.models.layouts import make_layout, use_layout
+
+
+@contextlib.contextmanager
+def built_policy(config: Config, layout: Layout, seed: int = 1, loss: LossFunction | None = None) -> Iterator[Policy]:
+    """The policy of a config in a fresh layout; torn down again, so that the next one finds nothing of it."""
+    with use_layout(layout, seed):
+        policy = Policy(config, layout, load_info(config.model.path), loss)
+        try:
+            yield policy
+        finally:
+            _forget_last_graph(policy)
+
+
+def _forget_last_graph(policy: Policy) -> None:
+    """MoE layers keep tensors of the last forward pass. Their graph holds DDP's hooks where gc cannot see them.
+
+    Without this, each mixture of experts would leave a model and some 16 process groups of three threads behind.
+    """
+    for chunk in policy.module_chunks:
+        for module in chunk.modules():
+            if isinstance(module, MoELayer):
+                module.token_dispatcher.__dict__.clear()
+
+
+def policy_under(
+    model_dir: Path, layout: dict[str, Any], loss: LossFunction | None = None, **changes: Any
+) -> contextlib.AbstractContextManager[Policy]:
+    """The policy of a tiny model in a layout of all ranks; `changes` to its config have `__` for the dots."""
+    return built_policy(make_config(model_dir, **changes), make_layout(**layout), loss=loss)
+
+
+def own_share(samples: list[TrainSample]) -> tuple[list[int], list[TrainSample]]:
+    indices = assign_to_ranks([s.length for s in samples], parallel.dp_size())[parallel.dp_rank()]
+    return indices, [samples[index] for index in indices]
+
+
+def exported(policy: Policy) -> dict[str, torch.Tensor]:
+    """This rank's share of the model under Hugging Face names."""
+    exporter = HFExporter(policy.module_chunks, policy.info, torch.float32)
+    return {item.name: value.clone() for item, value in exporter.stream() if value is not None}
+
+
+@torch.no_grad()
+def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """The reduced gradients under Hugging Face names; with a distributed optimizer its shards are joined first."""
+    for chunk in policy.module_chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    # Not by `parameter.data = main_grad`: a change of dtype would remove DDP's hooks, and no later update would reduce.
+    stand_ins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    places = [
+        (module, name, parameter)
+        for chunk in policy.module_chunks
+        for module in chunk.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    for module, name, parameter in places:
+        if parameter not in stand_ins:
+            stand_ins[parameter] = torch.nn.Parameter(parameter.main_grad, requires_grad=False)
+            stand_ins[parameter].__dict__.update(parameter.__dict__)  # which of them are sharded, and how
+        module._parameters[name] = stand_ins[parameter]
+    buffers = {name for entry in table(policy.info).values() if entry.rule.buffer for name in entry.names}
+    gradients = {name: value for name, value in exported(policy).items() if name not in buffers}
+    for module, name, parameter in places:
+        module._parameters[name] = parameter
+    return gradients
+
+
+def one_each(
+    lengths_per_rank: list[list[int]], max_tokens: int, multiple_of: int = 1, minimum: int = 1
+) -> list[list[list[int]]]:
+    """Instead of `plan_micro_batches`: no packing at all, and empty micro-batches wherever a replica has fewer."""
+    number = max([minimum, *map(len, lengths_per_rank)])
+    number = -(-number // multiple_of) * multiple_of
+    return [[[index] if index < len(lengths) else [] for index in range(number)] for lengths in lengths_per_rank]
+
+
+def train(
+    model_dir: Path,
+    layout: dict[str, Any],
+    samples: list[TrainSample],
+    steps: int = 1,
+    mutation: str | None = None,
+    packed: bool = True,
+    watch_sends: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    """`steps` updates on the same mini-batch: the first one's gradients, metrics, and the weights after the last."""
+    with contextlib.ExitStack() as stack:
+        if not packed:
+            stack.enter_context(mock.patch.object(packed_batch, "plan_micro_batches", one_each))
+        if watch_sends:
+            stack.enter_context(nothing_is_freed_before_it_has_left())
+        stack.enter_context(mutated(mutation))
+        loads = stack.enter_context(expert_loads())
+        policy = stack.enter_context(policy_under(model_dir, layout, **changes))
+        _, mine = own_share(samples)
+        captured: list[dict[str, torch.Tensor]] = []
+        step = policy.optimizer.step
+
+        def capture() -> Any:
+            if not captured:
+                captured.append(exported_gradients(policy))
+            return step()
+
+        policy.optimizer.step = capture
+        metrics = [policy.update(mine, another_follows=step + 1 < steps) for step in range(steps)]
+        return {
+            "gradients": captured[0],
+            "metrics": metrics,
+            "weights": exported(policy),
+            "expert_bias": expert_biases(policy),
+            "expert_load": loads,
+            "keys": [sorted(policy.trained_keys), sorted(sample.key for sample in mine)],
+        }
+
+
+@contextlib.contextmanager
+def nothing_is_freed_before_it_has_left() -> Iterator[None]:
+    """RuntimeError if a stage frees a tensor before it has waited for the tensor's sending."""
+    exchange, free = p2p_communication._p2p_ops, schedules.deallocate_output_tensor
+    leaving: dict[int, Any] = {}
+
+    def watched(**tensors: Any) -> Any:
+        requests = exchange(**tensors)
+        if "send_next" in requests:
+            key, request = id(tensors["tensor_send_next"]), requests["send_next"]
+            leaving[key] = request
+            requests["send_next"] = SimpleNamespace(wait=lambda: (request.wait(), leaving.pop(key, None)))
+        return requests
+
+    def checked(out: Any, enabled: bool = False) -> None:
+        if enabled and id(out) in leaving:
+            raise RuntimeError("freed while it is being sent")
+        free(out, enabled)
+
+    with mock.patch.object(p2p_communication, "_p2p_ops", watched):
+        with mock.patch.object(schedules, "deallocate_output_tensor", checked):
+            yield
+
+
+@contextlib.contextmanager
+def expert_loads() -> Iterator[list[torch.Tensor]]:
+    """Tokens per expert [layers, experts], of all ranks, that each update of the balancing biases is made from."""
+    module = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    original = module.get_updated_expert_bias
+    loads: list[torch.Tensor] = []
+
+    def recording(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        updated = original(tokens, *args, **kwargs)  # sums the tokens over all ranks in place
+        loads.append(tokens.clone())
+        return updated
+
+    with mock.patch.object(module, "get_updated_expert_bias", recording):
+        yield loads
+
+
+def expert_biases(policy: Policy) -> dict[str, torch.Tensor]:
+    """Routers' fp32 balancing biases of this stage, by layer."""
+    modules = [module for chunk in policy.module_chunks for module in chunk.modules()]
+    found = [m for m in modules if getattr(m, "expert_bias", None) is not None]
+    return {f"layer {m.layer_number}": m.expert_bias.clone() for m in found}
+
+
+def logprobs(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], reference: bool = False, **changes: Any
+) -> list[tuple[int, torch.Tensor]]:
+    """(index in `samples`, log-probs) of this replica's samples."""
+    with policy_under(model_dir, layout, **changes) as policy:
+        indices, mine = own_share(samples)
+        results = policy.compute_logprobs(mine, reference=reference)
+        assert [len(r.logprobs_R) for r in results] == [len(s.response_ids) for s in mine]
+        return [(index, r.logprobs_R) for index, r in zip(indices, results, strict=True)]
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """Break one rule of the update, so that the comparisons are seen to fail."""
+    if name is None:
+        yield
+        return
+    with mock.patch.multiple(policy_module, **MUTATIONS[name]()):
+        yield
+
+
+def _per_micro_batch() -> dict[str, Any]:
+    """Normalise by the micro-batch's own tokens, then average over micro-batches."""
+    original = policy_module.micro_batch_loss
+
+    def broken(spec: Any, inputs: Any) -> Any:
+        own = replace(inputs.counts.rl, tokens=max(1, int(inputs.mask_R.sum()) * 4))
+        return original(spec, replace(inputs, counts=replace(inputs.counts, rl=own, ref_kl=own)))
+
+    return {"micro_batch_loss": broken}
+
+
+def _doubled() -> dict[str, Any]:
+    original = policy_module.micro_batch_loss
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        return replace(result, loss=result.loss * 2)
+
+    return {"micro_batch_loss": broken}
+
+
+def _dropped_replica() -> dict[str, Any]:
+    """The last replica's samples are planned but not trained."""
+    original = policy_module.micro_batch_loss
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        last = parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1
+        return replace(result, loss=result.loss * (0 if last else 1))
+
+    return {"micro_batch_loss": broken}
+
+
+def _dropped_micro_batch() -> dict[str, Any]:
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, micro_batches: Any, function: Any, **options: Any) -> Any:
+        tensor = policy_module.parallel_state.get_tensor_model_parallel_world_size()
+        dropped = pack([], [], tensor, streams=list(micro_batches[0].streams))
+        return original(chunks, [dropped, *micro_batches[1:]], function, **options)
+
+    return {"forward_backward": broken}
+
+
+def _padding_in_softmax() -> dict[str, Any]:
+    original = policy_module.response_logprobs
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(kwargs | {"vocab_size": kwargs["vocab_size"] + 1}))
+
+    return {"response_logprobs": broken}
+
+
+def _targets_off_by_one() -> dict[str, Any]:
+    original = policy_module.response_logprobs
+
+    def broken(chunk: Any, hidden: Any, batch: Any, **kwargs: Any) -> Any:
+        return original(chunk, hidden, replace(batch, rows_R=(batch.rows_R + 1) % hidden.shape[1]), **kwargs)
+
+    return {"response_logprobs": broken}
+
+
+def _mean_over_replicas() -> dict[str, Any]:
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, *args: Any, **options: Any) -> Any:
+        result = original(chunks, *args, **options)
+        for chunk in chunks:
+            chunk.scale_gradients(1 / parallel.dp_size())
+        return result
+
+    return {"forward_backward": broken}
+
+
+def _experts_times_replicas() -> dict[str, Any]:
+    """Expert gradients too large by the number of replicas: DDP scales their buffers apart from the others."""
+    original = policy_module.forward_backward
+
+    def broken(chunks: Any, *args: Any, **options: Any) -> Any:
+        result = original(chunks, *args, **options)
+        for chunk in chunks:
+            for buffer in chunk.expert_parallel_buffers:
+                buffer.scale_gradients(parallel.dp_size())
+        return result
+
+    return {"forward_backward": broken}
+
+
+MUTATIONS = {
+    "mean_over_replicas": _mean_over_replicas,
+    "experts_times_replicas": _experts_times_replicas,
+    "per_micro_batch": _per_micro_batch,
+    "doubled": _doubled,
+    "dropped_replica": _dropped_replica,
+    "dropped_micro_batch": _dropped_micro_batch,
+    "padding_in_softmax": _padding_in_softmax,
+    "targets_off_by_one": _targets_off_by_one,
+}
+
+
+def raised(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (ValueError, FloatingPointError) as error:
+        return str(error)
+    return ""
+
+
+def no_reference(model_dir: Path, samples: list[TrainSample]) -> str:
+    with policy_under(model_dir, {}, algorithm__kl={"coef": 0.0}) as policy:
+        assert policy.reference is None
+        return raised(policy.compute_logprobs, samples, reference=True)
+
+
+def refused(model_dir: Path, samples: list[TrainSample], what: str) -> str:
+    corrected = {"algorithm__correction": {"kind": "token_tis"}}
+    changes: dict[str, Any] = {
+        "too_long": {"trainer__micro_batch_tokens": 8},
+        "no_rollout": corrected,
+        "no_proximal": {**corrected, "trainer__mini_batches": 2},  # the second update must not take its own
+    }.get(what, {})
+    with policy_under(model_dir, {}, **changes) as policy:
+        counts = None
+        if what == "counts":
+            counts = GlobalCounts(tokens=1, sequences=1, max_tokens=1)
+        elif what == "no_proximal":
+            samples = [
+                without_stream(with_streams(s, rollout_logprobs=s.streams["old_logprobs"]), "old_logprobs")
+                for s in samples
+            ]
+        elif what == "no_old":
+            samples = [without_stream(sample, "old_logprobs") for sample in samples]
+        elif what == "no_reference":
+            samples = [without_stream(sample, "reference_logprobs") for sample in samples]
+        elif what == "nothing":
+            samples = [samples[2]]
+        elif what == "no_weight":
+            samples = [
+                with_streams(s, **{name: torch.zeros(len(s.response_ids)) for name in WEIGHT_STREAMS}) for s in samples
+            ]
+        return raised(policy.update, samples, counts)
+
+
+def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[str, bool]:
+    """Only one replica makes the NaN; all must stop."""
+    changes = {"run__steps": 4, "trainer__optimizer__warmup_steps": 2}
+    with policy_under(model_dir, {}, **changes) as policy:
+        before = [p.detach().clone() for chunk in policy.module_chunks for p in chunk.parameters()]
+        schedule = policy.scheduler.state_dict(), policy.learning_rate
+        if what == "loss" and parallel.dp_rank() == 1:
+            poisoned = torch.full((len(samples[0].response_ids),), float("nan"))
+            samples = [with_streams(samples[0], old_logprobs=poisoned), *samples[1:]]
+        if what == "gradient" and parallel.dp_rank() == 1:
+            weight = next(iter(policy.module_chunks[0].parameters()))
+            weight.register_hook(lambda grad: grad * float("nan"))
+        message = raised(policy.update, samples)
+        after = [p for chunk in policy.module_chunks for p in chunk.parameters()]
+        unchanged = (policy.scheduler.state_dict(), policy.learning_rate) == schedule
+        return message, unchanged and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def broadcast(layout: dict[str, Any]) -> tuple[int, bool, Any]:
+    with use_layout(make_layout(**layout)):
+        message = {"from": parallel.dp_rank()} if parallel.is_leader() else None
+        return parallel.dp_rank(), parallel.is_leader(), parallel.model_parallel_broadcast_object(message, JSON)

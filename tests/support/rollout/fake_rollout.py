@@ -1,0 +1,317 @@
+"""The parts of a rollout controller without engines: prompts, rewards, a fleet and a queue in this process.
+
+`local_controller(config, directory)` is a real `RolloutController` that is joined to them, outside Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Config
+from megarl.queue.trajectory import Trajectory, VersionSpan
+from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rollout.agents.agent_loop import AgentLoop
+from megarl.rollout.agents.group_runner import GroupRunner
+from megarl.rollout.agents.running_groups import RunningGroups
+from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.engine.continuation import ResponsesSoFar
+from megarl.rollout.engine.engine_load import EngineLoad
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.engine.request_context import RequestContext
+from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.rollout.fleet.external_requests import ForeignRequests
+from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.orchestrator import pool_controller
+from megarl.rollout.orchestrator.controller import RolloutController
+from megarl.rollout.orchestrator.evaluator import Evaluator
+from megarl.rollout.resume.journal import JOURNAL_FILE
+from megarl.rollout.resume.journal_file import JournalFile
+from megarl.rollout.resume.journal_records import read_head
+
+VERSION = 4  # of the weights that the fake batcher serves
+ENGINE_S = 0.25
+
+
+def response(request: GenerateRequest, version: int = VERSION) -> GenerateResult:
+    """Return as many tokens as the request's prompt has."""
+    ids = [9] * len(request.prompt_ids)
+    spans = (VersionSpan(version, 0, len(ids)),)
+    return GenerateResult(request.request_id, ids, [-0.5] * len(ids), spans, "stop", 0, ENGINE_S)
+
+
+@dataclass
+class FakeBatcher:
+    """Answers every request at once, and keeps it with the prefix and the home that it was sent with."""
+
+    asked: list[tuple[GenerateRequest, Any, int | None]] = field(default_factory=list)
+    deadlines: list[Any] = field(default_factory=list)
+
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        self.asked.append((request, context.prefix, context.home))
+        self.deadlines.append(context.deadline)
+        return response(request)
+
+
+class FakeSource:
+    """The prompt of group g has g + 1 tokens."""
+
+    stop_token_ids = (2,)
+    skipped = 3
+    sampling = SamplingSpec(16, 1.0, stop_token_ids)
+
+    def __init__(self) -> None:
+        self.finished: dict[int, list[float]] = {}
+        self.committed: list[tuple[list[int], int, int]] = []  # groups, steps done, first group not admitted
+        self.resumed_at: list[tuple[int, int, int]] = []  # arguments of the resumes
+        self.sets: dict[int, str] = {}  # the data sets of groups, if there are several
+        self.curriculum: Callable[[], Awaitable[None]] | None = None  # what a commit waits for
+
+    def draw(self, group_id: int) -> Any:
+        def judge(text: str, ids: list[int], reason: str) -> RewardInput:
+            return RewardInput("", text, ids, reason)
+
+        return SimpleNamespace(
+            ids=[5] * (group_id + 1),
+            reward_input=judge,
+            answer=self.reference(group_id),
+            sampling=self.sampling,
+            dataset=self.dataset(group_id),
+            reward=0,
+            demonstrations=(),
+        )
+
+    def dataset(self, group_id: int) -> str:
+        return self.sets.get(group_id, "")
+
+    def finish(self, group_id: int, rewards: Sequence[float]) -> None:
+        self.finished[group_id] = list(rewards)
+
+    def rewards(self, groups: Iterable[int]) -> dict[int, float | None]:
+        """The last reward of each group, which stands for their mean."""
+        return {group: self.finished[group][-1] for group in groups if self.finished.get(group)}
+
+    async def commit(
+        self, groups: Iterable[int], steps: int, next_group: Callable[[], int], first_open: Callable[[], int]
+    ) -> None:
+        if self.curriculum is not None:
+            await self.curriculum()
+        assert first_open() <= next_group()
+        self.committed.append((list(groups), steps, next_group()))
+
+    def reset(self) -> None:
+        self.finished, self.committed, self.resumed_at = {}, [], []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "x" * len(ids)
+
+    def decode_all(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(ids) for ids in sequences]
+
+    def reference(self, group_id: int) -> str:
+        return f"answer {group_id}"
+
+    def eval_sets(self) -> list[Any]:
+        return []
+
+    async def close_tools(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": 0}
+
+    def load_state_dict(self, state: dict[str, Any], next_group: int, steps: int, unsettled: int = 0) -> None:
+        if state != self.state_dict():
+            raise ValueError("the saved prompts are other ones")
+        self.resumed_at.append((next_group, steps, unsettled))
+
+
+class FakeRewards:
+    """The reward is the length of the text, or the next one of `script`; `failure` is raised if it is set."""
+
+    def __init__(self) -> None:
+        self.script: dict[int, list[float | RewardOutcome]] = {}  # by length of the text, which tells the group
+        self.failure: Exception | None = None
+
+    async def score(self, judged: RewardInput, function: int = 0) -> RewardOutcome:
+        if self.failure is not None:
+            raise self.failure
+        script = self.script.get(len(judged.response))
+        reward = script.pop(0) if script else float(len(judged.response))
+        return reward if isinstance(reward, RewardOutcome) else RewardOutcome(reward)
+
+    def waiting(self) -> str:
+        return "; 3 samples wait for their reward"
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class FakeFleet:
+    """One replica. `failures`: the errors of requests by group; `held`: groups whose responses never end.
+
+    One token is reported of the first `reports` responses of a group that is held. `sent`: what the replica was asked
+    by group.
+    `version`: returns that of the weights which it serves.
+    """
+
+    version: Callable[[], int] = lambda: VERSION
+
+    failures: dict[int, Exception] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
+    reports: int = 0
+    sent: dict[Any, list[GenerateRequest]] = field(default_factory=dict)
+    serving: list[int] = field(default_factory=lambda: [0])
+    idle: list[int] = field(default_factory=list)
+    lost: dict[int, Exception] = field(default_factory=dict)
+    resets: int = 0
+    joined: int = 0
+    in_sync: bool = False
+    needs_publication: str = ""
+    publishes: list[bool] = field(default_factory=list)  # whether a trainer does, as it was told
+    drained: list[float] = field(default_factory=list)  # the bounds of all calls
+    taken_over: list[bool] = field(default_factory=list)
+
+    async def generate(
+        self, context: RequestContext, requests: Sequence[GenerateRequest], *, background: bool = False,
+        terms: Any = None,
+    ) -> list[GenerateResult]:  # fmt: skip
+        version, responses, prefix = self.version(), ResponsesSoFar(requests, context.tokens), context.prefix
+        sent = responses.send(0)
+        self.sent.setdefault(prefix, []).extend(sent)
+        if prefix in self.held:
+            span = (VersionSpan(version, 0, 1),)
+            responses.add({each.request_id: ResponsePart([8], [-0.25], span) for each in sent[: self.reports]})
+            await asyncio.Event().wait()
+        if prefix in self.failures:
+            raise self.failures[prefix]
+        answers = [response(request, version) for request in sent]
+        responses.add(
+            {each.request_id: ResponsePart(each.response_ids, each.logprobs, each.versions, "stop", ENGINE_S)
+             for each in answers}
+        )  # fmt: skip
+        return [replace(each, replica=0) for each in responses.results()]
+
+    def expect_publication(self, publishes: bool) -> None:
+        self.publishes.append(publishes)
+
+    def take_load(self) -> EngineLoad:
+        return EngineLoad(0.5, 3, 1)
+
+    def take_rates(self) -> dict[str, float]:
+        return {"rollout/replica_tokens_per_second/0": 100.0}
+
+    async def drain(self, timeout_s: float) -> None:
+        self.drained.append(timeout_s)
+
+    async def may_begin(self) -> None: ...
+
+    async def begin_sync(self) -> None:
+        self.in_sync = True
+
+    def admit_joining(self) -> None:
+        self.joined += 1
+        self.in_sync = False
+
+    async def reset(self) -> None:
+        self.resets += 1
+
+    async def take_over(self, *, in_sync: bool) -> None:
+        self.taken_over.append(in_sync)
+
+
+@dataclass
+class FakeQueue:
+    """The rows of the queue by key; `groups` are the groups in the order in which they were written."""
+
+    rows: dict[str, Trajectory] = field(default_factory=dict)
+    groups: list[Sequence[Trajectory]] = field(default_factory=list)
+    failure: Exception | None = None
+
+    async def put_group(self, rows: Sequence[Trajectory], *, more: bool = False) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.groups.append(rows)
+        self.rows |= {row.key: row for row in rows}
+
+    async def clear(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.rows.pop(key, None)
+
+    async def clear_all(self) -> None:
+        self.rows.clear()
+
+    async def check(self, timeout_s: float) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None: ...
+
+
+class FakeElasticPool:
+    """A pool that nothing is missing from."""
+
+    is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+
+    async def tend(self) -> None:
+        pass
+
+
+@dataclass
+class LocalController:
+    """A controller with its fake parts."""
+
+    controller: RolloutController
+    fleet: FakeFleet
+    queue: FakeQueue
+    rewards: FakeRewards
+
+
+def local_controller(
+    config: Config,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    loop: AgentLoop | None = None,
+    *,
+    fleet: Any = None,
+) -> LocalController:
+    """Return a started controller whose run directory is `directory`; its constructor redirects no output.
+
+    `fleet`: a real one; None: a `FakeFleet`.
+    """
+    monkeypatch.setattr(pool_controller, "redirect_output", lambda path: None)
+    spec = ReplicaSpec(config.model_dump_json(), str(directory), "run", cuda=False, max_model_len=64, supervisor=None)
+    made: Any = RolloutController(spec, "run.0")
+    queue, source, rewards = FakeQueue(), FakeSource(), FakeRewards()
+    if fleet is None:
+        fleet = FakeFleet(lambda: made._admission.version)
+    batcher = Batcher(fleet, clock=made._engine_time)
+    made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
+    made._batcher = batcher
+    made._foreign_requests = ForeignRequests(fleet, serves=False)
+    loop = loop or SingleTurn()
+    made._running = RunningGroups(partial(made._journal.persist, source=source))
+    made._runner = GroupRunner(
+        config, loop, source, batcher.generate, rewards,  # type: ignore[arg-type]
+        partition="run.0", groups=made._running,
+    )  # fmt: skip
+    made.elastic = FakeElasticPool()  # type: ignore[assignment]
+    made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks, loop=loop)  # type: ignore[arg-type]
+    made._join()
+    return LocalController(made, fleet, queue, rewards)
+
+
+def journalled(directory: Path) -> list[int]:
+    """Return the finished groups in the journal of a run directory, sorted; a group counts once for each record."""
+    heads = [read_head(record) for record in JournalFile(directory / JOURNAL_FILE).read()]
+    return sorted(head["group"] for head in heads if head["kind"] == "group")

@@ -1,0 +1,132 @@
+"""The tutorials as their README tells them: its commands, and directories in which they run as in a checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from transformers import AutoTokenizer
+
+from megarl.quickstart.products_task import TOOLS_TEMPLATE
+from tests.support.checkout import ROOT, environment
+from tests.support.models.tiny import make_tiny_model
+from tests.support.pool.leftovers import assert_nothing_left
+from tests.support.runs.run import Run
+from tests.support.waiting import wait_until
+
+# What "about a minute" may be on two cores without other work.
+MINUTE_S = 90.0
+TUTORIALS = ROOT / "examples/tutorials"
+PREPARATION = "preparation"
+_SECTION = re.compile(r"^## \[(\w+)\]\(\1\)", re.MULTILINE)
+_URL = "url  "  # begins the line that `megarl serve` prints when it can be asked
+_BLOCK = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def read_commands(readme: str) -> dict[str, list[str]]:
+    """The commands of each section, by the folder that its heading names; those before the first are PREPARATION."""
+    before, *rest = _SECTION.split(readme)
+    sections = {PREPARATION: before} | dict(zip(rest[::2], rest[1::2], strict=True))
+    return {
+        name: [line for block in _BLOCK.findall(text) for line in block.splitlines() if line.strip()]
+        for name, text in sections.items()
+    }
+
+
+COMMANDS = read_commands((TUTORIALS / "README.md").read_text())
+
+
+class Checkout:
+    """A directory like a checkout with an active virtual environment; what runs in it writes below its `runs`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._bin = directory / "bin"
+        self._bin.mkdir(parents=True)
+        self.slow: list[str] = []  # the commands that took longer than the README says
+        (directory / "examples").symlink_to(ROOT / "examples")
+        for name, starts in {"python": "", "megarl": " -m megarl"}.items():
+            (self._bin / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{starts} "$@"\n')
+            (self._bin / name).chmod(0o755)
+
+    def call(self, command: str, *more: str, timeout_s: float = 600.0) -> str:
+        """The output of a command of the README with further arguments; AssertionError if it fails or does not end."""
+        begin = time.monotonic()
+        process = self._start(command, *more)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate(timeout=120)
+            raise AssertionError(f"{command}: no end within {timeout_s:.0f} s:\n{output[-4000:]}") from None
+        assert process.returncode == 0, output[-4000:]
+        self.took(command, time.monotonic() - begin, os.getloadavg()[0])
+        return output
+
+    def took(self, command: str, seconds: float, load: float) -> None:
+        """Note what a command took; beside other work (`load`: running processes) it may take as much longer."""
+        cores = len(os.sched_getaffinity(0))
+        print(f"{seconds:.0f} s at a load of {load:.1f}: {command}")
+        if seconds > MINUTE_S * max(1.0, load / cores):
+            self.slow.append(f"{command}: {seconds:.0f} s at a load of {load:.1f} on {cores} cores")
+
+    def train(self, command: str, *overrides: str, run_dir: str) -> Run:
+        """A run that a command of the README starts, which writes to `run_dir`."""
+        output = self.call(command, *overrides)
+        assert_nothing_left(self.directory)  # it is in the PATH of whatever was started
+        return Run(0, output, self.directory / run_dir)
+
+    @contextmanager
+    def serving(self, command: str, timeout_s: float = 600.0) -> Iterator[str]:
+        """A server that a command of the README starts: what it has printed when it can be asked. Ctrl-C ends it."""
+        said = self.directory / "server.txt"
+        begin = time.monotonic()
+        with said.open("w") as file:
+            process = self._start(command, stdout=file)
+        try:
+            wait_until(lambda: _URL in said.read_text() or process.poll() is not None, timeout_s, command)
+            assert _URL in said.read_text(), said.read_text()[-4000:]
+            self.took(command, time.monotonic() - begin, os.getloadavg()[0])
+            yield said.read_text()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(120) == 0, said.read_text()[-4000:]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(60)
+        assert_nothing_left(self.directory)
+
+    def _start(self, command: str, *more: str, stdout: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
+        # `exec`: signals reach the program itself.
+        return subprocess.Popen(
+            ["bash", "-c", f"exec {command} {shlex.join(more)}"], cwd=self.directory, text=True,
+            env=environment(PATH=f"{self._bin}{os.pathsep}{os.environ['PATH']}"),
+            stdout=stdout, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def with_random_models(checkout: Checkout) -> Checkout:
+    """Random models and a few problems, in the places where the README's commands put models and data."""
+    for name, sign, template in (("additions", "+", None), ("products", "*", TOOLS_TEMPLATE)):
+        assets = checkout.directory / "runs/tutorials" / name
+        make_tiny_model(assets / "model")
+        if template is not None:
+            tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+            tokenizer.chat_template = template
+            tokenizer.save_pretrained(assets / "model")
+        pairs = [(a, b) for a in range(3, 11) for b in range(2, 9)]
+        rows = [
+            {"problem": f"What is {a} {sign} {b}?", "answer": str(a + b if sign == "+" else a * b)} for a, b in pairs
+        ]
+        (assets / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return checkout

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.telemetry.metrics import registry as metrics
+from megarl.telemetry.metrics.declarations import GROUPS, REGISTRY, step_metrics
+from megarl.telemetry.metrics.metrics_page import metrics_page
+from megarl.telemetry.metrics.registry import Metric, Registry, StepMetrics, UndeclaredMetricError, reduce
+
+SMALL = Registry(
+    [
+        Metric("a/sum", "1", "sum", "."),
+        Metric("a/mean", "1", "mean", "."),
+        Metric("a/max", "1", "max", "."),
+        Metric("a/min", "1", "min", "."),
+        Metric("a/last", "1", "last", "."),
+        Metric("a/weighted", "1", "weighted", "."),
+        Metric("eval/{set}/pass@{k}", "1", "last", "."),
+    ]
+)
+
+
+def test_each_reducer() -> None:
+    step = StepMetrics(SMALL)
+    for value in (3.0, 1.0, 2.0):
+        for name in ("sum", "mean", "max", "min", "last"):
+            step.record(f"a/{name}", value)
+        step.record("a/weighted", value, weight=value)
+    assert step.reduce() == {
+        "a/sum": 6.0, "a/mean": 2.0, "a/max": 3.0, "a/min": 1.0, "a/last": 2.0, "a/weighted": 14.0 / 6.0,
+    }  # fmt: skip
+    assert step.reduce() == {}  # nothing of one step leaks into the next
+
+
+def test_undeclared_names_are_refused_with_a_hint() -> None:
+    with pytest.raises(UndeclaredMetricError, match="'policy/entropi' is not declared; did you mean policy/entropy"):
+        step_metrics().record("policy/entropi", 1.0)
+    with pytest.raises(UndeclaredMetricError):
+        StepMetrics(SMALL).update({"sum": 1.0, "nothing": 2.0}, prefix="a/")
+
+
+def test_templates_match_one_part_of_a_name() -> None:
+    assert SMALL.lookup("eval/gsm8k/pass@4").reducer == "last"
+    for wrong in ("eval/a/b/pass@4", "eval//pass@4", "eval/x/pass@", "eval/x/pass"):
+        with pytest.raises(UndeclaredMetricError):
+            SMALL.lookup(wrong)
+
+
+def test_names_that_templates_cover_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_MATCHED", 3)
+    registry = Registry([Metric("eval/{set}/mean", "eval", "last", "A mean.")])
+    for number in range(20):
+        assert registry.lookup(f"eval/set{number}/mean") is registry.lookup(f"eval/set{number}/mean")
+        assert len(registry._matched) <= 3
+
+
+def test_weights_where_they_belong() -> None:
+    step = StepMetrics(SMALL)
+    with pytest.raises(ValueError, match="needs a weight"):
+        step.record("a/weighted", 1.0)
+    with pytest.raises(ValueError, match="takes no weight"):
+        step.record("a/sum", 1.0, weight=2.0)
+    step.update({"weighted": 4.0, "sum": 1.0}, prefix="a/", weight=3.0)
+    assert step.reduce() == {"a/weighted": 4.0, "a/sum": 1.0}
+
+
+def test_no_weight_at_all_is_not_a_number() -> None:
+    assert math.isnan(reduce("weighted", [(5.0, 0.0)]))
+
+
+def test_a_name_is_declared_once() -> None:
+    with pytest.raises(ValueError, match="declared twice"):
+        Registry([Metric("x", "1", "sum", "."), Metric("x", "1", "mean", ".")])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.001, 100)), min_size=1, max_size=20), st.randoms())
+def test_order_changes_nothing_but_last(pairs: list[tuple[float, float]], shuffle: random.Random) -> None:
+    other = pairs[:]
+    shuffle.shuffle(other)
+    for reducer in ("sum", "mean", "max", "min", "weighted"):
+        assert reduce(reducer, pairs) == pytest.approx(reduce(reducer, other), rel=1e-9, abs=1e-6)  # type: ignore[arg-type]
+    assert min(v for v, _ in pairs) - 1e-6 <= reduce("weighted", pairs) <= max(v for v, _ in pairs) + 1e-6
+
+
+def test_declarations_are_complete() -> None:
+    page = metrics_page()
+    for metric in REGISTRY:
+        assert metric.name.split("/")[0] in GROUPS, metric.name
+        assert metric.meaning.endswith(".") and metric.unit
+        assert f"`{metric.name}`" in page
+    for group in GROUPS:
+        assert any(metric.name.startswith(f"{group}/") for metric in REGISTRY), group
+
+
+def test_what_depends_on_the_clock_is_marked() -> None:
+    for metric in REGISTRY:
+        clock = metric.unit in ("s", "tokens/s", "GiB/s", "TFLOP/s")
+        assert metric.timing or not clock, metric.name
+        assert not metric.timing or metric.name.split("/")[0] not in ("reward", "groups", "batch", "policy", "eval")
+
+
+def test_what_counts_faults_is_marked_by_itself() -> None:
+    """It depends neither on the clock nor on the machine, and a deterministic run does not repeat it."""
+    faults = {metric.name for metric in REGISTRY if metric.faults}
+    assert faults == {
+        "rollout/groups_kept", "rollout/groups_redone", "rollout/rebuilds", "rollout/replicas_alive",
+        "rollout/replicas_idle", "rollout/replicas_lost", "rollout/workers_alive", "rollout/workers_lost",
+        "sync/restarted_replicas", "total/failed_writes", "total/groups_rolled_back",
+    }  # fmt: skip
+    for metric in REGISTRY:
+        assert not (metric.timing and metric.unit in ("groups", "replicas", "times", "workers", "writes")), metric.name
+        assert metric.reproducible == (not metric.timing and not metric.faults)
+    assert "| `rollout/replicas_alive` ⚠ |" in metrics_page() and "| `time/step` ⏱ |" in metrics_page()
+
+
+def test_the_loss_statistics_are_declared() -> None:
+    """The values that the trainer's update returns go in under `policy/`."""
+    from megarl.algorithms.objective.stats import LossStats
+
+    raw_moments = {"ratio_squared", "pearson"}  # not metrics by themselves
+    for name in {*LossStats.zeros().means(), "grad_norm", "lr", "aux_loss", "moe_z_loss"} - raw_moments:
+        assert REGISTRY.lookup(f"policy/{name}").meaning, name
