@@ -220,8 +220,7 @@ class SaveBench:
 
     def _verify_and_load(self, path: Path) -> None:
         """Check every digest of a checkpoint and load it, as a resume does."""
-        from megarl.checkpoint.save.load_trainer_state import load_trainer_state
-        from megarl.checkpoint.save.training_state import trainer_numbers
+        from megarl.checkpoint.save.training_state import load_trainer_state, trainer_numbers
 
         problems = self.checkpointer.resume_point.verify(path)
         assert not problems, problems

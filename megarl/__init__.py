@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megarl.rewards.builtin.math import math
     from megarl.rewards.types import RewardInput, RewardResult, Turn
     from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-    from megarl.rollout.agents.finish import finish
+    from megarl.rollout.agents.tool_agent import finish
     from megarl.rollout.engine.messages import GenerateResult
     from megarl.tools.tool import Tool, ToolAnswer
 
@@ -73,7 +73,7 @@ _LIGHT = {
     "TrajectoryFull": "megarl.common.errors",
     "Turn": "megarl.rewards.types",
     "VersionSpan": "megarl.queue.trajectory",
-    "finish": "megarl.rollout.agents.finish",
+    "finish": "megarl.rollout.agents.tool_agent",
     "load_config": "megarl.config.loading.load",
     "math": "megarl.rewards.builtin.math",
 }

@@ -42,7 +42,7 @@ def test_the_package_keeps_its_layers() -> None:
             "megarl.models is not allowed to import megarl.config",
         ),
         (
-            "rollout/fleet/routing.py",
+            "rollout/fleet/router.py",
             "def late() -> None:\n    from megarl.trainer.policy import Policy",
             "megarl.rollout is not allowed to import megarl.trainer",
         ),

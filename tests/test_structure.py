@@ -78,7 +78,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/workers/worker_runs.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
     "rollout/workers/worker_runs.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
     "common/process/threads.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
-    "gateway/background_items.py:background_items": "the task, which was cancelled",
+    "gateway/app.py:background_items": "the task, which was cancelled",
     "gateway/pool_client.py:Generation.more_than": "`Generations.open`, door.request_timeout_s",
     "gateway/pool_client.py:Generation.end": "`Generations.open`, door.request_timeout_s",
     "gateway/pool_client.py:_quietly": "nobody waits for it",

@@ -18,10 +18,10 @@ from pydantic import Field
 from benchmarks.chaos.kinds import FLOODED
 from benchmarks.chaos.orders import HOLD, SLOWER, take
 from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
-from megarl.algorithms.losses.ppo import PPOOptions, ppo
+from megarl.algorithms.losses import PPOOptions, ppo
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.rollout.engine.weight_state import WeightState
+from megarl.rollout.engine.engine_requests import WeightState
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",

@@ -56,8 +56,7 @@ def _tensors(policy: Policy) -> dict[str, torch.Tensor]:
 
 def _save_rows(where: Where, config: Config, policy: Policy) -> tuple[list[Row], list[str]]:
     from megarl.checkpoint.save.checkpointer import Checkpointer
-    from megarl.checkpoint.save.load_trainer_state import load_trainer_state
-    from megarl.checkpoint.save.training_state import trainer_numbers
+    from megarl.checkpoint.save.training_state import load_trainer_state, trainer_numbers
 
     samples = models.make_samples(models.make_pairs(4, range(20, 24)))
     policy.update(samples)

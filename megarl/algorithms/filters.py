@@ -1,7 +1,7 @@
 """Selects what a batch trains on, from the rewards of its groups: shaping, filter, advantages, counts.
 
 Invariant: every sample that comes in leaves as exactly one of trained, masked, filtered or failed. A sample may have
-several rows (`megarl.common.sample_parts`): it has one reward and one advantage, which all of them carry.
+several rows (`megarl.common.values`): it has one reward and one advantage, which all of them carry.
 
 The rollout side asks `without_signal` of each finished group before it is queued (dynamic sampling); `shape_batch`
 filters by the same function, so that both sides agree on every group.
@@ -14,12 +14,48 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards, advantages_of, zero_variance
 from megarl.algorithms.interface.registry import Chosen
-from megarl.algorithms.reward_shaping import TruncatedPolicy, apply_truncation, overlong_penalty
-from megarl.common.sample_parts import by_sample
+from megarl.common.values import by_sample
+
+# The shaping of rewards that comes before advantages: overlong responses, truncated ones. Pure Python on floats.
+
+TruncatedPolicy = Literal["keep", "mask", "zero_reward"]
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) -> float:
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), which is <= 0 and is added to the reward.
+
+    It is 0 up to `max_tokens - buffer` response tokens, falls linearly to `-penalty` at `max_tokens`, and stays there.
+    `buffer` 0 turns it off.
+
+    Raises:
+        ValueError: the buffer is negative or longer than `max_tokens`.
+    """
+    if buffer == 0:
+        return 0.0
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(f"overlong buffer of {buffer} tokens must be within 0..max_tokens ({max_tokens})")
+    excess = length - (max_tokens - buffer)
+    return -penalty * min(max(excess, 0) / buffer, 1.0)
+
+
+def apply_truncation(policy: TruncatedPolicy, truncated: bool, reward: float) -> tuple[float, bool]:
+    """Return one sample's reward, and whether its tokens enter the loss, under the policy `sampling.truncated`.
+
+    `mask` keeps a truncated sample's reward in its group's statistics (DAPO's overlong filtering, arXiv:2503.14476
+    section 3.4).
+
+    Raises:
+        ValueError: the policy is unknown.
+    """
+    if policy not in ("keep", "mask", "zero_reward"):
+        raise ValueError(f"unknown sampling.truncated {policy!r}; use keep, mask or zero_reward")
+    if not truncated or policy == "keep":
+        return reward, True
+    return (reward, False) if policy == "mask" else (0.0, True)
 
 
 class JudgedSample(Protocol):

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megarl.chat.special_texts import special_texts, with_harmless_tools, without_specials
-from megarl.chat.token_decoder import library_tokenizer
+from megarl.chat.tokenize import library_tokenizer, special_texts, with_harmless_tools, without_specials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from array import array
@@ -10,11 +11,80 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.chat.formats import Message, Prompt
-from megarl.chat.special_texts import special_texts, with_harmless_tools
 from megarl.models.hf.model_files import hf_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Decodes token ids to the text that reward functions get.
+
+
+class TokenDecoder:
+    """Decodes with a tokenizer of its own, so that one thread may decode while another one encodes.
+
+    Calls of transformers that encode change settings of their tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._library = library_tokenizer(self._tokenizer)
+
+    def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of sequences of token ids, without special tokens."""
+        if self._library is not None:
+            # Directly, because transformers looks at every token id first, and because this lets other threads run.
+            texts: list[str] = self._library.decode_batch(sequences, skip_special_tokens=True)
+            return texts
+        return [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in sequences]
+
+
+def library_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401  # the library has no types
+    """Return the tokenizer of the `tokenizers` library that encodes and decodes for `tokenizer`, if there is one.
+
+    Its `encode` equals a call of `tokenizer` as long as it neither pads nor truncates.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    own = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    if tokenizer.clean_up_tokenization_spaces or tokenizer.split_special_tokens:
+        return None
+    unchanged = all(
+        getattr(own, name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("decode", "_decode", "__call__", "_encode_plus")
+    )
+    return tokenizer.backend_tokenizer if unchanged else None
+
+
+# The texts of special tokens inside messages, which must not become the tokens. Pure.
+#
+# What a tool has said is text of somebody else's: a special token's text in it would end the tool's message, and could
+# begin a turn of the model. It is broken up by a zero-width space.
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of the special tokens; longer ones first, because one may contain another."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = set(tokenizer.all_special_tokens) | {token.content for token in added.values() if token.special}
+    return sorted(found, key=len, reverse=True)
+
+
+def without_specials(message: Mapping[str, Any], specials: Sequence[str]) -> dict[str, Any]:
+    """Return a message in whose texts the special tokens' texts are broken up."""
+    return {key: _broken_up(value, specials) if isinstance(value, str) else value for key, value in message.items()}
+
+
+def with_harmless_tools(messages: Sequence[Mapping[str, Any]], specials: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, those of tools `without_specials`."""
+    return [without_specials(each, specials) if each.get("role") == "tool" else dict(each) for each in messages]
+
+
+def _broken_up(text: str, specials: Sequence[str]) -> str:
+    for special in specials:
+        text = text.replace(special, f"{special[:1]}\u200b{special[1:]}")
+    return text
+
 
 log = logging.getLogger(__name__)
 

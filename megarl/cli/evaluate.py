@@ -16,8 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cli.interrupts import ANY_STOP, interrupted_once
-from megarl.cli.standalone import dtype_of, model_config_of, refuse_megatron
+from megarl.cli.standalone import ANY_STOP, dtype_of, interrupted_once, model_config_of, refuse_megatron
 from megarl.common.errors import ConfigError
 from megarl.config.derived.datasets import HeldOutSet, held_out_sets
 

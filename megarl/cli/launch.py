@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     Raises ConfigError for a config that cannot run, or if sbatch is not installed.
     """
 
-    from megarl.checkpoint.format.finished import already_finished
+    from megarl.checkpoint.format.manifest import already_finished
     from megarl.cluster.nodes.commands import user_environment
     from megarl.cluster.nodes.scripts import local_script, slurm_script
     from megarl.config.loading.load import load_config
@@ -126,7 +126,7 @@ def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
 
     Return the notes of a dry run, in which an absent file is one of them. Raises ConfigError that lists every problem.
     """
-    from megarl.common.findings import Findings
+    from megarl.common.errors import Findings
     from megarl.config.checks.sections import absent_files
     from megarl.run.start.check_remote import elsewhere_findings
 

@@ -9,12 +9,27 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from megarl.cli import convert, launch, pool, replay, serve, trace, train
 from megarl.cli import evaluate as standalone
+from megarl.cli import launch, pool, replay, serve, trace, train
 from megarl.cli import report as run_report
 from megarl.cli.top import command as top
 from megarl.common.errors import ConfigError
 from megarl.config.loading.arguments import add_config_arguments, add_mistakes_argument, mistake_printer
+
+# `megarl convert`: the commands of tools/checkpoint/convert.py.
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `convert` to the list of the `megarl` command, which calls `run` for it."""
+    commands.add_parser("convert", help="convert, compare and inspect Hugging Face and Megatron-Core checkpoints")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command of the converter and return its exit status."""
+    from megarl.checkpoint.convert.cli import main
+
+    return main(arguments, program="megarl convert", of_torchrun="-m megarl convert")
+
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -23,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status: 2 for a mistake of the user, reported in one message."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["convert"]:  # it parses what follows itself, --help included
-        return convert.run(given[1:])
+        return run(given[1:])
     if not given:
         build_parser().print_help(sys.stderr)
         return 2
@@ -72,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     standalone.add_parser(commands)
     serve.add_parser(commands)
     replay.add_parser(commands)
-    convert.add_parser(commands)
+    add_parser(commands)
     pool.add_parser(commands)
     trace.add_parser(commands)
     run_report.add_parser(commands)
@@ -164,7 +179,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _sandbox_users(options: argparse.Namespace) -> list[str]:
-    from megarl.config.checks.sandbox_checks import sandbox_users
+    from megarl.config.checks.agent import sandbox_users
     from megarl.config.loading.load import load_config
 
     if options.config is not None and options.installation:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megarl.cli.interrupts import CTRL_C, interrupted_once
+from megarl.cli.standalone import CTRL_C, interrupted_once
 from megarl.common.errors import ConfigError
 from megarl.common.trust.object_collectives import TEXT
 from megarl.config.derived.datasets import train_sets
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
     _refuse_inputs_inside(config.run_dir, options.run_dir, batches, options.checkpoint)
     schedule = check_schedule(options.run_dir / SCHEDULE_FILE, steps)
-    from megarl.run.start.claim_for_ranks import claim_for_ranks
+    from megarl.run.start.torchrun_hints import claim_for_ranks
 
     held = claim_for_ranks(config.run_dir, config.timeouts.node_s, int(os.environ.get("RANK", "0")), "megarl replay")
     try:
@@ -294,7 +294,7 @@ def _train(
     import torch
 
     from megarl.config.checks.sections import check
-    from megarl.config.derived.trainer_layout import trainer_layout
+    from megarl.config.derived.pools import trainer_layout
     from megarl.telemetry.sinks.sinks import MetricsWriter
     from megarl.trainer import parallel
     from megarl.trainer.policy import Policy
@@ -306,7 +306,7 @@ def _train(
     leads = torch.distributed.get_rank() == 0
     policy = Policy(config, layout, info)
     if checkpoint is not None:
-        from megarl.checkpoint.save.load_trainer_state import load_trainer_state
+        from megarl.checkpoint.save.training_state import load_trainer_state
 
         record = json.loads((checkpoint / "state.json").read_text())
         load_trainer_state(policy, checkpoint, record["trainer"], with_rng=False)

@@ -47,7 +47,7 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
 
     Raises ConfigError, before anything starts, for a wrong config.
     """
-    from megarl.checkpoint.format.finished import already_finished
+    from megarl.checkpoint.format.manifest import already_finished
     from megarl.cluster.nodes.topology import stop_seconds
     from megarl.common.errors import ConfigError
     from megarl.common.rundir.run_lock import refuse_claimed

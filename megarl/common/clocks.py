@@ -5,6 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+# Limits how often something is reported that may happen many times a second.
+
+
+class RateLimit:
+    """Allows one report per `interval_s` seconds."""
+
+    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s, self._clock = interval_s, clock
+        self._last: float | None = None
+
+    def allows(self) -> bool:
+        """Tell whether a report may be made now; if so, the next one may be made after the interval."""
+        now = self._clock()
+        if self._last is not None and now - self._last < self._interval_s:
+            return False
+        self._last = now
+        return True
+
+
+# Margins between the timeouts of nested waits.
+#
+# The inner wait knows the cause of a delay, so it has to end first and report it.
+
+# Seconds that the other ranks wait longer than the timeout of the work that rank 0 does for them.
+GRACE_S = 60.0
+
 
 class WatchedTime:
     """A clock that stands still while its owner does not look: a pause between two looks counts as `most_s` at most.

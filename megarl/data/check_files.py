@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from megarl.chat.formats import Prompt
-from megarl.common.findings import Findings
+from megarl.common.errors import Findings
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
 from megarl.config.schema import Config
 from megarl.data.dataset import RowMistake, has_more_rows, load_prompts, row_mistakes

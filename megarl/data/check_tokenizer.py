@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.chat.formats import Prompt
 from megarl.chat.tokenize import PromptEncoder, PromptTooLongError, load_tokenizer, stop_token_ids
-from megarl.common.findings import Findings
+from megarl.common.errors import Findings
 from megarl.config.checks.sections import evaluation_prompt_limit, prompt_limit
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
 from megarl.config.schema import Config

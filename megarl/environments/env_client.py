@@ -18,7 +18,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from megarl.common.byte_units import MIB
+from megarl.common.values import MIB
 from megarl.environments.gateway_client import AttemptLost
 
 logger = logging.getLogger(__name__)

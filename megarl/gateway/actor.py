@@ -19,8 +19,7 @@ from megarl.config.schema import Config
 from megarl.config.schema.job import DoorConfig
 from megarl.gateway.app import DoorRoutes, DoorServer, listen
 from megarl.gateway.chats import Chats
-from megarl.gateway.generations import Generations
-from megarl.gateway.pool_client import Controller, ControllerLink
+from megarl.gateway.pool_client import Controller, ControllerLink, Generations
 from megarl.gateway.request_fields import ModelLimits
 from megarl.gateway.sessions import Sessions
 from megarl.gateway.text import ModelText

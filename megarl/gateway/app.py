@@ -10,25 +10,114 @@ import resource
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from megarl.common.byte_units import MIB
-from megarl.gateway.api_errors import BOUNDS, ApiError, unauthorized
-from megarl.gateway.background_items import END, LATE, background_items
+from megarl.common.values import MIB
 from megarl.gateway.chat_route import ChatRequest, read_chat_request
 from megarl.gateway.chats import Chats
-from megarl.gateway.connections import SlowClients
-from megarl.gateway.generations import Generations, ends_of
-from megarl.gateway.pool_client import ControllerLink
+from megarl.gateway.pool_client import ControllerLink, Generations, ends_of
 from megarl.gateway.recording import Recording, recording_in, session_content
-from megarl.gateway.request_fields import ModelLimits, parse_object
+from megarl.gateway.request_fields import BOUNDS, ApiError, ModelLimits, parse_object, unauthorized
 from megarl.gateway.session_terms import RUN_SESSIONS, read_terms
 from megarl.gateway.sessions import NoRoom, NotOpened, SessionExists, Sessions
 from megarl.gateway.token_route import read_token_request, token_answer
+
+# Ends connections whose client does not send the head of a request in time.
+#
+# aiohttp 3.14 ends idle connections only after their first request, so a client that never completes one could keep a
+# connection, and with many of them all descriptors, for ever.
+
+HEAD_S = 30.0
+AGAIN_S = 1.0
+
+
+class SlowClients:
+    """Watches the connections of one server."""
+
+    def __init__(self, head_s: float = HEAD_S) -> None:
+        """`head_s`: the time from the connection to the end of the first request's head."""
+        self._head_s = head_s
+        self._silent: set[asyncio.BaseProtocol] = set()  # for `head_s` after their connection at most
+
+    def watched(self, server: web.Server) -> Callable[[], asyncio.Protocol]:
+        """Return what makes the protocol of each connection of a server."""
+
+        def connect() -> asyncio.Protocol:
+            made = server()
+            self._silent.add(made)
+            asyncio.get_running_loop().call_later(self._head_s, self._end_if_silent, made)
+            return made
+
+        return connect
+
+    def asked(self, request: web.Request) -> None:
+        """Note that the client of a request has sent its head."""
+        self._silent.discard(request.protocol)
+
+    def _end_if_silent(self, connection: web.RequestHandler, last: bool = False) -> None:
+        if connection not in self._silent:
+            return
+        if not last:  # after a stall of this process the head may be here, and not be read yet
+            asyncio.get_running_loop().call_later(AGAIN_S, self._end_if_silent, connection, True)
+            return
+        self._silent.discard(connection)
+        connection.force_close()
+
+
+# Takes the items of an asynchronous generator that runs in a task of its own, with a bound on each wait.
+#
+# All steps of the generator run in that one task, so its time-outs and clean-up work as in a coroutine.
+
+END = object()  # the generator has ended
+LATE = object()  # nothing has come in time; the generator goes on
+
+
+class Items:
+    """The items that a generator has made and nobody has taken."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def next(self, timeout_s: float | None) -> Any:  # noqa: ANN401  # what the generator makes
+        """Return the next item, END, or LATE after `timeout_s`. Raises what the generator raised."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                item = await self._queue.get()
+        except TimeoutError:
+            return LATE
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def take_all(self, generator: AsyncGenerator[Any, None]) -> None:
+        """Run a generator to its end."""
+        try:
+            async for item in generator:
+                self._queue.put_nowait(item)
+        except Exception as error:
+            self._queue.put_nowait(error)
+        else:
+            self._queue.put_nowait(END)
+        finally:
+            await generator.aclose()
+
+
+@asynccontextmanager
+async def background_items(generator: AsyncGenerator[Any, None]) -> AsyncIterator[Items]:
+    """Give the items of a generator, which has ended, or is closed, when the block has."""
+    items = Items()
+    task = asyncio.create_task(items.take_all(generator))
+    try:
+        yield items
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 
 from megarl.chat.tool_calls import MalformedCall, ToolCall, ToolFormat, ToolSchemas
-from megarl.gateway.api_errors import refused
 from megarl.gateway.request_fields import (
     HARMLESS,
     ModelLimits,
@@ -19,6 +18,7 @@ from megarl.gateway.request_fields import (
     SamplingFields,
     checked,
     read_fields,
+    refused,
 )
 from megarl.gateway.token_route import PRIORITY, finite, wire_spans
 from megarl.rollout.engine.response_parts import ResponsePart

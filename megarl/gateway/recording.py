@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megarl.gateway.generations import SessionPlace
+from megarl.gateway.pool_client import SessionPlace
 from megarl.gateway.request_fields import SamplingChoice
 from megarl.gateway.sessions import NO_CHAT, ChatTurn, DoorSession, RecordedTurn, Sessions
 from megarl.gateway.token_route import finite, wire_spans

@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from megarl.gateway.api_errors import ApiError, no_turn_left
-from megarl.gateway.request_fields import SamplingChoice
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.gateway.request_fields import ApiError, SamplingChoice, no_turn_left
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import SamplingSpec, request_seed
 
 RUN_SESSIONS = "megarl-"  # begins the names of the sessions of a run's own samples, which nothing but PUT opens

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.chat.dialogue import Dialogue, DialogueError
-from megarl.chat.token_decoder import TokenDecoder
-from megarl.chat.tokenize import PromptEncoder, load_tokenizer
+from megarl.chat.tokenize import PromptEncoder, TokenDecoder, load_tokenizer
 from megarl.chat.tool_calls import HERMES, ToolFormat
 from megarl.chat.tool_format import FormatName, NoCallsWritten, tool_format
-from megarl.gateway.api_errors import ApiError, refused
+from megarl.gateway.request_fields import ApiError, refused
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from megarl.common.files import write_private
-from megarl.common.trust.run_token import MIN_CHARACTERS, derive_key
+from megarl.common.trust.run_secret import MIN_CHARACTERS, derive_key
 
 DOOR_FILE = "door.json"
 TOKEN_FILE = "door_token"

@@ -14,8 +14,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from megarl.gateway.api_errors import refused
-from megarl.gateway.request_fields import ModelLimits, SamplingChoice, SamplingFields, check_tokens, read_fields
+from megarl.gateway.request_fields import (
+    ModelLimits,
+    SamplingChoice,
+    SamplingFields,
+    check_tokens,
+    read_fields,
+    refused,
+)
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 

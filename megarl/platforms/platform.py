@@ -3,15 +3,63 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from megarl.common import megatron_versions
-from megarl.common.rundir.kernel_cache import keep_kernels
-from megarl.common.rundir.private_directory import make_private_directory
-from megarl.platforms import cuda
+from megarl.common.errors import InstallationError
+from megarl.common.rundir.private_directory import keep_kernels, make_private_directory
+
+# The settings of a process with a GPU before Megatron-Core is imported: its device, and how torch allocates memory.
+
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
+# torch reads the first of these that is set; PYTORCH_CUDA_ALLOC_CONF is the older name.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def prepare(index: int) -> None:
+    """Make GPU `index`, of those this process sees, its device, and let its memory segments grow.
+
+    Call it before Transformer Engine is imported: that creates a context on the current device, so every rank of a
+    node would leave one on GPU 0.
+    """
+    torch.cuda.set_device(index)
+    use_expandable_segments()
+
+
+def use_expandable_segments() -> None:
+    """Make torch's allocator grow its segments instead of allocating new ones, unless the user has configured it.
+
+    Micro-batches of ever new lengths and a reference model that moves in and out leave holes in segments of fixed
+    size. The setting is made in this process, not in its environment: the engines, which are children of rank 0's
+    supervisor, must not inherit it. vLLM 0.32 refuses PYTORCH_CUDA_ALLOC_CONF with such segments in an engine that has
+    a KV connector, unless that uses vLLM's own allocator (config/vllm.py, `_verify_kv_transfer_compat`).
+    """
+    if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS)
+
+
+def check_transformer_engine() -> None:
+    """Import Transformer Engine, if it is installed, because Megatron-Core will.
+
+    Raises InstallationError if that fails. Megatron-Core catches only ImportError, but without its PyTorch extension
+    Transformer Engine raises FileNotFoundError, and with one that was built for another torch OSError.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:
+        raise InstallationError(
+            "Transformer Engine is installed, but cannot be imported "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Its PyTorch extension is "
+            "built on this machine for the installed torch: run `make setup-gpu`, or uninstall transformer-engine to "
+            "use Megatron's own, slower modules"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -41,7 +89,7 @@ def activate(device: int | None = None) -> Platform:
     """
     platform = current()
     if platform.is_cuda and device is not None:
-        cuda.prepare(device)
+        prepare(device)
     _make_megatron_usable()
     return platform
 
@@ -49,7 +97,7 @@ def activate(device: int | None = None) -> Platform:
 @functools.cache
 def _make_megatron_usable() -> None:
     keep_kernels(lambda: make_private_directory() / "tmp")  # a later start of the user removes it
-    cuda.check_transformer_engine()
+    check_transformer_engine()
     if not current().is_cuda:
         from megarl.platforms import cpu
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from megarl.common.packed_numbers import packed
+from megarl.common.values import packed
 from megarl.queue.streams import STREAMS, Stream, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 

@@ -5,7 +5,7 @@ the process behind it. `lock` replaces `create_zmq_socket` (zmq_utils.py), throu
 sockets. ROUTER sockets, which the controller and the storage units bind, take the server's key and admit one public key
 only, that of the run's clients; DEALER sockets, which connect, take the clients' key. libzmq checks the keys in the
 handshake and every later frame against them, before Python sees anything of it. Both key pairs derive from the run's
-token (megarl/common/trust/run_token.py), and the server's public key is secret too: a stranger cannot begin a
+token (megarl/common/trust/run_secret.py), and the server's public key is secret too: a stranger cannot begin a
 handshake.
 
 When the required version of TransferQueue changes, check where the new one makes sockets.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from megarl.common.trust.run_token import derive_key
+from megarl.common.trust.run_secret import derive_key
 
 if TYPE_CHECKING:
     import zmq

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from megarl.common.packed_numbers import packed
+from megarl.common.values import packed
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleStatus = Literal["ok", "failed"]

@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from megarl.common.byte_units import GIB
 from megarl.common.errors import RolloutError
 from megarl.common.process.child_process import StartError
 from megarl.common.process.threads import ThreadResults
-from megarl.rewards.error_limit import ErrorLimit
-from megarl.rewards.failures import ErrorReport
+from megarl.common.values import GIB
+from megarl.rewards.failures import ErrorLimit, ErrorReport
 from megarl.rewards.process import ForeignAnswerError, RewardProcess, WorkerDiedError, WorkerTimeoutError
 from megarl.rewards.registry import import_path
 from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardOutcome, RewardSpec

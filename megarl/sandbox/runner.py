@@ -23,10 +23,9 @@ from megarl.sandbox.installation import (
     this_installation,
 )
 from megarl.sandbox.limits import Limits, RunResult, SandboxBusyError, SandboxError
-from megarl.sandbox.owned import OwnedDescriptors
 from megarl.sandbox.packages import find_packages
 from megarl.sandbox.seccomp import filter_program
-from megarl.sandbox.supervised import SupervisedRun, Watched
+from megarl.sandbox.supervised import OwnedDescriptors, SupervisedRun, Watched
 
 
 @functools.cache

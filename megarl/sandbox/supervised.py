@@ -20,11 +20,101 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import IO
 
+from megarl.sandbox.bubblewrap import MIB, PROGRAM, SCRATCH
 from megarl.sandbox.limits import LimitName, Limits, RunResult, SandboxError
-from megarl.sandbox.owned import OwnedDescriptors
-from megarl.sandbox.usage import usage
+
+# The memory and files that the processes of a sandbox hold at a moment, read from outside through its init.
+
+_HELD = ("RssAnon", "RssShmem", "VmSwap")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes of memory of all processes and of the scratch directory; and the entries of that directory."""
+
+    memory: int
+    entries: int
+
+    @property
+    def memory_mib(self) -> float:
+        """The memory in MiB."""
+        return self.memory / MIB
+
+
+def usage(init: int) -> Usage | None:
+    """Return what the sandbox holds whose init has the pid `init` on the host; None if it has ended.
+
+    The sandbox has a /proc of its own, so only its processes are counted. Raises PermissionError if it is hidden.
+    """
+    root = f"/proc/{init}/root"
+    try:
+        if not os.path.lexists(f"{root}{PROGRAM}"):  # its root is the host's still
+            return None
+        processes = [name for name in os.listdir(f"{root}/proc") if name.isdigit()]
+        scratch = os.statvfs(f"{root}{SCRATCH}")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    memory = sum(_held(f"{root}/proc/{name}/status") for name in processes)
+    memory += (scratch.f_blocks - scratch.f_bfree) * scratch.f_frsize
+    return Usage(memory, scratch.f_files - scratch.f_ffree)
+
+
+def _held(path: str) -> int:
+    """Return the bytes of one process that are not files: in memory or swapped out, shared ones counted in each."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(fields[name].split()[0]) << 10 for name in _HELD if name in fields)
+
+
+# Descriptors that belong to a block of code, each closed once: where its use ends, or at the end of the block.
+
+
+class OwnedDescriptors:
+    """A context manager; one thread uses it."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def __enter__(self) -> OwnedDescriptors:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close what is still open."""
+        self.close(*self._open)
+
+    def add(self, descriptor: int) -> int:
+        """Take over a descriptor, and return it."""
+        self._open.add(descriptor)
+        return descriptor
+
+    def pipe(self) -> tuple[int, int]:
+        """Return the reading and the writing end of a pipe."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        return self.add(reading), self.add(writing)
+
+    def in_memory(self, name: str, content: bytes) -> int:
+        """Return a descriptor of a file without a path that holds `content`, at its beginning."""
+        descriptor = self.add(os.memfd_create(name, os.MFD_CLOEXEC))
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return descriptor
+
+    def close(self, *descriptors: int) -> None:
+        """Close those of the descriptors that are still open here."""
+        for descriptor in set(descriptors) & self._open:
+            self._open.discard(descriptor)
+            os.close(descriptor)
+
 
 END_S = 10.0  # for the kernel to end the processes
 WATCH_S = 0.1  # between two looks at the memory that a run holds

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 
 from megarl.common.trust.secret_references import resolved
-from megarl.tools.bounded_text import MAX_CHARACTERS, bounded
-from megarl.tools.tool import ToolAnswer
+from megarl.tools.tool import MAX_CHARACTERS, ToolAnswer, bounded
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MAX_RESPONSE = 1 << 20  # bytes

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.common.byte_units import GIB
 from megarl.common.process.child_process import AnswerError, ChildProcess, StartError, checked_answer
 from megarl.common.process.frames import FrameError, framed, read_frame
-from megarl.tools.bounded_text import MAX_CHARACTERS
+from megarl.common.values import GIB
 from megarl.tools.process_worker import MAX_MESSAGE
-from megarl.tools.tool import ToolAnswer
+from megarl.tools.tool import MAX_CHARACTERS, ToolAnswer
 
 GRACE_S = 1.0  # that the wait for the answer of an object is longer than the call
 CLOSE_S = 5.0  # in which the object may close what it has

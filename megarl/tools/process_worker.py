@@ -20,9 +20,8 @@ from typing import Any
 from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
 from megarl.common.process.frames import framed, read_frame
 from megarl.common.trust.secret_references import resolved
-from megarl.tools.bounded_text import bounded
 from megarl.tools.function_schema import DescribedFunction, describe, import_function
-from megarl.tools.tool import Tool, ToolAnswer
+from megarl.tools.tool import Tool, ToolAnswer, bounded
 
 MAX_MESSAGE = 1 << 24  # bytes
 MAX_CHARACTERS = 1_000_000  # of an answer, whose characters have up to 12 bytes in JSON

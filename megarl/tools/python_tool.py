@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.sandbox.availability import require_sandbox
 from megarl.sandbox.limits import Limits, RunResult, SandboxError
 from megarl.sandbox.runner import Sandbox
-from megarl.tools.bounded_text import MAX_CHARACTERS, bounded
-from megarl.tools.model_program import with_last_line_printed, without_fence
-from megarl.tools.tool import ToolAnswer
+from megarl.tools.tool import MAX_CHARACTERS, ToolAnswer, bounded
+
+# The program in what a model has given as code: without the fence around it, and with its last line printed. Pure.
+
+_FENCED = re.compile(r"```python(.*?)```", re.DOTALL)
+
+
+def without_fence(code: str) -> str:
+    """Return what stands in the first Markdown fence ```python of the code; all of it if there is no such fence.
+
+    As the tool of verl's recipe retool does.
+    """
+    found = _FENCED.search(code)
+    return code if found is None else found[1].strip()
+
+
+def with_last_line_printed(code: str) -> str:
+    """Return the code with its last line that is not empty as the argument of `print`, unless it begins with `print`.
+
+    As the tool of verl's recipe retool does, and as literally: a program fails by it that ends with an assignment, a
+    comment, or an indented line.
+    """
+    lines = code.split("\n")
+    last = next((index for index in reversed(range(len(lines))) if lines[index]), None)
+    if last is not None and not lines[last].startswith("print"):
+        lines[last] = f"print({lines[last]})"
+    return "\n".join(lines)
+
 
 DESCRIPTION = (
     "Run a Python program and return what it prints. Each program starts from nothing; it has no network, and "
@@ -32,7 +58,7 @@ class PythonTool:
     `limits`: those of each program; `slots`: programs at once (default: one for each core); `packages`: names of
     installed packages, or directories, that programs can import from (`find_packages`). `description` and
     `code_description`: of the tool and of its argument, for the model. `unfence` and `print_last_line`: what is done to
-    the code first (`megarl.tools.model_program`). Raises SandboxError if this machine has no sandbox, and ValueError
+    the code first (`megarl.tools.python_tool`). Raises SandboxError if this machine has no sandbox, and ValueError
     for packages that are not there.
     """
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.common.megatron_versions import imported_is
-from megarl.config.megatron.megatron_defaults import ddp_fields
+from megarl.config.megatron.reserved import ddp_fields
 from megarl.config.schema import Config
 from megarl.models.megatron.shards import persistent_buffers
 

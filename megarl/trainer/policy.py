@@ -26,13 +26,13 @@ from megarl.algorithms.objective.stats import LossStats
 from megarl.algorithms.objective.terms import TermCounts, count_terms
 from megarl.algorithms.objective.token_origin import SourceGaps
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.common.process.malloc import keep_freed_memory
+from megarl.common.process.memory_tuning import keep_freed_memory
 from megarl.common.trust.object_collectives import Codec, all_gather, codec_of
-from megarl.config.checks.monitor_checks import SourceBuckets
+from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived.logprob_passes import recomputes_old_logprobs
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.derived.training_loss import needed_streams, objective_of
-from megarl.config.megatron.megatron_defaults import transformer_fields
+from megarl.config.megatron.reserved import transformer_fields
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.read_config import load_info

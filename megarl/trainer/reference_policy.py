@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl import platforms
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.config.megatron.megatron_defaults import transformer_fields
+from megarl.config.megatron.reserved import transformer_fields
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.megatron.build_model import build_model, transformer_config

@@ -12,11 +12,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megarl.algorithms import losses
+from megarl.algorithms import losses as ppo
 from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
-from megarl.algorithms.losses import gspo, ppo
-from megarl.algorithms.losses.ppo import PPOOptions
-from megarl.algorithms.objective import kl, objective
+from megarl.algorithms.losses import PPOOptions
+from megarl.algorithms.objective import objective
+from megarl.algorithms.objective import objective as kl
 from tests.support.losses.loss_batches import Batch, Result, loss_spec, packed_result, random_batch
 from tests.support.losses.padded_loss import reference_result
 from tests.support.losses.trl_loss import LOSS_TYPES, trl_result
@@ -124,7 +126,7 @@ def _means_with(change: Callable[..., torch.Tensor]) -> list[Patch]:
 
 
 def _surrogate_with(change: Callable[..., TokenLoss]) -> list[Patch]:
-    return _wrapped(change, (ppo, "clipped_surrogate"), (gspo, "clipped_surrogate"))
+    return _wrapped(change, (ppo, "clipped_surrogate"), (losses, "clipped_surrogate"))
 
 
 def _inputs_with(change: Callable[..., TokenInputs]) -> list[Patch]:

@@ -14,8 +14,7 @@ from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.interface.segments import segment_sum, sequence_ids
 from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.objective.kl import kl_penalty
-from megarl.algorithms.objective.objective import LossInputs, micro_batch_loss
+from megarl.algorithms.objective.objective import LossInputs, kl_penalty, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
 from megarl.algorithms.objective.terms import TermCounts
 from tests.support.losses.loss_batches import (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megarl.chat.token_decoder import TokenDecoder, library_tokenizer
+from megarl.chat.tokenize import TokenDecoder, library_tokenizer
 from tests.support.models.bpe_tokenizer import make_tokenizer
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 399), max_size=40), max_size=5)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli.interrupts import ANY_STOP, interrupted_once
+from megarl.cli.standalone import ANY_STOP, interrupted_once
 from megarl.common.rundir.run_lock import CLAIM_FILE
 from megarl.config.loading.load import to_yaml
 from megarl.queue.dump import write_batch

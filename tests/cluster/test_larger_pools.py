@@ -20,8 +20,8 @@ from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.replica import replica_name, restart_replica
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.fleet.back_pressure import FULL, BackPressure
 from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.router import FULL, BackPressure
 from tests.support.pool.pool import TestPool, start_pool
 from tests.support.pool.pool_checks import check_rows, command_of, inside, process_of, reference_logprobs, serve
 from tests.support.waiting import wait_until

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, replace
 
 import pytest
 
-from megarl.common.changed import changed
+from megarl.common.values import changed
 
 
 @dataclass(frozen=True)

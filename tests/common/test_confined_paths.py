@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.common.confined_paths import inside, refuse_outside_links
+from megarl.common.files import inside, refuse_outside_links
 
 
 @pytest.fixture

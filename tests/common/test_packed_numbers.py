@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.common.packed_numbers import packed
+from megarl.common.values import packed
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))

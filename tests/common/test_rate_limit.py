@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.common.rate_limit import RateLimit
+from megarl.common.clocks import RateLimit
 
 
 @given(st.lists(st.floats(0, 30), max_size=30), st.floats(0.1, 20))

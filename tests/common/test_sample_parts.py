@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.common.sample_parts import by_sample, first_parts
+from megarl.common.values import by_sample, first_parts
 
 
 @dataclass(frozen=True)

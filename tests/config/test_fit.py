@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.common.byte_units import GIB
 from megarl.common.errors import ConfigError
+from megarl.common.values import GIB
 from megarl.config.loading.load import config_from_tree
-from megarl.config.megatron.megatron_defaults import transformer_fields
+from megarl.config.megatron.reserved import transformer_fields
 from megarl.config.memory_plan.memory import (
     MOST_TOKENS,
     TOKENS_STEP,

@@ -29,8 +29,8 @@ from megarl.gateway.session_terms import SessionTerms, read_terms
 from megarl.gateway.token_file import write_door_file, write_token
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.loops import find_loop
-from megarl.rollout.agents.sample_rows import sample_rows
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.agents.trajectory_builder import sample_rows
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.transport import background
 from tests.support.agents.harness_context import ROW, SAMPLING, Context, announce

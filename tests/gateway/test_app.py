@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from megarl.chat.tokenize import load_tokenizer
-from megarl.gateway.connections import SlowClients
+from megarl.gateway.app import SlowClients
 from megarl.rollout.engine.messages import GenerateRequest
 from tests.support.checkout import ROOT
 from tests.support.gateway.door_requests import HEADERS, generate, post

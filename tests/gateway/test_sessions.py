@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.gateway.message_keys import extended, keys_of, root_key
 from megarl.gateway.session_terms import SessionTerms
-from megarl.gateway.sessions import DoorSession, NoRoom, NotOpened, SessionExists, Sessions
+from megarl.gateway.sessions import DoorSession, NoRoom, NotOpened, SessionExists, Sessions, extended, keys_of, root_key
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.messages import SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart

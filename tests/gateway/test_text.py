@@ -15,7 +15,7 @@ from megarl.chat.tokenize import load_tokenizer
 from megarl.chat.tool_calls import HERMES, ToolFormat
 from megarl.gateway import actor as door_actor
 from megarl.gateway.actor import DoorActor
-from megarl.gateway.api_errors import ApiError
+from megarl.gateway.request_fields import ApiError
 from megarl.gateway.text import ModelText
 from tests.support.gateway.door_requests import HEADERS, post
 from tests.support.gateway.door_stand_in import StandInDoor

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megarl.chat.tool_calls import HERMES
 from megarl.chat.xml_calls import XmlFormat
 from megarl.gateway.chat_route import cut_at, read_turn
-from megarl.gateway.text_stream import TextStream, overlap
+from megarl.gateway.chats import TextStream, overlap
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 WORDS = st.lists(

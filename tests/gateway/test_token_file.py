@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.common.trust.run_token import derive_key, run_token
+from megarl.common.trust.run_secret import derive_key, run_token
 from megarl.gateway.token_file import door_token, read_door_file, read_token, write_door_file, write_token
 
 

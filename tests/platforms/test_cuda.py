@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megarl import platforms
-from megarl.platforms import Platform, cuda, platform
+from megarl.platforms import Platform, platform
+from megarl.platforms import platform as cuda
 from tests.support.checkout import environment
 
 
@@ -52,7 +53,7 @@ def test_the_users_own_allocator_settings_stay(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_this_torch_accepts_the_setting() -> None:
-    code = "import torch; from megarl.platforms.cuda import *; use_expandable_segments(); "
+    code = "import torch; from megarl.platforms.platform import *; use_expandable_segments(); "
     code += "print(torch._C._accelerator_getAllocatorSettings())"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120, check=True

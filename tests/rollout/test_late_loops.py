@@ -18,9 +18,9 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.group_runner import GroupRunner
-from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.engine import group_deadline
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.engine import continuation
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.fleet.request_coalescer import Batcher
 from megarl.rollout.transport import background
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
@@ -37,7 +37,7 @@ LATE += r"group's deadline of 0\.2 s \(rollout\.group_deadline_s\)"
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_deadline, "GRACE_S", 0.05)
+    monkeypatch.setattr(continuation, "GRACE_S", 0.05)
 
 
 def config_with(policy: str, **rollout: Any) -> Config:
@@ -158,7 +158,7 @@ class WaitsFor:
 
 @pytest.mark.parametrize("policy", ["cut", "fail"])
 def test_a_loop_that_ends_within_the_grace_is_trained(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    monkeypatch.setattr(group_deadline, "GRACE_S", HELD_S)
+    monkeypatch.setattr(continuation, "GRACE_S", HELD_S)
 
     async def ends(ctx: AgentContext) -> None:
         assert ctx.deadline is not None

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megarl.rollout.orchestrator import prompt_groups
-from megarl.rollout.orchestrator.failure_policy import FailurePolicy
+from megarl.rollout.orchestrator.prompt_groups import FailurePolicy
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from tests.support.measures.growth import growth_per_step, held_bytes
 from tests.support.rollout.fake_rollout import LocalController, local_controller

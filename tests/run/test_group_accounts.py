@@ -10,7 +10,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from megarl.cluster.client.pool_client import PoolClient
-from megarl.common.sample_parts import first_parts
+from megarl.common.values import first_parts
 from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, sample_key
@@ -20,8 +20,7 @@ from megarl.rollout.workers.finished_group import usable_samples
 from megarl.run.pool.rollout_client import PoolLink
 from megarl.run.record.batch_metrics import record_batch
 from megarl.run.record.recorder import Totals
-from megarl.run.step.plan import StepPlan, plan_step
-from megarl.run.step.step_batch import StepBatch
+from megarl.run.step.plan import StepBatch, StepPlan, plan_step
 from megarl.telemetry.metrics.declarations import step_metrics
 from tests.support.trainer.configs import config as config_of
 from tests.support.trainer.trained_groups import trained_as_planned

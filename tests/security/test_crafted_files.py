@@ -29,8 +29,8 @@ from transformers import AutoConfig
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from megarl.chat.tokenize import load_tokenizer
+from megarl.checkpoint.convert.cli import open_model
 from megarl.checkpoint.convert.inspection import content_metadata_of
-from megarl.checkpoint.convert.open_model import open_model
 from megarl.checkpoint.format.hf_files import HFDirectory, MappedFile
 from megarl.checkpoint.format.load_weights import check_keys
 from megarl.checkpoint.format.manifest import FileEntry, check_files

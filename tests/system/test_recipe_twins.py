@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.algorithms.reward_shaping import overlong_penalty
+from megarl.algorithms.filters import overlong_penalty
 from megarl.config.derived.logprob_passes import correction_of
 from megarl.config.derived.staleness import pace_of
 from megarl.config.loading.load import config_from_tree

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.telemetry.replica_gaps import ReplicaGap, compare_replicas
+from megarl.telemetry.monitor import ReplicaGap, compare_replicas
 
 
 def test_a_replica_with_older_tokens_is_not_a_worse_one() -> None:

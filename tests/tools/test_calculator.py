@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from examples.rl.tools.calculator import CalculationError, Calculator, calculate
-from megarl.tools.bounded_text import bounded
-from megarl.tools.tool import schema_of
+from megarl.tools.tool import bounded, schema_of
 
 
 @pytest.mark.parametrize(

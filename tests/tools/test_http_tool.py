@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.pool.reserved_ports import ReservedPorts
+from megarl.cluster.pool.ray_head import ReservedPorts
 from megarl.tools.http_tool import MAX_RESPONSE, HttpTool
 from megarl.tools.tool import ToolAnswer
 

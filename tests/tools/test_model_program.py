@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.tools.model_program import with_last_line_printed, without_fence
+from megarl.tools.python_tool import with_last_line_printed, without_fence
 
 
 @pytest.mark.parametrize(

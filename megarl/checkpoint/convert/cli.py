@@ -10,16 +10,82 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megarl.common.byte_units import GIB
+from megarl.checkpoint.format.hf_files import HFDirectory
+from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_files
+from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.common.errors import ConversionError
-from megarl.models.hf.model_files import HF_SHARD_BYTES
+from megarl.common.values import GIB
+from megarl.models.hf.model_files import HF_FILES, HF_SHARD_BYTES, megatron_step
 
 if TYPE_CHECKING:
     import torch
 
     from megarl.checkpoint.convert.job import Options
-    from megarl.checkpoint.format.hf_files import HFDirectory
-    from megarl.checkpoint.format.megatron_files import MegatronDirectory
+
+# Opens a path as a model's Hugging Face tensors, in whichever of the two formats it is.
+
+
+def open_model(path: Path, *, allow_pickle: bool = False) -> HFDirectory | MegatronDirectory:
+    """Open a Hugging Face directory or a Megatron checkpoint.
+
+    Raises ConversionError if `path` is neither, ValueError naming file and tensor if it is damaged.
+    """
+    if not path.is_dir():
+        raise ConversionError(f"{path} is not a directory")
+    if step := megatron_step(path):
+        return MegatronDirectory(step)
+    if not (path / "config.json").is_file():
+        raise ConversionError(
+            f"{path} is neither a Hugging Face directory (no config.json) nor a Megatron checkpoint (no tracker file)"
+        )
+    return HFDirectory(path, allow_pickle=allow_pickle)
+
+
+def open_hf(path: Path, *, allow_pickle: bool = False) -> HFDirectory:
+    """Open the Hugging Face directory that `--hf` names.
+
+    Raises ConversionError if `path` is none, ValueError naming file and tensor if it is damaged.
+    """
+    if not path.is_dir():
+        raise ConversionError(f"--hf {path} {'is not a directory' if path.exists() else 'does not exist'}")
+    if step := megatron_step(path):
+        raise ConversionError(
+            f"--hf {path} is a Megatron checkpoint already ({step.name}); training can start from it without a "
+            "conversion, and export converts it to a Hugging Face directory"
+        )
+    if not (path / "config.json").is_file():
+        raise ConversionError(f"--hf {path} is not a Hugging Face directory: it has no config.json")
+    return HFDirectory(path, allow_pickle=allow_pickle)
+
+
+# Checks the files of a Megatron checkpoint that a conversion reads against the checkpoint's manifest.
+
+
+def has_manifest(model: MegatronDirectory) -> bool:
+    """Tell whether the checkpoint has a manifest; one written by Megatron-LM has none."""
+    return (model.step / MANIFEST).is_file()
+
+
+def check_digests(model: MegatronDirectory, rank: int = 0, ranks: int = 1) -> int:
+    """Check the share of `rank` of `ranks` of the weights' files, their index and `hf/`; return the number of files.
+
+    Every byte is read. Raises DamagedCheckpointError naming each file that differs from its entry in the manifest, or
+    that has no entry.
+    """
+    manifest = Manifest.read(model.step)
+    weights = {str(path.relative_to(model.step)) for path in model.files()}
+    unknown = sorted(weights - manifest.files.keys())
+    if unknown:
+        raise DamagedCheckpointError(f"{model.step / MANIFEST} has no entry for {', '.join(unknown)}")
+    wanted = {
+        name: entry for name, entry in manifest.files.items() if name in weights or name.startswith(f"{HF_FILES}/")
+    }
+    names = Manifest(manifest.step, wanted).share(rank, ranks)
+    problems = check_files(model.step, wanted, names)
+    if problems:
+        raise DamagedCheckpointError("the checkpoint is damaged:\n" + "\n".join(problems))
+    return len(names)
+
 
 _EXIT_DELAY_S = 5.0  # torchrun ends all ranks when the first one exits: by then rank 0 must have written its message
 DTYPES = ("bfloat16", "float16", "float32")
@@ -190,7 +256,6 @@ def _gigabytes(text: str) -> int:
 def _import(options: argparse.Namespace, stream: TextIO) -> int:
     from megarl.checkpoint.convert.hf_to_megatron import HFToMegatron
     from megarl.checkpoint.convert.job import convert
-    from megarl.checkpoint.convert.open_model import open_hf
     from megarl.checkpoint.convert.ranks import Ranks
 
     def job(_: Ranks) -> HFToMegatron:
@@ -201,7 +266,6 @@ def _import(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _export(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.digests import check_digests
     from megarl.checkpoint.convert.job import convert
     from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
     from megarl.checkpoint.convert.ranks import Ranks
@@ -218,8 +282,7 @@ def _export(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _verify(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.byte_progress import ByteProgress
-    from megarl.checkpoint.convert.open_model import open_model
+    from megarl.checkpoint.convert.job import ByteProgress
     from megarl.checkpoint.convert.verify import compare
 
     texts = _texts(options)
@@ -248,7 +311,6 @@ def _check_manifest(model: HFDirectory | MegatronDirectory, stream: TextIO) -> N
 
     With damaged files the comparison would show nothing about the program that wrote them.
     """
-    from megarl.checkpoint.convert.digests import check_digests, has_manifest
     from megarl.checkpoint.format.megatron_files import MegatronDirectory
 
     if isinstance(model, MegatronDirectory) and has_manifest(model):
@@ -269,7 +331,6 @@ def _texts(options: argparse.Namespace) -> list[str]:
 
 def _inspect(options: argparse.Namespace, stream: TextIO) -> int:
     from megarl.checkpoint.convert.inspection import describe
-    from megarl.checkpoint.convert.open_model import open_model
 
     stream.write(describe(open_model(options.directory, allow_pickle=options.allow_pickle)))
     return 0

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.convert.os_errors import writing
 from megarl.checkpoint.convert.planner import LazySavePlanner
-from megarl.checkpoint.convert.target import Output
+from megarl.checkpoint.convert.target import Output, writing
 from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format.hf_files import HFDirectory, fingerprint

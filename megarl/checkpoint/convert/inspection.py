@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoint.convert.byte_progress import size
+from megarl.checkpoint.convert.job import size
 from megarl.checkpoint.format.hf_files import HFDirectory
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
-from megarl.checkpoint.format.plain_values import load_plain
-from megarl.common.confined_paths import inside
+from megarl.checkpoint.format.shard_index import load_plain
+from megarl.common.files import inside
 from megarl.models.hf.load import left_out_note
 from megarl.models.hf.model_files import COMMON_FILE
 

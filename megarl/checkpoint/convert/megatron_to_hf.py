@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 
-from megarl.checkpoint.convert.os_errors import writing
-from megarl.checkpoint.convert.target import Output
+from megarl.checkpoint.convert.target import Output, writing
 from megarl.checkpoint.convert.units import Item, convert, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format.hf_files import fingerprint

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megarl.common.byte_units import MIB
+from megarl.common.values import MIB
 
 ITEM_BYTES = 128 * MIB  # largest size of an item; limits the memory of a worker
 UNIT_BYTES = (32 * MIB, 1024 * MIB)  # smallest and largest size of a unit

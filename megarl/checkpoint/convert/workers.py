@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import cast
 
-from megarl.checkpoint.convert.os_errors import from_os_error
-from megarl.common.byte_units import MIB
+from megarl.checkpoint.convert.target import from_os_error
 from megarl.common.errors import ConversionError
-from megarl.common.process.malloc import map_large_blocks
+from megarl.common.process.memory_tuning import map_large_blocks
+from megarl.common.values import MIB
 
 ReportBytes = Callable[[int], None]  # is called with the bytes done since the last call
 Work = Callable[[int, ReportBytes], None]  # does the unit with this number

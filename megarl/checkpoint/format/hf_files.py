@@ -12,8 +12,8 @@ from typing import Protocol, Self
 
 import torch
 
-from megarl.checkpoint.format.plain_values import load_plain
-from megarl.common.confined_paths import inside
+from megarl.checkpoint.format.shard_index import load_plain
+from megarl.common.files import inside
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.hf.load import check_tensors, is_left_out

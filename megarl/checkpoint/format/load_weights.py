@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,13 +14,37 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megarl.checkpoint.format.common_state import load_shards
 from megarl.checkpoint.format.keys import is_model_key, problems_of, resolve, stored_tensors
 from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
-from megarl.checkpoint.format.megatron_files import read_index
+from megarl.checkpoint.format.megatron_files import MegatronDirectory, read_index
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
-from megarl.common.byte_units import MIB
+from megarl.common.values import MIB
+from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.hf.load import load_hf_weights
+from megarl.models.hf.load import check_tensors, load_hf_weights
 from megarl.models.hf.model_files import megatron_step
+from megarl.models.hf.safetensors import SafetensorsDirectory
 from megarl.models.megatron.shards import table
+
+# The check of a run's weight files before anything starts: from their headers, no tensor is read.
+
+
+def weight_problems(config: Config, info: ModelInfo) -> Iterator[str]:
+    """Yield what is wrong with the weights that the trainer loads, as `key: what is wrong`.
+
+    The files must be complete, and hold exactly the tensors of the family with the shapes that config.json implies.
+    """
+    loaded = [("model.path", config.model.path)] if config.model.load_weights else []
+    if config.needs_reference and config.reference.path is not None:
+        loaded.append(("reference.path", config.reference.path))
+    for key, path in loaded:
+        try:
+            if megatron_step(path) is not None:
+                MegatronDirectory(path)
+                continue
+            with SafetensorsDirectory(path) as files:
+                check_tensors(files, table(info), info)
+        except (ValueError, OSError) as error:
+            yield f"{key}: {error}"
+
 
 logger = logging.getLogger(__name__)
 

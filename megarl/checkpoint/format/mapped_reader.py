@@ -21,8 +21,7 @@ from torch.futures import Future
 
 from megarl.checkpoint.format.hf_files import MappedFile
 from megarl.checkpoint.format.megatron_files import Chunk, archived_tensor
-from megarl.checkpoint.format.plain_values import load_plain
-from megarl.checkpoint.format.shard_index import read_metadata
+from megarl.checkpoint.format.shard_index import load_plain, read_metadata
 
 
 class MappedReader(FileSystemReader):

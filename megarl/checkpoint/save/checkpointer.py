@@ -26,14 +26,12 @@ from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directo
 from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
-from megarl.checkpoint.save.load_trainer_state import load_trainer_state
-from megarl.checkpoint.save.on_ranks import on_every_rank, on_first_rank
 from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
-from megarl.checkpoint.save.resume_point import ResumePoint
+from megarl.checkpoint.save.resume_point import ResumePoint, on_every_rank, on_first_rank
 from megarl.checkpoint.save.retention import CheckpointRetention
-from megarl.checkpoint.save.training_state import layout_record, sharded_state, trainer_numbers
+from megarl.checkpoint.save.training_state import layout_record, load_trainer_state, sharded_state, trainer_numbers
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
-from megarl.common.timeouts import GRACE_S
+from megarl.common.clocks import GRACE_S
 from megarl.common.trust.object_collectives import JSON, TEXT, Codec, broadcast, codec_of
 from megarl.common.trust.run_secret import run_secret
 from megarl.config.loading.load import to_yaml

@@ -6,16 +6,18 @@ The rules are in `resume.py`, which is pure; here they meet the files and the ra
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format.manifest import Manifest, check_files
 from megarl.checkpoint.save.directory import STATE_FILE, CheckpointDirectory
-from megarl.checkpoint.save.on_ranks import on_first_rank
 from megarl.checkpoint.save.resume import (
     Candidate,
     ResumeError,
@@ -26,9 +28,90 @@ from megarl.checkpoint.save.resume import (
     contradictions,
     refusal,
 )
-from megarl.checkpoint.save.same_launch import remember_launch
-from megarl.common.trust.object_collectives import TEXT, Codec, all_gather, codec_of
+from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
+from megarl.common.files import write_json
+from megarl.common.process.processes import ProcessId
+from megarl.common.trust.object_collectives import TEXT, Codec, all_gather, broadcast, codec_of, sendable
 from megarl.config.schema import Config
+
+# Runs a function on one rank or on each, and gives all of them the outcome: a failure leaves no rank waiting.
+#
+# Every function here is collective over the ranks of `group`; `rank` is the own one.
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_RESULT: Codec[tuple[bytes | None, str]] = codec_of(tuple[bytes | None, str])
+
+
+def on_every_rank(function: Callable[[], T], rank: int, group: ProcessGroup) -> tuple[T | None, str]:
+    """Run `function` on every rank. Return (its result, "") on each, or (None, errors) if it failed on one."""
+    result: T | None = None
+    problem = ""
+    try:
+        result = function()
+    except Exception as error:
+        logger.exception("rank %d", rank)
+        problem = sendable(f"rank {rank}: {error or repr(error)}")
+    problems = [each for each in all_gather(problem, TEXT, group) if each]
+    return (None, "; ".join(problems)) if problems else (result, "")
+
+
+def on_first_rank(function: Callable[[], T], codec: Codec[Any], rank: int, group: ProcessGroup) -> tuple[T | None, str]:
+    """Run `function` on rank 0. Return (its result, "") or (None, error) on every rank: none is left waiting."""
+    result, problem = None, ""
+    if rank == 0:
+        try:
+            result = codec.encode(function())
+        except Exception as error:
+            logger.exception("rank 0")
+            problem = sendable(str(error) or repr(error))
+    content, problem = broadcast((result, problem), _RESULT, 0, group)
+    return None if content is None else codec.decode(content), problem
+
+
+# Applies `checkpoint.resume: never`, or a path, to the first start of a launch only, not to its restarts.
+#
+# torchrun restarts the ranks after a failure, and SLURM restarts a requeued job, with the same command. As soon as the
+# launch has a checkpoint of its own, a restart resumes from that checkpoint.
+
+FILE = "launched_by.json"
+
+
+def remember_launch(run_dir: Path) -> None:
+    """Record that the history in `run_dir` is this launch's. Called on rank 0 after `checkpoint.resume` was applied."""
+    write_json(run_dir / FILE, _launch(os.environ))
+
+
+def config_of_this_start(config: Config) -> Config:
+    """Return `config`, with `checkpoint.resume: auto` if this launch has a checkpoint of its own."""
+    if config.checkpoint.resume == "auto" or not CheckpointDirectory(config.checkpoint_dir).steps():
+        return config
+    try:
+        before = json.loads((config.run_dir / FILE).read_text())
+    except (OSError, ValueError):
+        return config
+    if not same_launch(before, _launch(os.environ), requeued=os.environ.get("SLURM_RESTART_COUNT", "0") != "0"):
+        return config
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
+
+
+def same_launch(before: Mapping[str, Any], present: Mapping[str, Any], *, requeued: bool) -> bool:
+    """Tell whether two starts of ranks belong to one launch: of a launch script, a requeued job or a torchrun agent."""
+    if present["launch"] is None:
+        return before["launch"] is None and bool(before["agent"] == present["agent"])
+    return bool(before["launch"] == present["launch"] or (requeued and before["job"] == present["job"] is not None))
+
+
+def _launch(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the facts that identify the launch of this process, as JSON."""
+    agent = ProcessId.of(os.getppid())
+    return {
+        "launch": environment.get(LAUNCH_ID_VARIABLE),
+        "job": environment.get("SLURM_JOB_ID"),
+        "agent": [socket.gethostname(), agent.pid, agent.start_time],
+    }
+
 
 _TEXTS: Codec[list[str]] = codec_of(list[str])
 _CANDIDATES: Codec[list[Candidate]] = codec_of(list[Candidate])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.cli.doctor.packages import installed_version
 from megarl.cli.doctor.report import Finding
-from megarl.common.byte_units import GIB
+from megarl.common.values import GIB
 from megarl.config.derived.hardware import local_gpus
 
 # The oldest driver branch that runs programs of a CUDA major version (NVIDIA, "CUDA Compatibility", table 1).

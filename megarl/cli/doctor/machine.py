@@ -12,7 +12,7 @@ import psutil
 
 from megarl.cli.doctor.report import Finding
 from megarl.cluster.pool.network import interface_of, own_address
-from megarl.common.byte_units import GIB
+from megarl.common.values import GIB
 from megarl.sandbox.availability import sandbox_problem
 
 MIN_OPEN_FILES = 4096

@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import signal
 import sys
+import termios
+import time
+import tty
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from megarl.cli.top.run_view import RunWatch
+
+# Single keys from a terminal, without waiting for the end of a line; the terminal is as before afterwards.
+
+
+class Keys:
+    """Reads keys while it is open; without a terminal at stdin there are none."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else -1
+        self._before: list[Any] | None = None  # of termios
+
+    def __enter__(self) -> Keys:
+        if self._file >= 0:
+            self._before = termios.tcgetattr(self._file)
+            tty.setcbreak(self._file)
+        return self
+
+    def wait(self, seconds: float) -> str:
+        """Return the keys that were pressed, as soon as there are any; empty after `seconds` without."""
+        if self._file < 0:
+            time.sleep(seconds)
+            return ""
+        ready, _, _ = select.select([self._file], [], [], seconds)
+        if not ready:
+            return ""
+        pressed = os.read(self._file, 256)
+        if not pressed:  # the terminal has gone
+            raise EOFError
+        return pressed.decode(errors="replace")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
 
 WIDTH = 100  # characters without a terminal
 HEIGHT = 60  # lines of `--once`, and without a terminal
@@ -54,7 +95,6 @@ def _watch(watch: RunWatch, console: Console, interval_s: float) -> None:
     """Show the run until a key, a signal or the end of the terminal ends it; the terminal is as before afterwards."""
     from rich.live import Live
 
-    from megarl.cli.top.key_presses import Keys
     from megarl.cli.top.screen import Screen
 
     signal.signal(signal.SIGTERM, _interrupt)

@@ -17,9 +17,8 @@ from megarl.common.rundir.notices import notices_file, older_notices_file
 from megarl.common.rundir.run_lock import CLAIM_FILE
 from megarl.report.reading.advisories import GpuLayout, advise
 from megarl.report.reading.metrics_file import metrics_of
-from megarl.report.reading.run_directory import layout_of
+from megarl.report.reading.run_directory import layout_of, status_of
 from megarl.report.reading.run_events import RunFault, pair
-from megarl.report.reading.run_status import status_of
 from megarl.telemetry.trace.files import EventTail, RunEvent
 
 NOTICE_BYTES = 64 << 10  # of the newest notices

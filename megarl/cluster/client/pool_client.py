@@ -21,7 +21,7 @@ from megarl.common.errors import PartsLost, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.admission.counters import Counters
-from megarl.rollout.engine.devices import HeldDevices
+from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.failover import Committed, TrainerRecord
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded

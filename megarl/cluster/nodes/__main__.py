@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.checkpoint.format.finished import already_finished
+from megarl.checkpoint.format.manifest import already_finished
 from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
 from megarl.cluster.nodes.commands import ENTRY, exports
-from megarl.cluster.nodes.lost_nodes import can_lose
+from megarl.cluster.nodes.launcher import can_lose
 from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure
 from megarl.cluster.nodes.prepare import prepare, status
 from megarl.cluster.nodes.spec import LaunchSpec

@@ -104,18 +104,3 @@ def exports(config: Config, environment: Mapping[str, str]) -> str:
         for name, value in environment.items()
         if name in names or (name.startswith(_PASSED_PREFIXES) and name.isidentifier())
     )
-
-
-def network_environment(address: str, interface: str | None, *, several: bool, chosen: bool) -> dict[str, str]:
-    """Return the variables that set this node's address and interface for vLLM, gloo and NCCL.
-
-    `several`: the job has more nodes than this one; `chosen`: the user has named the interface. gloo would take the
-    address that the host's name resolves to: between nodes often a loopback address, on one node often another one.
-    Between nodes NCCL chooses an interface by itself unless the user has named one.
-    """
-    environment = {"VLLM_HOST_IP": address}
-    if interface is not None:
-        environment["GLOO_SOCKET_IFNAME"] = interface
-        if chosen or not several:
-            environment["NCCL_SOCKET_IFNAME"] = interface
-    return environment

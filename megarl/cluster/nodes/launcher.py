@@ -22,21 +22,35 @@ from pathlib import Path
 from types import FrameType
 
 from megarl.cluster.nodes import commands
-from megarl.cluster.nodes.lost_nodes import can_lose
 from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure, NodeRecord, State, Watch
 from megarl.cluster.nodes.processes import NodeProcesses
 from megarl.cluster.nodes.spec import LaunchSpec
-from megarl.cluster.pool.network import interface_of, own_address
-from megarl.cluster.pool.pool_process import read_state
-from megarl.cluster.pool.reserved_ports import ReservedPorts
+from megarl.cluster.pool.network import interface_of, network_environment, own_address
+from megarl.cluster.pool.pool_process import REBUILDING, read_state
+from megarl.cluster.pool.ray_head import ReservedPorts
+from megarl.common.clocks import RateLimit
 from megarl.common.errors import ConfigError
 from megarl.common.process.processes import ProcessId
-from megarl.common.rate_limit import RateLimit
 from megarl.common.rundir import run_files
 from megarl.common.rundir.notices import write_notice
 from megarl.common.rundir.run_lock import Holder, RunClaim, claim, other_holder
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.derived.hardware import local_gpus
+
+# Tells which nodes a running job can lose.
+
+
+def can_lose(launch: LaunchSpec, index: int) -> bool:
+    """Tell whether the job goes on without a node: nothing but engines runs there, and all engines were up once.
+
+    Before that the plan does not fit, and after the end of the run its nodes have to end well.
+    """
+    record = run_files.read_exit(launch.run_dir)
+    ended = record is not None and record.status != "failed"
+    state = read_state(launch.run_dir) or {}
+    ready = state.get("launch_id") == launch.launch_id and state.get("state") in {"ready", REBUILDING}
+    return launch.topology.nodes[index].only_engines and ready and not ended
+
 
 logger = logging.getLogger("megarl.cluster.nodes.launcher")
 
@@ -166,9 +180,7 @@ class NodeAgent:
             self.address = own_address(self.launch.hosts, interface)
         os.environ.update(commands.user_environment(self.config.launch))
         os.environ.update(
-            commands.network_environment(
-                self.address, interface_of(self.address), several=several, chosen=interface is not None
-            )
+            network_environment(self.address, interface_of(self.address), several=several, chosen=interface is not None)
         )
         os.environ[NODE_ADDRESS_VARIABLE] = self.address
         logger.info("node %d (%s, %s): %s", self.node.index, self.host, self.address, self.node.role)

@@ -12,18 +12,57 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
 from megarl.cluster.nodes import commands
 from megarl.cluster.nodes.spec import LaunchSpec
-from megarl.cluster.nodes.stopped_processes import StoppedProcesses
 from megarl.cluster.nodes.topology import NodePlan
 from megarl.cluster.pool.pool_process import STOP_FILE as SUPERVISOR_STOP
 from megarl.cluster.pool.pool_process import start_supervisor
-from megarl.common.process.processes import ProcessId, descendants, die_with_parent, is_alive, kill, still_alive, sweep
+from megarl.common.clocks import WatchedTime
+from megarl.common.process.processes import (
+    ProcessId,
+    descendants,
+    die_with_parent,
+    is_alive,
+    kill,
+    state_of,
+    still_alive,
+    sweep,
+)
 from megarl.common.rundir.run_lock import Holder, other_holder
-from megarl.rollout.engine.devices import visible_devices
+from megarl.rollout.engine.placement import visible_devices
+
+# Finds processes that have been stopped (SIGSTOP) for a long time.
+
+LOOK_S = 2.0  # between two looks
+_STOPPED = ("T", "t")  # by a signal, by a debugger
+
+
+class StoppedProcesses:
+    """Measures, in time that its owner has seen pass, how long each process has been stopped."""
+
+    def __init__(self, bound_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`bound_s`: the time after which `find` returns a process."""
+        self._bound_s, self._clock = bound_s, clock
+        self._time = WatchedTime(2 * LOOK_S, clock)
+        self._since: dict[ProcessId, float] = {}
+        self._next = clock()
+
+    def is_due(self) -> bool:
+        """Tell whether it is time to look: not more often than every LOOK_S."""
+        return self._clock() >= self._next
+
+    def find(self, processes: Iterable[ProcessId]) -> list[ProcessId]:
+        """Return those of the processes that have been stopped at each look for the bound."""
+        self._next = self._clock() + LOOK_S
+        now = self._time.look()
+        stopped = [process for process in processes if state_of(process) in _STOPPED]
+        self._since = {process: self._since.get(process, now) for process in stopped}
+        return [process for process, since in self._since.items() if now - since > self._bound_s]
+
 
 logger = logging.getLogger(__name__)
 

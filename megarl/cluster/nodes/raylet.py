@@ -26,17 +26,17 @@ from megarl.cluster.pool.ray_head import (
     RAY_PORTS,
     TRAINER_SHARE,
     RayShare,
+    ReservedPorts,
     access_environment,
     keep_logs,
     patched_start,
     ray_environment,
     rollout_share,
 )
-from megarl.cluster.pool.reserved_ports import ReservedPorts
 from megarl.common.process.processes import die_with_parent
 from megarl.common.rundir.private_directory import make_private_directory, sweep_dead_directories, use_private_directory
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
-from megarl.rollout.engine.devices import visible_devices
+from megarl.rollout.engine.placement import visible_devices
 
 if TYPE_CHECKING:
     from ray._private.node import Node

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import psutil
 
-from megarl.cluster.nodes.commands import network_environment
 from megarl.cluster.pool.ray_head import LOOPBACK
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.schema.job import RayConfig
@@ -72,3 +71,18 @@ def _towards(host: str) -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def network_environment(address: str, interface: str | None, *, several: bool, chosen: bool) -> dict[str, str]:
+    """Return the variables that set this node's address and interface for vLLM, gloo and NCCL.
+
+    `several`: the job has more nodes than this one; `chosen`: the user has named the interface. gloo would take the
+    address that the host's name resolves to: between nodes often a loopback address, on one node often another one.
+    Between nodes NCCL chooses an interface by itself unless the user has named one.
+    """
+    environment = {"VLLM_HOST_IP": address}
+    if interface is not None:
+        environment["GLOO_SOCKET_IFNAME"] = interface
+        if chosen or not several:
+            environment["NCCL_SOCKET_IFNAME"] = interface
+    return environment

@@ -11,25 +11,62 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megarl.cluster.pool.reserved_ports import ReservedPorts
-from megarl.common.byte_units import MIB
 from megarl.common.errors import SupervisorFailed
 from megarl.common.process.processes import descendants, sweep
 from megarl.common.rundir.private_directory import make_private_directory, remove_private_directory
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
+from megarl.common.values import MIB
 from megarl.config.derived.pools import engines_per_node, resolve_pools
 from megarl.config.schema import Config
 from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 
 if TYPE_CHECKING:
     from ray._private.node import Node
+
+# Ports that are kept free for processes that will listen on them later.
+
+
+class ReservedPorts:
+    """TCP ports of this host that the kernel gives to nobody who asks for any free port, until `close`.
+
+    Each has a socket that is bound but does not listen, with SO_REUSEADDR. Linux leaves such a port out when it chooses
+    one, and lets a process take it that asks for this port and has set SO_REUSEADDR too, as servers do: Ray's agents
+    (2.60.0), torch's TCPStore (2.13.0) and slurm's daemons among them.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Raise OSError if the host has no `count` free ports."""
+        self._held = ExitStack()
+        self.ports: list[int] = []
+        with ExitStack() as stack:
+            for _ in range(count):
+                held = stack.enter_context(socket.socket())
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                held.bind(("", 0))
+                self.ports.append(held.getsockname()[1])
+            self._held = stack.pop_all()
+
+    def close(self) -> None:
+        """Give the ports up. Whoever listens on one keeps it."""
+        self._held.close()
+
+    def __enter__(self) -> ReservedPorts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.pool.pool_process import SupervisorSpec, read_state, write_state
+from megarl.common.clocks import RateLimit
 from megarl.common.process.processes import ProcessId, still_alive
-from megarl.common.rate_limit import RateLimit
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from megarl.cluster.pool.network import one_node_environment
 from megarl.cluster.pool.pool_process import REBUILDING, STATE_FILE, STOP_FILE, SupervisorSpec
 from megarl.cluster.pool.ray_head import RayHead, access_environment, ray_environment, rollout_share
 from megarl.cluster.pool.state import PoolState
+from megarl.common.clocks import RateLimit
 from megarl.common.errors import RolloutError
 from megarl.common.process.memory_tuning import begin_start, end_start
 from megarl.common.process.output import redirect_output
 from megarl.common.process.processes import ProcessId, descendants, is_alive, sweep
-from megarl.common.rate_limit import RateLimit
 from megarl.common.rundir.notices import write_notice
 from megarl.common.rundir.private_directory import (
     make_private_directory,
@@ -37,11 +37,10 @@ from megarl.common.rundir.private_directory import (
     sweep_dead_directories,
     use_private_directory,
 )
-from megarl.common.trust.run_token import run_token
+from megarl.common.trust.run_secret import run_token
 from megarl.config.derived.pools import resolve_pools
 from megarl.config.schema import Config
-from megarl.rollout.engine.devices import refuse_split_replica, visible_devices
-from megarl.rollout.engine.placement import ENGINE_RESOURCE
+from megarl.rollout.engine.placement import ENGINE_RESOURCE, refuse_split_replica, visible_devices
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from megarl.common.clocks import RateLimit
 from megarl.common.files import write_json
-from megarl.common.rate_limit import RateLimit
 
 logger = logging.getLogger(__name__)
 

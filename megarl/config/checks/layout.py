@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.config.megatron import fields as megatron_fields
-from megarl.config.megatron.megatron_defaults import passes_recompute, transformer_fields
-from megarl.config.megatron.reserved import GPU_ONLY, Target
+from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, transformer_fields
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
 

@@ -16,15 +16,12 @@ from typing import Literal
 
 from megarl.common.errors import ConfigError
 from megarl.config.checks import layout
-from megarl.config.checks.agent import agent_problems, import_path_problems
-from megarl.config.checks.engine import engine_problems, head_size_problems
-from megarl.config.checks.liveness import liveness_problems
-from megarl.config.checks.monitor_checks import monitor_problems
-from megarl.config.checks.sandbox_checks import sandbox_problems
+from megarl.config.checks.agent import agent_problems, import_path_problems, sandbox_problems
+from megarl.config.checks.engine import engine_problems, head_size_problems, liveness_problems
 from megarl.config.checks.secrets import secret_problems
-from megarl.config.checks.telemetry import ANY_ADDRESS, telemetry_problems
+from megarl.config.checks.teachers import teacher_problems
+from megarl.config.checks.telemetry import ANY_ADDRESS, monitor_problems, telemetry_problems
 from megarl.config.derived.algorithm import algorithm_problems
-from megarl.config.derived.concurrent_evaluation import evaluation_problems
 from megarl.config.derived.datasets import (
     all_sets,
     data_problems,
@@ -35,8 +32,7 @@ from megarl.config.derived.datasets import (
 from megarl.config.derived.hardware import local_gpus
 from megarl.config.derived.logprob_passes import correction_problems
 from megarl.config.derived.pools import resolve_pools
-from megarl.config.derived.staleness import pace_problems
-from megarl.config.derived.teachers import teacher_problems
+from megarl.config.derived.staleness import evaluation_problems, pace_problems
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.models.architecture.architecture import ModelInfo

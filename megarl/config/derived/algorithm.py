@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.filters import ShapingSpec
 from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards
 from megarl.algorithms.interface.registry import Chosen, RegisteredFunction
 from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import LOSSES
 from megarl.common.errors import ConfigError
+from megarl.config.derived.datasets import train_sets
 from megarl.config.loading.load import explain
 from megarl.config.schema import Config
 from megarl.config.schema.algorithm import AlgorithmConfig
@@ -119,3 +121,20 @@ def _tried(kind: str, check: Callable[[], None]) -> None:
         check()
     except ValueError as error:
         raise ConfigError([f"algorithm.{kind}: {error}"]) from None
+
+
+# The options of reward shaping in a config, for the rollout side's filter and for the trainer's.
+
+
+def shaping_of(config: Config) -> ShapingSpec:
+    """Return what decides which groups are trained on, and with which rewards."""
+    return ShapingSpec(
+        truncated=config.sampling.truncated,
+        max_tokens=config.sampling.max_tokens,
+        overlong_buffer=config.algorithm.overlong.buffer_tokens,
+        overlong_penalty=config.algorithm.overlong.penalty,
+        filter_zero_variance=filters_equal_rewards(config),
+        permutation_seed=config.run.seed if config.algorithm.permute_rewards else None,
+        unfiltered=frozenset(each.name for each in train_sets(config) if each.teacher is not None),
+        by_turn=uses_turn_rewards(config),
+    )

@@ -7,7 +7,23 @@ from dataclasses import dataclass
 
 from megarl.common.errors import ConfigError
 from megarl.config.derived.teachers import teacher_engines, teacher_gpus
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ParallelConfig
+from megarl.models.megatron.layout import Layout
+
+# The trainer's parallel layout, made from the config.
+
+
+def trainer_layout(parallel: ParallelConfig, gpus: int) -> Layout:
+    """Return the layout of `gpus` trainer ranks under `trainer.parallel`; raises ValueError like `Layout`."""
+    return Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        sequence=parallel.sequence,
+        world_size=gpus,
+    )
 
 
 @dataclass(frozen=True)

@@ -167,3 +167,56 @@ def pace_problems(config: Config) -> Iterator[str]:
             f"{pace.max_staleness} leaves each group at most {steps} step(s) of {updates} update(s); use mode: async "
             f"with max_staleness of at least {section.max_uses * updates - 1}, or set max_uses to at most {steps}"
         )
+
+
+# The time after which a prompt group has to end.
+
+# Of `timeouts.generate_s`. The rest is for what loops do by themselves, the rewards and the queue: a trainer that has
+# waited for the group from its start gives up after `timeouts.generate_s`.
+DEFAULT_SHARE = 0.9
+
+
+def group_deadline_s(config: Config) -> float | None:
+    """Return the seconds from a prompt group's start to its deadline; None if it has none.
+
+    By default a group has one where generation runs ahead. A step may there wait for a group that began long before,
+    while engines could serve younger ones; a straggler would hold the trainer as long as a response may take at all.
+    """
+    rollout = config.rollout
+    if rollout.on_group_deadline == "finish":
+        return None
+    if rollout.group_deadline_s is None and pace_of(config).runs_ahead:
+        return DEFAULT_SHARE * config.timeouts.generate_s
+    return rollout.group_deadline_s
+
+
+# Tells whether evaluations go on beside training, and lists what is wrong with the section `evaluation`.
+
+
+def evaluates_beside_training(config: Config) -> bool:
+    """Tell whether the trainer goes on while an evaluation runs.
+
+    By default it does where generation runs ahead of training: engines generate while the trainer works anyway, and
+    would otherwise fill the queue and stand still while it waits for the evaluation. A synchronous run keeps evaluating
+    between two steps, with all engines and exactly one version, as do runs that need that.
+    """
+    if config.evaluation.concurrent is not None:
+        return config.evaluation.concurrent
+    return pace_of(config).runs_ahead and not any(_needs_one_version(config))
+
+
+def evaluation_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the section `evaluation`, each with its fix."""
+    section = config.evaluation
+    if section.every and not section.sets:
+        yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
+    if section.concurrent:
+        yield from (f"evaluation.concurrent: {reason}; remove one of them" for reason in _needs_one_version(config))
+
+
+def _needs_one_version(config: Config) -> Iterator[str]:
+    """Yield the reasons why this run must evaluate between two steps."""
+    if config.checkpoint.keep_best is not None:
+        yield "checkpoint.keep_best compares checkpoints by an evaluation that has ended when they are saved"
+    if config.run.deterministic:
+        yield "run.deterministic needs the same engine steps in each run, which an evaluation beside training changes"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megarl.common.byte_units import GIB, MIB
+from megarl.common.values import GIB, MIB
 from megarl.config.derived.teachers import known_models, trainer_teachers
-from megarl.config.megatron.megatron_defaults import Recompute, passes_recompute
+from megarl.config.megatron.reserved import Recompute, passes_recompute
 from megarl.config.memory_plan.parameters import (
     FP32,
     bytes_per_element,

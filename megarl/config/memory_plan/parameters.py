@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config.megatron.megatron_defaults import ddp_fields, transformer_fields
+from megarl.config.megatron.reserved import ddp_fields, transformer_fields
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import LatentAttention, ModelInfo
 from megarl.models.megatron.layout import Layout

@@ -18,18 +18,16 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from megarl.common.byte_units import GIB, MIB
 from megarl.common.errors import ConfigError
+from megarl.common.values import GIB, MIB
 from megarl.config.checks.sections import DeviceType, check, detect_device, max_sequence_tokens
 from megarl.config.derived.datasets import longest_response
-from megarl.config.derived.deadlines import group_deadline_s
 from megarl.config.derived.hardware import local_gpus
-from megarl.config.derived.pools import Pool, Pools, most_replicas, resolve_pools
-from megarl.config.derived.staleness import pace_notes
+from megarl.config.derived.pools import Pool, Pools, most_replicas, resolve_pools, trainer_layout
+from megarl.config.derived.staleness import group_deadline_s, pace_notes
 from megarl.config.derived.teachers import engine_config, engine_teachers, scored_tokens
-from megarl.config.derived.trainer_layout import trainer_layout
 from megarl.config.loading.marked_yaml import WIDTH, marked_yaml
-from megarl.config.megatron.megatron_defaults import passes_recompute
+from megarl.config.megatron.reserved import passes_recompute
 from megarl.config.memory_plan.memory import (
     Device,
     EngineMemory,

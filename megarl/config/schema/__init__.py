@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megarl.config.schema.agent import AgentConfig, ToolConfig
-from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema.algorithm import AlgorithmConfig, TeacherConfig
 from megarl.config.schema.data import DataConfig, EvaluationConfig, RewardConfig
 from megarl.config.schema.job import (
     CheckpointConfig,
@@ -24,7 +24,6 @@ from megarl.config.schema.job import (
 )
 from megarl.config.schema.monitor import MonitorConfig
 from megarl.config.schema.section import Passed, Section
-from megarl.config.schema.teacher_sections import TeacherConfig
 
 # What the backward pass of the trainer computes again; a number: the first layers of each stage.
 Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from megarl.common.byte_units import MIB
-from megarl.common.confined_paths import inside
+from megarl.common.files import inside
 from megarl.common.trust.object_collectives import Codec, all_gather, codec_of
+from megarl.common.values import MIB
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.hf.gather import Gather, GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers

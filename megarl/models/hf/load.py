@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.common.byte_units import MIB
+from megarl.common.values import MIB
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.families import FAMILIES

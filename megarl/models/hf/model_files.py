@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megarl.common.byte_units import GIB
-from megarl.common.confined_paths import inside, refuse_outside_links
+from megarl.common.files import inside, refuse_outside_links
+from megarl.common.values import GIB
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.common.confined_paths import inside
+from megarl.common.files import inside
 
 DTYPES = {
     "F64": torch.float64,

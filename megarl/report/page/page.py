@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
-from megarl.report.page import numbers, samples_section, sections
+from megarl.report.page import html, samples_section, sections
 from megarl.report.page.figures import Figure, evaluation_figures, figures_of, run_axis
 from megarl.report.page.html import Html, HtmlPart, script_json, tag
 from megarl.report.reading.run_directory import ReportedRun
@@ -92,7 +92,7 @@ def _body(runs: Sequence[ReportedRun], figures: dict[str, list[Figure]], made_at
     return tag(
         "body", _bar([(key, title) for key, title, *_ in parts]),
         tag("main", sections.header(runs), [_section(*part) for part in parts]),
-        tag("footer", f"Made by megarl report at {numbers.moment(made_at)}. Drag over a plot to zoom in on all of "
+        tag("footer", f"Made by megarl report at {html.moment(made_at)}. Drag over a plot to zoom in on all of "
             "them, double-click to see everything again."),
         tag("noscript", "The plots need JavaScript; tables and bars do not."),
     )  # fmt: skip

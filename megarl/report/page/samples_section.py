@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megarl.report.page import numbers
+from megarl.report.page import html
 from megarl.report.page.bars import BarPart, histogram, legend, stacked
 from megarl.report.page.html import Html, tag
 from megarl.report.page.sections import chip
@@ -69,7 +69,7 @@ def slowest(runs: Sequence[ReportedRun]) -> Html:
             )  # fmt: skip
             longest = run.metrics.largest("rollout/generate_seconds_max")
             if not math.isnan(longest):
-                reason += f" The slowest sample took {numbers.duration(longest)} to generate."
+                reason += f" The slowest sample took {html.duration(longest)} to generate."
             blocks.append(tag("div", title, tag("p", reason, class_="quiet")))
             continue
         top = run.events.slow[0].seconds or 1.0
@@ -82,7 +82,7 @@ def slowest(runs: Sequence[ReportedRun]) -> Html:
 def _slow_row(trajectory: SlowTrajectory, top: float) -> Html:
     where = f"step {trajectory.step}, {trajectory.group}:{trajectory.sample}"
     engine = "" if trajectory.replica is None else f", replica {trajectory.replica}"
-    what = f"{numbers.duration(trajectory.seconds)}, {trajectory.tokens:,} tokens in {trajectory.turns} turns{engine}"
+    what = f"{html.duration(trajectory.seconds)}, {trajectory.tokens:,} tokens in {trajectory.turns} turns{engine}"
     parts = [
         BarPart(name, seconds, _CAUSE_COLORS[name]) for name, seconds in zip(CAUSES, trajectory.parts, strict=True)
     ]
@@ -119,7 +119,7 @@ def _sample(sample: Sample, *, is_open: bool) -> Html:
     facts = [("reference", sample.reference), ("failure", sample.failure), ("reward error", sample.reward_error)]
     known = [tag("div", tag("b", name), " ", shortened(value, 1000)) for name, value in facts if value]
     components = [
-        tag("span", name, " ", tag("b", numbers.MISSING if value is None else f"{value:.4g}"))
+        tag("span", name, " ", tag("b", html.MISSING if value is None else f"{value:.4g}"))
         for name, value in sample.reward_components.items()
     ]
     versions = sorted({span["version"] for span in sample.versions if "version" in span})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from megarl.report.page import numbers
+from megarl.report.page import html
 from megarl.report.page.bars import BarPart, legend, stacked
 from megarl.report.page.figures import not_drawn
 from megarl.report.page.html import Html, escape, table, tag
@@ -27,11 +27,11 @@ def header(runs: Sequence[ReportedRun]) -> Html:
     for index, (run, missing) in enumerate(zip(runs, not_drawn([run.metrics for run in runs]), strict=True)):
         steps = _last_step(run.metrics)
         of = f" of {run.planned_steps:,}" if run.planned_steps else ""
-        lines = [f"step {steps:,}{of}", numbers.duration(_wall_seconds(run.metrics))]
+        lines = [f"step {steps:,}{of}", html.duration(_wall_seconds(run.metrics))]
         if run.metrics.width > 1:
             lines.append(f"a point of a plot is {run.metrics.width} steps: their mean")
         if run.status in ("running", "silent"):
-            lines.append(f"last metric {numbers.duration(max(0.0, run.read_at - run.written_at))} before this report")
+            lines.append(f"last metric {html.duration(max(0.0, run.read_at - run.written_at))} before this report")
         cards.append(
             tag(
                 "div", tag("div", chip(index, run), tag("span", run.status, class_=f"status {run.status}")),
@@ -70,7 +70,7 @@ def summary(runs: Sequence[ReportedRun]) -> Html:
         for kind in ("greedy", "sampled"):
             cells = [_first_and_last(each, name, kind) for each in metrics]
             if any(cells):
-                rows.append([f"{name}, {kind}: first → last", *(cell or numbers.MISSING for cell in cells)])
+                rows.append([f"{name}, {kind}: first → last", *(cell or html.MISSING for cell in cells)])
     for title, form, value in _SHOWN:
         values = [value(each) for each in metrics]
         if not all(map(math.isnan, values)):
@@ -82,11 +82,11 @@ def summary(runs: Sequence[ReportedRun]) -> Html:
 
 
 def _number(value: float) -> str:
-    return numbers.MISSING if math.isnan(value) else f"{value:.3g}"
+    return html.MISSING if math.isnan(value) else f"{value:.3g}"
 
 
 def _share(value: float) -> str:
-    return numbers.share(value, 1)
+    return html.share(value, 1)
 
 
 def _job_speed(metrics: RunMetrics) -> float:
@@ -112,15 +112,15 @@ def _mean(name: str) -> Callable[[RunMetrics], float]:
 
 _Row = tuple[str, Callable[[float], str], Callable[[RunMetrics], float]]
 _SHOWN: tuple[_Row, ...] = (
-    ("Whole job, tokens/s", numbers.amount, _job_speed),
-    ("Trainer, tokens/s while it trains", numbers.amount, _trainer_speed),
-    ("Rollout, tokens/s while engines run", numbers.amount, _rollout_speed),
-    ("Time of a step", numbers.duration, _mean("time/step")),
+    ("Whole job, tokens/s", html.amount, _job_speed),
+    ("Trainer, tokens/s while it trains", html.amount, _trainer_speed),
+    ("Rollout, tokens/s while engines run", html.amount, _rollout_speed),
+    ("Time of a step", html.duration, _mean("time/step")),
     ("Trainer waits for rollouts", _share, trainer_idle),
     ("Engines have no work", _share, rollout_idle),
     ("Staleness, updates", _number, _mean("batch/staleness_mean")),
     ("Groups without signal", _share, _mean(NO_SIGNAL)),
-    ("Response length, tokens", numbers.amount, _mean("rollout/response_length_mean")),
+    ("Response length, tokens", html.amount, _mean("rollout/response_length_mean")),
     ("Responses cut at the limit", _share, _mean("rollout/truncated_share")),
     ("Largest rank's tokens over the mean", _number, _mean("batch/dp_imbalance")),
 )
@@ -128,12 +128,12 @@ _SHOWN: tuple[_Row, ...] = (
 
 def _engines(rates: dict[str, float]) -> str:
     if not rates:
-        return numbers.MISSING
+        return html.MISSING
     slowest, fastest = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
     mean = sum(rates.values()) / len(rates)
     return (
-        f"{numbers.amount(rates[slowest])} (replica {slowest}), {numbers.amount(mean)}, "
-        f"{numbers.amount(rates[fastest])} (replica {fastest})"
+        f"{html.amount(rates[slowest])} (replica {slowest}), {html.amount(mean)}, "
+        f"{html.amount(rates[fastest])} (replica {fastest})"
     )
 
 
@@ -142,7 +142,7 @@ def _first_and_last(metrics: RunMetrics, name: str, kind: str) -> str:
     if not points:
         return ""
     texts = [
-        numbers.interval(values.get(f"{kind}_low", math.nan), values.get(f"{kind}_high", math.nan), values[kind])
+        html.interval(values.get(f"{kind}_low", math.nan), values.get(f"{kind}_high", math.nan), values[kind])
         for values in (points[0], points[-1])
     ]
     return " → ".join(texts if len(points) > 1 else texts[:1])
@@ -192,7 +192,7 @@ def engines(runs: Sequence[ReportedRun]) -> Html:
             tag(
                 "div", tag("span", f"replica {name}", class_="who"),
                 tag("div", tag("i", class_=f"run{index}", style=f"width:{100 * rate / top:.1f}%"), class_="track"),
-                tag("span", f"{numbers.amount(rate)} tokens/s"), class_="engine",
+                tag("span", f"{html.amount(rate)} tokens/s"), class_="engine",
             )
             for name, rate in shown
         ]  # fmt: skip
@@ -238,7 +238,7 @@ def faults(runs: Sequence[ReportedRun]) -> Html:
         if run.events.faults:
             parts.append(_fault_table(run))
         if run.notices:
-            lines = [tag("li", tag("time", numbers.moment(notice.at)), escape(notice.text)) for notice in run.notices]
+            lines = [tag("li", tag("time", html.moment(notice.at)), escape(notice.text)) for notice in run.notices]
             parts.append(tag("details", tag("summary", f"{len(lines)} newest notices of the pool"), tag("ul", lines)))
         if not parts:
             parts.append(tag("p", "Nothing was lost and nothing failed.", class_="quiet"))
@@ -249,8 +249,8 @@ def faults(runs: Sequence[ReportedRun]) -> Html:
 def _fault_table(run: ReportedRun) -> Html:
     rows = [
         [
-            numbers.moment(fault.at), "" if fault.step is None else f"step {fault.step}", fault.kind, fault.text,
-            fault.outcome + (f" (after {numbers.duration(fault.after_s)})" if fault.after_s is not None else "")
+            html.moment(fault.at), "" if fault.step is None else f"step {fault.step}", fault.kind, fault.text,
+            fault.outcome + (f" (after {html.duration(fault.after_s)})" if fault.after_s is not None else "")
             if fault.outcome else "no recovery is recorded",
         ]
         for fault in reversed(run.events.faults)

@@ -42,10 +42,8 @@ from typing import Any
 
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission_log import Event, held_steps
-from megarl.rollout.admission.commit_checks import check_ends, check_numbers, check_uses
-from megarl.rollout.admission.counters import Counters, Taken
-from megarl.rollout.admission.groups_in_flight import GroupsInFlight
-from megarl.rollout.admission.ready_groups import ReadyGroups
+from megarl.rollout.admission.counters import Counters, Taken, check_ends, check_numbers, check_uses
+from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
 from megarl.rollout.admission.reusable_groups import ReusableGroups, Use
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, Turn
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateResult
 from megarl.rollout.tasks.prompts import Drawn
 from megarl.rollout.tasks.toolbox import Toolbox

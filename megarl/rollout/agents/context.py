@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from megarl.common.changed import changed
 from megarl.common.errors import RolloutError, ToolFailed, TrajectoryFull
+from megarl.common.values import changed
 from megarl.config.schema.agent import LOOP_TURNS
 from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rollout.agents.agent_loop import LoopState
 from megarl.rollout.agents.batch_stats import BatchStats
 from megarl.rollout.agents.sample_times import SampleTimes
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.resume.group_progress import GroupProgress
 from megarl.rollout.resume.loop_records import INTERRUPTED, CallRecord, FrozenLoop, call_digest

@@ -20,8 +20,7 @@ from megarl.rewards.types import RewardInput, RewardOutcome, Turn
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.batch_stats import BatchStats
 from megarl.rollout.agents.context import LoopContext
-from megarl.rollout.agents.sample_rows import sample_rows
-from megarl.rollout.agents.trajectory_builder import failed_trajectory
+from megarl.rollout.agents.trajectory_builder import failed_trajectory, sample_rows
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import Generate, RequestContext
 from megarl.rollout.resume.group_progress import GroupProgress, UnfinishedGroup

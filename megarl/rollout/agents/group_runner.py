@@ -10,19 +10,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from megarl.common.changed import changed
 from megarl.common.errors import RolloutError, TrajectoryFull, first_exception
+from megarl.common.values import changed
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardInput, RewardOutcome, Turn
-from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
+from megarl.rollout.agents.batch_stats import BatchStats, RunningGroups
 from megarl.rollout.agents.context import LoopContext
-from megarl.rollout.agents.demonstrate import Demonstrate
-from megarl.rollout.agents.running_groups import RunningGroups
-from megarl.rollout.agents.sample_rows import sample_rows
-from megarl.rollout.agents.trajectory_builder import defect, failed_trajectory
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.agents.trajectory_builder import defect, failed_trajectory, sample_rows
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import Generate, RequestContext
 from megarl.rollout.engine.teachers.teacher_client import Teachers
@@ -31,6 +28,28 @@ from megarl.rollout.tasks.prompts import Drawn
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.transport.batch_decoder import BatchDecoder
 from megarl.telemetry.trace import events
+
+# The agent loop of demonstrations: the response is in the data, so no engine is asked and nothing is scored.
+
+
+class Demonstrate:
+    """Gives each sample of the group its own demonstration. The trainer learns it by the loss term `ce`."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        """Return the demonstration with the sample's number."""
+        given = ctx.prompt.demonstrations[ctx.sample_index]
+        return Trajectory(
+            group_id=ctx.group_id,
+            sample_index=ctx.sample_index,
+            prompt_ids=given.prompt_ids,
+            response_ids=given.response_ids,
+            rollout_logprobs=[0.0] * len(given.response_ids),
+            versions=(),
+            finish_reason="stop",
+            reward=0.0,
+            demonstrated=True,
+        )
+
 
 LoopResult = Trajectory | Sequence[Trajectory]
 

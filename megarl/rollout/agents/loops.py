@@ -8,9 +8,22 @@ from typing import Any, cast
 
 from megarl.common.trust.secret_references import resolved
 from megarl.config.schema.agent import HARNESS, SINGLE_TURN, TOOL_AGENT, AgentConfig
-from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.tool_agent import ToolAgent
+from megarl.rollout.agents.trajectory_builder import trajectory
+
+# The agent loop of single-turn tasks: one response to the prompt, scored once.
+
+
+class SingleTurn:
+    """Samples one response and scores it."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        """Return the trajectory of one response."""
+        result = await ctx.generate(ctx.prompt.ids)
+        outcome = await ctx.judge(result)
+        return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, result, outcome)
 
 
 def find_loop(agent: AgentConfig) -> AgentLoop:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megarl.chat.tool_calls import MalformedCall, ParsedTurn
-from megarl.common.changed import changed
+from megarl.common.values import changed
 from megarl.config.schema.agent import TOOL_AGENT_TURNS, AgentConfig
 from megarl.queue.trajectory import FinishReason
 

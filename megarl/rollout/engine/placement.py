@@ -3,9 +3,89 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
+
+# The devices that ranks and replicas hold. The two sets must be disjoint; both sides report what they really hold.
+
+
+@dataclass(frozen=True)
+class HeldDevices:
+    """The devices of one owner on one host.
+
+    `devices`: GPU UUIDs, which CUDA_VISIBLE_DEVICES does not renumber; empty without GPUs.
+    """
+
+    owner: str
+    host: str
+    devices: tuple[str, ...]
+
+
+def held_devices(owner: str, cuda: bool) -> HeldDevices:
+    """Return all devices that this process sees. Without `cuda` nothing is initialised."""
+    if not cuda:
+        return HeldDevices(owner, platform.node(), ())
+    import torch
+
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    return HeldDevices(owner, platform.node(), tuple(uuids))
+
+
+def own_device(rank: int) -> HeldDevices:
+    """Return the device of a trainer rank: the one GPU that it has set as current, not all that it sees."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return HeldDevices(f"trainer rank {rank}", platform.node(), ())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return HeldDevices(f"trainer rank {rank}", platform.node(), (str(properties.uuid),))
+
+
+def refuse_overlap(trainer: Iterable[HeldDevices], pool: Iterable[HeldDevices]) -> None:
+    """Raise RolloutError naming every device that a trainer rank and a replica both hold."""
+    taken = {(held.host, device): held.owner for held in trainer for device in held.devices}
+    clashes = [
+        f"{device} on {held.host} (by {taken[held.host, device]} and {held.owner})"
+        for held in pool
+        for device in held.devices
+        if (held.host, device) in taken
+    ]
+    if clashes:
+        raise RolloutError(
+            "trainer and rollout pool hold the same GPUs: "
+            + ", ".join(sorted(clashes))
+            + "; set disjoint trainer.devices and rollout.devices"
+        )
+
+
+def refuse_split_replica(tensor_parallel: int, gpus_per_node: int) -> None:
+    """Raise ValueError if an engine needs more GPUs than a node has: TP uses NVLink and never spans nodes."""
+    if tensor_parallel > gpus_per_node:
+        raise ValueError(
+            f"rollout.tensor_parallel={tensor_parallel} does not fit into a node with {gpus_per_node} rollout GPUs; "
+            "an engine never spans nodes: lower rollout.tensor_parallel or raise rollout.gpus_per_node"
+        )
+
+
+def visible_devices(indices: Iterable[int]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for `indices`, which count within this process's own CUDA_VISIBLE_DEVICES.
+
+    Raises ValueError if there is no such device.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else None
+    try:
+        return ",".join(str(i) if names is None else names[i] for i in indices)
+    except IndexError:
+        raise ValueError(
+            f"rollout.devices {list(indices)} do not exist: CUDA_VISIBLE_DEVICES={given} has {len(names or [])} GPUs"
+        ) from None
+
 
 # Custom Ray resources of rollout nodes: the first marks such a node, the second counts the engines that it can hold.
 ROLLOUT_RESOURCE = "megarl_rollout"

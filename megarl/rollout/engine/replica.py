@@ -26,17 +26,13 @@ from megarl.common.process.processes import ProcessId, die_with
 from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.engine.activity import ReplicaActivity
-from megarl.rollout.engine.devices import HeldDevices, held_devices
-from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights
+from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
 from megarl.rollout.engine.engine_load import EngineMonitor, build_monitored
-from megarl.rollout.engine.engine_requests import EngineRequests
-from megarl.rollout.engine.engine_start import start_engines_fast
+from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
-from megarl.rollout.engine.placement import engine_needs
+from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.engine.weight_state import WeightState
-from megarl.rollout.transport.answered_calls import AnsweredCalls
-from megarl.rollout.transport.rpc import CallDesk, CallResults, SharedCall
+from megarl.rollout.transport.rpc import AnsweredCalls, CallDesk, CallResults, SharedCall
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import replica_process
 

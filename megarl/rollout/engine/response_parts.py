@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megarl.common.changed import changed
+from megarl.common.values import changed
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, continuation_seed

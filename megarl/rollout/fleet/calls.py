@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.engine.continuation import ResponsesSoFar
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline, ResponsesSoFar
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport
 from megarl.rollout.fleet.drain import Call, RunningCalls
 from megarl.rollout.fleet.replacements import Replacements
 from megarl.rollout.fleet.replica_actors import ReplicaActors
 from megarl.rollout.fleet.replica_states import ReplicaStates, Service
-from megarl.rollout.fleet.replica_work import ReplicaWork
 from megarl.rollout.fleet.router import Dispatcher
+from megarl.rollout.fleet.speed import ReplicaWork
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.engine.continuation import ResponsesSoFar
-from megarl.rollout.engine.devices import HeldDevices
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet.calls import GROUP_TERMS, CallRunner, CallTerms
 from megarl.rollout.fleet.drain import Hold, RunningCalls
@@ -24,9 +24,8 @@ from megarl.rollout.fleet.membership import Membership
 from megarl.rollout.fleet.replacements import Replacements
 from megarl.rollout.fleet.replica_actors import ReplicaActors
 from megarl.rollout.fleet.replica_states import ReplicaStates
-from megarl.rollout.fleet.replica_work import rate_metrics
 from megarl.rollout.fleet.router import Dispatcher
-from megarl.rollout.fleet.speed import ProgressRates
+from megarl.rollout.fleet.speed import ProgressRates, rate_metrics
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

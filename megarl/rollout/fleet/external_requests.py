@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarl.common.errors import RequestFailed, RolloutError, clear_text
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart, tokens_from

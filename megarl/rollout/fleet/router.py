@@ -6,15 +6,138 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.back_pressure import BackPressure
 from megarl.rollout.fleet.drain import Hold
-from megarl.rollout.fleet.routing import Router
+
+# The choice of the replica for the next requests. Pure: no clock, no processes.
+#
+# The replica with the fewest outstanding samples is chosen, with prefix affinity: requests of one group (one prompt) go
+# to the replica of the group's first request, which has the prompt in its KV cache, unless that replica has more than
+# `slack` outstanding samples above the least loaded one.
+
+
+class Router:
+    """Counts outstanding samples per replica and assigns requests."""
+
+    def __init__(self, replicas: Iterable[int], slack: int = 64) -> None:
+        """`slack`: outstanding samples above the least loaded replica up to which affinity holds (>= 0).
+
+        Raises ValueError without a replica.
+        """
+        self._load: dict[int, int] = dict.fromkeys(sorted(replicas), 0)
+        self._home: dict[Hashable, int] = {}
+        self._open: dict[Hashable, int] = {}
+        self.slack = slack
+        if not self._load:
+            raise ValueError("routing needs at least one replica")
+
+    @property
+    def load(self) -> dict[int, int]:
+        """The number of outstanding samples per serving replica."""
+        return dict(self._load)
+
+    def assign(
+        self,
+        prefix: Hashable,
+        samples: int,
+        number: int | None = None,
+        full: Container[int] = (),
+        near: int | None = None,
+    ) -> int | None:
+        """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding.
+
+        `near`: a replica that has the prefix in its cache although no request is outstanding there, as between two
+        turns of a dialogue. With `number` the choice depends on nothing but that number modulo the number of serving
+        replicas. None if the chosen replica, or without `number` every replica, is in `full`, and if there is no
+        replica.
+        """
+        open_ = [replica for replica in self._load if replica not in full]
+        if number is not None:
+            open_ = [each for each in open_ if each == sorted(self._load)[number % len(self._load)]]
+        if not open_:
+            return None
+        chosen = min(open_, key=lambda replica: (self._load[replica], replica))
+        home = self._home.get(prefix, near)
+        if home in open_ and self._load[home] - self._load[chosen] <= self.slack:
+            chosen = home
+        self._home[prefix] = chosen
+        self._open[prefix] = self._open.get(prefix, 0) + samples
+        self._load[chosen] += samples
+        return chosen
+
+    def release(self, prefix: Hashable, replica: int, samples: int) -> None:
+        """Record that `samples` requests (>= 0), which `assign` gave to `replica`, are done.
+
+        A removed replica is accepted. Raises ValueError if the replica has fewer outstanding samples.
+        """
+        if not samples:
+            return
+        if replica in self._load:
+            if samples > self._load[replica]:
+                raise ValueError(f"replica {replica} has {self._load[replica]} outstanding samples, not {samples}")
+            self._load[replica] -= samples
+        self._open[prefix] -= samples
+        if self._open[prefix] <= 0:
+            del self._open[prefix]
+            self._home.pop(prefix, None)
+
+    def remove(self, replica: int) -> None:
+        """Remove a replica that is lost; one that is not there is accepted."""
+        self._load.pop(replica, None)
+        self._home = {prefix: home for prefix, home in self._home.items() if home != replica}
+
+    def add(self, replica: int) -> None:
+        """Add a new or restarted replica, which is idle. Raises ValueError if it is in the pool already."""
+        if replica in self._load:
+            raise ValueError(f"replica {replica} is already in the pool")
+        self._load[replica] = 0
+
+
+# The number of requests that an engine gets at a time, by the room in its KV cache. Pure.
+#
+# An engine whose cache is full throws requests out of its batch and computes them again later. Requests that wait
+# outside can go to another engine instead. So each engine has a limit that follows the classic rule of congestion
+# control: additive increase, multiplicative decrease. There is no limit before the first sign of pressure.
+
+FULL = 0.95  # share of the KV cache; a request that waits for another reason sees less
+DECREASE = 0.75
+ENDED_PER_INCREASE = 8
+
+
+class BackPressure:
+    """Keeps a limit for each replica, from its reports."""
+
+    def __init__(self) -> None:
+        self._limits: dict[int, float] = {}
+
+    def limit(self, replica: int) -> float:
+        """Return how many requests a replica may have in flight; infinity if nothing is known against more."""
+        return self._limits.get(replica, math.inf)
+
+    def full(self, in_flight: Mapping[int, int], more: int) -> set[int]:
+        """Return the replicas that have no room for `more` requests. One that is idle has room for any number."""
+        return {replica for replica, now in in_flight.items() if now and now + more > self.limit(replica)}
+
+    def reported(self, replica: int, load: EngineLoad, in_flight: int, ended: int) -> None:
+        """Adapt a replica's limit to its report, made when it had `in_flight` requests, of which `ended` ended.
+
+        Under pressure the limit falls once, and not again before the requests above it have ended.
+        """
+        limit = self.limit(replica)
+        if load.waiting and load.kv_usage >= FULL:
+            if in_flight <= limit:
+                self._limits[replica] = max(in_flight * DECREASE, 1.0)
+        elif limit < math.inf:
+            self._limits[replica] = limit + ended / ENDED_PER_INCREASE
+
+    def forget(self, replica: int) -> None:
+        """Forget a replica that is lost or new."""
+        self._limits.pop(replica, None)
 
 
 @dataclass(eq=False)

@@ -21,41 +21,53 @@ from typing import Any, Unpack
 from megarl.common.process.memory_tuning import collect_for_loops, exempt_present_objects
 from megarl.common.rundir.notices import write_notice
 from megarl.config.derived.staleness import pace_of
+from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.evaluation.harness import SetReport
-from megarl.queue.transfer import QueueWriter
+from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.counters import Counters
-from megarl.rollout.agents.batch_stats import BusyClock
+from megarl.rollout.agents.batch_stats import BusyClock, RunningGroups
 from megarl.rollout.agents.group_runner import GroupRunner
-from megarl.rollout.agents.loops import find_loop
-from megarl.rollout.agents.running_groups import RunningGroups
-from megarl.rollout.agents.single_turn import SingleTurn
-from megarl.rollout.engine.devices import HeldDevices
+from megarl.rollout.agents.loops import SingleTurn, find_loop
+from megarl.rollout.engine.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, HeldDevices
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
-from megarl.rollout.fleet.attach_fleet import attach_fleet
+from megarl.rollout.fleet.elastic_pool import attach_fleet
 from megarl.rollout.fleet.request_coalescer import Batcher
 from megarl.rollout.orchestrator.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.orchestrator.failover import Committed, Handover
 from megarl.rollout.orchestrator.pool_controller import PoolController
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
-from megarl.rollout.orchestrator.run_queue import start_run_queue
 from megarl.rollout.orchestrator.step_batches import StepBatches, StepEnds
 from megarl.rollout.orchestrator.trainer_waits import TrainerWaits
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal import RolloutJournal
 from megarl.rollout.resume.retention import History
-from megarl.rollout.tasks.prompts import PromptSource
-from megarl.rollout.tasks.reward_pool import reward_pool
-from megarl.rollout.transport.answered_calls import AnsweredCalls
+from megarl.rollout.tasks.prompts import PromptSource, reward_pool
 from megarl.rollout.transport.background import BackgroundTasks
+from megarl.rollout.transport.rpc import AnsweredCalls
 from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.rollout.workers.finished_group import GroupEnd, RowsHere
-from megarl.rollout.workers.make_worker_groups import make_worker_groups
-from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.rollout.workers.worker_groups import WorkerGroups, make_worker_groups
 from megarl.telemetry.trace import events
+
+# The queue of a run, whose actors belong to the rollout controller: how many there are, and on which nodes.
+
+
+def start_run_queue(spec: ReplicaSpec, config: Config, partition: str) -> QueueServer:
+    """Start the queue's actors, which this process owns. Raises as `start_queue` does."""
+    units = config.queue.storage_units
+    own_head = spec.supervisor is not None
+    return start_queue(
+        partition,
+        namespace=spec.namespace,
+        storage_units=units,
+        # Several are spread over the rollout nodes, and the run ends if one of these is lost.
+        node_resource=HEAD_RESOURCE if own_head and units == 1 else ROLLOUT_RESOURCE,
+        timeout_s=config.timeouts.engine_start_s,
+    )
 
 
 class RolloutController(PoolController):

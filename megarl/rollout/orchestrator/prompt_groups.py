@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.algorithms.filters import without_signal
-from megarl.common.errors import RolloutError
-from megarl.common.sample_parts import by_sample
+from megarl.common.errors import NoReplicaLeft, NoWorkerLeft, RolloutError, clear_text
+from megarl.common.values import by_sample
+from megarl.config.derived.algorithm import shaping_of
 from megarl.config.derived.datasets import response_limits
-from megarl.config.derived.shaping import shaping_of
 from megarl.config.derived.staleness import capacity_groups, pace_of, refill_groups
 from megarl.config.schema import Config
+from megarl.queue.trajectory import SampleTag
 from megarl.queue.transfer import QueueWriter
+from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE, ScheduleFile
+from megarl.rollout.agents.batch_stats import RunningGroups
 from megarl.rollout.agents.group_runner import failed_group
-from megarl.rollout.agents.running_groups import RunningGroups
 from megarl.rollout.fleet.engine_pool import Fleet
-from megarl.rollout.orchestrator.failure_policy import FailurePolicy
-from megarl.rollout.orchestrator.queued_rows import QueuedRows
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal import RolloutJournal
 from megarl.rollout.resume.kept_groups import KeptGroup
@@ -36,6 +36,69 @@ from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.transport.background import BackgroundTasks
 from megarl.rollout.workers.finished_group import GroupEnd, RowsHere
 from megarl.telemetry.trace import events
+
+# The rule that decides whether a failed prompt group ends the run or is counted. Pure.
+
+OnGroupFailure = Literal["count", "stop"]
+
+
+class FailurePolicy:
+    """Decides for each failed group; the controller reports every failure and every success to it.
+
+    A failure ends the run if the policy is `stop`, if no replica, agent worker or reward process is left, or if `limit`
+    groups in a row have failed, because then the cause is not in one group.
+    """
+
+    def __init__(self, on_group_failure: OnGroupFailure, limit: int) -> None:
+        """`on_group_failure`: `rollout.on_group_failure` of the config. A `limit` below 2 counts as 2."""
+        self._on_group_failure, self._limit = on_group_failure, max(2, limit)
+        self._in_a_row = 0
+
+    def succeeded(self) -> None:
+        """Record that a group has been sampled and scored."""
+        self._in_a_row = 0
+
+    def decide(self, group_id: int, error: Exception) -> RolloutError | None:
+        """Return the error that ends the run; None if the group is to be counted as failed."""
+        self._in_a_row += 1
+        if isinstance(error, NoReplicaLeft | NoWorkerLeft | RewardPoolError) or self._on_group_failure == "stop":
+            return error if isinstance(error, RolloutError) else RolloutError(f"rollout failed: {clear_text(error)}")
+        if self._in_a_row >= self._limit:
+            return RolloutError(
+                f"{self._in_a_row} prompt groups in a row failed in rollout; the last, group {group_id}: "
+                f"{clear_text(error)}"
+            )
+        return None
+
+
+# The keys of the rows that each group has in the queue: a sample may have several rows. Pure.
+
+
+class QueuedRows:
+    """Keeps the keys from when a group is put into the queue until its rows leave it."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, list[str]] = {}
+
+    def note(self, rows: Sequence[SampleTag]) -> None:
+        """Record a group that is put into the queue, by the tags of its rows."""
+        self._keys[rows[0].group_id] = [row.key for row in rows]
+
+    def keys(self, group: int) -> list[str]:
+        """Return the keys of a group's rows, in the order of samples and parts. Raises KeyError for an unknown one."""
+        return self._keys[group]
+
+    def leave(self, groups: Iterable[int]) -> list[str]:
+        """Forget groups; return the keys of the rows that leave the queue. Of a group that is not in it there are none.
+
+        So it is with the groups of a batch that another controller has given to the trainer.
+        """
+        return [key for group in groups for key in self._keys.pop(group, [])]
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._keys.clear()
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from megarl.common.errors import RolloutError
 from megarl.common.process.memory_tuning import collect_rarely, exempt_present_objects
 from megarl.common.rundir.notices import write_notice
 from megarl.rollout.engine.replica import ReplicaSpec
-from megarl.rollout.fleet.attach_fleet import attach_fleet
+from megarl.rollout.fleet.elastic_pool import attach_fleet
 from megarl.rollout.orchestrator.pool_controller import PoolController
 from megarl.telemetry.trace import events
 

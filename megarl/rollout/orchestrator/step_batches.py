@@ -7,14 +7,28 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict, Unpack
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.agents.batch_stats import BusyClock
-from megarl.rollout.agents.running_groups import RunningGroups
+from megarl.rollout.agents.batch_stats import BusyClock, RunningGroups
+from megarl.rollout.agents.sample_times import TrajectoryTimes
 from megarl.rollout.fleet.engine_pool import Fleet
-from megarl.rollout.orchestrator.batch_events import record_batch_taken
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.telemetry.trace import events
+
+# The events of a batch that the trainer takes: the batch itself, and its slowest trajectories.
+
+
+def record_batch_taken(batch: BatchReady, slow: Sequence[TrajectoryTimes], *, in_flight: int) -> None:
+    """Record that the trainer takes a batch now. `slow`: of the samples that ended since the batch before."""
+    step, now, unix = batch.step + 1, time.monotonic(), time.time()
+    events.record("batch_taken", now, step=step, args={"groups": len(batch.groups), "in_flight": in_flight})
+    for each in slow:
+        end = now - max(0.0, unix - each.ended)  # another host's clock may be ahead
+        events.record(
+            "slow_trajectory", end - each.seconds, end, step=step, group=each.group, sample=each.sample,
+            replica=each.replica, args={"cause": each.cause, **each.args()},
+        )  # fmt: skip
 
 
 class StepEnds(TypedDict):

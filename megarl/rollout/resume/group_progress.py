@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megarl.common.packed_numbers import packed
+from megarl.common.values import packed
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.loop_records import FrozenLoop, LoopRecord

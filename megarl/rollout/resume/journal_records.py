@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from megarl.common.packed_numbers import packed
+from megarl.common.values import packed
 from megarl.queue.trajectory import COLUMN_CODES, Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import BegunResponse, RequestPlace, UnfinishedGroup

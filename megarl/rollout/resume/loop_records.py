@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from megarl.common.changed import changed
+from megarl.common.values import changed
 
 INTERRUPTED = "the call was interrupted, and it is unknown whether it has had an effect; it was not repeated"
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.chat.token_decoder import TokenDecoder
-from megarl.chat.tokenize import PromptEncoder, load_tokenizer, stop_token_ids
+from megarl.chat.tokenize import PromptEncoder, TokenDecoder, load_tokenizer, stop_token_ids
 from megarl.common.errors import RolloutError
 from megarl.config.checks.sections import PromptLimit, evaluation_prompt_limit, max_sequence_tokens, prompt_limit
 from megarl.config.derived.datasets import (
@@ -32,7 +31,8 @@ from megarl.data.dataset import Prompt, load_prompts
 from megarl.data.demonstrations import DemonstrationEncoder, ShownResponse, end_token
 from megarl.data.mixture import Mixture, stable_hash
 from megarl.models.hf.read_config import load_info
-from megarl.rewards.types import RewardInput
+from megarl.rewards.types import RewardInput, RewardSpec
+from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.engine.messages import SamplingSpec
 from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.tasks.toolbox import Toolbox
@@ -40,6 +40,26 @@ from megarl.rollout.tasks.toolboxes import Toolboxes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# The reward processes of one process of the rollout side: of the controller, or of an agent worker.
+
+
+def reward_pool(config: Config, report: Callable[[str], None], *, shares: int = 1) -> RewardPool:
+    """Return the pool of the config's reward functions, not started.
+
+    `report`: see `RewardPool`. `shares`: the processes among which `reward.workers` are divided; each has at least one.
+    """
+    return RewardPool(
+        [RewardSpec(each.function, each.kwargs, key) for key, each in reward_functions(config).items()],
+        workers=max(1, config.reward.workers // shares),
+        timeout_s=config.reward.timeout_s,
+        on_error=config.reward.on_error,
+        start_timeout_s=config.timeouts.engine_start_s,
+        memory_gib=config.reward.memory_gib,
+        max_error_share=config.reward.max_error_share,
+        min_errors=config.reward.min_errors,
+        report=report,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.chat.token_decoder import TokenDecoder
-from megarl.chat.tokenize import load_tokenizer, stop_token_ids
+from megarl.chat.tokenize import TokenDecoder, load_tokenizer, stop_token_ids
 from megarl.common.process.memory_tuning import begin_start, collect_for_loops, exempt_present_objects
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir.notices import write_notice
@@ -27,7 +26,7 @@ from megarl.rollout.agents.loops import find_loop
 from megarl.rollout.engine.placement import ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
-from megarl.rollout.tasks.reward_pool import reward_pool
+from megarl.rollout.tasks.prompts import reward_pool
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.tasks.toolboxes import Toolboxes
 from megarl.rollout.workers.messages import ToWorker, WorkerReport

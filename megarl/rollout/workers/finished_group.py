@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
 
-from megarl.common.sample_parts import first_parts
+from megarl.common.values import first_parts
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.queue.transfer import QueueWriter
 from megarl.rollout.resume.journal import RolloutJournal

@@ -7,18 +7,25 @@ their responses.
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from megarl.config.schema import Config
+from megarl.rollout.agents.eval_context import eval_drawn, eval_group, eval_request_context
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.request_context import Generate, RequestContext
+from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
 from megarl.rollout.resume.journal_records import encode_unfinished
 from megarl.rollout.resume.loop_records import EncodedLoop, LoopRecord
+from megarl.rollout.tasks.eval_sets import EvalTask
 from megarl.rollout.tasks.prompts import Drawn
-from megarl.rollout.workers.messages import Answered, Asked, Frozen, SentFailure, ToWorker
+from megarl.rollout.workers.messages import Answered, Asked, Frozen, SentFailure, StartGroup, StartResponse, ToWorker
 
 
 class RemoteProgress(GroupProgress):
@@ -127,3 +134,73 @@ def close_future(future: asyncio.Future[Any]) -> None:
         future.cancel()
     elif not future.cancelled():
         future.exception()  # nobody has to ask for it any more
+
+
+# The controller's part of a group that a worker runs.
+
+
+class RemoteGroup(RemoteRun):
+    """One group, from the first worker to the last. `queued`: once rows are to be written, whether they are."""
+
+    def __init__(
+        self, group: int, drawn: Drawn, kept: UnfinishedGroup | None, deadline: GroupDeadline | None, *,
+        config: Config, generate: Generate, persist: Callable[[int], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        """`generate`: the way to the engines. `persist`: see `RunningGroups.persist`."""
+        super().__init__(f"group {group}", group, config.batch.samples_per_group, RemoteProgress(drawn, kept))
+        self.group, self._drawn, self._generate, self._persist = group, drawn, generate, persist
+        self._deadline = deadline
+        self._context = RequestContext.of_group(config, group, deadline, self.progress.tokens)
+        self.queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, run: int, kept: bytes | None) -> ToWorker:
+        """See `RemoteRun.start`."""
+        left_s = None if self._deadline is None else max(0.0, self._deadline.at - time.monotonic())
+        return StartGroup(run, self.group, self._drawn, kept, left_s)
+
+    def request(self, request: GenerateRequest, message: Asked) -> Coroutine[Any, Any, GenerateResult]:
+        """See `RemoteRun.request`."""
+        return self._generate(request, self._context.of_turn(*message.place, message.near))
+
+    async def persist(self) -> None:
+        """See `RemoteRun.persist`: in the journal. Raises RolloutError if they cannot be written."""
+        await self._persist(self.group)
+
+    def close(self) -> None:
+        """See `RemoteRun.close`."""
+        super().close()
+        close_future(self.queued)
+
+
+# The controller's part of a response of an evaluation whose loop a worker runs.
+
+
+class RemoteResponse(RemoteRun):
+    """One response, from the first worker that runs its loop to the last; it ends with the evaluation."""
+
+    def __init__(self, task: EvalTask, generate: Generate) -> None:
+        """`generate`: the evaluation's way to the engines, which admits its requests."""
+        place = task.place
+        name = f"the {place.mode} response {place.sample} to problem {place.index} of {task.chosen.name}"
+        super().__init__(name, eval_group(task), 1, RemoteProgress(eval_drawn(task), None))
+        self._task, self._generate = task, generate
+
+    def start(self, run: int, kept: bytes | None) -> ToWorker:
+        """See `RemoteRun.start`."""
+        return StartResponse(run, self._task.sent(), kept)
+
+    def request(self, request: GenerateRequest, message: Asked) -> Coroutine[Any, Any, GenerateResult]:
+        """See `RemoteRun.request`."""
+        return self._request(request, message)
+
+    async def _request(self, request: GenerateRequest, message: Asked) -> GenerateResult:
+        context = eval_request_context(self._task, message.place[1], message.near)
+        result = await self._generate(request, context)
+        # Requests of several responses share a call, which therefore keeps nothing: another worker needs ended turns.
+        self.progress.tokens[request.request_id] = ResponsePart(
+            result.response_ids, result.logprobs, result.versions, result.finish_reason
+        )
+        return result
+
+    async def persist(self) -> None:
+        """See `RemoteRun.persist`: they are here, and a resumed run begins the evaluation anew."""

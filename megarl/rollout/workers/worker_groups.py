@@ -13,16 +13,20 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import LostWithWorkers, NoWorkerLeft
-from megarl.common.sample_parts import first_parts
+from megarl.common.rundir.notices import write_notice
+from megarl.common.values import first_parts
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag
 from megarl.queue.transfer import QueueWriter
+from megarl.rollout.agents.batch_stats import RunningGroups
 from megarl.rollout.agents.eval_context import EvaluatedResponse
-from megarl.rollout.agents.running_groups import RunningGroups
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.request_context import Generate
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal import RolloutJournal
@@ -30,6 +34,7 @@ from megarl.rollout.resume.journal_records import decode_group
 from megarl.rollout.tasks.eval_sets import EvalTask
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.transport.background import cancel_all
+from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec, start_worker
 from megarl.rollout.workers.finished_group import GroupEnd
 from megarl.rollout.workers.messages import (
     Asked,
@@ -46,11 +51,12 @@ from megarl.rollout.workers.messages import (
     ToController,
     WorkerReport,
 )
-from megarl.rollout.workers.remote_group import RemoteGroup
-from megarl.rollout.workers.remote_response import RemoteResponse
-from megarl.rollout.workers.remote_run import RemoteRun
+from megarl.rollout.workers.remote_run import RemoteGroup, RemoteResponse, RemoteRun
 from megarl.rollout.workers.worker_client import WorkerActor, WorkerLink, WorkerLost
 from megarl.telemetry.trace import events
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -376,3 +382,30 @@ class RowsElsewhere(GroupEnd):
 def _worker_of(remote: RemoteRun) -> int:
     assert remote.worker is not None  # it has a run
     return remote.worker
+
+
+# The groups of a controller's agent workers: how a worker of them is started and ended.
+
+
+def make_worker_groups(
+    config: Config,
+    source: PromptSource,
+    generate: Generate,
+    running: RunningGroups,
+    writer: QueueWriter,
+    *,
+    pool: ReplicaSpec,
+    partition: str,
+    cwd: str,
+    kind: type[AgentWorker],
+) -> WorkerGroups:
+    """Return the groups of workers that are not started. `kind`: the class of a worker; the rest is in `WorkerSpec`."""
+    import ray
+
+    bound_s = config.timeouts.engine_start_s
+
+    async def start(index: int) -> ActorHandle:
+        return await start_worker(WorkerSpec(pool, partition, index, cwd), bound_s, kind)
+
+    notify = partial(write_notice, Path(pool.run_dir))
+    return WorkerGroups(config, source, generate, running, writer, start=start, end=ray.kill, notify=notify)

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from megarl.common.sample_parts import first_parts
+from megarl.common.values import first_parts
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.agents.batch_stats import BatchStats, RunningGroups
 from megarl.rollout.agents.eval_context import EvalContext, evaluate_response
 from megarl.rollout.agents.group_runner import GroupRunner, Judges
-from megarl.rollout.agents.running_groups import RunningGroups
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.teachers.teacher_client import Teachers

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from megarl.config.schema.monitor import RULES, MonitorConfig
 from megarl.run.step.compare_logprobs import StepMeasures
 from megarl.run.step.plan import StepPlan
-from megarl.telemetry.monitor import AlarmRule, Reading
-from megarl.telemetry.replica_gaps import ReplicaGap, compare_replicas
+from megarl.telemetry.monitor import AlarmRule, Reading, ReplicaGap, compare_replicas
 
 REPLICA_GAP = "replica_gap"
 REPLICA_FLOOR = 0.03  # what the other replicas' mean counts as at least, in nats: engines are never equal to the bit

@@ -26,8 +26,7 @@ from megarl.run.pool.batch_collectives import SLICE_S, BackgroundChannel, Channe
 from megarl.run.pool.rollout_client import PoolLink
 from megarl.run.ranks.failure import PeerFailedError
 from megarl.run.record.recorder import Recorder
-from megarl.run.step.plan import StepPlan, plan_step
-from megarl.run.step.step_batch import StepBatch
+from megarl.run.step.plan import StepBatch, StepPlan, plan_step
 from megarl.telemetry.trace import events
 from megarl.trainer import parallel
 from megarl.trainer.packed_batch import PackedStep, Packer

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.config.derived.concurrent_evaluation import evaluates_beside_training
+from megarl.config.derived.staleness import evaluates_beside_training
 from megarl.config.schema import Config
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded

@@ -11,9 +11,8 @@ from megarl.config.derived.staleness import pace_of
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.run.loop.batches import PreparedBatch
 from megarl.run.loop.session import Session
+from megarl.run.step.plan import StepBatch, TrainedGroups
 from megarl.run.step.step import train_step
-from megarl.run.step.step_batch import StepBatch
-from megarl.run.step.trained_groups import TrainedGroups
 from megarl.trainer.policy import StepRefused
 
 T = TypeVar("T")

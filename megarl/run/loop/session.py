@@ -19,19 +19,17 @@ from megarl.cluster.pool.pool_process import SupervisorHandle
 from megarl.common.errors import ConfigError
 from megarl.common.rundir.run_files import ExitRecord, Status
 from megarl.common.trust.object_collectives import JSON
-from megarl.config.derived.trainer_layout import trainer_layout
+from megarl.config.derived.pools import trainer_layout
 from megarl.config.schema import Config
 from megarl.models.hf.export import HFExporter, save_hf
 from megarl.models.hf.read_config import load_info
 from megarl.run.loop.batches import BatchSource
 from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
-from megarl.run.loop.stop import StopSignals
-from megarl.run.loop.stop_vote import StopVote
+from megarl.run.loop.stop import StopSignals, StopVote
 from megarl.run.pool.rollout_client import PoolLink
 from megarl.run.ranks.control_group import Peers
-from megarl.run.record.recorder import Recorder
-from megarl.run.record.stateful import Stateful, collect, restore
+from megarl.run.record.recorder import Recorder, Stateful, collect, restore
 from megarl.run.step.plan import StepPlan
 from megarl.telemetry.trace import events
 from megarl.trainer import parallel

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar, cast
 from megarl.cluster.client.connection import connect_ray
 from megarl.cluster.client.pool_client import PoolClient
 from megarl.cluster.pool.pool_process import SupervisorHandle
+from megarl.common.clocks import GRACE_S
 from megarl.common.errors import PartsLost
-from megarl.common.timeouts import GRACE_S
 from megarl.common.trust.object_collectives import TEXT, Codec, codec_of, sendable
 from megarl.config.derived.staleness import pace_of
 from megarl.config.schema import Config
@@ -27,7 +27,7 @@ from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.admission.counters import Counters
-from megarl.rollout.engine.devices import HeldDevices, own_device, refuse_overlap
+from megarl.rollout.engine.placement import HeldDevices, own_device, refuse_overlap
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.run.pool.batch_collectives import Channel, MainChannel
@@ -36,8 +36,7 @@ from megarl.run.pool.row_codec import ROWS
 from megarl.run.ranks.control_group import Peers
 from megarl.run.ranks.failure import PeerFailedError
 from megarl.run.record.recorder import Recorder
-from megarl.run.step.plan import StepPlan
-from megarl.run.step.step_batch import StepBatch
+from megarl.run.step.plan import StepBatch, StepPlan
 from megarl.trainer import parallel
 from megarl.trainer.policy import StepRefused
 from megarl.weights.group.protocols import EngineHandles

@@ -12,13 +12,12 @@ from typing import TypeVar
 import torch
 from torch.distributed import TCPStore
 
+from megarl.common.clocks import GRACE_S
 from megarl.common.errors import NotAuthentic
-from megarl.common.timeouts import GRACE_S
 from megarl.common.trust.object_collectives import Codec, all_gather, broadcast, codec_of, sendable
 from megarl.common.trust.object_guard import guard_object_collectives
 from megarl.common.trust.run_secret import run_secret
-from megarl.common.trust.signed_store import connect_store, serve_store
-from megarl.common.trust.signed_values import sign, verify
+from megarl.common.trust.signed_store import connect_store, serve_store, sign, verify
 from megarl.config.schema import TimeoutsConfig
 from megarl.run.ranks.failure import PeerFailedError
 

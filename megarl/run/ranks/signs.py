@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from megarl.common.clocks import RateLimit
 from megarl.common.errors import NotAuthentic
 from megarl.common.process.processes import ProcessId
-from megarl.common.rate_limit import RateLimit
-from megarl.common.trust.signed_values import sign, verify
+from megarl.common.trust.signed_store import sign, verify
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

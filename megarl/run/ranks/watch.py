@@ -24,9 +24,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from megarl.common.clocks import WatchedTime
+from megarl.common.clocks import RateLimit, WatchedTime
 from megarl.common.process.processes import kill, state_of
-from megarl.common.rate_limit import RateLimit
 from megarl.common.trust.run_secret import derived_key, run_secret
 from megarl.common.trust.signed_store import connect_store
 from megarl.config.schema import TimeoutsConfig

@@ -7,11 +7,10 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megarl.common.sample_parts import first_parts
+from megarl.common.values import first_parts
 from megarl.evaluation.accuracy import CORRECT_AT
 from megarl.queue.trajectory import SampleTag
-from megarl.run.step.plan import StepPlan
-from megarl.run.step.trained_groups import TrainedGroups
+from megarl.run.step.plan import StepPlan, TrainedGroups
 from megarl.telemetry.metrics.registry import StepMetrics
 
 LENGTHS = (10, 50, 90, 99)  # percentiles of the response length

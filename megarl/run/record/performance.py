@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from megarl import platforms
-from megarl.common.byte_units import GIB, KIB
+from megarl.common.values import GIB, KIB
 from megarl.config.derived.logprob_passes import recomputes_old_logprobs
 from megarl.config.memory_plan.parameters import model_parameters
 from megarl.config.schema import Config

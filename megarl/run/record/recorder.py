@@ -6,11 +6,11 @@ Every rank has a recorder, because every rank measures; only the one of rank 0 w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from megarl.chat.tokenize import load_tokenizer
 from megarl.checkpoint.save.history import ROLLED_BACK, positions, roll_back
@@ -28,20 +28,49 @@ from megarl.run.ranks.control_group import Peers
 from megarl.run.record.batch_metrics import nothing_trained, record_batch
 from megarl.run.record.events import StepEvents, end_of_history
 from megarl.run.record.performance import Performance, peak_memory_gib
-from megarl.run.record.stateful import Stateful
-from megarl.run.step.plan import StepPlan
-from megarl.run.step.step_batch import StepBatch
-from megarl.run.step.trained_groups import CountersDiffer, TrainedGroups
+from megarl.run.step.plan import CountersDiffer, StepBatch, StepPlan, TrainedGroups
 from megarl.telemetry.metrics.declarations import step_metrics
 from megarl.telemetry.metrics.summary import RunSummary
 from megarl.telemetry.metrics.timer import Phase, PhaseTimer
 from megarl.telemetry.monitor import RUN, Alarm
 from megarl.telemetry.sinks.sinks import MetricsWriter
 from megarl.telemetry.trace import events
-from megarl.weights.plan.sync_report import SyncReport
+from megarl.weights.plan.settings import SyncReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# The parts of a run whose state a checkpoint keeps besides the trainer's own state.
+
+
+class Stateful(Protocol):
+    """A part whose state is JSON, stored in the checkpoint's record under `key`."""
+
+    key: str
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to store. Called on rank 0."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a stored state. Called on every rank."""
+        ...
+
+
+def collect(parts: Iterable[Stateful]) -> dict[str, Any]:
+    """Return the states of all parts by key. Raises ValueError if two parts share a key."""
+    record: dict[str, Any] = {}
+    for part in parts:
+        if part.key in record:
+            raise ValueError(f"two parts of the run store their state under {part.key!r}")
+        record[part.key] = part.state_dict()
+    return record
+
+
+def restore(parts: Iterable[Stateful], record: Mapping[str, Any]) -> None:
+    """Load the state of every part from a record that `collect` made. Raises KeyError if one is missing."""
+    for part in parts:
+        part.load_state_dict(record[part.key])
 
 
 class Totals:

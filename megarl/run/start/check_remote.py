@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megarl.common.findings import Findings
+from megarl.common.errors import Findings
 from megarl.common.trust.secret_references import references
 from megarl.config.derived.datasets import reward_functions
 from megarl.config.schema import Config

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from megarl.chat.formats import Prompt
-from megarl.common.byte_units import GIB
-from megarl.common.findings import Findings
+from megarl.common.errors import Findings
+from megarl.common.values import GIB
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN

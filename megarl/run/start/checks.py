@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 
 from megarl.chat.formats import Prompt
 from megarl.checkpoint.save.resume import resume_problems
-from megarl.common.findings import Findings
+from megarl.common.errors import Findings
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN
 from megarl.data.check_files import Tell, data_file_findings, first_prompts
@@ -35,7 +35,7 @@ def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> li
 
 def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:
     """Try what the run will open and call. `tell`: as in `check_start`."""
-    from megarl.checkpoint.format.check_weights import weight_problems
+    from megarl.checkpoint.format.load_weights import weight_problems
 
     first = first_prompts(config)
     found = Findings()

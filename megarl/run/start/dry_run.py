@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.common.findings import Findings
+from megarl.common.errors import Findings
 from megarl.config.checks.sections import DeviceType, absent_files, planned_elsewhere
 from megarl.config.loading.load import overridden_tree
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run

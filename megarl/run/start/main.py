@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megarl.checkpoint.format.finished import already_finished
+from megarl.checkpoint.format.manifest import already_finished
 from megarl.checkpoint.save.directory import continues_history
-from megarl.checkpoint.save.same_launch import config_of_this_start
+from megarl.checkpoint.save.resume_point import config_of_this_start
 from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
 from megarl.common.errors import ConfigError
 from megarl.common.process.memory_tuning import begin_start
@@ -39,9 +39,14 @@ from megarl.run.loop.stop import StopSignals, end_before_start
 from megarl.run.ranks.failure import FailureReport, report_and_close, set_aside
 from megarl.run.record.events import begin_events, end_with_failure
 from megarl.run.start.checks import check_start, is_checked
-from megarl.run.start.claim_for_ranks import claim_for_ranks, holder_for_ranks
 from megarl.run.start.dry_run import dry_run
-from megarl.run.start.torchrun_hints import SAFE_TORCHRUN, notice_of_open_stores, refuse_open_stores
+from megarl.run.start.torchrun_hints import (
+    SAFE_TORCHRUN,
+    claim_for_ranks,
+    holder_for_ranks,
+    notice_of_open_stores,
+    refuse_open_stores,
+)
 from megarl.telemetry.sinks.prometheus import check_endpoint
 from megarl.telemetry.trace import events
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megarl.algorithms.correction.apply import importance_weights
-from megarl.algorithms.correction.correction_proximal import interpolation
+from megarl.algorithms.correction.apply import importance_weights, interpolation
 from megarl.algorithms.objective.stats import LossStats
 from megarl.algorithms.objective.terms import term_mask
 from megarl.common.trust.object_collectives import Codec, codec_of

@@ -6,20 +6,52 @@ It is pure: every rank computes the same plan from the same tags without communi
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from megarl.algorithms.filters import ShapedBatch, alive_samples, shape_batch
-from megarl.common.sample_parts import first_parts
-from megarl.config.derived.algorithm import advantage_of
+from megarl.common.values import first_parts
+from megarl.config.derived.algorithm import advantage_of, shaping_of
 from megarl.config.derived.datasets import response_limits
-from megarl.config.derived.shaping import shaping_of
 from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag
 from megarl.trainer.packing import assign_to_ranks, partition_hash
+
+# The batch of one step, as every trainer rank has it.
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Holds keys and tags of all samples of a step, failed ones included, in (group, sample) order.
+
+    `version`: the version of the weights that the step updates; `timings`: the controller's declared metrics of the
+    batch; `replaced`: ids of the groups without signal that rollout replaced before it; `reused`: ids of the groups of
+    the batch that an earlier step has trained; `rebuilds`: how often the pool had started another queue before the one
+    that has its rows.
+    """
+
+    step: int
+    version: int
+    keys: list[str]
+    tags: list[SampleTag]
+    timings: dict[str, float]
+    replaced: list[int] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
+    rebuilds: int = 0
+
+    @property
+    def new_keys(self) -> list[str]:
+        """The keys of the samples that no earlier step has trained."""
+        return [tag.key for tag in self.tags if tag.group_id not in set(self.reused)] if self.reused else self.keys
+
+    @property
+    def replicas_are_lost(self) -> bool:
+        """True if replicas were lost that only a publication of the weights replaces."""
+        return self.timings.get("rollout/replicas_lost", 0.0) > 0
+
 
 T = TypeVar("T")
 
@@ -200,3 +232,51 @@ def _chunks(items: Sequence[T], parts: int) -> list[list[T]]:
     parts = min(parts, len(items))
     bounds = [len(items) * part // parts for part in range(parts + 1)] if parts else []
     return [list(items[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+# The prompt groups that a step has trained, counted by the samples that its backward passes have gone through.
+#
+# The rollout side settles groups by the plan of a step. The trainer counts what was really trained, so an update that
+# leaves out a group, or trains one twice, is found.
+
+
+class CountersDiffer(RuntimeError):  # noqa: N818
+    """The trainer has trained or counted other groups than the rollout side, which counts by the plans of the steps."""
+
+
+class TrainedGroups(NamedTuple):
+    """Numbers of groups that a step has trained.
+
+    `new`: those that no earlier step has trained; `reused`: the others.
+    """
+
+    new: int = 0
+    reused: int = 0
+
+
+def count_groups(plan: StepPlan, keys: Iterable[str]) -> TrainedGroups:
+    """Count the groups of the samples `keys`: those of all replicas, each as often as it was trained.
+
+    Raises CountersDiffer unless they are the samples that the plan trains, each of them once.
+    """
+    times = Counter(keys)
+    planned = Counter(sample.key for group in plan.shaped.groups for sample in group)
+    if wrong := sorted(key for key in planned | times if planned[key] != times[key]):
+        key = wrong[0]
+        raise CountersDiffer(
+            f"the step has trained {_groups(plan, times, planned)} groups, and rollout counts "
+            f"{_groups(plan, planned, planned)} by its plan: {len(wrong)} samples were trained too often or too seldom "
+            f"(the first: sample {key}, {times[key]} times instead of {planned[key]}); the run ends because its "
+            "results cannot be trusted"
+        )
+    groups = {plan.tags[key].group_id for key in times}
+    return TrainedGroups(new=len(groups - plan.reused), reused=len(groups & plan.reused))
+
+
+def _groups(plan: StepPlan, times: Mapping[str, int], planned: Mapping[str, int]) -> int:
+    """Return how many groups were trained with all their samples, each as often as it was."""
+    rows: dict[int, list[int]] = defaultdict(list)
+    for key in {**planned, **times}:
+        if key in plan.tags:
+            rows[plan.tags[key].group_id].append(times.get(key, 0))
+    return sum(map(min, rows.values()))

@@ -19,9 +19,9 @@ import torch
 
 from megarl.algorithms.filters import with_advantages
 from megarl.algorithms.objective.aggregation import GlobalCounts
-from megarl.algorithms.objective.kl import KLEstimator, kl_penalty
-from megarl.common.sample_parts import by_sample
+from megarl.algorithms.objective.objective import KLEstimator, kl_penalty
 from megarl.common.trust.object_collectives import Codec, codec_of
+from megarl.common.values import by_sample
 from megarl.config.derived.algorithm import advantage_of
 from megarl.config.derived.datasets import own_temperatures
 from megarl.config.derived.logprob_passes import (
@@ -45,9 +45,8 @@ from megarl.queue.trajectory import Trajectory
 from megarl.run.step.compare_logprobs import StepMeasures
 from megarl.run.step.distill import add_teacher_logprobs, distil
 from megarl.run.step.off_policy import reject_before_updates, set_interpolation
-from megarl.run.step.plan import StepPlan
+from megarl.run.step.plan import StepPlan, TrainedGroups, count_groups
 from megarl.run.step.token_origin import TokenSources
-from megarl.run.step.trained_groups import TrainedGroups, count_groups
 from megarl.run.step.update_metrics import record_measures, record_update
 from megarl.telemetry.metrics.registry import StepMetrics
 from megarl.telemetry.metrics.timer import PhaseTimer

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms.objective.token_origin import NO_SOURCE, Gap, SourceGaps
-from megarl.config.checks.monitor_checks import SourceBuckets
+from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, Trajectory
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from megarl.common.byte_units import GIB
+from megarl.common.clocks import RateLimit
 from megarl.common.files import finite, write_json
-from megarl.common.rate_limit import RateLimit
 from megarl.common.rundir import rotating_lines
 from megarl.common.rundir.run_files import ExitRecord, write_exit
+from megarl.common.values import GIB
 from megarl.config.schema import Config
 from megarl.config.schema.job import TimeoutsConfig
 from megarl.telemetry.metrics.declarations import REGISTRY

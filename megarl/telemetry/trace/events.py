@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.common.byte_units import MIB
+from megarl.common.values import MIB
 from megarl.config.schema import Config
 from megarl.telemetry.trace.kinds import FAULTS, UndeclaredEvent
 from megarl.telemetry.trace.lines import Scalar

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from megarl.common.rate_limit import RateLimit
+from megarl.common.clocks import RateLimit
 from megarl.telemetry.trace.kinds import STREAMS, EventStream, kind_of
 from megarl.telemetry.trace.lines import SCHEMA, EventFileName, EventLine, Header, Scalar
 from megarl.telemetry.trace.parts import PartWriter

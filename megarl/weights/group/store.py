@@ -16,8 +16,7 @@ from torch.distributed import DistStoreError, PrefixStore
 
 from megarl.common.errors import PeerTimeout
 from megarl.common.trust.run_secret import derived_key
-from megarl.common.trust.signed_store import connect_store, serve_store
-from megarl.common.trust.signed_values import sign, verify
+from megarl.common.trust.signed_store import connect_store, serve_store, sign, verify
 from megarl.common.values import JsonValue
 
 STORE_TIMEOUT_S = 30.0  # of one store request; the store answers immediately unless its owner has ended

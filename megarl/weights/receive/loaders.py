@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.common.errors import WeightSyncError
-from megarl.common.process.malloc import MMAP_OTHERWISE, map_blocks_from
+from megarl.common.process.memory_tuning import MMAP_OTHERWISE, map_blocks_from
 from megarl.weights.receive.abandoned_reload import LiveTensors, live_tensors, put_back, undo_reload
 from megarl.weights.receive.coverage import LoadCoverage, missing_message
 from megarl.weights.receive.in_place import embeddings_in_place, in_place_obstacle

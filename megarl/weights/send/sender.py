@@ -33,8 +33,7 @@ from megarl.weights.group.transport import Group
 from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, BucketPlan, ManifestEntry, bucket_plan
 from megarl.weights.plan.operation_order import Order, buffers_within, schedule
-from megarl.weights.plan.settings import SyncSettings
-from megarl.weights.plan.sync_report import SyncReport
+from megarl.weights.plan.settings import SyncReport, SyncSettings
 from megarl.weights.send.group_former import GroupFormer
 from megarl.weights.send.leader import EngineCalls
 from megarl.weights.send.sync_attempt import RowGather, Sending

@@ -11,9 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.correction.apply import CorrectionSpec, TokenWeights, importance_weights
+from megarl.algorithms.correction.apply import (
+    CorrectionSpec,
+    TokenWeights,
+    importance_weights,
+    interpolation,
+    loglinear,
+)
 from megarl.algorithms.correction.config import MaskConfig, MaskKind, WeightKind
-from megarl.algorithms.correction.correction_proximal import interpolation, loglinear
 from megarl.algorithms.correction.masks import MASKS
 from megarl.algorithms.correction.weights import WEIGHTS
 from megarl.algorithms.objective.objective import LossInputs, micro_batch_loss

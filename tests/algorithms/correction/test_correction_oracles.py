@@ -20,11 +20,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megarl.algorithms.correction import apply, correction_proximal, masks, weights
+from megarl.algorithms.correction import apply, masks, weights
+from megarl.algorithms.correction import apply as correction_proximal
 from megarl.algorithms.correction import ratios as correction_ratios
-from megarl.algorithms.correction.apply import CorrectionSpec
+from megarl.algorithms.correction.apply import CorrectionSpec, interpolation
 from megarl.algorithms.correction.config import MaskConfig, MaskKind
-from megarl.algorithms.correction.correction_proximal import interpolation
 from megarl.algorithms.objective.objective import LossInputs, micro_batch_loss
 from megarl.algorithms.objective.terms import TermCounts
 from tests.support.losses import correction_oracles as oracles

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from megarl.checkpoint.convert import byte_progress
-from megarl.checkpoint.convert.byte_progress import ByteProgress, size
+from megarl.checkpoint.convert import job
+from megarl.checkpoint.convert.job import ByteProgress, size
 
 GB = 10**9
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The present time in seconds, which a test sets."""
     now = [100.0]
-    monkeypatch.setattr(byte_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(job.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint.save import checkpointer as module
-from megarl.checkpoint.save import on_ranks
+from megarl.checkpoint.save import resume_point
 from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.common.trust.run_secret import run_secret
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
@@ -28,7 +28,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> ThreadRanks:
         return made.exchange(value)[source]
 
     monkeypatch.setattr(module, "broadcast", broadcast)
-    monkeypatch.setattr(on_ranks, "all_gather", lambda value, codec, group: made.exchange(value))
+    monkeypatch.setattr(resume_point, "all_gather", lambda value, codec, group: made.exchange(value))
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
-from megarl.checkpoint.save.same_launch import config_of_this_start, remember_launch, same_launch
+from megarl.checkpoint.save.resume_point import config_of_this_start, remember_launch, same_launch
 from megarl.config.schema import Config
 from tests.support.checkpoints.sample_checkpoints import make_checkpoint
 from tests.support.pool.pool import pool_config

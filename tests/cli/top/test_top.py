@@ -34,7 +34,7 @@ from megarl.common.process.processes import ProcessId
 from megarl.common.rundir.notices import write_notice
 from megarl.common.rundir.run_files import ExitRecord, ask_to_stop, write_exit
 from megarl.common.rundir.run_lock import Holder
-from megarl.report.reading.run_status import status_of
+from megarl.report.reading.run_directory import status_of
 from megarl.telemetry.metrics.declarations import REGISTRY
 from megarl.telemetry.trace.lines import FOLDER, SCHEMA, EventLine, Header
 from tests.support.checkout import ROOT

@@ -35,7 +35,7 @@ from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.orchestrator.failover import Committed
 from megarl.rollout.orchestrator.ready_batches import BatchReady
-from megarl.rollout.transport.answered_calls import AnsweredCalls
+from megarl.rollout.transport.rpc import AnsweredCalls
 
 
 def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(

@@ -21,12 +21,10 @@ import pytest
 from megarl.cluster.nodes import launcher as module
 from megarl.cluster.nodes import processes as node_processes
 from megarl.cluster.nodes.__main__ import main as nodes_main
-from megarl.cluster.nodes.launcher import NodeAgent
-from megarl.cluster.nodes.lost_nodes import can_lose
+from megarl.cluster.nodes.launcher import NodeAgent, can_lose
 from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure, NodeRecord
-from megarl.cluster.nodes.processes import NodeProcesses
+from megarl.cluster.nodes.processes import NodeProcesses, StoppedProcesses
 from megarl.cluster.nodes.spec import LaunchSpec, launch_directory
-from megarl.cluster.nodes.stopped_processes import StoppedProcesses
 from megarl.common.process.processes import ProcessId, descendants, is_alive, kill, state_of
 from megarl.common.rundir import run_files as stopping
 from megarl.common.rundir.notices import notices_file

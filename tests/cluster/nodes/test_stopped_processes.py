@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 
-from megarl.cluster.nodes.stopped_processes import LOOK_S, StoppedProcesses
+from megarl.cluster.nodes.processes import LOOK_S, StoppedProcesses
 from megarl.common.process.processes import ProcessId, state_of
 from tests.support.waiting import wait_until
 

@@ -11,8 +11,7 @@ import pytest
 
 from megarl.cluster.nodes import raylet
 from megarl.cluster.nodes.spec import LaunchSpec, launch_directory
-from megarl.cluster.pool.ray_head import RAY_PORTS, RayHead, RayShare, patched_start
-from megarl.cluster.pool.reserved_ports import ReservedPorts
+from megarl.cluster.pool.ray_head import RAY_PORTS, RayHead, RayShare, ReservedPorts, patched_start
 from tests.support.trainer.configs import config
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.pool.reserved_ports import ReservedPorts
+from megarl.cluster.pool.ray_head import ReservedPorts
 
 
 def listener(port: int, *, reuse: bool = True, host: str = "127.0.0.1") -> socket.socket:

@@ -12,7 +12,7 @@ import pytest
 # would bring small blocks that may stay above them, and then even glibc's defaults keep what lies below.
 PROGRAM = """
 import ctypes, resource
-from megarl.common.process import malloc
+from megarl.common.process import memory_tuning as malloc
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.common.rundir import kernel_cache
-from megarl.common.rundir.kernel_cache import VARIABLE, keep_kernels
+from megarl.common.rundir import private_directory
+from megarl.common.rundir.private_directory import KERNEL_CACHE_VARIABLE as VARIABLE
+from megarl.common.rundir.private_directory import keep_kernels
 from tests.support.checkout import environment
 
 
@@ -59,7 +60,7 @@ def test_a_directory_that_others_may_write_to_is_not_used(
 def test_another_users_directory_is_not_used(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "torchinductor").mkdir(parents=True, mode=0o700)
     uid = os.getuid()
-    monkeypatch.setattr(kernel_cache.os, "getuid", lambda: uid + 1)
+    monkeypatch.setattr(private_directory.os, "getuid", lambda: uid + 1)
     assert kept(tmp_path / "private") == tmp_path / "private" / "torchinductor"
 
 

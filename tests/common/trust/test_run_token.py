@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.common.trust.run_token import derive_key, run_token
+from megarl.common.trust.run_secret import derive_key, run_token
 
 
 @pytest.fixture(autouse=True)

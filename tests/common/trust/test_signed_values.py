@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.common.errors import NotAuthentic
-from megarl.common.trust.signed_values import sign, verify
+from megarl.common.trust.signed_store import sign, verify
 
 KEY = b"key of the run"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.checks.liveness import fits_queue, liveness_problems
+from megarl.config.checks.engine import fits_queue, liveness_problems
 from megarl.config.derived.staleness import Pace
 from tests.support.machines.admission_states import steps_without_room
 from tests.support.trainer.configs import config

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import ConfigError
-from megarl.config.checks import sandbox_checks
-from megarl.config.checks.sandbox_checks import sandbox_problems
+from megarl.config.checks import agent
+from megarl.config.checks.agent import sandbox_problems
 from megarl.config.checks.sections import check
 from tests.support.trainer.configs import config
 
@@ -19,7 +19,7 @@ def problems(reward: dict[str, Any], *, here: bool = True) -> list[str]:
 
 
 def test_a_reward_that_runs_no_programs_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: "no bwrap")
+    monkeypatch.setattr(agent, "sandbox_problem", lambda: "no bwrap")
     assert problems({"function": "math"}) == []
     assert problems({"function": "code"}, here=False) == []
     (problem,) = problems({"function": "code"})
@@ -44,11 +44,11 @@ def test_settings_that_cannot_work(reward: dict[str, Any], told: str) -> None:
 def test_tools_that_need_a_sandbox_are_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tools = [{"kind": "json:calculator"}, {"kind": "python"}]
     chosen = config("model", agent={"loop": "tool_agent"}, tools=tools)
-    monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: "no bubblewrap; install it")
+    monkeypatch.setattr(agent, "sandbox_problem", lambda: "no bubblewrap; install it")
     (problem,) = sandbox_problems(chosen, here=True)
     assert problem.startswith("tools.1: python runs programs in a sandbox") and problem.endswith("install it")
     assert list(sandbox_problems(chosen, here=False)) == []
-    monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: None)
+    monkeypatch.setattr(agent, "sandbox_problem", lambda: None)
     assert list(sandbox_problems(chosen, here=True)) == []
 
 
@@ -62,7 +62,7 @@ def test_tools_that_need_a_sandbox_are_refused_without_one(monkeypatch: pytest.M
 def test_the_check_of_a_whole_config_refuses_them(
     models: dict[str, Path], data: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], told: str
 ) -> None:
-    monkeypatch.setattr(sandbox_checks, "sandbox_problem", lambda: "no bubblewrap; install it")
+    monkeypatch.setattr(agent, "sandbox_problem", lambda: "no bubblewrap; install it")
     with pytest.raises(ConfigError) as refused:
         check(config(models["qwen3"], data, **changes), device="cpu")
     (problem,) = [each for each in refused.value.problems if "sandbox" in each]

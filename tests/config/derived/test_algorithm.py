@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from megarl.algorithms.advantages.grpo import GRPOOptions
-from megarl.algorithms.losses.cispo import CISPOOptions
-from megarl.algorithms.losses.gspo import GSPOOptions
-from megarl.algorithms.losses.ppo import PPOOptions
-from megarl.algorithms.losses.sapo import SAPOOptions
+from megarl.algorithms.advantages import GRPOOptions
+from megarl.algorithms.losses import CISPOOptions, GSPOOptions, PPOOptions, SAPOOptions
 from megarl.common.errors import ConfigError
 from megarl.config.checks.sections import check
-from megarl.config.derived.algorithm import advantage_of, algorithm_problems, filters_equal_rewards, loss_of
-from megarl.config.derived.shaping import shaping_of
+from megarl.config.derived.algorithm import advantage_of, algorithm_problems, filters_equal_rewards, loss_of, shaping_of
 from megarl.config.derived.training_loss import default_weights, needed_streams, objective_of
 from megarl.config.loading.load import config_from_tree, parse_yaml, to_yaml
 from megarl.config.schema import Config

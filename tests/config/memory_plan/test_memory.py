@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.derived.trainer_layout import trainer_layout
+from megarl.config.derived.pools import trainer_layout
 from megarl.config.memory_plan.memory import forward_bytes
 from megarl.config.memory_plan.parameters import logits_bytes, peak_bytes, recompute_bytes, state_bytes
 from megarl.models.hf.read_config import load_info

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.common.byte_units import GIB
 from megarl.common.errors import ConfigError
+from megarl.common.values import GIB
 from megarl.config.memory_plan.parameters import chunk_layers, chunk_parameters, in_flight_chunks, model_parameters
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
 from megarl.models.architecture.architecture import ModelInfo

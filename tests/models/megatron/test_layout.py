@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.derived.trainer_layout import trainer_layout
+from megarl.config.derived.pools import trainer_layout
 from megarl.config.schema import ParallelConfig
 from megarl.models.megatron.layout import Layout
 

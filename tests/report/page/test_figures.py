@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.checks.layout import layout_problems
-from megarl.report.page import numbers
+from megarl.report.page import html
 from megarl.report.page.bars import BarPart, histogram, stacked
 from megarl.report.page.figures import evaluation_figures, figures_of, not_drawn, rounded, run_axis
 from megarl.report.reading.run_directory import differences, distinct_names, flat, layout_of
@@ -84,12 +84,12 @@ def test_rounding_keeps_four_digits_and_drops_what_is_no_number(values: list[flo
 
 
 def test_numbers_read_well() -> None:
-    texts = [numbers.amount(x) for x in (0.0, 0.1234, 7.0, 940.4, 9999.0, 12_345.0, 3.2e6, 5e9, math.nan)]
+    texts = [html.amount(x) for x in (0.0, 0.1234, 7.0, 940.4, 9999.0, 12_345.0, 3.2e6, 5e9, math.nan)]
     assert texts == ["0", "0.123", "7", "940", "9,999", "12.3k", "3.2M", "5G", "–"]
-    spans = [numbers.duration(x) for x in (0.25, 59.0, 61.0, 7320.0, 200_000.0, math.nan)]
+    spans = [html.duration(x) for x in (0.25, 59.0, 61.0, 7320.0, 200_000.0, math.nan)]
     assert spans == ["0.25 s", "59 s", "1 min 1 s", "2 h 2 min", "2 d 7 h", "–"]
-    assert numbers.interval(0.2, 0.3, 0.25) == "25.0% (20.0% to 30.0%)"
-    assert numbers.moment(0.0) == "1970-01-01 00:00:00 UTC" and numbers.moment(math.nan) == "–"
+    assert html.interval(0.2, 0.3, 0.25) == "25.0% (20.0% to 30.0%)"
+    assert html.moment(0.0) == "1970-01-01 00:00:00 UTC" and html.moment(math.nan) == "–"
 
 
 def test_bars_have_the_heights_of_their_shares() -> None:

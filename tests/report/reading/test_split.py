@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.report.reading.split import Sides, best_split
+from megarl.report.reading.advisories import Sides, best_split
 
 SECONDS = st.floats(0.1, 100)
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.checks.liveness import fits_queue
+from megarl.config.checks.engine import fits_queue
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
-from megarl.rollout.admission.groups_in_flight import GroupsInFlight
-from megarl.rollout.admission.ready_groups import ReadyGroups
+from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
 from megarl.rollout.admission.reusable_groups import ReusableGroups, Use
 from megarl.rollout.workers.finished_group import usable_samples
 from tests.support.machines.admission_machine import AdmissionMachine

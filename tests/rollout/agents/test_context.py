@@ -13,8 +13,8 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents import context
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.finish import finish
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.tool_agent import finish
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.loop_records import FrozenLoop
 from tests.support.agents.frozen_agents import Stopped

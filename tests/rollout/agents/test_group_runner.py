@@ -17,7 +17,7 @@ from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.context import FROZEN_BYTES
 from megarl.rollout.agents.group_runner import GroupRunner, failed_group
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed

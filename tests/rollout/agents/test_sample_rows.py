@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.agents.sample_rows import sample_rows
+from megarl.rollout.agents.trajectory_builder import sample_rows
 
 ROW = Trajectory(4, 1, [1, 2], [3, 4], [-0.5, -0.25], (VersionSpan(7, 0, 2),), "stop", 1.0, {"correct": 1.0})
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megarl.rollout.agents.batch_stats import BatchStats
 from megarl.rollout.agents.sample_times import PARTS, SLOWEST, SampleTimes, TrajectoryTimes, slowest
 from megarl.rollout.engine.messages import GenerateResult
-from megarl.rollout.orchestrator.batch_events import record_batch_taken
 from megarl.rollout.orchestrator.ready_batches import BatchReady
+from megarl.rollout.orchestrator.step_batches import record_batch_taken
 from megarl.telemetry.trace import events
 
 
@@ -81,8 +81,8 @@ def test_a_batch_tells_of_its_slowest_trajectories(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         events, "record", lambda name, begin, end=None, **fields: recorded.append((name, begin, end, fields))
     )
-    monkeypatch.setattr("megarl.rollout.orchestrator.batch_events.time.monotonic", lambda: 50.0)
-    monkeypatch.setattr("megarl.rollout.orchestrator.batch_events.time.time", lambda: 1e9 + 4.0)
+    monkeypatch.setattr("megarl.rollout.orchestrator.step_batches.time.monotonic", lambda: 50.0)
+    monkeypatch.setattr("megarl.rollout.orchestrator.step_batches.time.time", lambda: 1e9 + 4.0)
     late = times(7, 2.5, tool=2.0)
     ahead = TrajectoryTimes(9, 1, 0, 1e9 + 99.0, 3.0, 1, 10, 0.0, 0.0, 3.0, 0.0, 0.0)
     batch = BatchReady.__new__(BatchReady)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.engine.devices import HeldDevices, refuse_overlap, refuse_split_replica, visible_devices
+from megarl.rollout.engine.placement import HeldDevices, refuse_overlap, refuse_split_replica, visible_devices
 
 
 def test_shared_gpus_are_refused_by_name() -> None:

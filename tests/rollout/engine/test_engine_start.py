@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
-from megarl.rollout.engine.engine_start import EngineStart, start_engines_fast
+from megarl.rollout.engine.engine_args import EngineStart, start_engines_fast
 
 
 class Arguments:

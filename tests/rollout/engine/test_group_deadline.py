@@ -11,8 +11,7 @@ import pytest
 
 from megarl.common.errors import BatchNotReady
 from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan
-from megarl.rollout.engine.continuation import ResponsesSoFar
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline, ResponsesSoFar
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from tests.support.engines.fake_replicas import Method, SharesCalls, fleet_of

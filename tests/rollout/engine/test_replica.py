@@ -15,7 +15,7 @@ from megarl.common.errors import ReplicaFailed
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine import replica as replica_module
-from megarl.rollout.engine.engine_start import EngineStart
+from megarl.rollout.engine.engine_args import EngineStart
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.replica import EngineReplica, ReplicaSpec, root_cause, start_replica
 from megarl.rollout.engine.response_parts import EngineReport

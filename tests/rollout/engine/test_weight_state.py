@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megarl.rollout.engine.weight_state import WeightState
+from megarl.rollout.engine.engine_requests import WeightState
 
 MIXED, MIDDLE = "two versions", "middle of a weight sync"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rollout.engine.engine_load import EngineLoad
-from megarl.rollout.fleet.back_pressure import DECREASE, ENDED_PER_INCREASE, FULL, BackPressure
+from megarl.rollout.fleet.router import DECREASE, ENDED_PER_INCREASE, FULL, BackPressure
 
 PRESSED, CALM = EngineLoad(1.0, 10, 3), EngineLoad(0.5, 10, 0)
 

@@ -16,13 +16,13 @@ from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.engine_load import EngineLoad
-from megarl.rollout.engine.group_deadline import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.fleet.actor_errors import as_rollout_error
 from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.replica_actors import as_rollout_error
 from tests.support.checkout import ROOT
 from tests.support.engines.fake_replicas import (
     FakeReplica,
@@ -514,8 +514,8 @@ def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config
     package = ROOT / "megarl"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
              if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
-    planning = {"config/memory_plan/plan.py", "config/derived/pools.py", "config/checks/monitor_checks.py"}
-    assert found == planning | {"rollout/fleet/attach_fleet.py", "cluster/pool/actors.py", "cli/serve.py"}
+    planning = {"config/memory_plan/plan.py", "config/derived/pools.py", "config/checks/telemetry.py"}
+    assert found == planning | {"rollout/fleet/elastic_pool.py", "cluster/pool/actors.py", "cli/serve.py"}
     assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")
 
 

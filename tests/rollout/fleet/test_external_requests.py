@@ -11,7 +11,7 @@ import pytest
 import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart, first_tokens, join_parts, tokens_from
 from megarl.rollout.fleet.engine_pool import Fleet

@@ -13,8 +13,7 @@ from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.agents.trajectory_builder import defect
-from megarl.rollout.engine.continuation import MOST_ATTEMPTS
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import MOST_ATTEMPTS, GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.fleet.replica_work import ReplicaWork, rate_metrics
+from megarl.rollout.fleet.speed import ReplicaWork, rate_metrics
 from megarl.telemetry.metrics.declarations import REGISTRY
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.rollout.agents.batch_stats import BusyClock
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart

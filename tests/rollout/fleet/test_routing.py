@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.fleet.routing import Router
+from megarl.rollout.fleet.router import Router
 
 events = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), max_size=40)
 

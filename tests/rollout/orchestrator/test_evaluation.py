@@ -14,7 +14,7 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.eval_context import answer_of
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, request_seed
 from megarl.rollout.orchestrator.evaluation import evaluate_on_fleet

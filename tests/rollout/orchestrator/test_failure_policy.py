@@ -6,7 +6,7 @@ import pytest
 
 from megarl.common.errors import NoReplicaLeft, RolloutError
 from megarl.rewards.worker_pool import RewardPoolError
-from megarl.rollout.orchestrator.failure_policy import FailurePolicy
+from megarl.rollout.orchestrator.prompt_groups import FailurePolicy
 
 
 def test_a_failure_is_counted_until_as_many_fail_in_a_row_as_a_step_has() -> None:

@@ -18,7 +18,7 @@ import pytest
 from megarl.common.errors import RolloutError
 from megarl.queue.trajectory import MISSING_LOGPROB, Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.engine.messages import continuation_seed
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.resume.group_progress import GroupProgress, UnfinishedGroup

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from megarl.rollout.transport.answered_calls import AnsweredCalls
+from megarl.rollout.transport.rpc import AnsweredCalls
 
 
 class Counter:

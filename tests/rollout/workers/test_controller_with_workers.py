@@ -16,7 +16,7 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.group_runner import GroupRunner
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
 from megarl.rollout.fleet.request_coalescer import Batcher
 from megarl.rollout.resume.journal import JOURNAL_FILE

@@ -16,10 +16,10 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.group_runner import GroupRunner
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.resume.loop_records import INTERRUPTED
-from megarl.rollout.workers import remote_group, worker_groups
+from megarl.rollout.workers import remote_run, worker_groups
 from tests.support.agents.frozen_agents import GROUP, TURNS, interrupted_books, undisturbed
 from tests.support.agents.scripted_agents import Counter, KeepingRewards, ScriptedBatcher, agent_runner, toolbox_of
 from tests.support.rollout.fake_rollout import FakeBatcher, FakeRewards, FakeSource
@@ -213,7 +213,7 @@ class DiesTwice:
 
 def test_the_deadline_of_a_group_counts_from_its_start_in_the_first_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = DiesTwice()
-    for module in (worker_groups, remote_group):
+    for module in (worker_groups, remote_run):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: loop.now))
     config = config_of(
         "model",

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.common.rate_limit import RateLimit
+from megarl.common.clocks import RateLimit
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_files import ask_to_stop
-from megarl.run.loop import stop_vote
-from megarl.run.loop.stop import StopSignals
-from megarl.run.loop.stop_vote import StopVote
+from megarl.run.loop import stop
+from megarl.run.loop.stop import StopSignals, StopVote
 from tests.support.trainer.thread_ranks import ThreadPeers, ThreadRanks
 
 WORLD = 3
@@ -72,7 +71,7 @@ def test_a_file_system_that_fails_is_no_request_and_ends_no_rank(
 def test_the_reason_is_that_of_the_look_that_has_found_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 tells what it has voted for, also if the next read fails."""
     looks = iter(["the time limit is near", None])
-    monkeypatch.setattr(stop_vote, "stop_reason", lambda run_dir: next(looks))
+    monkeypatch.setattr(stop, "stop_reason", lambda run_dir: next(looks))
     assert vote(tmp_path) == ["the time limit is near"] * WORLD
 
 

@@ -27,15 +27,14 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.dump import read_batch, recorded_steps
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.admission.counters import Counters
-from megarl.rollout.engine.devices import HeldDevices
+from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun
 from megarl.run.pool import batch_collectives, queue_client, rollout_client
 from megarl.run.pool.rollout_client import DisagreementError, PoolLink
 from megarl.run.ranks.failure import PeerFailedError
-from megarl.run.step.plan import StepPlan, plan_step
-from megarl.run.step.step_batch import StepBatch
+from megarl.run.step.plan import StepBatch, StepPlan, plan_step
 from megarl.trainer.policy import NonFiniteError
 from tests.support.trainer.configs import config as config_of
 from tests.support.trainer.recorded_steps import make_batch

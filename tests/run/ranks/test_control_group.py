@@ -16,8 +16,7 @@ from torch.distributed import distributed_c10d
 from megarl.common.errors import NotAuthentic
 from megarl.common.trust.object_guard import FailurePickler, GuardedUnpickler
 from megarl.common.trust.run_secret import run_secret
-from megarl.common.trust.signed_store import serve_store
-from megarl.common.trust.signed_values import sign, verify
+from megarl.common.trust.signed_store import serve_store, sign, verify
 from megarl.run.ranks.control_group import _own_store, join_peers
 from tests.support.checkout import environment, torchrun
 

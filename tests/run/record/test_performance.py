@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.common.byte_units import GIB
+from megarl.common.values import GIB
 from megarl.models.hf.read_config import load_info
 from megarl.run.record.performance import Performance
 from tests.support.models.tiny import make_tiny_model

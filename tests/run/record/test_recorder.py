@@ -30,13 +30,11 @@ from megarl.rollout.admission.counters import Counters
 from megarl.rollout.agents.trajectory_builder import failed_trajectory
 from megarl.run.record import recorder as recorder_module
 from megarl.run.record.recorder import LastEvaluation, Recorder, ResultFiles, Totals
-from megarl.run.step.plan import plan_step
-from megarl.run.step.step_batch import StepBatch
-from megarl.run.step.trained_groups import CountersDiffer
+from megarl.run.step.plan import CountersDiffer, StepBatch, plan_step
 from megarl.telemetry.monitor import RUN, Alarm, AlarmRule
 from megarl.telemetry.sinks import sinks
 from megarl.telemetry.trace import events
-from megarl.weights.plan.sync_report import SyncReport
+from megarl.weights.plan.settings import SyncReport
 from tests.support.measures.growth import growth_per_step, held_bytes
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import config as config_of

@@ -19,8 +19,7 @@ from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import RunMonitor
 from megarl.run.loop.session import Session
 from megarl.run.pool.rollout_client import PoolLink
-from megarl.run.record.recorder import Recorder
-from megarl.run.record.stateful import collect, restore
+from megarl.run.record.recorder import Recorder, collect, restore
 from tests.support.trainer.configs import config as config_of
 from tests.support.trainer.old_records import OLD_RECORD, ROLLOUT, SUMMARY, TOTALS
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.filters import without_signal
 from megarl.algorithms.objective.token_origin import SourceGaps
-from megarl.config.checks.monitor_checks import SourceBuckets
-from megarl.config.derived.shaping import shaping_of
+from megarl.config.checks.telemetry import SourceBuckets
+from megarl.config.derived.algorithm import shaping_of
 from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, SOURCES
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.objective.token_origin import NO_SOURCE, SourceGaps
-from megarl.config.checks.monitor_checks import MOST_LAGS, SourceBuckets
+from megarl.config.checks.telemetry import MOST_LAGS, SourceBuckets
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.run.step.token_origin import TokenSources
 from tests.support.trainer.configs import config as config_of

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.queue.trajectory import SampleTag, Trajectory, sample_key
-from megarl.run.step.plan import StepPlan, plan_step
-from megarl.run.step.trained_groups import CountersDiffer, TrainedGroups, count_groups
+from megarl.run.step.plan import CountersDiffer, StepPlan, TrainedGroups, count_groups, plan_step
 from tests.support.losses.step_problem import PER_GROUP, make_step_problem, trajectory
 from tests.support.trainer.configs import config
 from tests.support.trainer.trained_groups import planned_keys

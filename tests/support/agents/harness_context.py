@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.schema.agent import AgentConfig
 from megarl.gateway.token_file import write_door_file, write_token
 from megarl.rewards.types import RewardInput, RewardOutcome
-from megarl.rollout.engine.group_deadline import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateResult, SamplingSpec
 from tests.support.gateway.door_stand_in import TOKEN, StandInDoor
 

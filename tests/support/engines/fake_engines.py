@@ -13,7 +13,7 @@ import torch
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
 from megarl.models.hf.gather import GatherRequest
-from megarl.rollout.engine.weight_state import WeightState
+from megarl.rollout.engine.engine_requests import WeightState
 from megarl.weights.group.protocols import ABANDON
 from megarl.weights.group.store import SyncStore
 from megarl.weights.group.transport import Group, GroupMembers

@@ -16,8 +16,7 @@ from megarl.chat.tokenize import load_tokenizer, stop_token_ids
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.gateway.app import DoorRoutes, DoorServer, listen
 from megarl.gateway.chats import Chats
-from megarl.gateway.generations import Generations
-from megarl.gateway.pool_client import ControllerLink
+from megarl.gateway.pool_client import ControllerLink, Generations
 from megarl.gateway.request_fields import ModelLimits
 from megarl.gateway.sessions import Sessions
 from megarl.gateway.text import ModelText

@@ -12,8 +12,7 @@ from torch import Tensor
 from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.losses import LOSSES
 from megarl.algorithms.objective.aggregation import Aggregation, GlobalCounts
-from megarl.algorithms.objective.kl import KLEstimator
-from megarl.algorithms.objective.objective import LossInputs, Objective, micro_batch_loss
+from megarl.algorithms.objective.objective import KLEstimator, LossInputs, Objective, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
 from megarl.algorithms.objective.terms import TermCounts
 

@@ -19,9 +19,9 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentLoop
+from megarl.rollout.agents.batch_stats import RunningGroups
 from megarl.rollout.agents.group_runner import GroupRunner
-from megarl.rollout.agents.running_groups import RunningGroups
-from megarl.rollout.agents.single_turn import SingleTurn
+from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.engine.continuation import ResponsesSoFar
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.cluster.pool.reserved_ports import ReservedPorts
+from megarl.cluster.pool.ray_head import ReservedPorts
 from tests.support.checkout import ROOT, environment
 from tests.support.pool.leftovers import marked
 

@@ -17,7 +17,7 @@ from megarl.run.start.main import main
 
 if TYPE_CHECKING:  # imported after `platforms.activate`
     from megarl.trainer.policy import Policy
-    from megarl.weights.plan.sync_report import SyncReport
+    from megarl.weights.plan.settings import SyncReport
     from megarl.weights.send.sender import WeightSender
 
 SKIPPED = 1

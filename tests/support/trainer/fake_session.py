@@ -19,8 +19,7 @@ from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.run.loop import batches, loop, session
 from megarl.run.loop.session import Session
-from megarl.run.step.step_batch import StepBatch
-from megarl.run.step.trained_groups import TrainedGroups
+from megarl.run.step.plan import StepBatch, TrainedGroups
 
 TRAINED = TrainedGroups(new=3)  # by each step that is not skipped
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.run.step.plan import StepPlan
-from megarl.run.step.trained_groups import TrainedGroups, count_groups
+from megarl.run.step.plan import StepPlan, TrainedGroups, count_groups
 
 
 def planned_keys(plan: StepPlan) -> list[str]:

@@ -17,8 +17,7 @@ from benchmarks.lib.live_engine import LivePool
 from megarl.common.errors import WeightSyncError
 from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, Bucket
-from megarl.weights.plan.settings import SyncSettings
-from megarl.weights.plan.sync_report import SyncReport
+from megarl.weights.plan.settings import SyncReport, SyncSettings
 from megarl.weights.send.sender import WeightSender
 from tests.support.engines.fake_engines import FakeReplica, ListExporter
 from tests.support.engines.live_engine import LiveReplica, Response, reference

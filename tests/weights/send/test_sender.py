@@ -24,7 +24,8 @@ from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
 from megarl.weights.plan.operation_order import schedule
 from megarl.weights.plan.settings import SyncSettings
-from megarl.weights.send import leader, loading_ways, parallel_calls, sync_failure
+from megarl.weights.send import leader, parallel_calls, sync_failure
+from megarl.weights.send import leader as loading_ways
 from megarl.weights.send.failure_cause import FailureCause
 from megarl.weights.send.leader import EngineCalls
 from megarl.weights.send.sender import WeightSender

@@ -26,11 +26,10 @@ from typing import Any
 from megarl.cli.doctor.machine import interfaces
 from megarl.cluster.pool.network import interface_of, own_address
 from megarl.cluster.torchrun.mark import SERVED_BY_VARIABLE
-from megarl.common.byte_units import MIB
 from megarl.common.errors import ConfigError, NotAuthentic
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
-from megarl.common.trust.signed_store import connect_store
-from megarl.common.trust.signed_values import sign, verify
+from megarl.common.trust.signed_store import connect_store, sign, verify
+from megarl.common.values import MIB
 from megarl.run.start.torchrun_hints import SAFE_TORCHRUN
 
 REPORT_S = 15.0  # for a rank to notice its own deadline and to report

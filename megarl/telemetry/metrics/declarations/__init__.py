@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megarl.telemetry.metrics.declarations.of_batch import BATCH, DATA, PROMPT_GROUPS, REWARD
-from megarl.telemetry.metrics.declarations.of_evaluation import EVAL
 from megarl.telemetry.metrics.declarations.of_rollout import AGENT, ROLLOUT
-from megarl.telemetry.metrics.declarations.of_run import MONITOR, TOTAL
+from megarl.telemetry.metrics.declarations.of_run import EVAL, MONITOR, TOTAL
 from megarl.telemetry.metrics.declarations.of_speed import PERF, SYNC, TIME
 from megarl.telemetry.metrics.declarations.of_update import CORRECTION, MISMATCH, POLICY
 from megarl.telemetry.metrics.registry import Registry, StepMetrics

@@ -14,7 +14,7 @@ import pytest
 from megarl.cli import main
 from megarl.cli.doctor.nodes.between_nodes import Meeting, Member, Outcome, plan_paths, render, run_probe, summary
 from megarl.cli.doctor.nodes.between_nodes import Path as PathToTry
-from megarl.cluster.pool.reserved_ports import ReservedPorts
+from megarl.cluster.pool.ray_head import ReservedPorts
 from megarl.cluster.torchrun.mark import SERVED_BY_VARIABLE
 from megarl.common.errors import ConfigError
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE

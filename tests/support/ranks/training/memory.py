@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megarl.config.derived.trainer_layout import trainer_layout
+from megarl.config.derived.pools import trainer_layout
 from megarl.config.loading.load import config_from_tree
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy

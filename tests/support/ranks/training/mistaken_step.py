@@ -9,9 +9,8 @@ from unittest import mock
 
 from megarl.queue.trajectory import Trajectory
 from megarl.run.step import step as step_module
-from megarl.run.step.plan import plan_step
+from megarl.run.step.plan import CountersDiffer, plan_step
 from megarl.run.step.step import train_step
-from megarl.run.step.trained_groups import CountersDiffer
 from megarl.telemetry.metrics.declarations import step_metrics
 from megarl.telemetry.metrics.timer import PhaseTimer
 from megarl.trainer import parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from megarl.common.byte_units import GIB
+from megarl.common.values import GIB
 from megarl.run.record.performance import peak_memory_gib
 
 HELD_B = 300 * 2**20

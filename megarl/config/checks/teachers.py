@@ -1,0 +1,117 @@
+"""Checks of teachers: their names, engines and models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megarl.config.checks import layout
+from megarl.config.checks.engine import engine_problems
+from megarl.config.derived.datasets import TrainSet, train_sets
+from megarl.config.derived.teachers import distils_in_loss, engine_config, scored_tokens, vocabulary_difference
+from megarl.config.schema import Config
+from megarl.config.schema.algorithm import TeacherConfig
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.hf.model_files import megatron_step
+from megarl.models.hf.read_config import load_info
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def teacher_problems(config: Config, info: ModelInfo, longest: int, *, files: bool) -> Iterator[str]:
+    """Yield the mistakes in the teachers and in their names at the data sets.
+
+    `info`: of the policy; `longest`: the most tokens of a sample. `files`: the teachers' files are on this machine.
+    """
+    yield from _name_problems(config)
+    if distils_in_loss(config) and config.algorithm.kl.coef and config.algorithm.kl.where == "loss":
+        yield (
+            "algorithm.distill.where: the loss has one term of a KL (ref_kl), and algorithm.kl.coef asks for that to "
+            "the reference policy; set algorithm.kl.where=reward, algorithm.kl.coef=0, or "
+            "algorithm.distill.where=advantage"
+        )
+    for index, teacher in enumerate(config.teachers):
+        key = f"teachers.{index}"
+        if teacher.where == "engine":
+            yield from _engine_problems(config, teacher, key)
+        if files:
+            yield from _model_problems(config, teacher, key, info, longest)
+
+
+def _name_problems(config: Config) -> Iterator[str]:
+    names = [each.name for each in config.teachers]
+    for index, name in enumerate(names):
+        if not _NAME.fullmatch(name):
+            yield f"teachers.{index}.name: {name!r} names a log file: use letters, digits and _ . -"
+        if name in names[:index]:
+            yield f"teachers.{index}.name: {name!r} is given twice; rename one"
+    sets = train_sets(config)
+    for each in sets:
+        if each.teacher is not None and each.teacher not in names:
+            known = ", ".join(names) or "none: the list `teachers` is empty"
+            yield f"{each.key}.teacher: there is no teacher {each.teacher!r}; known are {known}"
+        elif each.teacher is None and names and not each.demonstrates and not _declined(config, each):
+            yield (
+                f"{each.key}.teacher: the run has teachers ({', '.join(names)}) and this set names none; name one, or "
+                'set it to "" to train the set on its rewards alone'
+            )
+    for index, name in enumerate(names):
+        if all(each.teacher != name for each in sets):
+            yield f"teachers.{index}: no data set learns from {name!r}; name it in data.teacher or data.sets[].teacher"
+
+
+def _declined(config: Config, chosen: TrainSet) -> bool:
+    """Tell whether a set says that it has no teacher."""
+    own = {each.name: each.teacher for each in config.data.sets}.get(chosen.name)
+    return own == "" or (own is None and config.data.teacher == "")
+
+
+def _engine_problems(config: Config, teacher: TeacherConfig, key: str) -> Iterator[str]:
+    for each in train_sets(config):
+        if each.teacher == teacher.name and each.sampling.temperature != 1:
+            own = "sampling" if each.sampling.temperature == config.sampling.temperature else f"{each.key}.sampling"
+            yield (
+                f"{own}.temperature: {each.sampling.temperature:g}, but the engines of teacher {teacher.name!r} score "
+                "at temperature 1, so the KL would be between different distributions; sample at 1, or set "
+                f"{key}.where=trainer"
+            )
+    for problem in engine_problems(engine_config(config, teacher)):
+        yield f"{key}.{problem.removeprefix('rollout.')}"
+
+
+def _model_problems(config: Config, teacher: TeacherConfig, key: str, info: ModelInfo, longest: int) -> Iterator[str]:
+    path = teacher.path
+    if not path.is_dir():
+        yield f"{key}.path: no such directory: {path}; relative paths start at the current directory"
+        return
+    try:
+        own, step = load_info(path), megatron_step(path)
+        differing = vocabulary_difference(config.model.path, path)
+    except ValueError as error:
+        yield f"{key}.path: {error}"
+        return
+    if step is not None and teacher.where == "engine":
+        yield f"{key}.path: {path} is a Megatron checkpoint, which vLLM cannot read; convert it, or set where=trainer"
+    elif step is None and not any(path.glob("*.safetensors")):
+        yield f"{key}.path: {path} holds no *.safetensors; convert the checkpoint"
+    if differing:
+        yield (
+            f"{key}.path: its vocabulary differs from that of model.path ({differing}), so its log-probs would be of "
+            "other tokens; use a teacher with the policy's tokenizer"
+        )
+    if own.vocab_size < info.vocab_size:
+        yield (
+            f"{key}.path: it has {own.vocab_size} rows of the vocabulary, and the policy can sample {info.vocab_size} "
+            "tokens; use a teacher that scores all of them"
+        )
+    needed = scored_tokens(longest) if teacher.where == "engine" else longest
+    if own.max_positions < needed:
+        yield (
+            f"{key}.path: it has {own.max_positions} positions, and samples need {needed}; set data.max_prompt_tokens, "
+            "or lower sampling.max_tokens"
+        )
+    for problem in layout.model_problems(engine_config(config, teacher), own):
+        concerned = "rollout." if teacher.where == "engine" else "trainer."
+        if problem.startswith(concerned):
+            name = "tensor_parallel" if teacher.where == "engine" else "where"
+            yield f"{key}.{name}: {problem.partition(': ')[2]} ({problem.partition(':')[0]})"
