@@ -104,11 +104,11 @@ $(GPU_VENV)/.kernels: $(GPU_VENV)/.packages
 	echo "FlashInfer's kernels could not be downloaded; megarl doctor says what that means. make gpu-kernels tries again."
 
 quickstart: setup  ## The main job, end to end on a CPU: Megatron TP=2 + vLLM + Ray, 2 to 6 minutes on 2 cores.
-	$(PY) -m megarl.quickstart --out runs/quickstart/assets
+	$(PY) -m examples.quickstart --out runs/quickstart/assets
 	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/quickstart_cpu.yaml
 
 agents: setup  ## A tool agent on a CPU: a small model learns to call a calculator, up to 10 minutes on 2 cores.
-	$(PY) -m megarl.quickstart --task calculator --out runs/agents/assets
+	$(PY) -m examples.quickstart --task calculator --out runs/agents/assets
 	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/agents_cpu.yaml
 
 test: setup-test  ## Every part: real Megatron, vLLM and Ray; 10 minutes on 2 cores.
@@ -137,7 +137,7 @@ nightly-trainer: setup-test  ## Every layout of the trainer, its steps and memor
 nightly-properties: setup-test  ## Property tests of every part with 200 examples each instead of 30.
 	$(PY) -m pytest -m "hypothesis and not slow" --hypothesis-profile full --ignore tests/system --ignore tests/jobs $(PARALLEL)
 
-nightly-pool: setup-test  ## Slow tests of engines, replicas, door, weight sync, commands and telemetry.
+nightly-pool: setup-test  ## Slow tests of engines, replicas, gateway, weight sync, commands and telemetry.
 	$(PY) -m pytest -m slow tests/rollout tests/weights tests/cluster tests/cli tests/gateway tests/telemetry $(PARALLEL)
 
 nightly-security: setup-test  ## Attacks on the sandbox and on what a run listens on.

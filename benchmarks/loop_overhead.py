@@ -56,8 +56,8 @@ def measure(steps: list[dict[str, float]]) -> list[Ratio]:
 
 def short_run(directory: Path) -> Path:
     """Make a run of four steps of the quickstart, with a small warm start; return its directory."""
-    from megarl.quickstart.build import build_assets
-    from megarl.quickstart.warm_start import WarmStart
+    from examples.quickstart.build import build_assets
+    from examples.quickstart.warm_start import WarmStart
 
     build_assets(directory / "assets", size=WarmStart(steps=5))
     run_dir = directory / "run"

@@ -46,7 +46,7 @@ def _has_slow_tests(path: Path) -> bool:
 
 # The waits without a bound where they stand, and who bounds them.
 BOUNDED_ELSEWHERE = {
-    "rollout/fleet/request_coalescer.py:Batcher.generate": "the call to the fleet, which has bounds of its own",
+    "rollout/fleet/request_coalescer.py:RequestCoalescer.generate": "the call to the fleet, which has bounds of its own",  # noqa: E501
     "rollout/orchestrator/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
     "rollout/orchestrator/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
     "rollout/fleet/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
@@ -63,8 +63,8 @@ BOUNDED_ELSEWHERE = {
     "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
-    "rollout/transport/rpc.py:CallDesk.take": "the controller's link, POLL_S and timeouts.rpc_s",
-    "rollout/transport/rpc.py:CallLink.call": "`ReplicaActors.call`, the time limit of each call",
+    "rollout/transport/rpc.py:RpcServer.take": "the controller's link, POLL_S and timeouts.rpc_s",
+    "rollout/transport/rpc.py:RpcClient.call": "`ReplicaActors.call`, the time limit of each call",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
     "rollout/engine/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
     "rollout/engine/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
@@ -72,18 +72,18 @@ BOUNDED_ELSEWHERE = {
     "rollout/workers/worker_groups.py:WorkerGroups.put": "the worker's put, timeouts.rpc_s, or its loss",
     "rollout/workers/worker_groups.py:WorkerGroups.respond": "the evaluation's wait, timeouts.generate_s, or its loss",
     "rollout/workers/worker_groups.py:WorkerGroups.run": "the group's deadline, without one the trainer; or its loss",
-    "rollout/workers/worker_client.py:WorkerLink._give": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/workers/worker_client.py:WorkerLink.drop": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/workers/worker_client.py:WorkerClient._give": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/workers/worker_client.py:WorkerClient.drop": "whoever holds the lock, timeouts.rpc_s",
     "rollout/workers/worker_loops.py:WorkerLoops.take": "the controller's call, timeouts.rpc_s after it is due",
     "rollout/workers/worker_runs.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
     "rollout/workers/worker_runs.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
     "common/process/threads.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
     "gateway/app.py:background_items": "the task, which was cancelled",
-    "gateway/pool_client.py:Generation.more_than": "`Generations.open`, door.request_timeout_s",
-    "gateway/pool_client.py:Generation.end": "`Generations.open`, door.request_timeout_s",
+    "gateway/pool_client.py:Generation.more_than": "`Generations.open`, gateway.request_timeout_s",
+    "gateway/pool_client.py:Generation.end": "`Generations.open`, gateway.request_timeout_s",
     "gateway/pool_client.py:_quietly": "nobody waits for it",
-    "gateway/actor.py:DoorActor.start": "the supervisor's door keeper, its time for a start",
-    "gateway/actor.py:DoorActor._find_controller": "`ControllerLink._connect`, timeouts.rpc_s",
+    "gateway/actor.py:GatewayActor.start": "the supervisor's gateway keeper, its time for a start",
+    "gateway/actor.py:GatewayActor._find_controller": "`ControllerClient._connect`, timeouts.rpc_s",
     "gateway/text.py:ModelText._run": "the thread, which renders or reads one request of bounded size",
     "environments/env_client.py:EnvironmentClient.close": "the task, which was cancelled",
     "environments/env_client.py:EnvironmentClient._ask": "`health`, or the time limit of an attempt in the harness",
@@ -100,7 +100,7 @@ BOUNDED_ELSEWHERE = {
 
 # How many of them these functions have; the others have one.
 SEVERAL_WAITS = {
-    "gateway/actor.py:DoorActor.start": 2,
+    "gateway/actor.py:GatewayActor.start": 2,
     "environments/env_server.py:EnvironmentServer.close": 2,
     "rollout/orchestrator/controller.py:RolloutController.start": 2,
     "rollout/orchestrator/controller.py:RolloutController.shutdown": 2,
@@ -137,7 +137,7 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "rollout/transport/batch_decoder.py:_settle": "no wait: the task has ended",
     "rollout/engine/engine_requests.py:EngineRequests._part": "no wait: the task has ended",
     "rollout/engine/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",  # noqa: E501
-    "rollout/transport/rpc.py:CallDesk._ended": "no wait: the task has ended",
+    "rollout/transport/rpc.py:RpcServer._ended": "no wait: the task has ended",
     "rollout/workers/remote_run.py:RemoteRun._answer": "no wait: the task has ended",
     "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",  # noqa: E501
     "telemetry/sinks/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",  # noqa: E501
@@ -147,13 +147,13 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "weights/receive/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
     "weights/send/leader.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
     "weights/send/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
-    "weights/send/sync_attempt.py:Sending._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/send/sync_attempt.py:SyncAttempt._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",
     "weights/group/transport.py:Group.enter": "`StageWatch.join`, a bound of its own",
     "weights/group/transport.py:PendingBroadcast.wait": "no wait: the broadcast has ended",
 }
 
 
-SEVERAL_BLOCKING_WAITS = {"models/hf/gather.py:Gather.done": 2, "rollout/transport/rpc.py:CallDesk._ended": 2}
+SEVERAL_BLOCKING_WAITS = {"models/hf/gather.py:Gather.done": 2, "rollout/transport/rpc.py:RpcServer._ended": 2}
 
 
 def test_every_wait_that_blocks_a_thread_has_a_bound() -> None:

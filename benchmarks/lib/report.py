@@ -22,7 +22,7 @@ NOT_MEASURED = "not measured: a quick run only shows that everything runs; its n
 
 
 def load_script(name: str) -> ModuleType:
-    """Return the module of a benchmark, as "load.control_plane" or "door", for tests of its rows."""
+    """Return the module of a benchmark, as "load.control_plane" or "gateway", for tests of its rows."""
     main = (ROOT / "benchmarks" / name / "__main__.py").is_file()
     return importlib.import_module(f"benchmarks.{name}.__main__" if main else f"benchmarks.{name}")
 

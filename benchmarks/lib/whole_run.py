@@ -77,7 +77,7 @@ def environment() -> dict[str, str]:
 
 def make_assets(directory: Path) -> None:
     """Make the quickstart's data and model, unless they are there. Raises SystemExit if that fails."""
-    command = [sys.executable, "-m", "megarl.quickstart", "--out", str(directory)]
+    command = [sys.executable, "-m", "examples.quickstart", "--out", str(directory)]
     ended = subprocess.run(command, cwd=ROOT, env=environment(), timeout=ASSETS_S, check=False)
     if ended.returncode:
         raise SystemExit(f"the quickstart's data and model could not be made in {directory}")

@@ -182,9 +182,9 @@ def main() -> int:
         options.in_flight, options.trajectories, options.fewer, options.rate = [64, 128], 320, 160, 200.0
         options.trained = 200.0
         options.groups = 2
-    from megarl.quickstart.build import build_assets
-    from megarl.quickstart.products_task import ProductsTask
-    from megarl.quickstart.warm_start import WarmStart
+    from examples.quickstart.build import build_assets
+    from examples.quickstart.products_task import ProductsTask
+    from examples.quickstart.warm_start import WarmStart
 
     # Only tokenizer, template and data matter.
     assets = partial(build_assets, size=WarmStart(steps=1), task=ProductsTask())

@@ -316,8 +316,8 @@ def main() -> int:
     if options.quick:
         options.in_flight, options.trajectories, options.fewer, options.rate = [128, 256], 800, 400, 400.0
         options.groups = 4
-    from megarl.quickstart.build import build_assets
-    from megarl.quickstart.warm_start import WarmStart
+    from examples.quickstart.build import build_assets
+    from examples.quickstart.warm_start import WarmStart
 
     # Only tokenizer and data matter.
     return finish(rows_of(measure_each(options, partial(build_assets, size=WarmStart(steps=1)), measure)), options)

@@ -24,7 +24,7 @@ from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec, replica_name
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.orchestrator.controller import RolloutController
-from megarl.rollout.transport.rpc import CallDesk, CallResults, SharedCall
+from megarl.rollout.transport.rpc import CallResults, RpcServer, SharedCall
 from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.tools.tool import ToolAnswer
 
@@ -70,7 +70,7 @@ class TimedReplica:
         self._rng = random.Random(index)
         self._version = 0
         self._open: dict[str, _Open] = {}
-        self._desk = CallDesk(lambda method, args: getattr(self, method)(*args))
+        self._desk = RpcServer(lambda method, args: getattr(self, method)(*args))
         exempt_present_objects()  # as the replica does
         collect_rarely()
 

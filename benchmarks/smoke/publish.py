@@ -24,7 +24,7 @@ from megarl.weights.group.transport import Group, GroupMembers, await_members
 from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import BucketPlan, TensorSpec, bucket_plan
 from megarl.weights.plan.operation_order import schedule
-from megarl.weights.send.sync_attempt import Sending
+from megarl.weights.send.sync_attempt import SyncAttempt
 
 if TYPE_CHECKING:
     from benchmarks.smoke.streams import Streams
@@ -75,7 +75,7 @@ def rows(where: Where, streams: Streams, occupied_s: float) -> list[Row]:
         gathers = [OwnRows(weights, request) for request in packer.requests()]
 
         def publish(version: int) -> tuple[float, dict[int, int]]:
-            sending = Sending(group, schedule(plan), gathers, packer, 0, version)
+            sending = SyncAttempt(group, schedule(plan), gathers, packer, 0, version)
             group.begin(version, len(plan.buckets), LIMIT_S)
             started = time.perf_counter()
             sending.run()

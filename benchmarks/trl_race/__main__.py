@@ -315,8 +315,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     options = parser.parse_args()
     require_trl(options.trl)
-    from megarl.quickstart.build import build_assets
-    from megarl.quickstart.warm_start import WarmStart
+    from examples.quickstart.build import build_assets
+    from examples.quickstart.warm_start import WarmStart
 
     rows: list[Ratio] = []
     with tempfile.TemporaryDirectory(prefix="trl-race-") as name:

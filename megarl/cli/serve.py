@@ -1,7 +1,7 @@
 """`megarl serve`: a pool of engines behind one URL, for harnesses that are not part of megarl.
 
 It starts the pool of a training run without trainer, queue and rewards: supervisor, engines with the checkpoint's own
-weights, a controller, and the door.
+weights, a controller, and the gateway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="Hugging Face directory")
-    add("--config", type=Path, metavar="FILE", help="take engines, door and time-outs from this config of a run")
+    add("--config", type=Path, metavar="FILE", help="take engines, gateway and time-outs from this config of a run")
     add("--replicas", type=int, metavar="N", help="number of engines (default: 1, or that of --config)")
     add("--tensor-parallel", type=int, metavar="N", help="GPUs per engine (default: 1, or that of --config)")
     add("--max-model-len", type=int, metavar="N", help="prompt + response tokens (default: the model's positions)")
@@ -51,9 +51,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--token-file", type=Path, metavar="FILE",
         help="file of mode 0600 with the token that clients must send (default: a new one in the run directory)",
     )  # fmt: skip
-    add("--run-dir", type=Path, metavar="DIR", help="logs, door.json and the token (default: runs/serve-TIME)")
+    add("--run-dir", type=Path, metavar="DIR", help="logs, gateway.json and the token (default: runs/serve-TIME)")
     add("--dry-run", action="store_true", help="check everything and show what would be served; start nothing")
-    add("overrides", nargs="*", metavar="section.key=value", help="anything else, e.g. door.max_sessions=100")
+    add("overrides", nargs="*", metavar="section.key=value", help="anything else, e.g. gateway.max_sessions=100")
     parser.set_defaults(run=run)
 
 
@@ -91,9 +91,9 @@ def serve_config(options: argparse.Namespace) -> Config:
         "rollout.replicas": options.replicas,
         "rollout.tensor_parallel": options.tensor_parallel,
         "rollout.max_model_len": options.max_model_len,
-        "door.host": options.host,
-        "door.port": options.port,
-        "door.enabled": True,
+        "gateway.host": options.host,
+        "gateway.port": options.port,
+        "gateway.enabled": True,
         # There is no trainer: the pool may use every GPU, and no sync brings the weights.
         "rollout.nodes": "separate",
         "rollout.load_weights": True,
@@ -152,12 +152,12 @@ def _check(config: Config, token_file: Path | None) -> int:
 
 
 def _plan(config: Config, max_model_len: int) -> str:
-    rollout, door = config.rollout, config.door
+    rollout, gateway = config.rollout, config.gateway
     return (
         f"model        {config.model.path} ({rollout.dtype})\n"
         f"engines      {rollout.replicas} x {rollout.tensor_parallel} GPU (or one core each without GPUs), "
         f"{max_model_len} tokens of prompt and response\n"
-        f"door         {door.host or '127.0.0.1'}:{door.port or 'a free port'}, {door.max_sessions} sessions\n"
+        f"gateway         {gateway.host or '127.0.0.1'}:{gateway.port or 'a free port'}, {gateway.max_sessions} sessions\n"  # noqa: E501
         f"directory    {config.run_dir}\n"
         "nothing was started (--dry-run)\n"
     )
@@ -179,7 +179,7 @@ def _serve(config: Config, token_file: Path | None) -> int:
             _tell(f"starting {config.rollout.replicas} engines for {config.model.path}; logs in {config.run_dir}/logs")
             handle = launch_supervisor(
                 config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda", serves=True,
-                door_token_file=None if token_file is None else str(token_file.resolve()),
+                gateway_token_file=None if token_file is None else str(token_file.resolve()),
             )  # fmt: skip
             handle = wait_ready(handle, config.timeouts.engine_start_s)
             sys.stdout.write(_welcome(config))
@@ -201,16 +201,16 @@ def _serve(config: Config, token_file: Path | None) -> int:
 
 
 def _welcome(config: Config) -> str:
-    """Return what the user needs in order to use the door."""
+    """Return what the user needs in order to use the gateway."""
     from megarl.gateway.actor import model_names
-    from megarl.gateway.token_file import read_door_file
+    from megarl.gateway.token_file import read_gateway_file
 
-    door, name = read_door_file(config.run_dir), model_names(config.model.path)[0]
+    gateway, name = read_gateway_file(config.run_dir), model_names(config.model.path)[0]
     asked = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return (
-        f"url          {door['url']}\n"
-        f"token file   {door['token_file']}\n"
-        f'curl {door["base_url"]}/chat/completions -H "Authorization: Bearer $(cat {door["token_file"]})" '
+        f"url          {gateway['url']}\n"
+        f"token file   {gateway['token_file']}\n"
+        f'curl {gateway["base_url"]}/chat/completions -H "Authorization: Bearer $(cat {gateway["token_file"]})" '
         f"-H 'Content-Type: application/json' -d '{asked}'\n"
     )
 
@@ -221,7 +221,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _end_at_once(other: Holder, config: Config) -> None:
     """End this process, and with it its pool: another run has taken the directory while this one was silent."""
-    _tell(f"{config.run_dir} was taken by {other.describe()}; the door closes")
+    _tell(f"{config.run_dir} was taken by {other.describe()}; the gateway closes")
     os._exit(1)
 
 

@@ -1,7 +1,7 @@
 """Starts an environment in a process and a virtual environment of its own, and again when it has died.
 
 The process is the leader of a session, so that it is killed with all that it has started. It gets no variable of the
-run's environment but those that a program needs, and the token of the door.
+run's environment but those that a program needs, and the token of the gateway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.common.rundir.private_directory import VARIABLE
 from megarl.environments.env_client import EnvironmentClient, EnvironmentLost, TraceSoFar
 
 PROGRAM = Path(__file__).with_name("server_program.py")
-TOKEN_VARIABLE = "MEGARL_DOOR_API_KEY"  # verifiers keeps names with API_KEY from the programs that it starts
+TOKEN_VARIABLE = "MEGARL_GATEWAY_API_KEY"  # verifiers keeps names with API_KEY from the programs that it starts
 START_S = 300.0  # its imports alone are many seconds of computing, beside engines that start too
 LOOK_S = 1.0
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "HF_HOME", "SSL_CERT_FILE")
@@ -47,7 +47,7 @@ class EnvironmentServer:
     """One environment of one process of the run. To be used in one event loop."""
 
     def __init__(self, spec: EnvironmentSpec, log: Path, token: str) -> None:
-        """`log`: where its output goes; `token`: that of the door's clients. Nothing is started yet."""
+        """`log`: where its output goes; `token`: that of the gateway's clients. Nothing is started yet."""
         self._spec, self._log, self._token = spec, log, token
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None

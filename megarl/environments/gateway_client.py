@@ -1,4 +1,4 @@
-"""The run's own client of its door: it opens a session for a sample, reads its turns, and ends it."""
+"""The run's own client of its gateway: it opens a session for a sample, reads its turns, and ends it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import msgspec
 from megarl.common.errors import RolloutError
 from megarl.environments.session_rows import SessionTurn, read_turns
 from megarl.gateway.session_terms import SessionTerms
-from megarl.gateway.token_file import read_door_file
+from megarl.gateway.token_file import read_gateway_file
 
 logger = logging.getLogger(__name__)
 
-CALL_S = 60.0  # in which the door has to answer
+CALL_S = 60.0  # in which the gateway has to answer
 END_S = 5.0  # the same for a loop that was cancelled, which has to end soon (`rollout/transport/background.py`)
-REOPEN_S = 120.0  # in which a door that has died has to be open again
+REOPEN_S = 120.0  # in which a gateway that has died has to be open again
 LOOK_S = 0.5
 
 
@@ -29,23 +29,24 @@ class AttemptLost(RolloutError):  # noqa: N818
     """A process outside the sample has died under it: what it has made is lost, and it is begun again."""
 
 
-class DoorLost(AttemptLost):
-    """The door is not reached, or has lost the session: its process has died, and another one was or will be opened."""
+class GatewayLost(AttemptLost):
+    """The gateway is not reached, or has lost the session: its process has died, and another one was or will be
+    opened."""
 
 
-class DoorClient:
-    """Calls the door of a run; a context manager, which holds the connection."""
+class GatewayClient:
+    """Calls the gateway of a run; a context manager, which holds the connection."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises DoorLost if no door was opened in the run's directory."""
+        """Raises GatewayLost if no gateway was opened in the run's directory."""
         try:
-            content = read_door_file(run_dir)
+            content = read_gateway_file(run_dir)
             self.base_url, token_file = content["base_url"], Path(content["token_file"])
             self.token = token_file.read_text().strip()
         except (OSError, ValueError, KeyError) as error:
-            raise DoorLost(f"the address of the door cannot be read in {run_dir}: {error}") from error
+            raise GatewayLost(f"the address of the gateway cannot be read in {run_dir}: {error}") from error
 
-    async def __aenter__(self) -> DoorClient:
+    async def __aenter__(self) -> GatewayClient:
         """Open the connection."""
         headers = {"Authorization": f"Bearer {self.token}"}
         self._http = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=CALL_S))
@@ -62,7 +63,7 @@ class DoorClient:
         await self._call("PUT", session, msgspec.json.encode(terms))
 
     async def turns(self, session: str) -> list[SessionTurn]:
-        """Return the turns of a session. Raises DoorLost, and RolloutError with the message of any other failure."""
+        """Return the turns of a session. Raises GatewayLost, and RolloutError with the message of any other failure."""
         return read_turns(await self._call("GET", session))
 
     async def refusal(self, session: str) -> str:
@@ -73,7 +74,7 @@ class DoorClient:
         return (await self._call("GET", session))["refused"] or ""
 
     async def end(self, session: str) -> None:
-        """End a session, as far as the door can be reached; it forgets unused ones in any case.
+        """End a session, as far as the gateway can be reached; it forgets unused ones in any case.
 
         A task that was cancelled waits `END_S` seconds for it at most.
         """
@@ -91,24 +92,28 @@ class DoorClient:
                 content, status = await answer.read(), answer.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise DoorLost(f"the door at {self.base_url} does not answer within {limit_s:.0f} s ({told})") from error
+            raise GatewayLost(
+                f"the gateway at {self.base_url} does not answer within {limit_s:.0f} s ({told})"
+            ) from error
         if status == 404:
-            raise DoorLost(
-                f"the door at {self.base_url} has no session {session}: another door has taken its place, or nobody "
-                "used the session for too long (door.session_idle_s)"
+            raise GatewayLost(
+                f"the gateway at {self.base_url} has no session {session}: another gateway has taken its place, or nobody "  # noqa: E501
+                "used the session for too long (gateway.session_idle_s)"
             )
         if status != 200:
-            raise RolloutError(f"the door refused {method} of session {session} ({status}): {content.decode()[:500]}")
+            raise RolloutError(
+                f"the gateway refused {method} of session {session} ({status}): {content.decode()[:500]}"
+            )
         return msgspec.json.decode(content)
 
 
-async def wait_for_door(run_dir: Path, limit_s: float = REOPEN_S) -> None:
-    """Wait until the door of a run answers. Raises DoorLost after `limit_s`."""
+async def wait_for_gateway(run_dir: Path, limit_s: float = REOPEN_S) -> None:
+    """Wait until the gateway of a run answers. Raises GatewayLost after `limit_s`."""
     until = time.monotonic() + limit_s
     while True:
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as http:
-                root = read_door_file(run_dir)["url"]
+                root = read_gateway_file(run_dir)["url"]
                 async with http.get(f"{root}/health") as answer:
                     if answer.status == 200:
                         return
@@ -116,5 +121,5 @@ async def wait_for_door(run_dir: Path, limit_s: float = REOPEN_S) -> None:
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TimeoutError) as error:
             told = f"{type(error).__name__}: {error}"
         if time.monotonic() > until:
-            raise DoorLost(f"a sample waited {limit_s:.0f} s for the door of the run to be open again: {told}")
+            raise GatewayLost(f"a sample waited {limit_s:.0f} s for the gateway of the run to be open again: {told}")
         await asyncio.sleep(LOOK_S)

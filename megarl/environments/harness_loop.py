@@ -1,7 +1,7 @@
-"""The agent loop of a harness: the user's function acts through the door, and its session becomes the trajectories.
+"""The agent loop of a harness: the user's function acts through the gateway, and its session becomes the trajectories.
 
-A harness is any program that speaks OpenAI's chat completions. What the door has recorded in its session is trained on:
-exact tokens, log-probs and versions, a row for each path of turns.
+A harness is any program that speaks OpenAI's chat completions. What the gateway has recorded in its session is trained
+on: exact tokens, log-probs and versions, a row for each path of turns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from megarl.common.errors import RolloutError, ToolFailed
 from megarl.common.trust.secret_references import resolved
 from megarl.config.schema.agent import LOOP_TURNS, AgentConfig
-from megarl.environments.gateway_client import AttemptLost, DoorClient, DoorLost, wait_for_door
+from megarl.environments.gateway_client import AttemptLost, GatewayClient, GatewayLost, wait_for_gateway
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
 from megarl.gateway.session_terms import RUN_SESSIONS, SessionTerms
 from megarl.queue.trajectory import Trajectory
@@ -46,7 +46,7 @@ class SampleFailed(Exception):  # noqa: N818
 class ActEnd:
     """The end of `act`. `reward`: what it has told, if anything; `failure`: why the sample cannot be used.
 
-    `overflow`: it failed after the door had refused a request at a bound, so that the trajectory ends before that.
+    `overflow`: it failed after the gateway had refused a request at a bound, so that the trajectory ends before that.
     """
 
     reward: RewardOutcome | None = None
@@ -56,7 +56,7 @@ class ActEnd:
 
 # Of the loop's time after the group's deadline, until `act` must have ended: the session is read after that.
 GRACE_SHARE = 0.5
-# How often a sample is begun if the door dies meanwhile; its group fails after that.
+# How often a sample is begun if the gateway dies meanwhile; its group fails after that.
 ATTEMPTS = 3
 
 
@@ -66,7 +66,7 @@ class Harness:
     def __init__(self, act: Act, timeout_s: float, attempts: int, *, name: str = "agent.act") -> None:
         """`timeout_s`: the time of one call of `act`. `name`: of `act`, for messages.
 
-        `attempts`: how often a sample is begun if the door dies, or `act` raises AttemptLost.
+        `attempts`: how often a sample is begun if the gateway dies, or `act` raises AttemptLost.
         """
         self._act, self._timeout_s, self._attempts, self._name = act, timeout_s, attempts, name
 
@@ -91,13 +91,13 @@ class Harness:
         return cls(functools.partial(found, **kwargs), agent.act_timeout_s, ATTEMPTS)
 
     async def run(self, ctx: AgentContext) -> list[Trajectory]:
-        """Act for one sample; begin again in a new session if the door dies. See `AgentLoop.run`.
+        """Act for one sample; begin again in a new session if the gateway dies. See `AgentLoop.run`.
 
         Raises AttemptLost if every attempt was lost, and ToolFailed if `act` itself fails.
         """
         run_dir = ctx.toolbox.run_dir
         if run_dir is None:
-            raise RolloutError("agent.loop: harness acts through the door of the run; set door.enabled: true")
+            raise RolloutError("agent.loop: harness acts through the gateway of the run; set gateway.enabled: true")
         for attempt in range(1, self._attempts + 1):
             try:
                 return await self._attempt(ctx, run_dir)
@@ -106,24 +106,24 @@ class Harness:
                     told = f"sample {ctx.group_id}:{ctx.sample_index} was begun {attempt} times"
                     raise AttemptLost(f"{told}; the last time {error}") from error
                 logger.warning("sample %d:%d is begun again: %s", ctx.group_id, ctx.sample_index, error)
-                if isinstance(error, DoorLost):
-                    await wait_for_door(run_dir)
+                if isinstance(error, GatewayLost):
+                    await wait_for_gateway(run_dir)
         raise AssertionError("there is at least one attempt")
 
     async def _attempt(self, ctx: AgentContext, run_dir: Path) -> list[Trajectory]:
         # Unique: an attempt before, or a controller that has died, may have left a session of this sample.
         name = f"{_stem(ctx)}{uuid.uuid4().hex}"
-        async with DoorClient(run_dir) as door:
-            await door.open(name, terms_of(ctx))
+        async with GatewayClient(run_dir) as gateway:
+            await gateway.open(name, terms_of(ctx))
             try:
-                end = await self._call(ctx, door, name)
-                turns = await door.turns(name)
+                end = await self._call(ctx, gateway, name)
+                turns = await gateway.turns(name)
             finally:
-                await door.end(name)
+                await gateway.end(name)
         ctx.note_end(turns=len(turns), overflow=end.overflow)
         return await trajectories(ctx, turns, end)
 
-    async def _call(self, ctx: AgentContext, door: DoorClient, name: str) -> ActEnd:
+    async def _call(self, ctx: AgentContext, gateway: GatewayClient, name: str) -> ActEnd:
         """Run `act`, and return how it has ended."""
         limit_s = self._timeout_s
         if ctx.deadline is not None:
@@ -132,7 +132,7 @@ class Harness:
         sample = f"sample {ctx.group_id}:{ctx.sample_index}"
         try:
             async with asyncio.timeout(limit_s) as limit:
-                return ActEnd(outcome_of(await self._act(door.base_url, door.token, name, row)))
+                return ActEnd(outcome_of(await self._act(gateway.base_url, gateway.token, name, row)))
         except AttemptLost:
             raise
         except Exception as error:
@@ -141,11 +141,11 @@ class Harness:
             if isinstance(error, TimeoutError) and limit.expired():
                 told = f"{sample} waited {limit_s:.0f} s for {self._name} to end; its time-out can be raised"
                 return ActEnd(failure=told)
-            refused = await door.refusal(name)  # raises DoorLost if that is why it has failed
+            refused = await gateway.refusal(name)  # raises GatewayLost if that is why it has failed
             told = f"{self._name} failed in {sample}: {type(error).__name__}: {error}"
             if not refused:
                 raise ToolFailed(told) from error
-            logger.info("%s; the door had refused a request: %s", told, refused)
+            logger.info("%s; the gateway had refused a request: %s", told, refused)
             fails = ctx.toolbox.bounds.on_overflow == "fail"
             return ActEnd(failure=f"{told} (agent.on_overflow)" if fails else "", overflow=True)
 
@@ -153,7 +153,7 @@ class Harness:
 def terms_of(ctx: AgentContext) -> SessionTerms:
     """Return what the session of a sample fixes: the sampling of its set, its turns, and the deadline of its group.
 
-    That of a sample of training takes the place of those that an attempt before has left in the door when it died. A
+    That of a sample of training takes the place of those that an attempt before has left in the gateway when it died. A
     greedy and a sampled response of an evaluation may have the same numbers at once, so theirs replace nothing.
     """
     most = ctx.toolbox.bounds.max_turns or LOOP_TURNS

@@ -1,4 +1,4 @@
-"""Makes training rows of a session of the door: one for each path of turns, in the exact tokens. Pure."""
+"""Makes training rows of a session of the gateway: one for each path of turns, in the exact tokens. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SessionRow:
 
 
 def read_turns(content: Mapping[str, Any]) -> list[SessionTurn]:
-    """Return the turns of the door's answer to `GET /v1/sessions/ID`."""
+    """Return the turns of the gateway's answer to `GET /v1/sessions/ID`."""
     return [
         SessionTurn(
             number=turn["number"],

@@ -1,7 +1,7 @@
 """The agent loop of an environment of verifiers, in a process and a virtual environment of its own.
 
-The environment acts through the door: its server gets a base URL that names the sample's session. The reward is that of
-the environment's trace; tokens, log-probs and versions are those of the session.
+The environment acts through the gateway: its server gets a base URL that names the sample's session. The reward is that
+of the environment's trace; tokens, log-probs and versions are those of the session.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.common.errors import RolloutError
 from megarl.config.schema.agent import ACT_TIMEOUT_S
 from megarl.environments.env_client import EnvironmentFailed, TraceSoFar
 from megarl.environments.env_server import TOKEN_VARIABLE, EnvironmentServer, EnvironmentSpec
-from megarl.environments.gateway_client import CALL_S, DoorClient
+from megarl.environments.gateway_client import CALL_S, GatewayClient
 from megarl.environments.harness_loop import Harness, SampleFailed
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardResult
@@ -49,7 +49,7 @@ class Verifiers:
         """`taskset`: the module of the taskset, in one of `paths` or installed beside `python`.
 
         `taskset_config` and `environment`: further fields of verifiers' `[env.taskset]` and `[env]`. `client`: `eval`
-        talks in messages with the door, `train` in tokens that verifiers makes itself, by the tokenizer in the
+        talks in messages with the gateway, `train` in tokens that verifiers makes itself, by the tokenizer in the
         directory `renderer` and the renderer of `renderer_config`, which is verifiers' own config of one, such as
         `{name: qwen3, thinking_retention: all}`. `timeout_s` and `attempts`: see `Harness`; keep the first below
         `timeouts.generate_s`. `variables`: further environment variables of the server, which gets none of the run's
@@ -79,9 +79,9 @@ class Verifiers:
         """See `AgentLoop.run` and `Harness.run`."""
         run_dir = ctx.toolbox.run_dir
         if run_dir is None:
-            raise RolloutError("environments act through the door of the run; set door.enabled: true")
+            raise RolloutError("environments act through the gateway of the run; set gateway.enabled: true")
         if self._server is None:
-            token = DoorClient(run_dir).token
+            token = GatewayClient(run_dir).token
             self._server = EnvironmentServer(self._spec, run_dir / "logs" / "environment.log", token)
         act = functools.partial(self._act, self._server)
         rows = await Harness(act, self._timeout_s, self._attempts, name="the environment").run(ctx)

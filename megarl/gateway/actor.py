@@ -1,4 +1,4 @@
-"""DoorActor: the process of the door, an async Ray actor that the supervisor starts, watches and replaces."""
+"""GatewayActor: the process of the gateway, an async Ray actor that the supervisor starts, watches and replaces."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megarl.common.process.memory_tuning import begin_start, collect_rarely, exe
 from megarl.common.process.output import redirect_output
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.schema import Config
-from megarl.config.schema.job import DoorConfig
-from megarl.gateway.app import DoorRoutes, DoorServer, listen
+from megarl.config.schema.job import GatewayConfig
+from megarl.gateway.app import GatewayRoutes, GatewayServer, listen
 from megarl.gateway.chats import Chats
-from megarl.gateway.pool_client import Controller, ControllerLink, Generations
+from megarl.gateway.pool_client import Controller, ControllerClient, Generations
 from megarl.gateway.request_fields import ModelLimits
 from megarl.gateway.sessions import Sessions
 from megarl.gateway.text import ModelText
-from megarl.gateway.token_file import door_token, read_token, write_door_file, write_token
+from megarl.gateway.token_file import gateway_token, read_token, write_gateway_file, write_token
 from megarl.models.hf.read_config import load_info
 from megarl.rollout.engine.placement import HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 LOOPBACK = "127.0.0.1"
-PORT_S = 10.0  # for which a door that has just died may still have the port
+PORT_S = 10.0  # for which a gateway that has just died may still have the port
 
 
 @dataclass(frozen=True)
-class DoorSpec:
-    """Holds what the door is made from. `port`: 0 for a free one; `controller`: the Ray name of the controller.
+class GatewaySpec:
+    """Holds what the gateway is made from. `port`: 0 for a free one; `controller`: the Ray name of the controller.
 
     `token_file`: with the token that clients send; None: one that is derived from the run's token.
     """
@@ -48,29 +48,29 @@ class DoorSpec:
     token_file: str | None = None
 
 
-def create_door(spec: DoorSpec, *, own_head: bool) -> ActorHandle:
-    """Create the actor, not started. `own_head`: the run has a Ray head of its own, and the door is on its node."""
+def create_gateway(spec: GatewaySpec, *, own_head: bool) -> ActorHandle:
+    """Create the actor, not started. `own_head`: the run has a Ray head of its own, and the gateway is on its node."""
     import ray
 
     head = {HEAD_RESOURCE: HEAD_SHARE} if own_head else {}
     options = {"resources": {ROLLOUT_RESOURCE: 1, **head}, "num_cpus": 0, "max_concurrency": 100}
-    return ray.remote(DoorActor).options(namespace=spec.pool.namespace, **options).remote(spec)
+    return ray.remote(GatewayActor).options(namespace=spec.pool.namespace, **options).remote(spec)
 
 
-class DoorActor:
-    """The actor that `create_door` creates; see the module's docstring."""
+class GatewayActor:
+    """The actor that `create_gateway` creates; see the module's docstring."""
 
-    def __init__(self, spec: DoorSpec) -> None:
+    def __init__(self, spec: GatewaySpec) -> None:
         begin_start()
         self.spec = spec
         self.config = Config.model_validate_json(spec.pool.config_json)
         self.run_dir = Path(spec.pool.run_dir)
-        redirect_output(self.run_dir / "logs" / "door.log")
+        redirect_output(self.run_dir / "logs" / "gateway.log")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         spec.pool.watch_supervisor()
 
     async def start(self) -> dict[str, str | int]:
-        """Open the door and write RUN_DIR/door.json; return its URL and port, and the file with the token.
+        """Open the gateway and write RUN_DIR/gateway.json; return its URL and port, and the file with the token.
 
         Raises RolloutError if the address cannot be used, ValueError if model or token file are wrong.
         """
@@ -79,32 +79,32 @@ class DoorActor:
         stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
         info = load_info(model)
         limits = ModelLimits(self.spec.pool.max_model_len or info.max_positions, info.vocab_size, stops)
-        settings, rpc_s = self.config.door, self.config.timeouts.rpc_s
-        # A name that no other door has: a controller forgets the requests of the door before.
-        self._link = ControllerLink(f"door-{uuid.uuid4().hex[:12]}", self._find_controller, rpc_s)
+        settings, rpc_s = self.config.gateway, self.config.timeouts.rpc_s
+        # A name that no other gateway has: a controller forgets the requests of the gateway before.
+        self._link = ControllerClient(f"gateway-{uuid.uuid4().hex[:12]}", self._find_controller, rpc_s)
         self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format)
         sessions = Sessions(settings.max_sessions, settings.max_session_tokens, settings.session_idle_s)
         generations = Generations(self._link, settings.request_timeout_s)
         names = model_names(model)
         chats = Chats(self._text, limits, generations, names[0])
         token, token_file = self._token()
-        self._server = DoorServer(DoorRoutes(self._link, generations, sessions, limits, chats, names, token))
+        self._server = GatewayServer(GatewayRoutes(self._link, generations, sessions, limits, chats, names, token))
         host, port = await self._open()
         self._pump = asyncio.create_task(self._link.run())
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        write_door_file(self.run_dir, url, token_file)
+        write_gateway_file(self.run_dir, url, token_file)
         exempt_present_objects()
         collect_rarely()
         return {"url": url, "port": port, "token_file": str(token_file)}
 
     async def heartbeat(self) -> None:
-        """Raise RolloutError if the door does not receive news from the controller any more."""
+        """Raise RolloutError if the gateway does not receive news from the controller any more."""
         if self._pump.done():
             failure = None if self._pump.cancelled() else self._pump.exception()
-            raise RolloutError(f"the door receives nothing from the controller: {failure}")
+            raise RolloutError(f"the gateway receives nothing from the controller: {failure}")
 
     async def shutdown(self) -> None:
-        """Close the door."""
+        """Close the gateway."""
         await self._server.close()
         self._pump.cancel()
         self._link.close()
@@ -113,11 +113,11 @@ class DoorActor:
     def _token(self) -> tuple[str, Path]:
         if self.spec.token_file is not None:
             return read_token(Path(self.spec.token_file)), Path(self.spec.token_file)
-        token = door_token()
+        token = gateway_token()
         return token, write_token(self.run_dir, token)
 
     async def _open(self) -> tuple[str, int]:
-        host = address_of(self.config.door)
+        host = address_of(self.config.gateway)
         deadline = time.monotonic() + PORT_S
         while True:
             try:
@@ -125,7 +125,7 @@ class DoorActor:
                 break
             except OSError as error:
                 if not self.spec.port or time.monotonic() > deadline:
-                    told = f"the door cannot listen at {host}:{self.spec.port}: {error}; see door.host and door.port"
+                    told = f"the gateway cannot listen at {host}:{self.spec.port}: {error}; see gateway.host and gateway.port"  # noqa: E501
                     raise RolloutError(told) from error
                 await asyncio.sleep(0.5)
         await self._server.start(listener)
@@ -140,12 +140,12 @@ class DoorActor:
         return found
 
 
-def address_of(door: DoorConfig) -> str:
-    """Return the one address at which the door listens.
+def address_of(gateway: GatewayConfig) -> str:
+    """Return the one address at which the gateway listens.
 
     That of the config, else that by which this node is a member of the job; without a job of several nodes, loopback.
     """
-    return door.host or os.environ.get(NODE_ADDRESS_VARIABLE) or LOOPBACK
+    return gateway.host or os.environ.get(NODE_ADDRESS_VARIABLE) or LOOPBACK
 
 
 def model_names(model: Path) -> tuple[str, ...]:

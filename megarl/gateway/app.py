@@ -1,4 +1,4 @@
-"""The door's HTTP server: its routes, who may use them, and its bounds on what a client sends and how slowly."""
+"""The gateway's HTTP server: its routes, who may use them, and its bounds on what a client sends and how slowly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiohttp import web
 from megarl.common.values import MIB
 from megarl.gateway.chat_route import ChatRequest, read_chat_request
 from megarl.gateway.chats import Chats
-from megarl.gateway.pool_client import ControllerLink, Generations, ends_of
+from megarl.gateway.pool_client import ControllerClient, Generations, ends_of
 from megarl.gateway.recording import Recording, recording_in, session_content
 from megarl.gateway.request_fields import BOUNDS, ApiError, ModelLimits, parse_object, unauthorized
 from megarl.gateway.session_terms import RUN_SESSIONS, read_terms
@@ -127,7 +127,7 @@ BODY_S = 60.0  # in which a client has to send its request
 KEEP_ALIVE_S = 75.0
 SILENCE_S = 15.0  # after which a streamed answer says that it is still being made
 EXPIRE_S = 30.0  # between two looks for sessions that nobody uses
-REACHED_S = 30.0  # for which the controller may be gone before the door says that it is not healthy
+REACHED_S = 30.0  # for which the controller may be gone before the gateway says that it is not healthy
 BACKLOG = 2048
 _SESSION_NAME = re.compile(r"[\x21-\x7e]{1,256}")
 _JSON = "application/json"
@@ -136,11 +136,11 @@ _IN_SESSION = "/in/{session}"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class DoorRoutes:
+class GatewayRoutes:
     """Answers requests by the parts that it is given. `models`: the names under which clients may ask for the model."""
 
     def __init__(
-        self, link: ControllerLink, generations: Generations, sessions: Sessions, limits: ModelLimits, chats: Chats,
+        self, link: ControllerClient, generations: Generations, sessions: Sessions, limits: ModelLimits, chats: Chats,
         models: tuple[str, ...], token: str,
     ) -> None:  # fmt: skip
         self._link, self._generations, self._sessions = link, generations, sessions
@@ -200,7 +200,7 @@ class DoorRoutes:
             return _json(ApiError(error.status, error.reason).content(), error.status)
         except Exception:
             logger.exception("%s %s", request.method, request.path)
-            told = ApiError(500, "the door failed; its log says why", kind="server_error")
+            told = ApiError(500, "the gateway failed; its log says why", kind="server_error")
             return _json(told.content(), told.status)
 
     def _authenticate(self, request: web.Request) -> None:
@@ -285,14 +285,14 @@ class DoorRoutes:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._models:
-            told = f"the door serves {self._models[0]!r}, not {name!r}"
+            told = f"the gateway serves {self._models[0]!r}, not {name!r}"
             raise ApiError(404, told, field="model", code="model_not_found")
 
 
 def _no_session() -> ApiError:
     told = (
-        "there is no such session: it never began, was ended, nobody used it for too long (door.session_idle_s), or "
-        f"its door has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
+        "there is no such session: it never began, was ended, nobody used it for too long (gateway.session_idle_s), or "
+        f"its gateway has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
     )
     return ApiError(404, told, code="session_not_found")
 
@@ -318,7 +318,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         async with asyncio.timeout(BODY_S):
             content = await request.read()
     except TimeoutError:
-        raise ApiError(408, f"the door waited {BODY_S:.0f} s for the client to send its request") from None
+        raise ApiError(408, f"the gateway waited {BODY_S:.0f} s for the client to send its request") from None
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(413, f"the request has more than {LARGEST_BODY // MIB} MiB") from None
     try:
@@ -335,10 +335,10 @@ def _event(content: Any) -> bytes:  # noqa: ANN401  # what msgspec can encode
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-class DoorServer:
+class GatewayServer:
     """Listens at one address and serves the routes until it is closed."""
 
-    def __init__(self, routes: DoorRoutes) -> None:
+    def __init__(self, routes: GatewayRoutes) -> None:
         self._runner = web.AppRunner(
             routes.application(), access_log=None, handler_cancellation=True, keepalive_timeout=KEEP_ALIVE_S,
             shutdown_timeout=1.0,

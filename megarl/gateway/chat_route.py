@@ -31,15 +31,15 @@ _LABELS = frozenset(
 _READ_HARMLESS = frozenset(("skip_special_tokens", "include_stop_str_in_output"))
 # Why a field must have its default.
 _ONLY_DEFAULT = {
-    "top_logprobs": "the door returns the log-prob of the sampled token only; remove it",
-    "parallel_tool_calls": "the door cannot keep the model from several calls in a turn; remove it",
-    "add_generation_prompt": "the door only begins turns of the model; remove it",
-    "continue_final_message": "the door only begins turns of the model; remove it",
+    "top_logprobs": "the gateway returns the log-prob of the sampled token only; remove it",
+    "parallel_tool_calls": "the gateway cannot keep the model from several calls in a turn; remove it",
+    "add_generation_prompt": "the gateway only begins turns of the model; remove it",
+    "continue_final_message": "the gateway only begins turns of the model; remove it",
     "priority": PRIORITY,
-    "response_format": 'the door supports {"type": "text"} only; remove it',
-    "modalities": "the door answers with text only; remove it",
-    "include_stop_str_in_output": "the door leaves stop strings out; remove it",
-    "skip_special_tokens": "the door leaves special tokens out; return_token_ids gives them as ids",
+    "response_format": 'the gateway supports {"type": "text"} only; remove it',
+    "modalities": "the gateway answers with text only; remove it",
+    "include_stop_str_in_output": "the gateway leaves stop strings out; remove it",
+    "skip_special_tokens": "the gateway leaves special tokens out; return_token_ids gives them as ids",
 }
 _Text = Annotated[str, Meta(min_length=1)]
 
@@ -124,7 +124,7 @@ def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
             raise refused(name, why)
     given.max_tokens = given.max_completion_tokens or given.max_tokens
     if given.tool_choice not in ("auto", "none"):
-        raise refused("tool_choice", 'must be "auto" or "none": the door cannot force the model to call a tool')
+        raise refused("tool_choice", 'must be "auto" or "none": the gateway cannot force the model to call a tool')
     checked(given.tools, list[_Tool], "tools")
     return ChatRequest(
         messages=[_message(f"messages[{index}]", each) for index, each in enumerate(given.messages)],

@@ -1,4 +1,4 @@
-"""The way from the door to the rollout controller: requests that share a turn of the event loop share one Ray call.
+"""The way from the gateway to the rollout controller: requests that share a turn of the event loop share one Ray call.
 
 One further call waits for news of all open requests. If the controller dies, the supervisor starts another one under
 the same name; the link finds it and begins there what was open, each response from the tokens that it has.
@@ -19,16 +19,16 @@ from megarl.gateway.request_fields import ApiError, SamplingChoice, not_generate
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, request_seed
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
-from megarl.rollout.fleet.external_requests import Failure, ForeignReport, ForeignRequest
+from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, Failure
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 10.0  # the longest time that the controller lets the door wait for news
+POLL_S = 10.0  # the longest time that the controller lets the gateway wait for news
 RETRY_S = 0.5
 
 
 class Controller(Protocol):
-    """The methods of the controller's actor that the door calls; each has `remote`, which returns an awaitable."""
+    """The methods of the controller's actor that the gateway calls; each has `remote`, which returns an awaitable."""
 
     begin_foreign: Any
     drop_foreign: Any
@@ -36,9 +36,9 @@ class Controller(Protocol):
 
 
 class Generation:
-    """The response to one request, as far as the door knows it."""
+    """The response to one request, as far as the gateway knows it."""
 
-    def __init__(self, request: ForeignRequest) -> None:
+    def __init__(self, request: ExternalRequest) -> None:
         """`request`: its deadline is on the clock of this process."""
         self.request = request
         self.part = ResponsePart()
@@ -70,15 +70,15 @@ class Generation:
         self._news.set()
 
 
-class ControllerLink:
-    """Keeps the open requests of the door and the connection to the present controller."""
+class ControllerClient:
+    """Keeps the open requests of the gateway and the connection to the present controller."""
 
-    def __init__(self, door: str, find: Callable[[], Awaitable[Controller]], rpc_s: float) -> None:
-        """`door`: a name that no other door of the run has had. `find` returns the present controller, or raises.
+    def __init__(self, gateway: str, find: Callable[[], Awaitable[Controller]], rpc_s: float) -> None:
+        """`gateway`: a name that no other gateway of the run has had. `find` returns the present controller, or raises.
 
         `rpc_s`: how long an answer of the controller may be late.
         """
-        self._door, self._find, self._rpc_s = door, find, rpc_s
+        self._gateway, self._find, self._rpc_s = gateway, find, rpc_s
         self._controller: Controller | None = None
         self._open: dict[str, Generation] = {}  # by the name of the request at the present controller
         self._names: dict[Generation, str] = {}
@@ -98,7 +98,7 @@ class ControllerLink:
         """Return for how many seconds the controller has not been reached; 0 while it is."""
         return 0.0 if self._lost_at is None else now - self._lost_at
 
-    def open(self, request: ForeignRequest) -> Generation:
+    def open(self, request: ExternalRequest) -> Generation:
         """Begin a request. Its id may be any; the link gives it one that is unique."""
         generation = Generation(request)
         self._add(generation)
@@ -123,7 +123,7 @@ class ControllerLink:
             controller = self._controller
             try:
                 async with asyncio.timeout(POLL_S + self._rpc_s):
-                    report = await controller.take_foreign.remote(self._door, seen, POLL_S)  # type: ignore[union-attr]
+                    report = await controller.take_foreign.remote(self._gateway, seen, POLL_S)  # type: ignore[union-attr]
             except Exception as error:
                 await self._failed(error)
                 continue
@@ -138,7 +138,7 @@ class ControllerLink:
             task.cancel()
 
     def _add(self, generation: Generation) -> None:
-        name = f"{self._door}/{next(self._numbers)}"
+        name = f"{self._gateway}/{next(self._numbers)}"
         self._open[name] = generation
         self._names[generation] = name
 
@@ -157,7 +157,7 @@ class ControllerLink:
         if names := [name for each in fresh if (name := self._names.get(each)) is not None]:
             self._start(self._begin(controller, names))
         if dropped:
-            self._start(_quietly(controller.drop_foreign.remote(self._door, dropped)))
+            self._start(_quietly(controller.drop_foreign.remote(self._gateway, dropped)))
 
     def _start(self, coroutine: Any) -> None:  # noqa: ANN401  # a coroutine of any kind
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -172,13 +172,13 @@ class ControllerLink:
                 return
             try:
                 async with asyncio.timeout(self._rpc_s):
-                    await controller.begin_foreign.remote(self._door, wanted)
+                    await controller.begin_foreign.remote(self._gateway, wanted)
                 return
             except Exception as error:
                 logger.warning("%d requests are sent to the controller again: %s", len(wanted), _line(error))
                 await asyncio.sleep(RETRY_S)
 
-    def _wanted(self, name: str) -> ForeignRequest:
+    def _wanted(self, name: str) -> ExternalRequest:
         """Return a request as the present controller gets it: from the tokens so far, with the time that is left."""
         generation = self._open[name]
         request = replace(generation.request.request, request_id=name)
@@ -207,7 +207,7 @@ class ControllerLink:
                     self._add(each)
                 async with asyncio.timeout(self._rpc_s):
                     wanted = [self._wanted(name) for name in self._open]
-                    await controller.begin_foreign.remote(self._door, wanted)
+                    await controller.begin_foreign.remote(self._gateway, wanted)
             except Exception as error:
                 logger.info("the rollout controller is not reached yet: %s", _line(error))
                 await asyncio.sleep(RETRY_S)
@@ -219,7 +219,7 @@ class ControllerLink:
                 self._start(self._begin(controller, late))
             # And those that nobody waits for any more.
             if gone := [name for name in sent if name not in self._open]:
-                self._start(_quietly(controller.drop_foreign.remote(self._door, gone)))
+                self._start(_quietly(controller.drop_foreign.remote(self._gateway, gone)))
             return
 
     async def _failed(self, error: Exception) -> None:
@@ -232,7 +232,7 @@ class ControllerLink:
             logger.warning("the rollout controller does not answer and is asked again: %s", _line(error))
         await asyncio.sleep(RETRY_S)
 
-    def _receive(self, report: ForeignReport) -> None:
+    def _receive(self, report: ExternalReport) -> None:
         for name, news in report.news.items():
             if (generation := self._open.get(name)) is None:
                 continue
@@ -265,7 +265,7 @@ MARGIN_S = 15.0
 
 @dataclass(frozen=True)
 class SessionPlace:
-    """Holds where a request belongs; see `ForeignRequest`. The deadline is on the clock of this process."""
+    """Holds where a request belongs; see `ExternalRequest`. The deadline is on the clock of this process."""
 
     prefix: str
     replica: int | None = None
@@ -276,7 +276,7 @@ class SessionPlace:
 class Generations:
     """Opens responses; each is waited for `timeout_s` at most."""
 
-    def __init__(self, link: ControllerLink, timeout_s: float) -> None:
+    def __init__(self, link: ControllerClient, timeout_s: float) -> None:
         self._link, self._timeout_s = link, timeout_s
 
     @asynccontextmanager
@@ -285,7 +285,7 @@ class Generations:
     ) -> AsyncIterator[list[Generation]]:
         """Give the responses to a prompt, which are under way; those that are still at the end are dropped.
 
-        `interval_s`: see `ForeignRequest`. Raises ApiError if there are too many, and if the
+        `interval_s`: see `ExternalRequest`. Raises ApiError if there are too many, and if the
         block lasts longer than a response may take.
         """
         if self._link.open_requests + sampling.n > MOST_OPEN:
@@ -293,7 +293,7 @@ class Generations:
             raise ApiError(429, told, kind="rate_limit_error", code="rate_limit_exceeded")
         opened = [
             self._link.open(
-                ForeignRequest(
+                ExternalRequest(
                     GenerateRequest("", prompt_ids, sampling.spec, _seed(sampling.seed, index)),
                     place.prefix, self._timeout_s, place.replica, interval_s, of_group=place.of_group,
                     deadline=place.deadline,
@@ -314,7 +314,7 @@ class Generations:
 
     def _unreachable(self) -> ApiError:
         lost_s = self._link.lost_s(time.monotonic())
-        told = f"the door waited {self._timeout_s + MARGIN_S:.0f} s (door.request_timeout_s) for the rollout controller"
+        told = f"the gateway waited {self._timeout_s + MARGIN_S:.0f} s (gateway.request_timeout_s) for the rollout controller"  # noqa: E501
         if lost_s:
             told += f", which it has not reached for {lost_s:.0f} s"
         return not_generated("late", told)

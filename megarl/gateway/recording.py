@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.gateway.pool_client import SessionPlace
 from megarl.gateway.request_fields import SamplingChoice
-from megarl.gateway.sessions import NO_CHAT, ChatTurn, DoorSession, RecordedTurn, Sessions
+from megarl.gateway.sessions import NO_CHAT, ChatTurn, GatewaySession, RecordedTurn, Sessions
 from megarl.gateway.token_route import finite, wire_spans
 from megarl.rollout.engine.response_parts import ResponsePart
 
@@ -17,10 +17,10 @@ from megarl.rollout.engine.response_parts import ResponsePart
 class Recording:
     """The session of one request, as its handler uses it."""
 
-    def __init__(self, sessions: Sessions, session: DoorSession | None, request_id: str) -> None:
+    def __init__(self, sessions: Sessions, session: GatewaySession | None, request_id: str) -> None:
         """`session`: None if the request has none."""
         self._sessions, self._session = sessions, session
-        # Requests without a session share no beginning with others, as far as the door knows.
+        # Requests without a session share no beginning with others, as far as the gateway knows.
         self._prefix = request_id if session is None else f"session {session.name}"
         self._terms = None if session is None else session.terms
         self._parent: int | None = None
@@ -90,7 +90,7 @@ def recording_in(sessions: Sessions, name: str | None, request_id: str) -> Itera
         yield Recording(sessions, session, request_id)
 
 
-def session_content(session: DoorSession) -> dict[str, Any]:
+def session_content(session: GatewaySession) -> dict[str, Any]:
     """Return what `GET /v1/sessions/ID` answers: every turn with its exact tokens."""
     return {
         "id": session.name,
@@ -99,7 +99,7 @@ def session_content(session: DoorSession) -> dict[str, Any]:
     }
 
 
-def _turn_content(session: DoorSession, turn: RecordedTurn) -> dict[str, Any]:
+def _turn_content(session: GatewaySession, turn: RecordedTurn) -> dict[str, Any]:
     return {
         "number": turn.number,
         "parent": turn.parent,

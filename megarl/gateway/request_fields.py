@@ -1,6 +1,6 @@
 """Reads the fields of HTTP requests, the sampling parameters among them. Pure.
 
-A field that the door does not know is refused by name: it may change the response, and a harness must not train on
+A field that the gateway does not know is refused by name: it may change the response, and a harness must not train on
 samples of another distribution than the one that it asked for. A null, and a field without an effect, is accepted.
 """
 
@@ -17,7 +17,7 @@ from msgspec import Meta
 from megarl.rollout.engine.messages import SamplingSpec
 from megarl.rollout.fleet.external_requests import Failure
 
-# The errors that the door answers with, in OpenAI's form: what was wrong, in which field, and the HTTP status.
+# The errors that the gateway answers with, in OpenAI's form: what was wrong, in which field, and the HTTP status.
 
 TOO_LONG, NO_TURN_LEFT = "context_length_exceeded", "no_turn_left"
 BOUNDS = (TOO_LONG, NO_TURN_LEFT)  # the codes of errors that end a trajectory
@@ -45,7 +45,7 @@ def refused(field: str, why: str) -> ApiError:
 
 def unauthorized() -> ApiError:
     """Return the error of a request without the right token."""
-    told = "the bearer token is missing or wrong; the token of this door is in the file that door.json names"
+    told = "the bearer token is missing or wrong; the token of this gateway is in the file that gateway.json names"
     return ApiError(401, told, kind="authentication_error", code="invalid_api_key")
 
 
@@ -71,7 +71,8 @@ def not_generated(failure: Failure, message: str) -> ApiError:
 
 LARGEST_SEED = 2**63 - 1
 
-# The door's responses are token ids, or text without special tokens, and whole; these choose among other forms of them.
+# The gateway's responses are token ids, or text without special tokens, and whole; these choose among other forms of
+# them.
 HARMLESS = frozenset(
     ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind", "skip_clone",
      "skip_reading_prefix_cache", "flat_logprobs", "routed_experts_prompt_start", "include_stop_str_in_output")
@@ -100,7 +101,7 @@ class SamplingChoice:
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The sampling parameters of vLLM that the door knows.
+    """The sampling parameters of vLLM that the gateway knows.
 
     Default: plain sampling at temperature 1 until the model's end, so that log-probs are those of the model itself.
     Clients write the last three though they ask for nothing by them: only their defaults are supported.
@@ -161,7 +162,7 @@ def checked(content: object, kind: type[FieldsOf], where: str = "") -> FieldsOf:
         field = where + path.removesuffix("`")
         if found := _FIELD.fullmatch(why):
             field = f"{field}.{found[2]}"
-            unknown = "the door does not know this field, so it could not obey it; remove it"
+            unknown = "the gateway does not know this field, so it could not obey it; remove it"
             why = unknown if found[1] == "contains unknown" else "is missing"
         raise refused(field.lstrip("."), why[:1].lower() + why[1:]) from None
 

@@ -1,4 +1,4 @@
-"""The sessions of the door: what was sampled in each turn, exactly. Pure: the caller gives the time.
+"""The sessions of the gateway: what was sampled in each turn, exactly. Pure: the caller gives the time.
 
 A session is a tree of turns: a turn continues the tokens of another one, or begins with a prompt of its own. Each turn
 keeps only the tokens of its prompt that come after those of its parent, and the texts of those messages, so a long
@@ -82,7 +82,7 @@ class SessionExists(RuntimeError):  # noqa: N818
 
 
 class NotOpened(RuntimeError):  # noqa: N818
-    """A run's own session is not there: another door had it, it was ended, or nobody used it for too long."""
+    """A run's own session is not there: another gateway had it, it was ended, or nobody used it for too long."""
 
 
 class NoRoom(RuntimeError):  # noqa: N818
@@ -129,7 +129,7 @@ class RecordedTurn:
         return len(self.added_ids) + len(self.response_ids)
 
 
-class DoorSession:
+class GatewaySession:
     """The turns of one session. `used_at`: when it was used last; `open_requests`: how many are under way.
 
     `terms`: what it fixes for its requests; None if a client has begun it by using it. `refused`: the code of the error
@@ -225,13 +225,13 @@ class Sessions:
 
     def __init__(self, most: int, most_tokens: int, idle_s: float) -> None:
         self._most, self._most_tokens, self._idle_s = most, most_tokens, idle_s
-        self._sessions: dict[str, DoorSession] = {}  # the one that was used last at the end
+        self._sessions: dict[str, GatewaySession] = {}  # the one that was used last at the end
         self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, name: str) -> DoorSession | None:
+    def get(self, name: str) -> GatewaySession | None:
         """Return a session; None if there is none."""
         return self._sessions.get(name)
 
@@ -243,10 +243,10 @@ class Sessions:
             for left in [each for each in self._sessions if each.startswith(terms.replaces)]:
                 self.end(left)
         self._check_room(name, now)
-        self._sessions[name] = DoorSession(name, now, terms)
+        self._sessions[name] = GatewaySession(name, now, terms)
 
     @contextmanager
-    def using(self, name: str, now: float) -> Iterator[DoorSession]:
+    def using(self, name: str, now: float) -> Iterator[GatewaySession]:
         """Give the session during the block, in which it is not forgotten; make it if there is none.
 
         Raises NotOpened for one of a run's own that is not there: made here it would lack its terms, and the turns
@@ -256,7 +256,7 @@ class Sessions:
         if name.startswith(RUN_SESSIONS) and name not in self._sessions:
             raise NotOpened(name)
         self._check_room(name, now)
-        session = self._sessions.pop(name, None) or DoorSession(name, now)
+        session = self._sessions.pop(name, None) or GatewaySession(name, now)
         self._sessions[name] = session
         session.used_at = now
         session.open_requests += 1
@@ -272,16 +272,16 @@ class Sessions:
         self.expire(now)
         if self.tokens >= self._most_tokens:
             raise NoRoom(
-                f"the sessions have {self.tokens} tokens, and may have {self._most_tokens} (door.max_session_tokens): "
+                f"the sessions have {self.tokens} tokens, and may have {self._most_tokens} (gateway.max_session_tokens): "  # noqa: E501
                 "end sessions that are finished by DELETE /v1/sessions/ID"
             )
         if name not in self._sessions and len(self._sessions) >= self._most:
             raise NoRoom(
-                f"there are {self._most} sessions (door.max_sessions), all used within {self._idle_s:.0f} s: end those "
+                f"there are {self._most} sessions (gateway.max_sessions), all used within {self._idle_s:.0f} s: end those "  # noqa: E501
                 "that are finished by DELETE /v1/sessions/ID"
             )
 
-    def recorded(self, session: DoorSession, turn: RecordedTurn, now: float) -> None:
+    def recorded(self, session: GatewaySession, turn: RecordedTurn, now: float) -> None:
         """Count a new turn. One of a session that was ended meanwhile does not count."""
         session.used_at = now
         if self._sessions.get(session.name) is session:

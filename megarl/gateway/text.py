@@ -1,4 +1,4 @@
-"""The text side of the door's model: prompts of chats and texts of responses, made in one thread of their own.
+"""The text side of the gateway's model: prompts of chats and texts of responses, made in one thread of their own.
 
 The event loop, which serves all clients, does not wait for a long prompt. There is one thread, because a tokenizer is
 not safe in several.

@@ -1,4 +1,4 @@
-"""The token that clients of the door send, and the file that tells them where the door is."""
+"""The token that clients of the gateway send, and the file that tells them where the gateway is."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from megarl.common.files import write_private
 from megarl.common.trust.run_secret import MIN_CHARACTERS, derive_key
 
-DOOR_FILE = "door.json"
-TOKEN_FILE = "door_token"
-_PURPOSE = "megarl: clients of the door"
+GATEWAY_FILE = "gateway.json"
+TOKEN_FILE = "gateway_token"
+_PURPOSE = "megarl: clients of the gateway"
 
 
-def door_token() -> str:
-    """Return the token of this run's door. It is derived from the run's token and does not give it away."""
+def gateway_token() -> str:
+    """Return the token of this run's gateway. It is derived from the run's token and does not give it away."""
     return derive_key(_PURPOSE).hex()
 
 
@@ -40,13 +40,13 @@ def write_token(run_dir: Path, token: str) -> Path:
     return path
 
 
-def write_door_file(run_dir: Path, url: str, token_file: Path) -> None:
-    """Write RUN_DIR/door.json: the URL, and the file with the token."""
+def write_gateway_file(run_dir: Path, url: str, token_file: Path) -> None:
+    """Write RUN_DIR/gateway.json: the URL, and the file with the token."""
     content = {"url": url, "base_url": f"{url}/v1", "token_file": str(token_file)}
-    write_private(run_dir / DOOR_FILE, json.dumps(content, indent=1) + "\n")
+    write_private(run_dir / GATEWAY_FILE, json.dumps(content, indent=1) + "\n")
 
 
-def read_door_file(run_dir: Path) -> dict[str, str]:
-    """Read what `write_door_file` wrote. Raises FileNotFoundError if no door has been opened there."""
-    content: dict[str, str] = json.loads((run_dir / DOOR_FILE).read_text())
+def read_gateway_file(run_dir: Path) -> dict[str, str]:
+    """Read what `write_gateway_file` wrote. Raises FileNotFoundError if no gateway has been opened there."""
+    content: dict[str, str] = json.loads((run_dir / GATEWAY_FILE).read_text())
     return content

@@ -27,7 +27,7 @@ from megarl.rollout.engine.response_parts import ResponsePart
 
 # A log-prob that the engine does not have, as vLLM writes it. Do not train on such a token.
 NO_LOGPROB = -9999.0
-PRIORITY = "requests of the door rank like those of training; remove it"
+PRIORITY = "requests of the gateway rank like those of training; remove it"
 # Those that change nothing here.
 _IGNORED = frozenset(("cache_salt", "token_offsets", "stream_options", "reasoning_ended", "reasoning_parser_kwargs"))
 
@@ -140,7 +140,7 @@ def read_token_request(body: Mapping[str, Any], limits: ModelLimits, new_id: str
     if sampling.stop:
         raise refused("sampling_params.stop", "needs text, and this route has none; use stop_token_ids")
     if (sampling.logprobs or 0) > 1:
-        raise refused("sampling_params.logprobs", "the door returns the log-prob of the sampled token only; use 1")
+        raise refused("sampling_params.logprobs", "the gateway returns the log-prob of the sampled token only; use 1")
     prompt_ids = check_tokens("token_ids", given.token_ids, limits)
     return TokenRequest(
         request_id=new_id if given.request_id is None else given.request_id,

@@ -24,7 +24,7 @@ from megarl.algorithms.objective.aggregation import GlobalCounts
 from megarl.algorithms.objective.objective import LossFunction, LossInputs, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
 from megarl.algorithms.objective.terms import TermCounts, count_terms
-from megarl.algorithms.objective.token_origin import SourceGaps
+from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.checkpoint.format.load_weights import load_weights
 from megarl.common.process.memory_tuning import keep_freed_memory
 from megarl.common.trust.object_collectives import Codec, all_gather, codec_of
@@ -99,7 +99,7 @@ class Policy:
         # The stream of the engine's log-probs, if an update compares them with the trainer's by their source.
         self._engine_stream = ROLLOUT_LOGPROBS if self._objective.correction else OLD_LOGPROBS
         self._buckets = 0 if recomputes_old_logprobs(config) else SourceBuckets.of(config).size
-        self.source_gaps = SourceGaps.zeros(self._buckets)  # of the last update over all ranks, on the CPU
+        self.source_gaps = OriginGaps.zeros(self._buckets)  # of the last update over all ranks, on the CPU
         # Keys of this replica's samples that the backward passes of the last update have gone through.
         self.trained_keys: list[str] = []
         self.packer = Packer.of(config, layout, info.vocab_size)
@@ -274,7 +274,7 @@ class Policy:
         clear_aux_losses()
         with_entropy = measure_entropy or self._needs_entropy
         micro_batches = plan.complete(samples, platforms.current().device)
-        gaps = SourceGaps.zeros(self._buckets, platforms.current().device)
+        gaps = OriginGaps.zeros(self._buckets, platforms.current().device)
         function = self._loss_function(plan, terms, with_entropy, gaps)
         keys: list[str] = []
         parts = forward_backward(
@@ -309,7 +309,7 @@ class Policy:
         return counts
 
     def _loss_function(
-        self, plan: PackedBatch, terms: TermCounts, with_entropy: bool, gaps: SourceGaps
+        self, plan: PackedBatch, terms: TermCounts, with_entropy: bool, gaps: OriginGaps
     ) -> WithLoss[LossStats]:
         """Return the function that the pipeline calls on the hidden states of each micro-batch; it adds to `gaps`."""
         scale = plan.tokens / aux_loss_scale(self.tf_config)
@@ -387,7 +387,7 @@ class Policy:
             )
         return values_R.cpu()
 
-    def _reduce(self, parts: list[LossStats], gaps: SourceGaps) -> dict[str, float]:
+    def _reduce(self, parts: list[LossStats], gaps: OriginGaps) -> dict[str, float]:
         """Reduce the statistics of all micro-batches of all replicas, to which one rank per replica contributes.
 
         Those by source travel with the others, and are in `source_gaps` then.
@@ -395,12 +395,12 @@ class Policy:
         device = platforms.current().device
         contributes = parallel_state.is_pipeline_last_stage() and (parallel_state.get_tensor_model_parallel_rank() == 0)
         stats = LossStats.merge(parts if contributes else [], device)
-        own = gaps if contributes else SourceGaps.zeros(self._buckets, device)
+        own = gaps if contributes else OriginGaps.zeros(self._buckets, device)
         sums_K, maxima_M = stats.sum_vector(), stats.max_vector()
         sums, maxima = torch.cat([sums_K, own.sums_BK.flatten()]), torch.cat([maxima_M, own.maxima_B])
         torch.distributed.all_reduce(sums)
         torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
         sums, maxima = sums.cpu(), maxima.cpu()
         reduced = LossStats.from_vectors(sums[: sums_K.numel()], maxima[: maxima_M.numel()])
-        self.source_gaps = SourceGaps.from_vectors(sums[sums_K.numel() :], maxima[maxima_M.numel() :])
+        self.source_gaps = OriginGaps.from_vectors(sums[sums_K.numel() :], maxima[maxima_M.numel() :])
         return self._objective.report(reduced)

@@ -45,9 +45,9 @@ def convert(seconds: float = 1.9, moe: float = 1.9, private_gib: float = 1.0) ->
     return [*script.speed_rows("import", speed)[::2], script.memory_row("import", model, private)]
 
 
-def door(long: float = 10.9, short: float = 14.9) -> list[Ratio]:
-    script = load_script("door")
-    taken = {("the door", 128): [long], ("the door", 16): [short]}
+def gateway(long: float = 10.9, short: float = 14.9) -> list[Ratio]:
+    script = load_script("gateway")
+    taken = {("the gateway", 128): [long], ("the gateway", 16): [short]}
     taken |= {(way, tokens): [10.0] for way in ("vLLM's server", script.SESSIONS, script.CHATS) for tokens in (128, 16)}
     return script.rows_of(taken, {128: 256, 16: 1024}, "2 cores")
 
@@ -130,8 +130,8 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"seconds": 2.1}, "dense_import"), ({"moe": 3.0}, "per_byte of dense"),
         ({"private_gib": 1.6}, "dense_import_memory"),
     ],
-    door: [
-        ({"long": 11.1}, "128 tokens: the door / vLLM"), ({"short": 15.1}, "16 tokens: the door / vLLM"),
+    gateway: [
+        ({"long": 11.1}, "128 tokens: the gateway / vLLM"), ({"short": 15.1}, "16 tokens: the gateway / vLLM"),
         
     ],
     control_plane: [

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.report import load_script
-from megarl.weights.send.sync_attempt import Sending
+from megarl.weights.send.sync_attempt import SyncAttempt
 from tests.support.checkout import ROOT
 from tests.support.streams.smoke_streams import SimulatedStreams
 
@@ -244,10 +244,10 @@ def test_a_device_without_the_premise_fails(streams: ModuleType) -> None:
 def test_a_publish_on_a_stream_of_its_own_carries_old_weights(streams: ModuleType) -> None:
     device = SimulatedStreams()
 
-    class Beside(Sending):
+    class Beside(SyncAttempt):
         def run(self) -> None:
             with device.stream(own=True):
                 super().run()
 
-    with patch.object(streams.publish, "Sending", Beside):
+    with patch.object(streams.publish, "SyncAttempt", Beside):
         assert failed_rows(streams.publish.rows, TINY, device, streams.OCCUPIED_S) == [BYTES - SOON]

@@ -68,7 +68,7 @@ def test_the_readmes_commands_of_ones_own_run_are_parsed() -> None:
             assert command[0] == "megarl"
 
 
-ACTIVATION, ASSETS = ". .venv/bin/activate", "python -m megarl.quickstart --out runs/quickstart/assets"
+ACTIVATION, ASSETS = ". .venv/bin/activate", "python -m examples.quickstart --out runs/quickstart/assets"
 
 
 def pages_of_newcomers() -> list[str]:

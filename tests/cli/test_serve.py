@@ -28,11 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_options_and_overrides_become_a_config_that_only_serves(model: Path, tmp_path: Path) -> None:
     options = build_parser().parse_args([
         "serve", "--model", str(model), "--replicas", "3", "--port", "8123", "--max-model-len", "99",
-        "--run-dir", str(tmp_path), "door.max_sessions=5", "timeouts.rpc_s=7",
+        "--run-dir", str(tmp_path), "gateway.max_sessions=5", "timeouts.rpc_s=7",
     ])  # fmt: skip
     config = serve_config(options)
     assert (config.rollout.replicas, config.rollout.max_model_len, config.rollout.dtype) == (3, 99, "float32")
-    assert config.door.enabled and (config.door.port, config.door.max_sessions) == (8123, 5)
+    assert config.gateway.enabled and (config.gateway.port, config.gateway.max_sessions) == (8123, 5)
     assert config.rollout.load_weights and config.timeouts.rpc_s == 7 and config.run_dir == tmp_path
 
 
@@ -41,10 +41,10 @@ def test_the_engines_of_a_runs_config_are_taken(model: Path, tmp_path: Path) -> 
     file.write_text(json.dumps({
         "run": {"steps": 5, "deterministic": True}, "model": {"path": "elsewhere"}, "sampling": {"max_tokens": 4},
         "batch": {"groups": 1, "samples_per_group": 2}, "data": {"path": "nowhere.jsonl"},
-        "rollout": {"replicas": 2, "max_num_seqs": 17}, "door": {"session_idle_s": 9},
+        "rollout": {"replicas": 2, "max_num_seqs": 17}, "gateway": {"session_idle_s": 9},
     }))  # fmt: skip
     config = serve_config(build_parser().parse_args(["serve", "--model", str(model), "--config", str(file)]))
-    assert (config.rollout.replicas, config.rollout.max_num_seqs, config.door.session_idle_s) == (2, 17, 9)
+    assert (config.rollout.replicas, config.rollout.max_num_seqs, config.gateway.session_idle_s) == (2, 17, 9)
     assert config.model.path == model and config.rollout.load_weights and not config.run.deterministic
 
 
@@ -65,8 +65,8 @@ def test_mistakes_are_told_before_anything_starts(
         "--model": ["--model", str(tmp_path)],
         "--token-file": ["--model", str(model), "--token-file", str(token)],
         "--max-model-len": ["--model", str(model), "--max-model-len", "100000"],
-        "door.host": ["--model", str(model), "--host", "0.0.0.0"],
-        "door.prot": ["--model", str(model), "door.prot=1"],
+        "gateway.host": ["--model", str(model), "--host", "0.0.0.0"],
+        "gateway.prot": ["--model", str(model), "gateway.prot=1"],
     }
     for told, arguments in wrong.items():
         assert main(["serve", *arguments, "--run-dir", str(tmp_path / "x")]) == 2
@@ -93,8 +93,8 @@ def test_a_server_from_its_start_to_its_end(model: Path, tmp_path: Path) -> None
     try:
         wait_until(lambda: "curl " in output.read_text() or server.poll() is not None, 600, "the server to start")
         assert server.poll() is None, output.read_text()
-        door = json.loads((run_dir / "door.json").read_text())
-        assert door["token_file"] == str(token) and not (run_dir / "door_token").exists()
+        gateway = json.loads((run_dir / "gateway.json").read_text())
+        assert gateway["token_file"] == str(token) and not (run_dir / "gateway_token").exists()
         headers = {"Authorization": "Bearer a-token-of-the-user's-own"}
         below = descendants(server.pid) | descendants(
             json.loads((run_dir / "supervisor.json").read_text())["process"]["pid"]
@@ -106,7 +106,7 @@ def test_a_server_from_its_start_to_its_end(model: Path, tmp_path: Path) -> None
                 "token_ids": [5, 6, 7],
                 "sampling_params": {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True},
             }
-            answer = httpx.post(f"{door['url']}/inference/v1/generate", json=body, headers=headers, timeout=600)
+            answer = httpx.post(f"{gateway['url']}/inference/v1/generate", json=body, headers=headers, timeout=600)
             assert answer.status_code == 200, answer.text
             return list(answer.json()["choices"][0]["token_ids"])
 

@@ -20,7 +20,7 @@ from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.replica import replica_name, restart_replica
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.fleet.router import FULL, BackPressure
 from tests.support.pool.pool import TestPool, start_pool
 from tests.support.pool.pool_checks import check_rows, command_of, inside, process_of, reference_logprobs, serve
@@ -96,7 +96,7 @@ def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> No
     reports: list[tuple[int, dict[str, ResponsePart]]] = []
 
     async def run() -> list[GenerateResult]:
-        fleet = Fleet(
+        fleet = EnginePool(
             replicas,
             pool.config.timeouts,
             restart_replica,  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ async def crowd(pool: TestPool) -> tuple[EngineLoad, EngineLoad, BackPressure]:
     import ray
 
     replicas = {index: ray.get_actor(replica_name(index), namespace=pool.handle.namespace) for index in range(2)}
-    fleet = Fleet(
+    fleet = EnginePool(
         replicas,
         pool.config.timeouts,
         restart_replica,  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megarl.cluster.nodes import processes as node_processes
-from megarl.cluster.nodes.launcher import NodeAgent
+from megarl.cluster.nodes.launcher import NodeLauncher
 from megarl.cluster.nodes.spec import LaunchSpec, launch_directory
 from megarl.cluster.pool.pool_process import STATE_FILE, SupervisorSpec
 from megarl.cluster.pool.supervisor import Supervisor
@@ -84,7 +84,7 @@ def slopes_of_an_agent(tmp_path: Path, steps: int) -> dict[str, float]:
     chosen, where = config("model", run__dir=str(tmp_path)), launch_directory(tmp_path, "1")
     where.mkdir(parents=True)
     (tmp_path / "logs").mkdir()
-    agent = NodeAgent(LaunchSpec("1", chosen.model_dump_json(), str(where), "/", False, ("here",), "train.py", 0), 0)
+    agent = NodeLauncher(LaunchSpec("1", chosen.model_dump_json(), str(where), "/", False, ("here",), "train.py", 0), 0)
     agent._start_torchrun = lambda: None  # type: ignore[method-assign]
     processes = agent._processes
     processes.raylet = SimpleNamespace(poll=lambda: None, pid=os.getpid())  # type: ignore[assignment]

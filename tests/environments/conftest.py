@@ -1,5 +1,5 @@
-"""The stand-in doors of the tests of harnesses: see `tests.support.gateway.door_fixtures`."""
+"""The stand-in gateways of the tests of harnesses: see `tests.support.gateway.gateway_fixtures`."""
 
-from tests.support.gateway.door_fixtures import chat_model, doors
+from tests.support.gateway.gateway_fixtures import chat_model, gateways
 
-__all__ = ["chat_model", "doors"]
+__all__ = ["chat_model", "gateways"]

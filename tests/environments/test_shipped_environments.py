@@ -1,4 +1,4 @@
-"""Environments and programs that verifiers 0.4 ships itself, unchanged, over the door with a stand-in engine.
+"""Environments and programs that verifiers 0.4 ships itself, unchanged, over the gateway with a stand-in engine.
 
 Its packages have neither GSM8K nor reasoning-gym: `test_verifiers_environments.py` has tasksets for these. Its program
 `null` chats, and calls tools by MCP; uv installs it when it first runs.
@@ -21,7 +21,7 @@ NULL: dict[str, Any] = {"harness": {"id": "null"}}
 
 
 @pytest.mark.parametrize("client", ["eval", "train"])
-def test_a_single_turn(doors: Any, chat_model: Path, tmp_path: Path, client: Any) -> None:
+def test_a_single_turn(gateways: Any, chat_model: Path, tmp_path: Path, client: Any) -> None:
     rows = exported(tmp_path, "echo_v1", 2, {"phrases": ["one thing", "another"]})
     options: dict[str, Any] = {"client": client, "environment": {"agent": NULL}}
     if client == "train":
@@ -30,15 +30,15 @@ def test_a_single_turn(doors: Any, chat_model: Path, tmp_path: Path, client: Any
     def say(prompt: str) -> str:
         return "One thing!" if "one thing" in prompt else "no idea"
 
-    samples, door = play(doors, chat_model, tmp_path, "echo_v1", rows, say, **options)
+    samples, gateway = play(gateways, chat_model, tmp_path, "echo_v1", rows, say, **options)
     [right], [wrong] = samples
     assert (right.status, right.reward, right.reward_components) == ("ok", 1.0, {"echoed": 1.0}), right.failure
     assert (wrong.status, wrong.reward) == ("ok", 0.0), wrong.failure
     assert all(right.response_mask) and load_tokenizer(chat_model).decode(right.response_ids) == "One thing!<|im_end|>"
-    assert door.call(lambda parts: len(parts.sessions)) == 0
+    assert gateway.call(lambda parts: len(parts.sessions)) == 0
 
 
-def test_a_tool_over_mcp(doors: Any, chat_model: Path, tmp_path: Path) -> None:
+def test_a_tool_over_mcp(gateways: Any, chat_model: Path, tmp_path: Path) -> None:
     """The tool counts its calls in the state of its sample, and the reward asks for two of them."""
     rows = exported(tmp_path, "counter_tool_v1", 1)
     call = f"<tool_call>\n{json.dumps({'name': 'counter_bump', 'arguments': {}})}\n</tool_call>"
@@ -46,7 +46,7 @@ def test_a_tool_over_mcp(doors: Any, chat_model: Path, tmp_path: Path) -> None:
     def say(prompt: str) -> str:
         return "<answer>done</answer>" if "count=3" in prompt else call
 
-    samples, _ = play(doors, chat_model, tmp_path, "counter_tool_v1", rows, say, environment={"agent": NULL})
+    samples, _ = play(gateways, chat_model, tmp_path, "counter_tool_v1", rows, say, environment={"agent": NULL})
     tokenizer, [[row]] = load_tokenizer(chat_model), samples
     assert (row.status, row.reward, row.reward_components["counted"]) == ("ok", 1.0, 1.0), row.failure
     inserted = tokenizer.decode([t for t, m in zip(row.response_ids, row.response_mask, strict=True) if not m])
@@ -55,7 +55,7 @@ def test_a_tool_over_mcp(doors: Any, chat_model: Path, tmp_path: Path) -> None:
     assert made.count("counter_bump") == 3
 
 
-def test_a_game_of_textarena(doors: Any, chat_model: Path, tmp_path: Path) -> None:
+def test_a_game_of_textarena(gateways: Any, chat_model: Path, tmp_path: Path) -> None:
     """The engine of the game is the user, and the role of the model is not called `agent`."""
     words = tmp_path / "nltk/corpora/words"
     words.mkdir(parents=True)
@@ -69,7 +69,7 @@ def test_a_game_of_textarena(doors: Any, chat_model: Path, tmp_path: Path) -> No
         return "[banana]" if "guess" in prompt.rpartition("<|im_start|>user")[2] and "[B]" in prompt else "[B]"
 
     options = {"taskset_config": config, "environment": {"player": NULL}, "variables": variables}
-    samples, _ = play(doors, chat_model, tmp_path, "textarena", rows, say, **options)
+    samples, _ = play(gateways, chat_model, tmp_path, "textarena", rows, say, **options)
     for [row] in samples:
         assert (row.status, row.reward) == ("ok", 1.0), row.failure
         assert 0 < sum(row.response_mask) < len(row.response_mask)

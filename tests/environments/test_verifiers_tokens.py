@@ -55,16 +55,16 @@ def check_exact(rows: list[Trajectory], prompts: list[list[int]], said: list[lis
     assert row.response_mask == mask
 
 
-def test_a_second_question_continues_the_sampled_tokens(doors: Any, chat_model: Path, tmp_path: Path) -> None:
+def test_a_second_question_continues_the_sampled_tokens(gateways: Any, chat_model: Path, tmp_path: Path) -> None:
     ids = spelled(chat_model, "the number of students")
     options: dict[str, Any] = {"client": "train", "renderer": str(chat_model), "renderer_config": QWEN3}
-    [rows], door = play(doors, chat_model, tmp_path, "asked_twice", TWICE[:1], lambda prompt: ids, **options)
-    prompts = [request.prompt_ids for request in door.call(lambda parts: parts.replicas[0].asked)]
+    [rows], gateway = play(gateways, chat_model, tmp_path, "asked_twice", TWICE[:1], lambda prompt: ids, **options)
+    prompts = [request.prompt_ids for request in gateway.call(lambda parts: parts.replicas[0].asked)]
     check_exact(rows, prompts, [[*ids, END]] * 2)
     assert rows[0].reward == 2.0 and "Once more?" in load_tokenizer(chat_model).decode(prompts[1])
 
 
-def test_a_call_of_a_tool_continues_the_sampled_tokens(doors: Any, chat_model: Path, tmp_path: Path) -> None:
+def test_a_call_of_a_tool_continues_the_sampled_tokens(gateways: Any, chat_model: Path, tmp_path: Path) -> None:
     """The renderer shows the tool, reads the call, and writes the tool's answer after the tokens of the call."""
     [task] = exported(tmp_path, "sums_tasks", 1, {"digits": 4})
     tokenizer, total = load_tokenizer(chat_model), str(task["task_data"]["total"])
@@ -82,8 +82,8 @@ def test_a_call_of_a_tool_continues_the_sampled_tokens(doors: Any, chat_model: P
         return ids
 
     options: dict[str, Any] = {"client": "train", "renderer": str(chat_model), "renderer_config": QWEN3}
-    [rows], door = play(doors, chat_model, tmp_path, "sums_tasks", [task], say, **options)
-    prompts = [request.prompt_ids for request in door.call(lambda parts: parts.replicas[0].asked)]
+    [rows], gateway = play(gateways, chat_model, tmp_path, "sums_tasks", [task], say, **options)
+    prompts = [request.prompt_ids for request in gateway.call(lambda parts: parts.replicas[0].asked)]
     check_exact(rows, prompts, said)
     assert rows[0].reward_components == {"correct": 1.0, "tool_answers": 1.0}
     assert "Add two whole numbers." in tokenizer.decode(prompts[0])
@@ -92,12 +92,12 @@ def test_a_call_of_a_tool_continues_the_sampled_tokens(doors: Any, chat_model: P
 
 @pytest.mark.parametrize("config", [{"name": "default"}, {"name": "qwen3"}])
 def test_a_turn_that_is_tokenized_again_is_told_once(
-    doors: Any, chat_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any
+    gateways: Any, chat_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any
 ) -> None:
     """The default renderer does it always, and that of Qwen3 at a new question, to drop the reasoning before it."""
     ids = spelled(chat_model, "the number of students")
     options: dict[str, Any] = {"client": "train", "renderer": str(chat_model), "renderer_config": config}
-    samples, _ = play(doors, chat_model, tmp_path, "asked_twice", TWICE, lambda prompt: ids, **options)
+    samples, _ = play(gateways, chat_model, tmp_path, "asked_twice", TWICE, lambda prompt: ids, **options)
     for rows in samples:
         assert [(row.status, row.response_ids) for row in rows] == [("ok", [*ids, END])] * 2
     [told] = [record.getMessage() for record in caplog.records if "renderer_config" in record.message]

@@ -1,5 +1,5 @@
-"""Fixtures of the door's tests: see `tests.support.gateway.door_fixtures`."""
+"""Fixtures of the gateway's tests: see `tests.support.gateway.gateway_fixtures`."""
 
-from tests.support.gateway.door_fixtures import chat_model, doors
+from tests.support.gateway.gateway_fixtures import chat_model, gateways
 
-__all__ = ["chat_model", "doors"]
+__all__ = ["chat_model", "gateways"]

@@ -1,4 +1,4 @@
-"""A controller that dies: what was open goes on at the next one, from the tokens that the door has."""
+"""A controller that dies: what was open goes on at the next one, from the tokens that the gateway has."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.gateway.pool_client import ControllerLink
+from megarl.gateway.pool_client import ControllerClient
 from megarl.rollout.engine.messages import GenerateRequest
-from megarl.rollout.fleet.external_requests import ForeignRequests
-from tests.support.gateway.door_requests import generate
-from tests.support.gateway.door_stand_in import LocalForeignController, Parts
+from megarl.rollout.fleet.external_requests import ExternalRequests
+from tests.support.gateway.gateway_requests import generate
+from tests.support.gateway.gateway_stand_in import LocalForeignController, Parts
 from tests.support.waiting import wait_until
 
 
@@ -21,22 +21,22 @@ def count(request: GenerateRequest) -> list[int]:
     return [4 + (last - 4 + i) % 90 for i in range(1, request.sampling.max_tokens + 1)]
 
 
-def test_requests_go_on_at_a_new_controller(doors) -> None:
-    door = doors(count, pace_s=0.01)
+def test_requests_go_on_at_a_new_controller(gateways) -> None:
+    gateway = gateways(count, pace_s=0.01)
 
     def die(parts: Parts) -> None:
         parts.controller.dead = True
         parts.controller.requests.close()
 
     def replace(parts: Parts) -> None:
-        parts.controller = LocalForeignController(ForeignRequests(parts.fleet, serves=True))
+        parts.controller = LocalForeignController(ExternalRequests(parts.fleet, serves=True))
 
     with ThreadPoolExecutor(2) as threads:
-        asked = threads.submit(generate, door, [10], max_tokens=100)
-        wait_until(lambda: door.call(lambda parts: bool(parts.replicas[0].asked)), 60, "the request to begin")
-        door.call(die)
-        later = threads.submit(generate, door, [30], max_tokens=3)
-        door.call(replace)
+        asked = threads.submit(generate, gateway, [10], max_tokens=100)
+        wait_until(lambda: gateway.call(lambda parts: bool(parts.replicas[0].asked)), 60, "the request to begin")
+        gateway.call(die)
+        later = threads.submit(generate, gateway, [30], max_tokens=3)
+        gateway.call(replace)
         assert asked.result(60)["choices"][0]["token_ids"] == [4 + (6 + i) % 90 for i in range(1, 101)]
         assert later.result(60)["choices"][0]["token_ids"] == [31, 32, 33]
 
@@ -45,8 +45,8 @@ def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
     """Ray may not answer while it has lost the controller's node."""
     searches: list[str] = []
 
-    async def begin(door: str, wanted: list[object]) -> None:
-        assert (door, wanted) == ("door", [])
+    async def begin(gateway: str, wanted: list[object]) -> None:
+        assert (gateway, wanted) == ("gateway", [])
 
     found: Any = SimpleNamespace(begin_foreign=SimpleNamespace(remote=begin))
 
@@ -57,7 +57,7 @@ def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
         return found
 
     async def scenario() -> None:
-        link = ControllerLink("door", find, 0.1)
+        link = ControllerClient("gateway", find, 0.1)
         async with asyncio.timeout(30):
             await link._connect()
         assert link._controller is found
@@ -66,21 +66,21 @@ def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
     assert len(searches) == 2
 
 
-def test_requests_of_one_turn_share_a_call(doors) -> None:
-    door = doors(count)
-    before = door.call(lambda parts: parts.controller.calls)
-    generate(door, [10], max_tokens=3, n=50)
-    assert door.call(lambda parts: parts.controller.calls) == before + 1
-    assert len(door.call(lambda parts: parts.replicas[0].asked)) == 50
+def test_requests_of_one_turn_share_a_call(gateways) -> None:
+    gateway = gateways(count)
+    before = gateway.call(lambda parts: parts.controller.calls)
+    generate(gateway, [10], max_tokens=3, n=50)
+    assert gateway.call(lambda parts: parts.controller.calls) == before + 1
+    assert len(gateway.call(lambda parts: parts.replicas[0].asked)) == 50
 
 
-def test_a_lost_replica_costs_nothing_but_time(doors) -> None:
-    door = doors(count, count=2)
-    first = door.call(lambda parts: parts.replicas[0])
+def test_a_lost_replica_costs_nothing_but_time(gateways) -> None:
+    gateway = gateways(count, count=2)
+    first = gateway.call(lambda parts: parts.replicas[0])
     first.pause_after = 50
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(generate, door, [10], max_tokens=100)
+        asked = threads.submit(generate, gateway, [10], max_tokens=100)
         wait_until(lambda: not first.going.is_set(), 60, "half of the response")
-        door.call(lambda parts: setattr(parts.replicas[0], "dead", True))
+        gateway.call(lambda parts: setattr(parts.replicas[0], "dead", True))
         assert asked.result(60)["choices"][0]["token_ids"] == [4 + (6 + i) % 90 for i in range(1, 101)]
-    assert door.call(lambda parts: parts.fleet.serving) == [1]
+    assert gateway.call(lambda parts: parts.fleet.serving) == [1]

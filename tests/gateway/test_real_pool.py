@@ -1,6 +1,6 @@
-"""The door of a real pool of two engines: their own tokens, a chat, a publication in mid-request, and what may die.
+"""The gateway of a real pool of two engines: their own tokens, a chat, a publication in mid-request, and what may die.
 
-The last test kills the supervisor, so that nothing may be left of this pool, whose door has a port of its own.
+The last test kills the supervisor, so that nothing may be left of this pool, whose gateway has a port of its own.
 
 One pool serves all tests of this file, in order: the last ones kill parts of it.
 """
@@ -52,9 +52,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestPool]:
     # Not this process, in which other tests have opened sockets of their own.
     launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10000)"])
     running = start_pool(
-        tmp_path_factory.mktemp("door"),
+        tmp_path_factory.mktemp("gateway"),
         agent_pid=launcher.pid,
-        door={"enabled": True},
+        gateway={"enabled": True},
         rollout={"replicas": 2, "max_model_len": 400, "report_interval_s": 0.5},
     )
     running.client.begin(None)  # as a trainer does, without which there is nothing to go on with after a failure
@@ -65,17 +65,17 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestPool]:
 
 
 class Client:
-    """A harness, which knows no more of the door than door.json."""
+    """A harness, which knows no more of the gateway than gateway.json."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.door = json.loads((run_dir / "door.json").read_text())
-        self.token = Path(self.door["token_file"]).read_text().strip()
+        self.gateway = json.loads((run_dir / "gateway.json").read_text())
+        self.token = Path(self.gateway["token_file"]).read_text().strip()
         self.headers = {"Authorization": f"Bearer {self.token}"}
 
     def generate(self, ids: list[int], session: str = "", **sampling: Any) -> dict[str, Any]:
         headers = {**self.headers, **({"X-Session-ID": session} if session else {})}
         body = {"token_ids": ids, "sampling_params": {"logprobs": 1, **sampling}}
-        answer = httpx.post(f"{self.door['url']}/inference/v1/generate", json=body, headers=headers, timeout=WAIT_S)
+        answer = httpx.post(f"{self.gateway['url']}/inference/v1/generate", json=body, headers=headers, timeout=WAIT_S)
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["choices"][0])
 
@@ -109,7 +109,7 @@ def test_the_tokens_are_the_engines_own(pool: TestPool, client: Client) -> None:
 
 
 def test_a_chat_by_openais_client_is_recorded(pool: TestPool, client: Client) -> None:
-    made = openai.OpenAI(base_url=client.door["base_url"], api_key=client.token, timeout=WAIT_S)
+    made = openai.OpenAI(base_url=client.gateway["base_url"], api_key=client.token, timeout=WAIT_S)
     create = made.with_options(default_headers={"X-Session-ID": "chat"}).chat.completions.create
     model = made.models.list().data[0].id
     messages: list[Any] = [{"role": "user", "content": "1+1?"}]
@@ -119,7 +119,9 @@ def test_a_chat_by_openais_client_is_recorded(pool: TestPool, client: Client) ->
         chunk.choices[0].delta.content or ""
         for chunk in create(model=model, messages=messages, max_tokens=20, seed=2, stream=True)
     )
-    one, two = httpx.get(f"{client.door['url']}/v1/sessions/chat", headers=client.headers, timeout=60).json()["turns"]
+    one, two = httpx.get(f"{client.gateway['url']}/v1/sessions/chat", headers=client.headers, timeout=60).json()[
+        "turns"
+    ]
     assert two["parent"] == 0
     before = one["prompt_ids"] + one["response_ids"]
     assert two["prompt_ids"][: len(before)] == before and len(two["prompt_ids"]) > len(before)
@@ -159,32 +161,34 @@ def test_a_publication_in_mid_request(pool: TestPool, client: Client) -> None:
 
 def test_strangers_are_refused_and_the_port_is_on_loopback(pool: TestPool, client: Client) -> None:
     for headers in ({}, {"Authorization": "Bearer nothing"}):
-        assert httpx.get(f"{client.door['url']}/v1/models", headers=headers, timeout=60).status_code == 401
-    assert Path(client.door["token_file"]).stat().st_mode & 0o777 == 0o600
-    assert (pool.config.run_dir / "door.json").stat().st_mode & 0o777 == 0o600
-    check_on_loopback(pool.config.run_dir, "ray::DoorActor")
+        assert httpx.get(f"{client.gateway['url']}/v1/models", headers=headers, timeout=60).status_code == 401
+    assert Path(client.gateway["token_file"]).stat().st_mode & 0o777 == 0o600
+    assert (pool.config.run_dir / "gateway.json").stat().st_mode & 0o777 == 0o600
+    check_on_loopback(pool.config.run_dir, "ray::GatewayActor")
 
 
-def door_process(pool: TestPool) -> int:
+def gateway_process(pool: TestPool) -> int:
     state = read_state(pool.config.run_dir)
     assert state is not None
-    found = [each for each in descendants(state["process"]["pid"]) if command_of(each).startswith("ray::DoorActor")]
+    found = [each for each in descendants(state["process"]["pid"]) if command_of(each).startswith("ray::GatewayActor")]
     assert len(found) == 1
     return found[0].pid
 
 
-def test_a_door_that_is_killed_is_replaced_at_the_same_address(pool: TestPool, client: Client) -> None:
-    before = door_process(pool)
+def test_a_gateway_that_is_killed_is_replaced_at_the_same_address(pool: TestPool, client: Client) -> None:
+    before = gateway_process(pool)
     os.kill(before, signal.SIGKILL)
 
     def answers() -> bool:
         try:
-            return httpx.get(f"{client.door['url']}/v1/models", headers=client.headers, timeout=60).status_code == 200
+            return (
+                httpx.get(f"{client.gateway['url']}/v1/models", headers=client.headers, timeout=60).status_code == 200
+            )
         except httpx.HTTPError:
             return False
 
-    wait_until(answers, WAIT_S, "the door to be open again")
-    assert door_process(pool) != before and Client(pool.config.run_dir).door == client.door
+    wait_until(answers, WAIT_S, "the gateway to be open again")
+    assert gateway_process(pool) != before and Client(pool.config.run_dir).gateway == client.gateway
     assert len(client.generate([5, 6, 7], max_tokens=3, ignore_eos=True)["token_ids"]) == 3
 
 

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.gateway.session_terms import SessionTerms
-from megarl.gateway.sessions import DoorSession, NoRoom, NotOpened, SessionExists, Sessions, extended, keys_of, root_key
+from megarl.gateway.sessions import (
+    GatewaySession,
+    NoRoom,
+    NotOpened,
+    SessionExists,
+    Sessions,
+    extended,
+    keys_of,
+    root_key,
+)
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.messages import SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart
@@ -27,7 +36,7 @@ def begins(ids: list[int], beginning: list[int]) -> bool:
 @given(st.lists(st.tuples(st.integers(0, 9), TOKENS, TOKENS), min_size=1, max_size=12))
 def test_every_turn_of_a_tree_keeps_its_exact_tokens(turns: list[tuple[int, list[int], list[int]]]) -> None:
     """`turns`: what is continued (one of the turns before, or nothing), tokens added to the prompt, the response."""
-    session, whole = DoorSession("s", 0.0), []
+    session, whole = GatewaySession("s", 0.0), []
     for number, (choice, added, response) in enumerate(turns):
         parent = choice if choice < number else None
         before = [] if parent is None else whole[parent][0] + whole[parent][1]
@@ -49,7 +58,7 @@ def test_every_turn_of_a_tree_keeps_its_exact_tokens(turns: list[tuple[int, list
 
 
 def test_a_turn_must_begin_with_the_tokens_of_the_one_that_it_continues() -> None:
-    session = DoorSession("s", 0.0)
+    session = GatewaySession("s", 0.0)
     session.record([1, 2], part([3]))
     with pytest.raises(ValueError, match="does not begin with the tokens of turn 0"):
         session.record([1, 2, 4, 5], part([3]), parent=0)
@@ -67,7 +76,7 @@ def test_unused_sessions_are_dropped_and_used_ones_are_not() -> None:
     sessions = Sessions(2, 100, idle_s=10.0)
     add(sessions, "a", 4, now=0.0)
     with sessions.using("b", 1.0):
-        with pytest.raises(NoRoom, match=r"door\.max_sessions"):
+        with pytest.raises(NoRoom, match=r"gateway\.max_sessions"):
             add(sessions, "c", 1, now=9.0)
         assert sessions.expire(50.0) == ["a"] and sessions.tokens == 0  # b is in use
         add(sessions, "c", 1, now=51.0)
@@ -79,7 +88,7 @@ def test_too_many_tokens_are_refused_and_room_comes_back() -> None:
     sessions = Sessions(10, 8, idle_s=10.0)
     add(sessions, "a", 8, now=0.0)
     for name in ("a", "b"):
-        with pytest.raises(NoRoom, match=r"door\.max_session_tokens"):
+        with pytest.raises(NoRoom, match=r"gateway\.max_session_tokens"):
             add(sessions, name, 1, now=1.0)
     sessions.end("a")
     add(sessions, "b", 1, now=1.0)
@@ -161,7 +170,7 @@ def test_a_session_that_was_opened_is_there_before_its_first_turn_and_is_forgott
 
 
 def test_a_session_of_the_run_is_never_made_by_its_use() -> None:
-    """A door that has taken another's place makes none, nor does the request that finds it unused for too long."""
+    """A gateway that has taken another's place makes none, nor does the request that finds it unused for too long."""
     sessions, terms = Sessions(2, 100, 10.0), SessionTerms(SamplingSpec(4, 1.0, (2,)))
     with pytest.raises(NotOpened), sessions.using("megarl-3-1-a", 0.0):
         pass

@@ -1,4 +1,5 @@
-"""The format of tool calls that the door reads: that of the template, Hermes' where it writes none, or none at all."""
+"""The format of tool calls that the gateway reads: that of the template, Hermes' where it writes none, or none at
+all."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ import pytest
 from megarl.chat.named_calls import NamedFormat
 from megarl.chat.tokenize import load_tokenizer
 from megarl.chat.tool_calls import HERMES, ToolFormat
-from megarl.gateway import actor as door_actor
-from megarl.gateway.actor import DoorActor
+from megarl.gateway import actor as gateway_actor
+from megarl.gateway.actor import GatewayActor
 from megarl.gateway.request_fields import ApiError
 from megarl.gateway.text import ModelText
-from tests.support.gateway.door_requests import HEADERS, post
-from tests.support.gateway.door_stand_in import StandInDoor
+from tests.support.gateway.gateway_requests import HEADERS, post
+from tests.support.gateway.gateway_stand_in import StandInGateway
 from tests.support.models.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.support.trainer.configs import config
 
@@ -61,43 +62,43 @@ def test_hermes_takes_the_place_of_no_calls_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_whose_calls_cannot_be_read_are_refused_and_use_up_no_request(tmp_path: Path, stream: bool) -> None:
     """A chat without tools is answered in the same session, which may make one request."""
-    door = StandInDoor(model(tmp_path, UNKNOWN), lambda request: [40, 41, 2])
+    gateway = StandInGateway(model(tmp_path, UNKNOWN), lambda request: [40, 41, 2])
     try:
         sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [2]}
         opening = {"sampling": sampling, "most_turns": 1}
-        httpx.put(f"{door.url}/v1/sessions/s", json=opening, headers=HEADERS, timeout=60).raise_for_status()
-        answer = post(door, "/in/s/v1/chat/completions", CHAT | {"tools": [TOOL], "stream": stream})
+        httpx.put(f"{gateway.url}/v1/sessions/s", json=opening, headers=HEADERS, timeout=60).raise_for_status()
+        answer = post(gateway, "/in/s/v1/chat/completions", CHAT | {"tools": [TOOL], "stream": stream})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
-        assert door.call(lambda parts: parts.replicas[0].asked) == []
-        assert post(door, "/in/s/v1/chat/completions", CHAT).status_code == 200
+        assert gateway.call(lambda parts: parts.replicas[0].asked) == []
+        assert post(gateway, "/in/s/v1/chat/completions", CHAT).status_code == 200
     finally:
-        door.close()
+        gateway.close()
 
 
 def test_a_call_of_name_and_json_is_one_of_the_answer(tmp_path: Path) -> None:
     said = '<c>add<s>{"a": 1}</c><c>add<s>{"a": 2}</c>'
     directory = model(tmp_path, NAMED)
     ids = [*load_tokenizer(directory)(said, add_special_tokens=False)["input_ids"], 2]
-    door = StandInDoor(directory, lambda request: ids)
+    gateway = StandInGateway(directory, lambda request: ids)
     try:
-        [choice] = post(door, "/v1/chat/completions", CHAT | {"tools": [TOOL]}).json()["choices"]
+        [choice] = post(gateway, "/v1/chat/completions", CHAT | {"tools": [TOOL]}).json()["choices"]
     finally:
-        door.close()
+        gateway.close()
     calls = [call["function"] for call in choice["message"]["tool_calls"]]
     assert calls == [{"name": "add", "arguments": f'{{"a": {number}}}'} for number in (1, 2)]
     assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
 
 
-def test_the_door_of_a_run_reads_calls_as_its_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gateway_of_a_run_reads_calls_as_its_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Made(Exception):
         """Ends the start there."""
 
     def make(*arguments: Any) -> None:
         raise Made(arguments[2])
 
-    monkeypatch.setattr(door_actor, "ModelText", make)
+    monkeypatch.setattr(gateway_actor, "ModelText", make)
     make_tiny_model(tmp_path)
-    actor = object.__new__(DoorActor)
+    actor = object.__new__(GatewayActor)
     actor.spec = SimpleNamespace(pool=SimpleNamespace(max_model_len=None), controller="c")  # type: ignore[assignment]
     for form in ("template", "hermes"):
         actor.config = config(tmp_path, agent={"tool_format": form})

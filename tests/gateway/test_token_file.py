@@ -1,4 +1,4 @@
-"""The token of the door's clients, and the files that tell them where the door is."""
+"""The token of the gateway's clients, and the files that tell them where the gateway is."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from pathlib import Path
 import pytest
 
 from megarl.common.trust.run_secret import derive_key, run_token
-from megarl.gateway.token_file import door_token, read_door_file, read_token, write_door_file, write_token
+from megarl.gateway.token_file import gateway_token, read_gateway_file, read_token, write_gateway_file, write_token
 
 
 def test_the_token_derives_from_the_runs_token_and_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 32)
-    token = door_token()
-    assert token == door_token() and len(token) == 64
+    token = gateway_token()
+    assert token == gateway_token() and len(token) == 64
     assert run_token() not in token and token not in {derive_key("queue").hex(), derive_key("").hex()}
     monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 32)
-    assert door_token() != token
+    assert gateway_token() != token
 
 
 def test_the_files_are_for_the_user_only(tmp_path: Path) -> None:
     file = write_token(tmp_path, "x" * 32)
-    write_door_file(tmp_path, "http://127.0.0.1:5", file)
+    write_gateway_file(tmp_path, "http://127.0.0.1:5", file)
     assert read_token(file) == "x" * 32
-    door = read_door_file(tmp_path)
-    assert door == {"url": "http://127.0.0.1:5", "base_url": "http://127.0.0.1:5/v1", "token_file": str(file)}
-    for name in ("door.json", "door_token"):
+    gateway = read_gateway_file(tmp_path)
+    assert gateway == {"url": "http://127.0.0.1:5", "base_url": "http://127.0.0.1:5/v1", "token_file": str(file)}
+    for name in ("gateway.json", "gateway_token"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
     write_token(tmp_path, "y" * 32)  # a later start
-    assert read_token(file) == "y" * 32 and sorted(p.name for p in tmp_path.iterdir()) == ["door.json", "door_token"]
+    assert read_token(file) == "y" * 32 and sorted(p.name for p in tmp_path.iterdir()) == [
+        "gateway.json",
+        "gateway_token",
+    ]
 
 
 @pytest.mark.parametrize(

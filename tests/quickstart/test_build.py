@@ -1,4 +1,4 @@
-"""The directory that `python -m megarl.quickstart` makes: reproducible, loadable, all or nothing."""
+"""The directory that `python -m examples.quickstart` makes: reproducible, loadable, all or nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import megarl.quickstart.build as build_module
+import examples.quickstart.build as build_module
+from examples.quickstart.__main__ import main
+from examples.quickstart.additions_task import AdditionsTask
+from examples.quickstart.build import build_assets
+from examples.quickstart.demonstrations import Demonstration, read_problems
+from examples.quickstart.problems import Addition, solutions
+from examples.quickstart.tokenizer import prompt_text
+from examples.quickstart.warm_start import WarmStart, encode_corpus
 from megarl.config.loading.load import load_config
 from megarl.models.hf.read_config import load_info
-from megarl.quickstart.__main__ import main
-from megarl.quickstart.additions_task import AdditionsTask
-from megarl.quickstart.build import build_assets
-from megarl.quickstart.demonstrations import Demonstration, read_problems
-from megarl.quickstart.problems import Addition, solutions
-from megarl.quickstart.tokenizer import prompt_text
-from megarl.quickstart.warm_start import WarmStart, encode_corpus
 from tests.support.checkout import ROOT
 
 SIZE = WarmStart(steps=3, batch=8, warmup=1, threads=1)
@@ -81,7 +81,7 @@ def test_a_directory_of_the_user_is_not_touched(tmp_path: Path, caplog: pytest.L
     (tmp_path / "thesis.tex").write_text("years of work")
     with caplog.at_level(logging.ERROR):
         assert main(["--out", str(tmp_path), "--warm-start-steps", "1"]) == 2
-    assert "not made by megarl.quickstart" in caplog.text
+    assert "not made by examples.quickstart" in caplog.text
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 

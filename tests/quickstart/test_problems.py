@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.quickstart.problems import Addition, check_disjoint, make_splits, solutions
+from examples.quickstart.problems import Addition, check_disjoint, make_splits, solutions
 
 number = st.integers(10, 99)
 

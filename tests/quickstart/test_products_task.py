@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from examples.quickstart.__main__ import TASKS, main
+from examples.quickstart.build import build_assets
+from examples.quickstart.demonstrations import read_problems
+from examples.quickstart.products_task import CALLS, DEMONSTRATIONS, HELD_OUT, TOOL, Product, ProductsTask
+from examples.quickstart.warm_start import WarmStart, encode_corpus
 from megarl.config.loading.load import load_config
 from megarl.models.hf.read_config import load_info
-from megarl.quickstart.__main__ import TASKS, main
-from megarl.quickstart.build import build_assets
-from megarl.quickstart.demonstrations import read_problems
-from megarl.quickstart.products_task import CALLS, DEMONSTRATIONS, HELD_OUT, TOOL, Product, ProductsTask
-from megarl.quickstart.warm_start import WarmStart, encode_corpus
 from tests.support.checkout import ROOT
 
 SCHEMA = {"type": "function", "function": {"name": TOOL, "description": "Adds.", "parameters": {"type": "object"}}}

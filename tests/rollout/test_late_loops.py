@@ -21,7 +21,7 @@ from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.engine import continuation
 from megarl.rollout.engine.continuation import GroupDeadline
-from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.transport import background
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeBatcher, FakeRewards, FakeSource, local_controller
@@ -130,7 +130,7 @@ def test_a_loop_that_waits_for_ever_in_a_worker_fails_its_group_at_the_deadline(
         source: Any = FakeSource()
         rewards: Any = FakeRewards()
         runner = GroupRunner(
-            config, loop, source, Batcher(fleet_of({0: FakeReplica(4)})).generate, rewards, partition="p"
+            config, loop, source, RequestCoalescer(fleet_of({0: FakeReplica(4)})).generate, rewards, partition="p"
         )
         crew = Crew(config, loop, runner, WorkerQueue())
         await crew.groups.start()

@@ -17,7 +17,7 @@ from megarl.queue.trajectory import SampleTag, sample_key
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.orchestrator.failover import Committed
 from megarl.rollout.workers.finished_group import usable_samples
-from megarl.run.pool.rollout_client import PoolLink
+from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.record.batch_metrics import record_batch
 from megarl.run.record.recorder import Totals
 from megarl.run.step.plan import StepBatch, StepPlan, plan_step
@@ -67,7 +67,7 @@ class Accounts:
         pace = pace_of(self.config)
         self.admission = Admission(GROUPS, pace, refill=refill_groups(self.config), steps=STEPS, max_uses=max_uses)
         self.totals = Totals()
-        self.link = PoolLink(self.config, None, SimpleNamespace(phase=None))  # type: ignore[arg-type]
+        self.link = RolloutClient(self.config, None, SimpleNamespace(phase=None))  # type: ignore[arg-type]
         self.link._client.hold(LocalClient(self.admission, self.config))
         self.tags: dict[int, list[SampleTag]] = {}
         self.running: dict[int, int] = {}  # group -> version at its start

@@ -1,4 +1,4 @@
-"""A whole run whose samples a harness makes in agent workers: what the door has recorded is what is trained."""
+"""A whole run whose samples a harness makes in agent workers: what the gateway has recorded is what is trained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_sessions_of_a_harness_are_trained(tmp_path: Path) -> None:
     kept.mkdir()
     config["agent"] = {"loop": "harness", "act": "tests.support.gateway.acts:two_turns", "kwargs": {"keep": str(kept)}}
     config["agent"]["act_timeout_s"] = 150
-    config["door"] = {"enabled": True}
+    config["gateway"] = {"enabled": True}
     config["rollout"]["agent_workers"] = 2
     config["sampling"]["max_tokens"] = 64
     config["trainer"]["micro_batch_tokens"] = 1024

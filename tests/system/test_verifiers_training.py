@@ -1,4 +1,4 @@
-"""A verifiers environment is trained end to end: its server, the door, engines and trainer are the real ones."""
+"""A verifiers environment is trained end to end: its server, the gateway, engines and trainer are the real ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_of(directory: Path, steps: int, **kwargs: Any) -> dict[str, Any]:
     give_template(directory / "model")
     for name, skip, count in (("train", 0, 48), ("heldout", 48, 8)):
         exported(directory, "digits_tasks", count, skip=skip, name=name)
-    config["door"] = {"enabled": True}
+    config["gateway"] = {"enabled": True}
     config["agent"] = {
         "loop": "megarl.environments.verifiers_loop:Verifiers",
         "kwargs": {"taskset": "digits_tasks", "python": os.environ[VARIABLE], "paths": [str(EXAMPLES)], **kwargs},
@@ -102,7 +102,7 @@ def test_the_reward_rises_and_other_runs_sample_the_same_tokens(tmp_path: Path) 
 
 
 def test_the_training_client_of_verifiers_acts_by_tokens(tmp_path: Path) -> None:
-    """It makes the prompts itself, and the door passes on the tokens of both sides as they are."""
+    """It makes the prompts itself, and the gateway passes on the tokens of both sides as they are."""
     renderer = {"renderer": str(tmp_path / "run" / "model"), "renderer_config": {"name": "default"}}
     run = run_of(tmp_path / "run", 2, client="train", **renderer)
     assert len(run.metrics) == 2
@@ -122,7 +122,7 @@ def test_a_taskset_and_a_program_of_verifiers_are_trained_unchanged(tmp_path: Pa
     give_template(tmp_path / "model")
     exported(tmp_path, "echo_v1", len(LETTERS), phrases, name="train")
     del config["evaluation"]
-    config["door"] = {"enabled": True}
+    config["gateway"] = {"enabled": True}
     kwargs = {"taskset": "echo_v1", "taskset_config": phrases, "environment": {"agent": {"harness": {"id": "null"}}}}
     kwargs |= {"python": os.environ[VARIABLE], "paths": [str(shipped())], "timeout_s": 500.0}
     config["agent"] = {"loop": "megarl.environments.verifiers_loop:Verifiers", "kwargs": kwargs}

@@ -103,10 +103,10 @@ SYSTEM = SystemMap(
             "", "one row for", "each trajectory,", "one column for", "each field",
         )),
         Box("workers", 640, 372, 212, 74, "Agent workers", ("agent loops, tools, rewards", "(optional)"), copies=2),
-        Box("door", 872, 372, 92, 74, "The door", ("HTTP", "(optional)")),
+        Box("gateway", 872, 372, 92, 74, "The gateway", ("HTTP", "(optional)")),
         Box("checkpoints", 36, 510, 252, 60, "Checkpoints", ("any layout can load them",), stored=True),
         Box("supervisor", 434, 510, 346, 60, "Supervisor", ("owns Ray and the pool, watches torchrun",)),
-        Box("harness", 800, 510, 184, 60, "Harnesses", ("act through the door",)),
+        Box("harness", 800, 510, 184, 60, "Harnesses", ("act through the gateway",)),
     ),
     arrows=(
         Arrow(Port("trainer", "right", 0.115), Port("engines", "left", 0.46), "weights", (
@@ -126,8 +126,8 @@ SYSTEM = SystemMap(
         ), (846, 208), "start"),
         Arrow(Port("controller", "bottom", 0.33), Port("workers", "top", 0.498), "data", ("groups, responses",),
               (756, 352), "start", both=True),
-        Arrow(Port("door", "top", 0.5), Port("controller", "bottom", 0.869), "data", (), (0, 0), both=True),
-        Arrow(Port("harness", "top", 0.641), Port("door", "bottom", 0.5), "data", (), (0, 0), both=True),
+        Arrow(Port("gateway", "top", 0.5), Port("controller", "bottom", 0.869), "data", (), (0, 0), both=True),
+        Arrow(Port("harness", "top", 0.641), Port("gateway", "bottom", 0.5), "data", (), (0, 0), both=True),
         Arrow(Port("trainer", "bottom", 0.5), Port("checkpoints", "top", 0.5), "data", ("save, resume",), (172, 492),
               "start", both=True),
     ),

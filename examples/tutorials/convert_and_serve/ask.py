@@ -10,10 +10,10 @@ import openai
 
 
 def main(run_dir: Path, question: str) -> None:
-    """Print the answer to the question; the door's URL and token are in `run_dir`."""
-    door = json.loads((run_dir / "door.json").read_text())
-    token = Path(door["token_file"]).read_text().strip()
-    with openai.OpenAI(base_url=door["base_url"], api_key=token, timeout=60) as client:
+    """Print the answer to the question; the gateway's URL and token are in `run_dir`."""
+    gateway = json.loads((run_dir / "gateway.json").read_text())
+    token = Path(gateway["token_file"]).read_text().strip()
+    with openai.OpenAI(base_url=gateway["base_url"], api_key=token, timeout=60) as client:
         (model, *_) = client.models.list()
         answer = client.chat.completions.create(
             model=model.id, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=24

@@ -38,7 +38,7 @@ class Gap:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[float]]) -> Gap:
-        """Return the comparison of all tokens of some buckets, given by rows of `SourceGaps.filled`."""
+        """Return the comparison of all tokens of some buckets, given by rows of `OriginGaps.filled`."""
         columns = [*zip(*rows, strict=True)] if rows else [(0.0,)] * (len(KEYS) + 1)
         sums = dict(zip(KEYS, map(math.fsum, columns[:-1]), strict=True))
         tokens = max(sums["tokens"], 1.0)
@@ -53,14 +53,14 @@ class Gap:
         )
 
 
-class SourceGaps:
+class OriginGaps:
     """Holds `sums_BK` and `maxima_B`, fp64; `add` is done in place and waits for no device."""
 
     def __init__(self, sums_BK: Tensor, maxima_B: Tensor) -> None:
         self.sums_BK, self.maxima_B = sums_BK, maxima_B
 
     @classmethod
-    def zeros(cls, buckets: int, device: torch.device | str = "cpu") -> SourceGaps:
+    def zeros(cls, buckets: int, device: torch.device | str = "cpu") -> OriginGaps:
         """Return statistics of no tokens, on `device`."""
         sums_BK = torch.zeros(buckets, len(KEYS), dtype=torch.float64, device=device)
         return cls(sums_BK, torch.zeros(buckets, dtype=torch.float64, device=device))
@@ -83,13 +83,13 @@ class SourceGaps:
         self.sums_BK.index_add_(0, source_R, values_RK)
         self.maxima_B.scatter_reduce_(0, source_R, distance_R, "amax")
 
-    def merge(self, other: SourceGaps) -> None:
+    def merge(self, other: OriginGaps) -> None:
         """Add the tokens of `other`, which has the same buckets."""
         self.sums_BK += other.sums_BK
         torch.maximum(self.maxima_B, other.maxima_B, out=self.maxima_B)
 
     @classmethod
-    def from_vectors(cls, sums: Tensor, maxima_B: Tensor) -> SourceGaps:
+    def from_vectors(cls, sums: Tensor, maxima_B: Tensor) -> OriginGaps:
         """Return the statistics whose sums, [B * K], and maxima, [B], were reduced."""
         return cls(sums.reshape(maxima_B.numel(), len(KEYS)), maxima_B)
 

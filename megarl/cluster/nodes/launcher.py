@@ -76,7 +76,7 @@ class PeerFailed(Exception):  # noqa: N818
     """Another node has failed and has written why."""
 
 
-class NodeAgent:
+class NodeLauncher:
     """Runs the share of node `index` from its start to its end."""
 
     def __init__(self, launch: LaunchSpec, index: int) -> None:
@@ -383,7 +383,7 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         filename=logs / f"node-{index}.log",
     )
-    return NodeAgent(launch, index).run()
+    return NodeLauncher(launch, index).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The actors of a pool: replicas, engines of teachers, the controller, which starts the queue, and the door.
+"""The actors of a pool: replicas, engines of teachers, the controller, which starts the queue, and the gateway.
 
 They are named but not `lifetime="detached"`: the supervisor's process owns them, so that even its SIGKILL ends them.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.pool.gateway_keeper import DoorKeeper
+from megarl.cluster.pool.gateway_keeper import GatewayKeeper
 from megarl.cluster.pool.pool_process import SupervisorSpec
 from megarl.common.errors import RolloutError
 from megarl.common.process.processes import ProcessId
@@ -20,7 +20,7 @@ from megarl.common.rundir.notices import write_notice
 from megarl.config.checks.sections import max_sequence_tokens
 from megarl.config.derived.teachers import engine_teachers
 from megarl.config.schema import Config
-from megarl.gateway.actor import DoorSpec
+from megarl.gateway.actor import GatewaySpec
 from megarl.models.hf.read_config import load_info
 from megarl.rollout.engine.placement import HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec, create_replica
@@ -44,7 +44,7 @@ class PoolActors:
         self._run_dir = Path(spec.run_dir)
         self._own_head = config.ray.address is None
         self.handles: list[ActorHandle] = []  # the controller last
-        self.door: DoorKeeper | None = None  # if the run has one
+        self.gateway: GatewayKeeper | None = None  # if the run has one
 
     @property
     def controller(self) -> ActorHandle:
@@ -54,7 +54,7 @@ class PoolActors:
     def start(self) -> None:
         """Start the replicas and the controller (which starts the queue) at once.
 
-        A door opens too, if the run has one. Raises RolloutError naming the first that failed.
+        A gateway opens too, if the run has one. Raises RolloutError naming the first that failed.
         """
         spec, config = self._spec, self._config
         replica_spec = self._replica_spec()
@@ -66,12 +66,12 @@ class PoolActors:
         controller = self._create_controller(spec.partition, config.timeouts.rpc_s)
         self.handles = [*replicas, *teachers, controller]
         pending[controller.start.remote()] = "the rollout controller"
-        opening = self._open_door(replica_spec)
+        opening = self._open_gateway(replica_spec)
         if opening is not None:
-            pending[opening] = "the door"
+            pending[opening] = "the gateway"
         answers = self._await(pending, config.timeouts.engine_start_s)
-        if self.door is not None:
-            self.door.opened(answers["the door"])
+        if self.gateway is not None:
+            self.gateway.opened(answers["the gateway"])
 
     def replace_controller(self, partition: str) -> None:
         """Kill the controller, and with it the queue that it owns, and start both anew, the queue as `partition`.
@@ -95,19 +95,19 @@ class PoolActors:
                 pending[created[-1].start.remote()] = f"engine {number} of teacher {teacher.name}"
         return created
 
-    def _open_door(self, pool: ReplicaSpec) -> ObjectRef | None:
-        """Create the door, if the run has one; return the reference of its start."""
-        settings = self._config.door
+    def _open_gateway(self, pool: ReplicaSpec) -> ObjectRef | None:
+        """Create the gateway, if the run has one; return the reference of its start."""
+        settings = self._config.gateway
         if not settings.enabled:
             return None
-        self.door = DoorKeeper(
-            DoorSpec(pool, CONTROLLER, settings.port, self._spec.door_token_file),
+        self.gateway = GatewayKeeper(
+            GatewaySpec(pool, CONTROLLER, settings.port, self._spec.gateway_token_file),
             own_head=self._own_head,
             bound_s=self._config.timeouts.rpc_s,
             start_s=self._config.timeouts.engine_start_s,
             say=lambda text: write_notice(self._run_dir, text),
         )
-        return self.door.open()
+        return self.gateway.open()
 
     def _replica_spec(self) -> ReplicaSpec:
         """Return what replicas and controller are made from."""
@@ -180,7 +180,7 @@ class PoolActors:
         if not ray.is_initialized():
             return
         try:
-            actors = [*(self.door.close() if self.door is not None else ()), *self.handles]
+            actors = [*(self.gateway.close() if self.gateway is not None else ()), *self.handles]
             ray.wait([a.shutdown.remote() for a in actors], num_returns=len(actors) or 1, timeout=timeout_s)
             for actor in actors:
                 ray.kill(actor)

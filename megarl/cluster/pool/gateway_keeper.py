@@ -1,6 +1,6 @@
-"""Keeps the door of a run open: starts it, looks at it at intervals without waiting, and replaces one that has died.
+"""Keeps the gateway of a run open: starts it, looks at it at intervals without waiting, and replaces one that has died.
 
-A door that cannot be opened again does not end the run: it is tried until the run ends.
+A gateway that cannot be opened again does not end the run: it is tried until the run ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.gateway.actor import DoorSpec, create_door
+from megarl.gateway.actor import GatewaySpec, create_gateway
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 2.0  # between two looks at the door
+BEAT_S = 2.0  # between two looks at the gateway
 LONGEST_PAUSE_S = 60.0  # between two attempts to open it again
 
 
-class DoorKeeper:
-    """The supervisor's side of the door. `look` is called often; it never waits and never raises."""
+class GatewayKeeper:
+    """The supervisor's side of the gateway. `look` is called often; it never waits and never raises."""
 
     def __init__(
-        self, spec: DoorSpec, *, own_head: bool, bound_s: float, start_s: float, say: Callable[[str], object]
+        self, spec: GatewaySpec, *, own_head: bool, bound_s: float, start_s: float, say: Callable[[str], object]
     ) -> None:
-        """`bound_s`: how long the door may leave a look unanswered; `start_s`: how long its start may take.
+        """`bound_s`: how long the gateway may leave a look unanswered; `start_s`: how long its start may take.
 
         `say` is told what the user should know.
         """
         self._spec, self._own_head, self._bound_s, self._start_s, self._say = spec, own_head, bound_s, start_s, say
-        self._door: ActorHandle | None = None
+        self._gateway: ActorHandle | None = None
         self._asked: ObjectRef | None = None
         self._asked_at = 0.0
         self._starting = False
@@ -43,18 +43,18 @@ class DoorKeeper:
         self.url = ""
 
     def open(self) -> ObjectRef:
-        """Create the door; return the reference of its start, whose result `opened` takes."""
-        self._door = create_door(self._spec, own_head=self._own_head)
-        return self._door.start.remote()
+        """Create the gateway; return the reference of its start, whose result `opened` takes."""
+        self._gateway = create_gateway(self._spec, own_head=self._own_head)
+        return self._gateway.start.remote()
 
     def opened(self, answer: dict[str, Any]) -> None:
-        """Note where the door is. A door that replaces it takes the same port."""
+        """Note where the gateway is. A gateway that replaces it takes the same port."""
         self.url = str(answer["url"])
         self._spec = replace(self._spec, port=int(answer["port"]))
         self._failures = 0
 
     def look(self) -> None:
-        """See whether the door is alive, and open another one if it is not."""
+        """See whether the gateway is alive, and open another one if it is not."""
         import ray
 
         now = time.monotonic()
@@ -74,35 +74,35 @@ class DoorKeeper:
             return
         if self._starting:
             self.opened(answer)
-            self._say(f"the door is open again at {self.url}; the sessions of the one before are gone")
+            self._say(f"the gateway is open again at {self.url}; the sessions of the one before are gone")
         self._asked, self._starting, self._next = None, False, now + BEAT_S
 
     def close(self) -> list[ActorHandle]:
-        """Return the actors that are to be shut down: the door, if there is one."""
-        return [] if self._door is None else [self._door]
+        """Return the actors that are to be shut down: the gateway, if there is one."""
+        return [] if self._gateway is None else [self._gateway]
 
     def _ask(self, now: float) -> None:
         try:
-            if self._door is None:
+            if self._gateway is None:
                 self._asked, self._starting = self.open(), True
             else:
-                self._asked = self._door.heartbeat.remote()
+                self._asked = self._gateway.heartbeat.remote()
             self._asked_at = now
         except Exception as error:
             self._lost(error, now)
 
     def _lost(self, error: BaseException, now: float) -> None:
-        """End what is left of the door; it is opened again, at once after the first failure."""
+        """End what is left of the gateway; it is opened again, at once after the first failure."""
         import ray
 
         cause = str(getattr(error, "cause", None) or error).strip().splitlines()
         what = "could not be opened" if self._starting else "has died"
-        self._say(f"the door {what} ({cause[0] if cause else type(error).__name__}) and is opened anew")
-        if self._door is not None:
+        self._say(f"the gateway {what} ({cause[0] if cause else type(error).__name__}) and is opened anew")
+        if self._gateway is not None:
             try:
-                ray.kill(self._door)
+                ray.kill(self._gateway)
             except Exception as failure:
-                logger.warning("the door was not killed: %s", failure)
+                logger.warning("the gateway was not killed: %s", failure)
         pause_s = min(LONGEST_PAUSE_S, 2.0**self._failures - 1.0)
         self._failures += 1
-        self._door, self._asked, self._starting, self._next = None, None, False, now + pause_s
+        self._gateway, self._asked, self._starting, self._next = None, None, False, now + pause_s

@@ -122,8 +122,8 @@ class SupervisorHandle:
 class SupervisorSpec:
     """Holds what the launcher passes to the supervisor; `agent` is the process whose end ends the pool.
 
-    `serves`: the pool has a door and no trainer. `door_token_file`: a file of the user with the token of the door's
-    clients; None: one is made.
+    `serves`: the pool has a gateway and no trainer. `gateway_token_file`: a file of the user with the token of the
+    gateway's clients; None: one is made.
     """
 
     config_json: str
@@ -134,7 +134,7 @@ class SupervisorSpec:
     cwd: str
     cuda: bool
     serves: bool = False
-    door_token_file: str | None = None
+    gateway_token_file: str | None = None
 
     @property
     def namespace(self) -> str:
@@ -205,14 +205,14 @@ def launch_supervisor(
     cuda: bool = False,
     timeout_s: float | None = None,
     serves: bool = False,
-    door_token_file: str | None = None,
+    gateway_token_file: str | None = None,
 ) -> SupervisorHandle:
     """Start the supervisor here and wait until its Ray head is up; engines continue to start in the background.
 
     A supervisor that the previous attempt of the same agent left running is reused if it was started with the same
     config and finds controller and queue alive from now on. `agent_pid`: the process whose end ends the pool
-    (torchrun's agent). `timeout_s`: default timeouts.ray_start_s. `serves` and `door_token_file`: see SupervisorSpec.
-    Raises SupervisorFailed if the head does not start.
+    (torchrun's agent). `timeout_s`: default timeouts.ray_start_s. `serves` and `gateway_token_file`: see
+    SupervisorSpec. Raises SupervisorFailed if the head does not start.
     """
     run_dir = Path(run_dir).resolve()
     timeouts = Config.model_validate_json(config_json).timeouts
@@ -224,7 +224,7 @@ def launch_supervisor(
     if launch_id is None:
         launch_id = uuid.uuid4().hex[:8]
         start_supervisor(
-            config_json, run_dir, agent_pid, launch_id, cuda=cuda, serves=serves, door_token_file=door_token_file
+            config_json, run_dir, agent_pid, launch_id, cuda=cuda, serves=serves, gateway_token_file=gateway_token_file
         )
     else:
         logger.info("reusing the pool of the previous attempt")
@@ -272,7 +272,7 @@ def start_supervisor(
     *,
     cuda: bool,
     serves: bool = False,
-    door_token_file: str | None = None,
+    gateway_token_file: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the supervisor's process in a session of its own."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -286,7 +286,7 @@ def start_supervisor(
         cwd=os.getcwd(),
         cuda=cuda,
         serves=serves,
-        door_token_file=door_token_file,
+        gateway_token_file=gateway_token_file,
     )
     spec.save(run_dir / "logs" / SPEC_FILE)
     command = [sys.executable, "-m", "megarl.cluster.pool.supervisor", str(run_dir / "logs" / SPEC_FILE)]

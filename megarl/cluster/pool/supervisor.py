@@ -154,8 +154,8 @@ class Supervisor:
         asked_at: float | None = None  # since when there is no answer
         next_beat = time.monotonic() + HEARTBEAT_S
         while not self._stop.wait(WATCH_S):
-            if self._actors.door is not None:
-                self._actors.door.look()
+            if self._actors.gateway is not None:
+                self._actors.gateway.look()
             if time.monotonic() < next_beat:
                 continue
             next_beat = time.monotonic() + HEARTBEAT_S
@@ -297,10 +297,10 @@ class Supervisor:
             time.sleep(0.2)
 
     def _start_actors(self) -> None:
-        """Start the actors and say where the door is. Raises RolloutError naming the first that failed."""
+        """Start the actors and say where the gateway is. Raises RolloutError naming the first that failed."""
         self._actors.start()
-        if self._actors.door is not None:
-            self._state.publish(door=self._actors.door.url)
+        if self._actors.gateway is not None:
+            self._state.publish(gateway=self._actors.gateway.url)
 
     def _tear_down(self, failure: BaseException | None) -> None:
         """End the engines first (bounded), then Ray, then every process that is left, by pid and start time."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsLists
 
 VARIABLE = "MEGARL_HOLD_OUTPUTS_S"  # set in the environment of the engines of a run; others send each step's tokens
-HOLD_S = 0.2  # as long as the door waits between two pieces of a streamed response
+HOLD_S = 0.2  # as long as the gateway waits between two pieces of a streamed response
 
 
 def hold_within(report_interval_s: float) -> float:

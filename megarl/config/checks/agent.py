@@ -38,7 +38,7 @@ def agent_problems(config: Config) -> Iterator[str]:
         yield f"agent.act: {agent.loop} does not call it; set agent.loop: {HARNESS}, or remove it"
     own_lists = [f"{each.key}.tools" for each in all_sets(config) if each.tools]
     if agent.loop in (HARNESS, VERIFIERS):
-        yield from _door_problems(config)
+        yield from _gateway_problems(config)
         brings = "agent.act" if agent.loop == HARNESS else "the environment"
         if own_lists:
             yield f"{'tools' if config.tools else own_lists[0]}: {brings} brings the tools of its own; remove these"
@@ -61,14 +61,14 @@ def _act_problems(act: str | None) -> Iterator[str]:
         yield from import_path_problems("agent.act", act, "not")
 
 
-def _door_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong for a loop whose samples are acted for through the door."""
-    if not config.door.enabled:
-        yield f"door.enabled: agent.loop: {config.agent.loop} acts through the door of the run; set door.enabled: true"
-    if config.ray.address is not None and config.door.host is None:
+def _gateway_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong for a loop whose samples are acted for through the gateway."""
+    if not config.gateway.enabled:
+        yield f"gateway.enabled: agent.loop: {config.agent.loop} acts through the gateway of the run; set gateway.enabled: true"  # noqa: E501
+    if config.ray.address is not None and config.gateway.host is None:
         yield (
-            "door.host: in a cluster that is running already (ray.address) the door listens at 127.0.0.1, where agents "
-            "on other nodes do not reach it; set it to the address of the door's node; 127.0.0.1 if there is one node"
+            "gateway.host: in a cluster that is running already (ray.address) the gateway listens at 127.0.0.1, where agents "  # noqa: E501
+            "on other nodes do not reach it; set it to the address of the gateway's node; 127.0.0.1 if there is one node"  # noqa: E501
         )
     key, act_s = "agent.act_timeout_s", config.agent.act_timeout_s
     if config.agent.loop == VERIFIERS:
@@ -84,13 +84,13 @@ def _door_problems(config: Config) -> Iterator[str]:
 
 
 def _session_problems(config: Config) -> Iterator[str]:
-    """Yield a problem if the door may have fewer sessions than samples are generated at a time."""
+    """Yield a problem if the gateway may have fewer sessions than samples are generated at a time."""
     if any(pace_problems(config)):
         return
     groups, samples = most_in_flight(config), config.batch.samples_per_group
-    if config.door.max_sessions < groups * samples:
+    if config.gateway.max_sessions < groups * samples:
         yield (
-            f"door.max_sessions: {config.door.max_sessions}, but {groups} groups of {samples} samples may be generated "
+            f"gateway.max_sessions: {config.gateway.max_sessions}, but {groups} groups of {samples} samples may be generated "  # noqa: E501
             f"at a time, each sample in a session of its own; set it to at least {groups * samples}"
         )
 

@@ -69,7 +69,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     problems += list(evaluation_problems(config)) + list(_deadlines(config)) + list(liveness_problems(config))
     problems += list(correction_problems(config))
     problems += list(monitor_problems(config))
-    problems += list(_checkpoint(config)) + list(_functions(config)) + list(_door(config))
+    problems += list(_checkpoint(config)) + list(_functions(config)) + list(_gateway(config))
     problems += list(algorithm_problems(config))
     problems += list(agent_problems(config)) + list(sandbox_problems(config, here=files))
     problems += list(layout.megatron_problems(config, device))
@@ -116,7 +116,7 @@ def absent_files(config: Config) -> list[tuple[str, Path]]:
 def serving_problems(config: Config) -> Iterator[str]:
     """Yield the problems of a config whose pool only serves: what concerns the trainer and its data does not count."""
     yield from engine_problems(config)
-    yield from _door(config)
+    yield from _gateway(config)
     yield from secret_problems(config, here=True)
     try:
         resolve_pools(config)
@@ -214,12 +214,12 @@ def _deadlines(config: Config) -> Iterator[str]:
         )
 
 
-def _door(config: Config) -> Iterator[str]:
-    if config.door.host in ANY_ADDRESS:
-        yield f"door.host: {config.door.host!r} means all addresses; name one address of the door's node"
-    if config.door.enabled and config.run.deterministic:
+def _gateway(config: Config) -> Iterator[str]:
+    if config.gateway.host in ANY_ADDRESS:
+        yield f"gateway.host: {config.gateway.host!r} means all addresses; name one address of the gateway's node"
+    if config.gateway.enabled and config.run.deterministic:
         yield (
-            "door.enabled: requests from outside change what an engine computes together, so the run could not be "
+            "gateway.enabled: requests from outside change what an engine computes together, so the run could not be "
             "repeated bit for bit; set run.deterministic: false"
         )
 

@@ -22,7 +22,7 @@ REMOVED: dict[str, Advice] = {
         "importance ratio would be wrong; evaluation.sampling has top_p, top_k and repetition_penalty"
         for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     },
-    "agent.act_attempts": "remove it: a sample is begun three times if its door dies",
+    "agent.act_attempts": "remove it: a sample is begun three times if its gateway dies",
     "checkpoint.keep_best_mode": "remove it: the checkpoint with the largest value is kept",
     "ray.num_cpus": "remove it: Ray's logical CPUs are those that the plan needs",
     "trainer.idle_logprobs": "remove it: a step computes its log-probs when its batch is complete",

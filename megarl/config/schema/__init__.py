@@ -16,7 +16,7 @@ from megarl.config.schema.algorithm import AlgorithmConfig, TeacherConfig
 from megarl.config.schema.data import DataConfig, EvaluationConfig, RewardConfig
 from megarl.config.schema.job import (
     CheckpointConfig,
-    DoorConfig,
+    GatewayConfig,
     LaunchConfig,
     RayConfig,
     TelemetryConfig,
@@ -375,7 +375,7 @@ class Config(Section):
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
-    door: DoorConfig = Field(default_factory=DoorConfig)
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 

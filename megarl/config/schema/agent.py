@@ -47,7 +47,7 @@ class AgentConfig(Section):
     loop: str = Field(
         SINGLE_TURN,
         description=f"`{SINGLE_TURN}`: one response. `{TOOL_AGENT}`: the model may call `tools`. `{HARNESS}`: "
-        "`act` talks with the model through the door. Or the import path `package.module:Class` of a loop.",
+        "`act` talks with the model through the gateway. Or the import path `package.module:Class` of a loop.",
     )
     kwargs: Passed = Field(
         default_factory=dict, description="Arguments of the class of a loop of one's own; further ones of `act`."
@@ -55,7 +55,7 @@ class AgentConfig(Section):
     act: str | None = Field(
         None,
         description="Import path `package.module:function` of the `async def act(base_url, token, session, row)` of "
-        f"`loop: {HARNESS}`: it acts for one sample through the door, which needs `door.enabled`.",
+        f"`loop: {HARNESS}`: it acts for one sample through the gateway, which needs `gateway.enabled`.",
     )
     act_timeout_s: float = Field(
         ACT_TIMEOUT_S,
@@ -98,11 +98,11 @@ class AgentConfig(Section):
         "truncate",
         description="If a tool's answer does not fit into the rest of `sampling.max_tokens`, which bounds all tokens "
         "after the prompt: the trajectory ends before it and counts as truncated (`sampling.truncated`), or it fails. "
-        f"The same if `act` of `loop: {HARNESS}` fails because the door has refused a request at a bound.",
+        f"The same if `act` of `loop: {HARNESS}` fails because the gateway has refused a request at a bound.",
     )
     tool_format: Literal["template", "hermes"] = Field(
         "template",
-        description="The way in which the model writes a call, for the door too: as its chat template does, in JSON, "
+        description="The way in which the model writes a call, for the gateway too: as its chat template does, in JSON, "  # noqa: E501
         "as its name and JSON, or in tags with an element for each argument; or `<tool_call>` with JSON, as Hermes and "
         "Qwen do.",
     )

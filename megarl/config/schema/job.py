@@ -120,14 +120,14 @@ class TimeoutsConfig(Section):
     )
 
 
-class DoorConfig(Section):
-    """The door: one URL in front of the pool, for harnesses that are not part of megarl; see docs/door.md."""
+class GatewayConfig(Section):
+    """The gateway: one URL in front of the pool, for harnesses that are not part of megarl; see docs/gateway.md."""
 
-    enabled: bool = Field(False, description="Serve the pool of the run by HTTP; `RUN_DIR/door.json` has the URL.")
+    enabled: bool = Field(False, description="Serve the pool of the run by HTTP; `RUN_DIR/gateway.json` has the URL.")
     port: int = Field(0, ge=0, le=65535, description="Port; 0 = a free one, which stays the same for the whole run.")
     host: str | None = Field(
         None,
-        description="Address of the door's node at which it listens; default: that of the run's other sockets, "
+        description="Address of the gateway's node at which it listens; default: that of the run's other sockets, "
         "127.0.0.1 on one node.",
     )
     max_sessions: int = Field(4000, ge=1, description="Sessions (`X-Session-ID`) that are kept at once.")

@@ -44,7 +44,7 @@ from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission_log import Event, held_steps
 from megarl.rollout.admission.counters import Counters, Taken, check_ends, check_numbers, check_uses
 from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
-from megarl.rollout.admission.reusable_groups import ReusableGroups, Use
+from megarl.rollout.admission.reusable_groups import ReplayUse, ReusableGroups
 
 
 class Admission:
@@ -365,7 +365,7 @@ class Admission:
         again = self._if_reusing(reused=reused, trained_groups=groups)
         self._record({"event": "commit", "step": step, **numbers, **again})
 
-    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, Use]:
+    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, ReplayUse]:
         """Return the groups that `step` has trained, `trained` for the first time, with the numbers of their uses.
 
         It is empty if their rows are gone.
@@ -373,7 +373,7 @@ class Admission:
         if step in self._held:
             return {}
         taken = self._taken[step]
-        uses = {group: Use(taken.oldest[group]) for group in trained}
+        uses = {group: ReplayUse(taken.oldest[group]) for group in trained}
         return uses | {group: use.again for group, use in taken.reused.items()}
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.rollout.admission.reusable_groups import Use
+from megarl.rollout.admission.reusable_groups import ReplayUse
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Taken:
     failed: list[int]
     replaced: list[int]  # before the step was taken, since the step before it was
     oldest: Mapping[int, int] = field(default_factory=dict)  # version of the oldest token of each new group
-    reused: Mapping[int, Use] = field(default_factory=dict)  # trained before, and now again
+    reused: Mapping[int, ReplayUse] = field(default_factory=dict)  # trained before, and now again
 
     @property
     def total(self) -> int:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Use:
+class ReplayUse:
     """A trained group. `oldest`: the version of its oldest token; `uses`: the number of steps that have trained it."""
 
     oldest: int
     uses: int = 1
 
     @property
-    def again(self) -> Use:
+    def again(self) -> ReplayUse:
         """The same group after one more step has trained it."""
-        return Use(self.oldest, self.uses + 1)
+        return ReplayUse(self.oldest, self.uses + 1)
 
 
 class ReusableGroups:
@@ -26,19 +26,19 @@ class ReusableGroups:
         if max_uses < 1:
             raise ValueError(f"a group is used at least once, so max_uses must be >= 1, got {max_uses}")
         self.max_uses = max_uses
-        self._groups: dict[int, Use] = {}
+        self._groups: dict[int, ReplayUse] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def keep(self, group: int, use: Use) -> bool:
+    def keep(self, group: int, use: ReplayUse) -> bool:
         """Let a group be used again; False, and it is not kept, if it has been used as often as it may."""
         if use.uses >= self.max_uses:
             return False
         self._groups[group] = use
         return True
 
-    def take(self, number: int) -> dict[int, Use]:
+    def take(self, number: int) -> dict[int, ReplayUse]:
         """Remove and return the `number` groups that are used next.
 
         Those with the fewest uses come first, then those that become too old soonest, then by id.
@@ -62,6 +62,6 @@ class ReusableGroups:
             del self._groups[group]
         return dropped
 
-    def _remove(self, order: Callable[[int, Use], tuple[int, int, int]], number: int) -> dict[int, Use]:
+    def _remove(self, order: Callable[[int, ReplayUse], tuple[int, int, int]], number: int) -> dict[int, ReplayUse]:
         first = sorted(self._groups, key=lambda group: order(group, self._groups[group]))[:number]
         return {group: self._groups.pop(group) for group in first}

@@ -18,7 +18,7 @@ from megarl.queue.trajectory import SampleTag
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import Event
 from megarl.rollout.admission.counters import Taken
-from megarl.rollout.admission.reusable_groups import Use
+from megarl.rollout.admission.reusable_groups import ReplayUse
 
 
 class ScheduleMismatch(ValueError):  # noqa: N818
@@ -185,7 +185,7 @@ _EVENTS = {
 
 def _taken(content: Event) -> Taken:
     """Return what a step had taken, from the content of an event `hold`."""
-    reused = {group: Use(oldest, uses) for group, oldest, uses in content["reused"]}
+    reused = {group: ReplayUse(oldest, uses) for group, oldest, uses in content["reused"]}
     return Taken(content["ok"], content["failed"], content["replaced"], dict(content["oldest"]), reused)
 
 

@@ -10,7 +10,7 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateResult
-from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.tools.tool import ToolAnswer
 
@@ -22,7 +22,7 @@ class AgentContext(Protocol):
 
     group_id: int
     sample_index: int
-    prompt: Drawn
+    prompt: PromptTask
 
     @property
     def rng(self) -> random.Random:

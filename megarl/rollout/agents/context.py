@@ -23,7 +23,7 @@ from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.resume.group_progress import GroupProgress
 from megarl.rollout.resume.loop_records import INTERRUPTED, CallRecord, FrozenLoop, call_digest
-from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.telemetry.trace import events
 from megarl.tools.tool import Tool, ToolAnswer
@@ -37,7 +37,7 @@ class LoopContext(ABC):
     """Implements `AgentContext`, except for the ways to the engines and to the reward function."""
 
     def __init__(
-        self, prompt: Drawn, group_id: int, sample_index: int, progress: GroupProgress, toolbox: Toolbox | None
+        self, prompt: PromptTask, group_id: int, sample_index: int, progress: GroupProgress, toolbox: Toolbox | None
     ) -> None:
         self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
         self._progress, self._toolbox = progress, toolbox

@@ -25,7 +25,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import Generate, RequestContext
 from megarl.rollout.resume.group_progress import GroupProgress, UnfinishedGroup
 from megarl.rollout.tasks.eval_sets import EvalTask
-from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.prompts import PromptTask
 
 EVAL_SEED_OFFSET = 1 << 32  # of the groups, so that no training sample has the same seed
 
@@ -57,10 +57,10 @@ def eval_group(task: EvalTask) -> int:
     return EVAL_SEED_OFFSET + task.place.index
 
 
-def eval_drawn(task: EvalTask) -> Drawn:
+def eval_drawn(task: EvalTask) -> PromptTask:
     """Return the problem of a response as a loop gets it."""
     chosen = task.chosen
-    return Drawn(task.problem.prompt, task.problem.prompt_ids, task.sampling, chosen.name, chosen.reward)
+    return PromptTask(task.problem.prompt, task.problem.prompt_ids, task.sampling, chosen.name, chosen.reward)
 
 
 def eval_request_context(task: EvalTask, turn: int, near: int | None) -> RequestContext:

@@ -24,7 +24,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import Generate, RequestContext
 from megarl.rollout.engine.teachers.teacher_client import Teachers
 from megarl.rollout.resume.group_progress import GroupProgress, UnfinishedGroup
-from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.transport.batch_decoder import BatchDecoder
 from megarl.telemetry.trace import events
@@ -57,7 +57,7 @@ LoopResult = Trajectory | Sequence[Trajectory]
 class Problems(Protocol):
     """The problems of groups, and the text of responses to them (`PromptSource`)."""
 
-    def draw(self, group_id: int) -> Drawn:
+    def draw(self, group_id: int) -> PromptTask:
         """Return the problem of a group."""
         ...
 
@@ -67,7 +67,7 @@ class Problems(Protocol):
         ...
 
 
-class Judges(Protocol):
+class RewardScorer(Protocol):
     """The reward functions (`RewardPool`)."""
 
     async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
@@ -84,7 +84,7 @@ class GroupRunner:
         loop: AgentLoop,
         source: Problems,
         generate: Generate,
-        rewards: Judges,
+        rewards: RewardScorer,
         *,
         partition: str,
         toolboxes: Mapping[str, Toolbox] | None = None,
@@ -122,7 +122,7 @@ class GroupRunner:
             return await self._run(group_id, prompt, progress, left_s)
 
     async def _run(
-        self, group_id: int, prompt: Drawn, progress: GroupProgress, left_s: float | None
+        self, group_id: int, prompt: PromptTask, progress: GroupProgress, left_s: float | None
     ) -> list[Trajectory]:
         now = time.monotonic()
         deadline = GroupDeadline.of(self.config, now)
@@ -199,7 +199,7 @@ class SampleContext(LoopContext):
     """Implements `AgentContext` for one sample of a group that `runner` runs."""
 
     def __init__(
-        self, runner: GroupRunner, prompt: Drawn, group_id: int, sample_index: int, progress: GroupProgress,
+        self, runner: GroupRunner, prompt: PromptTask, group_id: int, sample_index: int, progress: GroupProgress,
         requests: RequestContext,
     ) -> None:  # fmt: skip
         """`requests`: the context of those of the group."""

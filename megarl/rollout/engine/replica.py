@@ -32,7 +32,7 @@ from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.transport.rpc import AnsweredCalls, CallDesk, CallResults, SharedCall
+from megarl.rollout.transport.rpc import AnsweredCalls, CallResults, RpcServer, SharedCall
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import replica_process
 
@@ -82,7 +82,7 @@ def replica_name(index: int) -> str:
 
 
 DEATH_CHECK_S = 0.5  # between two looks whether the engine lives, while one of its calls is awaited
-# Calls at once: each response of the door has one nearly all the time, and must not keep out those of a weight sync.
+# Calls at once: each response of the gateway has one nearly all the time, and must not keep out those of a weight sync.
 MOST_CALLS = 40_000
 
 
@@ -197,7 +197,7 @@ class EngineReplica:
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
         self._calls = AnsweredCalls()
-        self._desk = CallDesk(lambda method, args: getattr(self, method)(*args))
+        self._desk = RpcServer(lambda method, args: getattr(self, method)(*args))
         self._requests: EngineRequests
         self._failed: str | None = None
         self._weights = WeightState(reads_weights(self.config))
@@ -217,11 +217,11 @@ class EngineReplica:
         return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
     async def begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
-        """Start calls of methods of this replica, see `CallDesk.begin`."""
+        """Start calls of methods of this replica, see `RpcServer.begin`."""
         self._desk.begin(link, calls)
 
     async def take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
-        """Return the answers to such calls that have come, see `CallDesk.take`."""
+        """Return the answers to such calls that have come, see `RpcServer.take`."""
         return await self._desk.take(link, seen, wait_s)
 
     async def start(self) -> dict[str, float]:

@@ -41,4 +41,4 @@ class RequestContext:
 
 
 Generate = Callable[[GenerateRequest, RequestContext], Coroutine[Any, Any, GenerateResult]]
-"""The way of a request to the engines (`Batcher.generate`)."""
+"""The way of a request to the engines (`RequestCoalescer.generate`)."""

@@ -21,7 +21,7 @@ from megarl.rollout.engine.response_parts import EngineReport
 from megarl.rollout.fleet.drain import Call, RunningCalls
 from megarl.rollout.fleet.replacements import Replacements
 from megarl.rollout.fleet.replica_actors import ReplicaActors
-from megarl.rollout.fleet.replica_states import ReplicaStates, Service
+from megarl.rollout.fleet.replica_states import Lease, ReplicaStates
 from megarl.rollout.fleet.router import Dispatcher
 from megarl.rollout.fleet.speed import ReplicaWork
 
@@ -74,7 +74,7 @@ class CallRunner:
         self._stopping: set[asyncio.Future[EngineReport]] = set()
 
     async def run(self, call: Call, context: RequestContext, terms: CallTerms) -> None:
-        """Bring every response of a call to its end. Arguments and errors are those of `Fleet.generate`."""
+        """Bring every response of a call to its end. Arguments and errors are those of `EnginePool.generate`."""
         responses, background, deadline = call.responses, call.background, context.deadline
         timeout_s = math.inf if background or terms.foreign else self._timeouts.generate_s
         while responses.unfinished:
@@ -135,7 +135,7 @@ class CallRunner:
     async def _serve(
         self,
         context: RequestContext,
-        service: Service,
+        service: Lease,
         responses: ResponsesSoFar,
         timeout_s: float,
         terms: CallTerms,
@@ -201,7 +201,7 @@ class CallRunner:
         self._dispatcher.reported(prefix, holder(), ended, report.load)
         return ended
 
-    def _stop(self, service: Service, reported: dict[str, int]) -> None:
+    def _stop(self, service: Lease, reported: dict[str, int]) -> None:
         """Have a replica stop requests that nobody waits for any more, and do not wait for that either."""
         if not self._states.is_same(service):
             return

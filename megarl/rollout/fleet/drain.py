@@ -18,7 +18,7 @@ from megarl.common.errors import RolloutError
 from megarl.rollout.engine.continuation import ResponsesSoFar
 
 
-class Hold:
+class PublicationHold:
     """Tells whether what has not begun is held back, and since when; `end` lets it go."""
 
     def __init__(self, limit_s: float) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.common.errors import NoPlace, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, ReplicaStatus, replica_name, restart_replica
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.telemetry.trace import events
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Finds the actors of a run's replicas, which the supervisor creates, and makes the run's fleet of them.
 
 
-async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) -> Fleet:
+async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) -> EnginePool:
     """Wait until the replicas of the run's start exist; without `wait`, one that does not exist has ended.
 
     Raises RolloutError naming the first that does not within `timeouts.engine_start_s`.
@@ -35,7 +35,7 @@ async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) 
     timeouts = config.timeouts
     replicas = await _find_replicas(spec, config, wait)
     logs = Path(spec.run_dir) / "logs"
-    fleet = Fleet(
+    fleet = EnginePool(
         replicas,
         timeouts,
         lambda index, old: restart_replica(spec, index, old, timeouts),
@@ -96,7 +96,7 @@ class ElasticPool:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EnginePool,
         timeouts: TimeoutsConfig,
         start: Callable[[int, Callable[[], object]], Awaitable[ActorHandle]],
         end: Callable[[ActorHandle], object],
@@ -205,7 +205,8 @@ class ElasticPool:
     async def replace_later(self, indices: Sequence[int]) -> None:
         """End replicas that a publication has failed on, which then goes on with the others; `tend` starts new ones.
 
-        If no other one serves training, they are restarted, and waited for. Raises RolloutError as `Fleet.restart`.
+        If no other one serves training, they are restarted, and waited for. Raises RolloutError as
+        `EnginePool.restart`.
         """
         members = self._fleet.membership
         if not self._fleet.states.go_on_without(indices):

@@ -19,7 +19,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet.calls import GROUP_TERMS, CallRunner, CallTerms
-from megarl.rollout.fleet.drain import Hold, RunningCalls
+from megarl.rollout.fleet.drain import PublicationHold, RunningCalls
 from megarl.rollout.fleet.membership import Membership
 from megarl.rollout.fleet.replacements import Replacements
 from megarl.rollout.fleet.replica_actors import ReplicaActors
@@ -40,7 +40,7 @@ _RESET_S = 5.0  # in which a lost replica that is sound drops its requests
 Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
 
 
-class Fleet:
+class EnginePool:
     """Holds all replicas: those that serve, those that are lost, and those that join at the next version.
 
     Requests of one call go to one replica; another one continues its responses if that one is lost (`calls.py`).
@@ -72,7 +72,7 @@ class Fleet:
         self.membership = Membership(replicas)
         self._replacements = Replacements(timeouts, sync_restarts)
         # For as long as running responses may take to end, and then a weight sync with all its attempts.
-        self._hold = Hold(timeouts.generate_s + self._replacements.timeout_s)
+        self._hold = PublicationHold(timeouts.generate_s + self._replacements.timeout_s)
         self._dispatcher = Dispatcher(replicas, self._hold)
         self.states = ReplicaStates(
             self.actors, self.membership, self._replacements, self._dispatcher, ProgressRates(timeouts.rpc_s)

@@ -1,12 +1,12 @@
-"""Requests from outside the run, which the door passes on to the controller: begun, watched, dropped.
+"""Requests from outside the run, which the gateway passes on to the controller: begun, watched, dropped.
 
 They go through the fleet like those of training groups, so they wait out a publication and go on elsewhere when a
 replica is lost; admission knows nothing of them. Some are of the run's own groups, whose samples a harness acts for:
 these have the group's deadline, and a publication that lets responses end waits for them.
 
-The door begins many in one call. One call of the door waits for news of all of them: a call per response would cost
-more than a short response. News are repeated until the door has asked for the next ones, so an answer that is lost on
-its way loses no token.
+The gateway begins many in one call. One call of the gateway waits for news of all of them: a call per response would
+cost more than a short response. News are repeated until the gateway has asked for the next ones, so an answer that is
+lost on its way loses no token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart, tokens_from
 from megarl.rollout.fleet.calls import CallTerms
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.background import cancel_all
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ Failure = Literal["", "refused", "late", "unavailable"]
 
 
 @dataclass(frozen=True)
-class ForeignRequest:
-    """A request of the door. `timeout_s` counts from its arrival at the controller.
+class ExternalRequest:
+    """A request of the gateway. `timeout_s` counts from its arrival at the controller.
 
     `prefix`: requests with the same one share the beginning of their prompts; `replica` has it in its KV cache, if that
     is known. `interval_s`: the time between two news of its tokens; None: that of training's responses. `so_far`: the
@@ -55,7 +55,7 @@ class ForeignRequest:
 
 
 @dataclass(frozen=True)
-class ForeignNews:
+class ExternalNews:
     """The tokens of a request since the news before. It has ended if `part` says how, or with a `failure`.
 
     `replica`: the one that ended it, -1 before; `error`: the message of a failure.
@@ -73,11 +73,11 @@ class ForeignNews:
 
 
 @dataclass(frozen=True)
-class ForeignReport:
-    """The news of all requests, by request id. `number` counts the reports of one door."""
+class ExternalReport:
+    """The news of all requests, by request id. `number` counts the reports of one gateway."""
 
     number: int
-    news: dict[str, ForeignNews]
+    news: dict[str, ExternalNews]
 
 
 class _Tokens(dict[str, ResponsePart]):
@@ -97,12 +97,12 @@ class _Tokens(dict[str, ResponsePart]):
 
 @dataclass
 class _Open:
-    request: ForeignRequest
+    request: ExternalRequest
     tokens: _Tokens
     until: float  # time.monotonic
     told: int  # tokens that were in earlier news
     deadline: GroupDeadline | None = None
-    end: ForeignNews | None = None  # without the tokens
+    end: ExternalNews | None = None  # without the tokens
     task: asyncio.Task[None] | None = None
 
     @property
@@ -111,26 +111,27 @@ class _Open:
         return self.tokens[self.request.request.request_id]
 
 
-class ForeignRequests:
-    """Holds the requests of the run's door. Those of a door that was replaced are dropped.
+class ExternalRequests:
+    """Holds the requests of the run's gateway. Those of a gateway that was replaced are dropped.
 
     `serve` lets them go to the replicas, `hold` keeps them back while a trainer or a new controller makes the engines
     drop their requests; what they had reported is kept, and continued.
     """
 
-    def __init__(self, fleet: Fleet, *, serves: bool) -> None:
+    def __init__(self, fleet: EnginePool, *, serves: bool) -> None:
         """`serves`: the replicas have weights already."""
         self._fleet = fleet
-        self._door = ""
+        self._gateway = ""
         self._open: dict[str, _Open] = {}
         self._changed: set[str] = set()
         self._wake = asyncio.Event()
-        self._report = ForeignReport(0, {})
+        self._report = ExternalReport(0, {})
         self._serves = serves
 
-    def begin(self, door: str, requests: Sequence[ForeignRequest]) -> None:
-        """Begin to work on requests; one that is known is not begun again. `door`: the name of the door's process."""
-        self._greet(door)
+    def begin(self, gateway: str, requests: Sequence[ExternalRequest]) -> None:
+        """Begin to work on requests; one that is known is not begun again. `gateway`: the name of the gateway's
+        process."""
+        self._greet(gateway)
         for each in requests:
             name = each.request.request_id
             if name in self._open:
@@ -145,9 +146,9 @@ class ForeignRequests:
             else:
                 self._expire_later(name, opened)
 
-    def drop(self, door: str, names: Collection[str]) -> None:
+    def drop(self, gateway: str, names: Collection[str]) -> None:
         """Stop working on requests. Those that are not known, or have ended, are ignored."""
-        self._greet(door)
+        self._greet(gateway)
         for name in names:
             self._drop(name)
 
@@ -159,25 +160,26 @@ class ForeignRequests:
         if (found := self._open.pop(name, None)) is not None and found.task is not None:
             found.task.cancel()
 
-    async def take(self, door: str, seen: int, wait_s: float) -> ForeignReport:
-        """Wait for news, `wait_s` at most, and return them. `seen`: the number of the last report that the door has."""
-        self._greet(door)
+    async def take(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
+        """Wait for news, `wait_s` at most, and return them. `seen`: the number of the last report that the gateway
+        has."""
+        self._greet(gateway)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._changed and not self._unseen(seen) and door == self._door:
+                while not self._changed and not self._unseen(seen) and gateway == self._gateway:
                     self._wake.clear()
                     await self._wake.wait()
-        if door != self._door:
-            return ForeignReport(seen, {})
+        if gateway != self._gateway:
+            return ExternalReport(seen, {})
         if not self._unseen(seen) and self._changed:
             news = {name: each for name in self._changed if (each := self._news(name)) is not None}
             self._changed.clear()
-            self._report = ForeignReport(self._report.number + 1, news)
+            self._report = ExternalReport(self._report.number + 1, news)
             self._wake.set()  # of a call whose caller has gone there may be a second one
-        return self._report if self._unseen(seen) else ForeignReport(seen, {})
+        return self._report if self._unseen(seen) else ExternalReport(seen, {})
 
     def _unseen(self, seen: int) -> bool:
-        """Tell whether the door does not have the last report: it is new, or was lost on its way."""
+        """Tell whether the gateway does not have the last report: it is new, or was lost on its way."""
         return seen != self._report.number
 
     async def hold(self) -> None:
@@ -202,11 +204,11 @@ class ForeignRequests:
         """Drop everything."""
         self._drop_all()
 
-    def _greet(self, door: str) -> None:
-        if door == self._door:
+    def _greet(self, gateway: str) -> None:
+        if gateway == self._gateway:
             return
         self._drop_all()
-        self._door, self._report = door, ForeignReport(0, {})
+        self._gateway, self._report = gateway, ExternalReport(0, {})
         self._changed.clear()
         self._wake.set()
 
@@ -237,9 +239,9 @@ class ForeignRequests:
             if not isinstance(broken, RolloutError):
                 logger.exception("request %s", asked.request.request_id)
             failure, error = "unavailable", clear_text(broken)
-        self._end(opened, ForeignNews(ResponsePart(), replica, failure, error))
+        self._end(opened, ExternalNews(ResponsePart(), replica, failure, error))
 
-    def _end(self, opened: _Open, end: ForeignNews) -> None:
+    def _end(self, opened: _Open, end: ExternalNews) -> None:
         name = opened.request.request.request_id
         opened.end = end
         if self._open.get(name) is opened:
@@ -253,17 +255,17 @@ class ForeignRequests:
     def _expire(self, name: str, opened: _Open) -> None:
         """End a request whose time is over while all are kept back."""
         if self._open.get(name) is opened and opened.task is None and opened.end is None:
-            self._end(opened, ForeignNews(ResponsePart(), -1, "late", self._late(opened)))
+            self._end(opened, ExternalNews(ResponsePart(), -1, "late", self._late(opened)))
 
     def _late(self, opened: _Open) -> str:
         tokens, serving = len(opened.part.response_ids), self._fleet.serving
         where = f"replicas that serve: {serving}" if self._serves else "the engines wait for weights of the trainer"
         return (
-            f"the request waited {opened.request.timeout_s:.0f} s (door.request_timeout_s) for the rollout pool; "
+            f"the request waited {opened.request.timeout_s:.0f} s (gateway.request_timeout_s) for the rollout pool; "
             f"it had {tokens} tokens; {where}"
         )
 
-    def _news(self, name: str) -> ForeignNews | None:
+    def _news(self, name: str) -> ExternalNews | None:
         """Return what is new of a request; one that has ended is forgotten."""
         if (opened := self._open.get(name)) is None:
             return None
@@ -271,6 +273,6 @@ class ForeignRequests:
         opened.told = len(part.response_ids)
         new = tokens_from(part, known)
         if opened.end is None:
-            return ForeignNews(new)
+            return ExternalNews(new)
         del self._open[name]
-        return ForeignNews(new, opened.end.replica, opened.end.failure, opened.end.error)
+        return ExternalNews(new, opened.end.replica, opened.end.failure, opened.end.error)

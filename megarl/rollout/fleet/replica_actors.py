@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
-from megarl.rollout.transport.rpc import CallLink
+from megarl.rollout.transport.rpc import RpcClient
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -51,7 +51,7 @@ class ReplicaActors:
         """`rpc_s`: how late the answers to shared calls may be until they are asked for again."""
         self.by_index = dict(replicas)
         self._rpc_s, self.describe = rpc_s, describe
-        self._links: dict[int, CallLink] = {}
+        self._links: dict[int, RpcClient] = {}
 
     async def call(self, index: int, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of one replica and return its result, whose type is the method's.
@@ -69,11 +69,11 @@ class ReplicaActors:
                 raise self._late(index, method, timeout_s) from None
             raise self.failure(index, method, error) from error
 
-    def link(self, index: int) -> CallLink:
+    def link(self, index: int) -> RpcClient:
         """Return the link by which the shared calls of a replica are made; its calls have no time limit."""
         link, replica = self._links.get(index), self.by_index[index]
         if link is None or link.replica is not replica:
-            link = self._links[index] = CallLink(replica, self._rpc_s)
+            link = self._links[index] = RpcClient(replica, self._rpc_s)
         return link
 
     def _late(self, index: int, method: str, waited_s: float) -> ReplicaFailed:

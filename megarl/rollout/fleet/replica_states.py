@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Service:
+class Lease:
     """A replica as requests were placed on it, and how often it had been lost before."""
 
     index: int
@@ -57,11 +57,11 @@ class ReplicaStates:
         self.replaced_next: set[int] = set()
         self._losses: Counter[int] = Counter()
 
-    def service(self, index: int) -> Service:
+    def service(self, index: int) -> Lease:
         """Return a replica as it is now, when requests are placed on it."""
-        return Service(index, self._actors.by_index[index], self._losses[index])
+        return Lease(index, self._actors.by_index[index], self._losses[index])
 
-    def ended(self, service: Service) -> ReplicaFailed | None:
+    def ended(self, service: Lease) -> ReplicaFailed | None:
         """Return why a replica does not work on what was placed on it any more; None if it does."""
         index = service.index
         if not self.is_same(service):
@@ -74,7 +74,7 @@ class ReplicaStates:
             return ReplicaFailed(index, f"replica {index} was lost, and serves again without its requests of before")
         return None
 
-    def is_same(self, service: Service) -> bool:
+    def is_same(self, service: Lease) -> bool:
         """Tell whether a replica still has the actor that it had when requests were placed on it."""
         return self._actors.by_index.get(service.index) is service.replica
 
@@ -119,7 +119,7 @@ class ReplicaStates:
         self._rates.forget(index)
         self._dispatcher.remove(index)
 
-    def note_progress(self, service: Service, progress: tuple[int, float]) -> None:
+    def note_progress(self, service: Lease, progress: tuple[int, float]) -> None:
         """Record tokens and the seconds that responses took for them; lose a replica much slower than the others.
 
         Its work goes on elsewhere, and the next sync replaces it. The last one for training stays.
@@ -168,7 +168,7 @@ class ReplicaStates:
         self._membership.started(index)
 
     def leave(self, index: int) -> None:
-        """Remove a replica; its responses go on elsewhere. `Fleet.can_end` tells when its engine can be ended."""
+        """Remove a replica; its responses go on elsewhere. `EnginePool.can_end` tells when its engine can be ended."""
         self._membership.leaving.add(index)
         self.lost.pop(index, None)
         self._withdraw(index)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megarl.rollout.agents.batch_stats import BusyClock
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.background import cancel_all
 
 
@@ -24,12 +24,12 @@ class _Waiting:
     future: asyncio.Future[GenerateResult]
 
 
-class Batcher:
+class RequestCoalescer:
     """Takes single requests and sends those that share a turn of the event loop and a prefix in one call."""
 
     def __init__(
         self,
-        pool: Fleet,
+        pool: EnginePool,
         *,
         chunk: int | None = None,
         in_turn: bool = False,
@@ -40,7 +40,7 @@ class Batcher:
         """`chunk`: the most requests in one call (None: no bound). `clock` records when calls are sent and answered.
 
         `in_turn`: calls without a home go to the replicas in turn instead of by load. `background`: see
-        `Fleet.generate`.
+        `EnginePool.generate`.
         """
         self._pool, self._chunk, self._in_turn, self._clock, self._now = pool, chunk, in_turn, clock, now
         self._background = background

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megarl.common.errors import RolloutError
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.drain import Hold
+from megarl.rollout.fleet.drain import PublicationHold
 
 # The choice of the replica for the next requests. Pure: no clock, no processes.
 #
@@ -151,9 +151,9 @@ class _Place:
 class Dispatcher:
     """A router, limits by back-pressure, and the queue of those that are held back."""
 
-    def __init__(self, replicas: Iterable[int], hold: Hold | None = None) -> None:
+    def __init__(self, replicas: Iterable[int], hold: PublicationHold | None = None) -> None:
         """`hold`: whether all requests are held back that have not begun; None: never."""
-        self._hold = hold or Hold(math.inf)
+        self._hold = hold or PublicationHold(math.inf)
         self._router = Router(replicas)
         self._limits = BackPressure()
         self._queue: list[_Place] = []  # of those that wait for it, in the order in which they came

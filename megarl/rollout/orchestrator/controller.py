@@ -34,9 +34,9 @@ from megarl.rollout.engine.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, Hel
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
 from megarl.rollout.fleet.elastic_pool import attach_fleet
-from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.orchestrator.evaluator import Evaluator, FinishedEvaluation
-from megarl.rollout.orchestrator.failover import Committed, Handover
+from megarl.rollout.orchestrator.failover import Committed, Failover
 from megarl.rollout.orchestrator.pool_controller import PoolController
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
@@ -49,7 +49,7 @@ from megarl.rollout.tasks.prompts import PromptSource, reward_pool
 from megarl.rollout.transport.background import BackgroundTasks
 from megarl.rollout.transport.rpc import AnsweredCalls
 from megarl.rollout.workers.agent_worker import AgentWorker
-from megarl.rollout.workers.finished_group import GroupEnd, RowsHere
+from megarl.rollout.workers.finished_group import GroupEnd, LocalRows
 from megarl.rollout.workers.worker_groups import WorkerGroups, make_worker_groups
 from megarl.telemetry.trace import events
 
@@ -121,7 +121,7 @@ class RolloutController(PoolController):
             self._rewards.start(),
         )
         self._begin_with(fleet)
-        self._batcher = Batcher(self._fleet, clock=self._engine_time)
+        self._batcher = RequestCoalescer(self._fleet, clock=self._engine_time)
         self._running = RunningGroups(partial(self._journal.persist, source=self._source))
         self._running.stats.skipped_prompts = self._source.skipped
         self._writer = await asyncio.to_thread(
@@ -185,7 +185,7 @@ class RolloutController(PoolController):
 
     async def _run_here(self, group_id: int, begun: UnfinishedGroup | None) -> GroupEnd:
         """Run the loops of a group in this process."""
-        return RowsHere(await self._runner.run(group_id, begun), self._writer)
+        return LocalRows(await self._runner.run(group_id, begun), self._writer)
 
     @property
     def _admission(self) -> Admission:
@@ -334,7 +334,7 @@ class RolloutController(PoolController):
         self.elastic.open()
         return self._admission.counters
 
-    async def take_over(self, handover: Handover) -> Counters:
+    async def take_over(self, handover: Failover) -> Counters:
         """Go on in place of a controller that has died, with the trainer and the engines that it had.
 
         The batches that the trainer trains are those of `handover`. All other groups are open: those that the journal

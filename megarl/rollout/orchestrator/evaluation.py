@@ -19,8 +19,8 @@ from megarl.rollout.agents.eval_context import (
     evaluate_response,
 )
 from megarl.rollout.engine.request_context import Generate
-from megarl.rollout.fleet.engine_pool import Fleet
-from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.fleet.engine_pool import EnginePool
+from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.tasks.eval_sets import EvalPlace, EvalProblem, EvalSet, EvalTask
 
 CHUNK = 32
@@ -31,7 +31,7 @@ Elsewhere = Callable[[EvalTask, Generate], Awaitable[EvaluatedResponse]]
 
 async def evaluate_on_fleet(
     eval_set: EvalSet,
-    pool: Fleet,
+    pool: EnginePool,
     score: Callable[[RewardInput], Awaitable[RewardOutcome]],
     decode: Callable[[Sequence[int]], str],
     *,
@@ -48,7 +48,7 @@ async def evaluate_on_fleet(
     an evaluation beside training. `elsewhere`: where the `loop` runs; None: here. Seeds depend on (seed, problem,
     sample) only, so the same problems are sampled with the same seeds before and after training.
     """
-    batcher = Batcher(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
+    batcher = RequestCoalescer(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
     generate: Generate = batcher.generate
     priority = 0
     if share is not None:

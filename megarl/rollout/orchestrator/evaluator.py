@@ -22,7 +22,7 @@ from megarl.evaluation.harness import SetReport
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.eval_context import Share
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.orchestrator.evaluation import Elsewhere, evaluate_on_fleet, record_lines
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.rollout.tasks.eval_sets import EvalSet
@@ -65,7 +65,7 @@ class Evaluator:
         config: Config,
         run_dir: Path,
         source: PromptSource,
-        fleet: Fleet,
+        fleet: EnginePool,
         score: Score,
         tasks: BackgroundTasks,
         *,

@@ -24,7 +24,7 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class Handover:
+class Failover:
     """Holds what a new controller begins with.
 
     `history`: that of the last commit; None before the first one of a run that resumes nothing. `held`: the batches
@@ -52,12 +52,12 @@ class TrainerRecord:
     Before `begun` there is no trainer, and nothing is kept.
     """
 
-    now: Handover | None = None
+    now: Failover | None = None
     _taken: dict[int, BatchReady] = field(default_factory=dict)
 
     def begun(self, history: dict[str, Any] | None) -> None:
         """Begin with a history that the trainer resumes, and forget everything else."""
-        self.now, self._taken = Handover(history), {}
+        self.now, self._taken = Failover(history), {}
 
     def drained(self) -> None:
         """Note that no response is under way; none begins before the next publication is complete."""

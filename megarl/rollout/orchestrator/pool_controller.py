@@ -1,6 +1,6 @@
 """PoolController: what the controllers of a training run and of `megarl serve` have in common.
 
-Both have replicas, which may be listed and changed by hand while the pool works, and requests from the pool's door.
+Both have replicas, which may be listed and changed by hand while the pool works, and requests from the pool's gateway.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megarl.config.schema import Config
 from megarl.rollout.engine.placement import engine_needs, free_places
 from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
 from megarl.rollout.fleet.elastic_pool import ElasticPool, ReplicaReport
-from megarl.rollout.fleet.engine_pool import Fleet
-from megarl.rollout.fleet.external_requests import ForeignReport, ForeignRequest, ForeignRequests
+from megarl.rollout.fleet.engine_pool import EnginePool
+from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, ExternalRequests
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import CONTROLLER
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class PoolController:
-    """An actor with a fleet, the changes of its pool (`elastic`), and the requests of its door."""
+    """An actor with a fleet, the changes of its pool (`elastic`), and the requests of its gateway."""
 
-    _fleet: Fleet
+    _fleet: EnginePool
     elastic: ElasticPool
 
     def __init__(self, spec: ReplicaSpec, *, replaces: bool) -> None:
@@ -41,13 +41,13 @@ class PoolController:
         self.run_dir = Path(spec.run_dir)
         redirect_output(self.run_dir / "logs" / "controller.log")
         events.open_events(self.config, self.run_dir, CONTROLLER)
-        self._foreign_requests: ForeignRequests | None = None  # until the fleet is there
+        self._foreign_requests: ExternalRequests | None = None  # until the fleet is there
 
-    def _begin_with(self, fleet: Fleet) -> None:
-        """Begin with the fleet of the run; the door's requests wait until its engines serve."""
+    def _begin_with(self, fleet: EnginePool) -> None:
+        """Begin with the fleet of the run; the gateway's requests wait until its engines serve."""
         self._fleet = fleet
         self.elastic = self._elastic_pool()
-        self._foreign_requests = ForeignRequests(fleet, serves=False)
+        self._foreign_requests = ExternalRequests(fleet, serves=False)
 
     def _elastic_pool(self) -> ElasticPool:
         import ray
@@ -65,23 +65,24 @@ class PoolController:
         return ElasticPool(self._fleet, timeouts, start, end, partial(free_places, needs), notify)
 
     @property
-    def _foreign(self) -> ForeignRequests:
-        """The requests of the door, which may call before this actor has started. Raises RolloutError then."""
+    def _foreign(self) -> ExternalRequests:
+        """The requests of the gateway, which may call before this actor has started. Raises RolloutError then."""
         if self._foreign_requests is None:
             raise RolloutError("the rollout controller is still starting")
         return self._foreign_requests
 
-    async def begin_foreign(self, door: str, requests: list[ForeignRequest]) -> None:
-        """Begin to work on requests of the door. Admission, if there is one, neither counts them nor waits for them."""
-        self._foreign.begin(door, requests)
+    async def begin_foreign(self, gateway: str, requests: list[ExternalRequest]) -> None:
+        """Begin to work on requests of the gateway. Admission, if there is one, neither counts them nor waits for
+        them."""
+        self._foreign.begin(gateway, requests)
 
-    async def drop_foreign(self, door: str, names: list[str]) -> None:
-        """Stop working on requests of the door."""
-        self._foreign.drop(door, names)
+    async def drop_foreign(self, gateway: str, names: list[str]) -> None:
+        """Stop working on requests of the gateway."""
+        self._foreign.drop(gateway, names)
 
-    async def take_foreign(self, door: str, seen: int, wait_s: float) -> ForeignReport:
-        """Wait for news of the door's requests; see `ForeignRequests.take`."""
-        return await self._foreign.take(door, seen, wait_s)
+    async def take_foreign(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
+        """Wait for news of the gateway's requests; see `ExternalRequests.take`."""
+        return await self._foreign.take(gateway, seen, wait_s)
 
     async def list_replicas(self) -> tuple[list[ReplicaReport], int]:
         """Return the state of every replica, and how many are missing because there is no room for them."""

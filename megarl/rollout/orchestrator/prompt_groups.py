@@ -27,14 +27,14 @@ from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE, ScheduleFile
 from megarl.rollout.agents.batch_stats import RunningGroups
 from megarl.rollout.agents.group_runner import failed_group
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal import RolloutJournal
 from megarl.rollout.resume.kept_groups import KeptGroup
 from megarl.rollout.resume.retention import History
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.transport.background import BackgroundTasks
-from megarl.rollout.workers.finished_group import GroupEnd, RowsHere
+from megarl.rollout.workers.finished_group import GroupEnd, LocalRows
 from megarl.telemetry.trace import events
 
 # The rule that decides whether a failed prompt group ends the run or is counted. Pure.
@@ -117,7 +117,7 @@ class PromptGroups:
         run_dir: Path,
         *,
         source: PromptSource,
-        fleet: Fleet,
+        fleet: EnginePool,
         run: Callable[[int, UnfinishedGroup | None], Awaitable[GroupEnd]],
         running: RunningGroups,
         writer: QueueWriter,
@@ -187,7 +187,7 @@ class PromptGroups:
         """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
         async with self._decoding:
             rows = await asyncio.to_thread(kept.rows)
-            await self._settle(kept.group, RowsHere(rows, self._writer))
+            await self._settle(kept.group, LocalRows(rows, self._writer))
 
     def check_present(self, admission: Admission, what: str) -> None:
         """Raise RolloutError if a trainer has begun since `admission` was the present one."""
@@ -227,7 +227,7 @@ class PromptGroups:
             reason = str(error) or type(error).__name__
             events.fault("group", f"group {group_id} failed: {reason}")
             samples, dataset = self._config.batch.samples_per_group, self._source.dataset(group_id)
-            end = RowsHere(failed_group(group_id, samples, dataset, reason), self._writer)
+            end = LocalRows(failed_group(group_id, samples, dataset, reason), self._writer)
         else:
             self._judge(group_id, end)
             if not end.demonstrated:  # the data file has them, and no engine has worked for them

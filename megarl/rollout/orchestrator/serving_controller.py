@@ -1,4 +1,4 @@
-"""ServingController: the controller of a pool that only serves its door. There is no trainer, and no queue.
+"""ServingController: the controller of a pool that only serves its gateway. There is no trainer, and no queue.
 
 The engines have read the model's weights when they started. So a replica that was lost, or is added, can serve without
 a publication: the controller renews the pool by itself.

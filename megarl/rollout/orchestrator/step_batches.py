@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict, Unpack
 from megarl.common.errors import RolloutError
 from megarl.rollout.agents.batch_stats import BusyClock, RunningGroups
 from megarl.rollout.agents.sample_times import TrajectoryTimes
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.tasks.prompts import PromptSource
@@ -54,7 +54,7 @@ class StepBatches:
         groups: PromptGroups,
         running: RunningGroups,
         source: PromptSource,
-        fleet: Fleet,
+        fleet: EnginePool,
         engine_time: BusyClock,
         workers: WorkerGroups | None = None,
     ) -> None:

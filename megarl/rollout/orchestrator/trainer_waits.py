@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.evaluation.harness import SetReport
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.orchestrator.evaluator import Evaluator
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
@@ -28,7 +28,7 @@ class TrainerWaits:
         self,
         generate_s: float,
         tasks: BackgroundTasks,
-        fleet: Fleet,
+        fleet: EnginePool,
         groups: PromptGroups,
         steps: StepBatches,
         evaluations: Evaluator,

@@ -63,7 +63,7 @@ def reward_pool(config: Config, report: Callable[[str], None], *, shares: int = 
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PromptTask:
     """A prompt, its token ids, and what its set says about its responses.
 
     `dataset`: the name of the set, "" if there is only one; `reward`: the number of the reward function in the pool.
@@ -121,7 +121,7 @@ class PromptSource:
 
     def reset(self) -> None:
         """Begin the order of the prompts: the groups of a run that resumes no history."""
-        self._drawn: dict[int, Drawn] = {}  # of the groups that are not finished
+        self._drawn: dict[int, PromptTask] = {}  # of the groups that are not finished
         first = self._weights if self._curriculum is None else self._curriculum.first_weights
         self._mixture = Mixture(first, self.config.run.seed)
         if self._curriculum is None:
@@ -149,14 +149,14 @@ class PromptSource:
         """The number of prompts that are left out because they are too long."""
         return sum(each.skipped for each in self._sets)
 
-    def draw(self, group_id: int) -> Drawn:
+    def draw(self, group_id: int) -> PromptTask:
         """Return the problem of a group, the same one at every call; it is kept until the group is finished."""
         if group_id in self._drawn:
             return self._drawn[group_id]
         index, draw = self._mixture.at(group_id)
         own = self._sets[index]
         prompt, ids, shown = own.drawn(draw, self.config.batch.samples_per_group)
-        drawn = self._drawn[group_id] = Drawn(
+        drawn = self._drawn[group_id] = PromptTask(
             prompt,
             ids,
             self._samplings[index],

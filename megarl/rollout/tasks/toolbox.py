@@ -19,7 +19,7 @@ LEFT_OUT = "{left_out}"  # in the note
 class Toolbox:
     """The tools of a data set by name, and what a loop needs to talk with the model about them.
 
-    `run_dir`: the directory of the run, where the address of its door is; None if the loop does not act through it.
+    `run_dir`: the directory of the run, where the address of its gateway is; None if the loop does not act through it.
     `max_model_len`: tokens of prompt and response together; None if it is not known.
     """
 

@@ -95,7 +95,7 @@ def make_toolbox(
     if agent.loop == TOOL_AGENT:
         dialogue.check(tools=bool(tools))
     form = tool_format(agent.tool_format, tokenizer, kwargs) if tools else HERMES
-    run_dir = config.run_dir if config.door.enabled else None
+    run_dir = config.run_dir if config.gateway.enabled else None
     return Toolbox.of(dialogue, agent, tools, form, run_dir, max_model_len)
 
 

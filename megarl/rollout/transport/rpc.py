@@ -92,7 +92,7 @@ class CalledActor(Protocol):
     take_answers: Any
 
 
-class CallDesk:
+class RpcServer:
     """The replica's side. It serves one link, that of the newest controller, and forgets calls of the one before."""
 
     def __init__(
@@ -153,7 +153,7 @@ def _sendable(error: BaseException) -> Exception:
     return error if isinstance(error, RolloutError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-class CallLink:
+class RpcClient:
     """The controller's side: the calls of one replica that wait for an answer. Each caller has its own time limit."""
 
     def __init__(self, replica: CalledActor, grace_s: float) -> None:

@@ -58,7 +58,7 @@ class GroupEnd(ABC):
         return usable_samples(["ok"] * len(self.rewards))
 
 
-class RowsHere(GroupEnd):
+class LocalRows(GroupEnd):
     """The end of a group whose rows are in this process."""
 
     def __init__(self, rows: Sequence[Trajectory], writer: QueueWriter) -> None:

@@ -17,7 +17,7 @@ from megarl.rollout.agents.eval_context import EvaluatedResponse
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.resume.group_progress import RequestPlace
 from megarl.rollout.tasks.eval_sets import EvalTask
-from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.prompts import PromptTask
 
 START, START_ONE = 12_000, 1_000  # of the start of a group, which is much work: all of its loops begin; of one loop
 PLAIN = 64  # the size of a message without tokens, where a token, and a log-prob, has size 1
@@ -60,7 +60,7 @@ class StartGroup:
 
     run: int
     group: int
-    drawn: Drawn
+    drawn: PromptTask
     kept: bytes | None = None
     left_s: float | None = None
 

@@ -24,14 +24,14 @@ from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, Un
 from megarl.rollout.resume.journal_records import encode_unfinished
 from megarl.rollout.resume.loop_records import EncodedLoop, LoopRecord
 from megarl.rollout.tasks.eval_sets import EvalTask
-from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.workers.messages import Answered, Asked, Frozen, SentFailure, StartGroup, StartResponse, ToWorker
 
 
 class RemoteProgress(GroupProgress):
     """The progress of loops that run in a worker. `encoded`: their records by sample, as it has sent them."""
 
-    def __init__(self, drawn: Drawn, kept: UnfinishedGroup | None) -> None:
+    def __init__(self, drawn: PromptTask, kept: UnfinishedGroup | None) -> None:
         super().__init__(drawn.ids, drawn.dataset, kept)
         self.encoded: dict[int, LoopRecord] = dict(self.loops)
 
@@ -143,7 +143,7 @@ class RemoteGroup(RemoteRun):
     """One group, from the first worker to the last. `queued`: once rows are to be written, whether they are."""
 
     def __init__(
-        self, group: int, drawn: Drawn, kept: UnfinishedGroup | None, deadline: GroupDeadline | None, *,
+        self, group: int, drawn: PromptTask, kept: UnfinishedGroup | None, deadline: GroupDeadline | None, *,
         config: Config, generate: Generate, persist: Callable[[int], Awaitable[None]],
     ) -> None:  # fmt: skip
         """`generate`: the way to the engines. `persist`: see `RunningGroups.persist`."""

@@ -36,7 +36,7 @@ class WorkerLost(RolloutError):  # noqa: N818
     """An agent worker has died, or does not answer."""
 
 
-class WorkerLink:
+class WorkerClient:
     """Sends messages to a worker and hands its news on, from `open` to `close` or to its loss."""
 
     def __init__(
@@ -45,7 +45,7 @@ class WorkerLink:
         actor: WorkerActor,
         rpc_s: float,
         receive: Callable[[WorkerReport], Awaitable[None]],
-        lost: Callable[[WorkerLink, WorkerLost], None],
+        lost: Callable[[WorkerClient, WorkerLost], None],
         loops: Callable[[], int] = int,
     ) -> None:
         """`rpc_s`: how long an answer may be late. `lost` is called once, with what has happened.

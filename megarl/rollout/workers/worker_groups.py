@@ -52,7 +52,7 @@ from megarl.rollout.workers.messages import (
     WorkerReport,
 )
 from megarl.rollout.workers.remote_run import RemoteGroup, RemoteResponse, RemoteRun
-from megarl.rollout.workers.worker_client import WorkerActor, WorkerLink, WorkerLost
+from megarl.rollout.workers.worker_client import WorkerActor, WorkerClient, WorkerLost
 from megarl.telemetry.trace import events
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class WorkerGroups:
         self._config, self._source, self._generate, self._writer = config, source, generate, writer
         self._running = running
         self._start, self._end, self._notify = start, end, notify
-        self._links: dict[int, WorkerLink] = {}
+        self._links: dict[int, WorkerClient] = {}
         self._runs: dict[int, RemoteRun] = {}
         self._loops: Counter[int | None] = Counter()  # of those runs, by worker
         self._without_worker: deque[RemoteRun] = deque()
@@ -195,7 +195,7 @@ class WorkerGroups:
         await cancel_all(self._tasks, "starts of agent workers")
         await asyncio.gather(*(self._shut(link) for link in links))
 
-    async def _shut(self, link: WorkerLink) -> None:
+    async def _shut(self, link: WorkerClient) -> None:
         try:
             async with asyncio.timeout(self._config.timeouts.shutdown_s / 4):
                 await link.actor.shutdown.remote()
@@ -205,12 +205,12 @@ class WorkerGroups:
 
     def _open(self, index: int, actor: WorkerActor) -> None:
         loops = lambda: self._loops[index]  # noqa: E731
-        link = WorkerLink(index, actor, self._config.timeouts.rpc_s, self._receive, self._lose, loops)
+        link = WorkerClient(index, actor, self._config.timeouts.rpc_s, self._receive, self._lose, loops)
         self._links[index] = link
         link.open()
         self._do(self._assign_waiting())
 
-    def _link_of(self, remote: RemoteRun) -> WorkerLink | None:
+    def _link_of(self, remote: RemoteRun) -> WorkerClient | None:
         return None if remote.worker is None else self._links.get(remote.worker)
 
     async def _assign_waiting(self) -> None:
@@ -283,7 +283,7 @@ class WorkerGroups:
         if remote.run == message.run and (link := self._link_of(remote)) is not None:
             link.send(Persisted(message.run, message.number, failure))
 
-    def _lose(self, link: WorkerLink, error: WorkerLost) -> None:
+    def _lose(self, link: WorkerClient, error: WorkerLost) -> None:
         """Let other workers go on with the loops of a lost one, and start another one in its place."""
         if self._closed or self._links.get(link.index) is not link:
             return

@@ -21,14 +21,14 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.batch_stats import BatchStats, RunningGroups
 from megarl.rollout.agents.eval_context import EvalContext, evaluate_response
-from megarl.rollout.agents.group_runner import GroupRunner, Judges
+from megarl.rollout.agents.group_runner import GroupRunner, RewardScorer
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.teachers.teacher_client import Teachers
 from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
 from megarl.rollout.resume.journal import problem
 from megarl.rollout.resume.journal_records import decode_unfinished, encode_group
-from megarl.rollout.tasks.prompts import Drawn
+from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.transport.batch_decoder import BatchDecoder
 from megarl.rollout.transport.gather import Outbox
@@ -74,7 +74,7 @@ class LoopParts:
     """
 
     loop: AgentLoop
-    rewards: Judges
+    rewards: RewardScorer
     writer: RowWriter
     decode_all: Callable[[Sequence[Sequence[int]]], list[str]]
     toolboxes: Mapping[str, Toolbox] = field(default_factory=dict)
@@ -87,10 +87,10 @@ class LoopParts:
 class _OneProblem:
     """The problem of the one group that a runner runs."""
 
-    drawn: Drawn
+    drawn: PromptTask
     decode_all: Callable[[Sequence[Sequence[int]]], list[str]]
 
-    def draw(self, group_id: int) -> Drawn:
+    def draw(self, group_id: int) -> PromptTask:
         return self.drawn
 
 

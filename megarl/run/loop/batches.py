@@ -23,7 +23,7 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.run.loop.pack_step import pack_step
 from megarl.run.pool.batch_collectives import SLICE_S, BackgroundChannel, ChannelClosed
-from megarl.run.pool.rollout_client import PoolLink
+from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.ranks.failure import PeerFailedError
 from megarl.run.record.recorder import Recorder
 from megarl.run.step.plan import StepBatch, StepPlan, plan_step
@@ -54,7 +54,7 @@ class PreparedBatch:
 class BatchSource:
     """Gives each step its batch. Every method is collective over the trainer ranks."""
 
-    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder, packer: Packer) -> None:
+    def __init__(self, config: Config, pool: RolloutClient, recorder: Recorder, packer: Packer) -> None:
         """`packer`: how the policy packs samples."""
         self._config, self._pool, self._recorder = config, pool, recorder
         self._packer = packer

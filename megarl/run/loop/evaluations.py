@@ -15,7 +15,7 @@ from megarl.config.derived.staleness import evaluates_beside_training
 from megarl.config.schema import Config
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
-from megarl.run.pool.rollout_client import PoolLink
+from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.record.recorder import Recorder
 
 
@@ -24,7 +24,7 @@ class Evaluations:
 
     key = "evaluations"
 
-    def __init__(self, config: Config, pool: PoolLink, recorder: Recorder, stopped: Callable[[], bool]) -> None:
+    def __init__(self, config: Config, pool: RolloutClient, recorder: Recorder, stopped: Callable[[], bool]) -> None:
         """`stopped`: tells on rank 0 whether the run was asked to stop; an evaluation that is waited for then ends."""
         self._config, self._pool, self._recorder, self._stopped = config, pool, recorder, stopped
         self._beside_training = evaluates_beside_training(config)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.config.schema.monitor import MonitorConfig
 from megarl.run.loop.alarm_inputs import REPLICA_GAP, logprob_values, plan_values, readings, replica_values, rules_of
-from megarl.run.pool.rollout_client import PoolLink
+from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.record.recorder import Recorder
 from megarl.run.step.compare_logprobs import StepMeasures
 from megarl.run.step.plan import StepPlan
@@ -35,7 +35,7 @@ class RunMonitor:
 
     key = "monitor"
 
-    def __init__(self, config: MonitorConfig, pool: PoolLink, recorder: Recorder) -> None:
+    def __init__(self, config: MonitorConfig, pool: RolloutClient, recorder: Recorder) -> None:
         self._config, self._pool, self._recorder = config, pool, recorder
         self._monitor = Monitor(rules_of(config))
         self._judges_before = any(rule.action in _BEFORE for rule in self._monitor.rules.values())

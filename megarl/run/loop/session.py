@@ -27,8 +27,8 @@ from megarl.run.loop.batches import BatchSource
 from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.loop.stop import StopSignals, StopVote
-from megarl.run.pool.rollout_client import PoolLink
-from megarl.run.ranks.control_group import Peers
+from megarl.run.pool.rollout_client import RolloutClient
+from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder, Stateful, collect, restore
 from megarl.run.step.plan import StepPlan
 from megarl.telemetry.trace import events
@@ -53,7 +53,7 @@ class Session:
         self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO, signals: StopSignals
     ) -> None:
         self.config = config
-        self.peers = Peers(config.timeouts)
+        self.peers = ControlGroup(config.timeouts)
         self._refuse_different_plans()
         self._meet()
         self.recorder = Recorder(config, self.peers, terminal)
@@ -65,7 +65,7 @@ class Session:
         self.recorder.describe_model(info)
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
-        self.pool = PoolLink(config, self.peers, self.recorder)
+        self.pool = RolloutClient(config, self.peers, self.recorder)
         self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)

@@ -21,7 +21,7 @@ from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.common.rundir.run_files import ExitRecord, stop_reason, write_exit
 from megarl.common.rundir.run_lock import Holder, other_holder
 from megarl.common.trust.object_collectives import TEXT
-from megarl.run.ranks.control_group import Peers
+from megarl.run.ranks.control_group import ControlGroup
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # One Ctrl-C may arrive more than once, from the terminal and through torchrun.
@@ -142,7 +142,7 @@ class StopSignals:
 class StopVote:
     """Combines the stop requests: RUN_DIR/stop, which rank 0 looks for, and a stop signal to any rank."""
 
-    def __init__(self, run_dir: Path, peers: Peers, signals: StopSignals) -> None:
+    def __init__(self, run_dir: Path, peers: ControlGroup, signals: StopSignals) -> None:
         self._run_dir, self._peers, self._signals = run_dir, peers, signals
         self._request: str | None = None  # what rank 0 has read last in the file
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar, cast
 from megarl.common.errors import BatchNotReady
 from megarl.common.trust.object_collectives import TEXT, Codec, broadcast, codec_of
 from megarl.config.schema import TimeoutsConfig
-from megarl.run.ranks.control_group import Peers
+from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder
 from megarl.telemetry.metrics.timer import Phase
 from megarl.trainer import parallel
@@ -53,7 +53,7 @@ class Channel(Protocol):
 class MainChannel:
     """The communicators of the training thread."""
 
-    def __init__(self, peers: Peers, recorder: Recorder) -> None:
+    def __init__(self, peers: ControlGroup, recorder: Recorder) -> None:
         self._peers = peers
         self.phase = recorder.phase
 
@@ -84,7 +84,7 @@ class BackgroundChannel:
 
     def __init__(self, timeouts: TimeoutsConfig) -> None:
         """Form the groups. Collective over all ranks, in the main thread, with the parallel layout initialised."""
-        self._peers = Peers(timeouts)
+        self._peers = ControlGroup(timeouts)
         own = parallel.replica_ranks()
         replicas = sorted(set(self._peers.gather(tuple(own), _RANKS)))
         groups = {ranks: self._peers.subgroup(ranks) for ranks in replicas if len(ranks) > 1}

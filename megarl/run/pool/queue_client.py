@@ -15,7 +15,7 @@ from megarl.queue.transfer import QueueReader
 T = TypeVar("T")
 
 
-class QueueLink:
+class QueueClient:
     """Reads the present queue; any thread may. What was in an earlier one is lost."""
 
     def __init__(self, handle: SupervisorHandle, timeouts: TimeoutsConfig) -> None:

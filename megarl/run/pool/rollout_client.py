@@ -31,9 +31,9 @@ from megarl.rollout.engine.placement import HeldDevices, own_device, refuse_over
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.run.pool.batch_collectives import Channel, MainChannel
-from megarl.run.pool.queue_client import QueueLink
+from megarl.run.pool.queue_client import QueueClient
 from megarl.run.pool.row_codec import ROWS
-from megarl.run.ranks.control_group import Peers
+from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.ranks.failure import PeerFailedError
 from megarl.run.record.recorder import Recorder
 from megarl.run.step.plan import StepBatch, StepPlan
@@ -83,16 +83,16 @@ class DisagreementError(RuntimeError):
     """Ranks computed different plans from the same tags. This is a bug; the batch must not be trained on."""
 
 
-class PoolLink:
+class RolloutClient:
     """Talks to the pool once `attach` has connected it. As a `Stateful` part it keeps the committed rollout history."""
 
     key = "rollout"
 
-    def __init__(self, config: Config, peers: Peers, recorder: Recorder) -> None:
+    def __init__(self, config: Config, peers: ControlGroup, recorder: Recorder) -> None:
         self._config, self._peers, self._recorder = config, peers, recorder
         self._main = MainChannel(peers, recorder)
         self._client: _Held[PoolClient] = _Held()  # on rank 0
-        self._queue: _Held[QueueLink] = _Held()  # on leaders
+        self._queue: _Held[QueueClient] = _Held()  # on leaders
         self._history: dict[str, Any] | None = None
         self._saved: int | None = None
 
@@ -116,7 +116,7 @@ class PoolLink:
         refuse_overlap(self._peers.gather(own_device(self._peers.rank), _DEVICES), held)
         if parallel.is_leader():
             connect_ray(handle, timeouts.ray_start_s)
-            self._queue.hold(QueueLink(handle, timeouts))
+            self._queue.hold(QueueClient(handle, timeouts))
 
     def engine_handles(self) -> EngineHandles | None:
         """Return the handles that the weight sync calls the engines by, on rank 0; None elsewhere. Not collective."""

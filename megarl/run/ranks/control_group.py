@@ -76,7 +76,7 @@ def _own_store(rank: int, timeout_s: float, secret: bytes) -> TCPStore:
     return connect_store(host, port, timeout_s)
 
 
-class Peers:
+class ControlGroup:
     """All trainer ranks, joined by a gloo group for small objects.
 
     The time-out of the group covers the longest action of rank 0 for which the others wait.

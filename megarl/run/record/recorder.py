@@ -24,7 +24,7 @@ from megarl.models.architecture.architecture import ModelInfo
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.admission.counters import Counters
-from megarl.run.ranks.control_group import Peers
+from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.batch_metrics import nothing_trained, record_batch
 from megarl.run.record.events import StepEvents, end_of_history
 from megarl.run.record.performance import Performance, peak_memory_gib
@@ -161,7 +161,7 @@ def _replica_of(subject: int) -> int | None:
 class Recorder:
     """Collects the current step in `metrics` and `timer`; `step` closes it and writes it."""
 
-    def __init__(self, config: Config, peers: Peers, terminal: TextIO) -> None:
+    def __init__(self, config: Config, peers: ControlGroup, terminal: TextIO) -> None:
         self._config, self._peers = config, peers
         self._run_dir = config.run_dir
         self._writer = MetricsWriter.open(config, terminal) if peers.is_first else MetricsWriter.silent()

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 import torch
 
 from megarl.algorithms.objective.stats import SAMPLING, LossStats
-from megarl.algorithms.objective.token_origin import SourceGaps
+from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.common.trust.object_collectives import Codec, codec_of
 from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, SOURCES
 from megarl.queue.trajectory import SampleTag, Trajectory
-from megarl.run.step.token_origin import SourceComparison, TokenSources
+from megarl.run.step.token_origin import OriginComparison, TokenOrigins
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 
 _VECTORS: Codec[list[list[float]]] = codec_of(list[list[float]])
-_Compared = tuple[LossStats, SourceGaps]
+_Compared = tuple[LossStats, OriginGaps]
 
 
 def _encode_compared(compared: _Compared) -> bytes:
@@ -29,7 +29,7 @@ def _encode_compared(compared: _Compared) -> bytes:
 
 def _decode_compared(content: bytes) -> _Compared:
     sums_K, maxima_M, sums, maxima_B = (torch.tensor(part, dtype=torch.float64) for part in _VECTORS.decode(content))
-    return LossStats.from_vectors(sums_K, maxima_M), SourceGaps.from_vectors(sums, maxima_B)
+    return LossStats.from_vectors(sums_K, maxima_M), OriginGaps.from_vectors(sums, maxima_B)
 
 
 _COMPARED = Codec(_encode_compared, _decode_compared)
@@ -44,14 +44,14 @@ class StepMeasures:
     step are added when they have been made. `entropy`: of the policy, in nats per token; None if it was not measured.
     """
 
-    sources: TokenSources
-    gaps: SourceGaps
+    sources: TokenOrigins
+    gaps: OriginGaps
     compared: Mapping[str, float] | None = None
     entropy: float | None = None
-    _by_source: SourceComparison | None = field(default=None, init=False, repr=False)
+    _by_source: OriginComparison | None = field(default=None, init=False, repr=False)
 
     @property
-    def by_source(self) -> SourceComparison:
+    def by_source(self) -> OriginComparison:
         """The comparison by source, of the updates so far."""
         if self._by_source is None:
             self._by_source = self.sources.compare(self.gaps)
@@ -60,15 +60,15 @@ class StepMeasures:
     @classmethod
     def begin(cls, tags: Iterable[SampleTag], config: Config) -> StepMeasures:
         """Return what is known before anything is computed. `tags`: those of the whole batch."""
-        sources = TokenSources.of(tags, config)
-        return cls(sources, SourceGaps.zeros(sources.buckets.size))
+        sources = TokenOrigins.of(tags, config)
+        return cls(sources, OriginGaps.zeros(sources.buckets.size))
 
     def compare_in_pass(self, samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory]) -> None:
         """Compare the engine's log-probs with those of a pass of the trainer, over all sampled tokens. Collective.
 
         `samples` and `rows`: this replica's, by key.
         """
-        parts, own = [LossStats.zeros()], SourceGaps.zeros(self.sources.buckets.size)
+        parts, own = [LossStats.zeros()], OriginGaps.zeros(self.sources.buckets.size)
         for key, sample in samples.items():
             if rows[key].demonstrated:  # no engine has scored it
                 continue
@@ -83,13 +83,13 @@ class StepMeasures:
             self.add_gaps(gaps)
         self.compared = LossStats.merge(stats for stats, _ in everyone).means()
 
-    def compare_in_update(self, values: Mapping[str, float], gaps: SourceGaps | None) -> None:
+    def compare_in_update(self, values: Mapping[str, float], gaps: OriginGaps | None) -> None:
         """Take over what the first update has found: its metrics and `gaps`; None if a pass has compared all."""
         self.entropy = values.get("entropy") if values["tokens"] else None
         if gaps is not None:
             self.compared, self.gaps, self._by_source = engine_against_trainer(values), gaps, None
 
-    def add_gaps(self, gaps: SourceGaps) -> None:
+    def add_gaps(self, gaps: OriginGaps) -> None:
         """Add what another rank, or a later update of the step, has compared."""
         self.gaps.merge(gaps)
         self._by_source = None

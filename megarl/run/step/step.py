@@ -46,7 +46,7 @@ from megarl.run.step.compare_logprobs import StepMeasures
 from megarl.run.step.distill import add_teacher_logprobs, distil
 from megarl.run.step.off_policy import reject_before_updates, set_interpolation
 from megarl.run.step.plan import StepPlan, TrainedGroups, count_groups
-from megarl.run.step.token_origin import TokenSources
+from megarl.run.step.token_origin import TokenOrigins
 from megarl.run.step.update_metrics import record_measures, record_update
 from megarl.telemetry.metrics.registry import StepMetrics
 from megarl.telemetry.metrics.timer import PhaseTimer
@@ -239,7 +239,7 @@ def train_samples(
 ) -> dict[str, TrainSample]:
     """Return a replica's samples by key, with the engine's log-probs: the old ones, unless the trainer's own are."""
     trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
-    sources, compares_all = TokenSources.of(plan.tags.values(), config), recomputes_old_logprobs(config)
+    sources, compares_all = TokenOrigins.of(plan.tags.values(), config), recomputes_old_logprobs(config)
     # A mini-batch is compared with the weights after the updates before it, unless all are with those before the first.
     made = [int(_counts(plan, parts, config.sampling.max_tokens, None).tokens > 0) for parts in plan.mini_batches]
     before = itertools.accumulate(made, initial=0)

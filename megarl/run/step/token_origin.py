@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megarl.algorithms.objective.token_origin import NO_SOURCE, Gap, SourceGaps
+from megarl.algorithms.objective.token_origin import NO_SOURCE, Gap, OriginGaps
 from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, Trajectory
 
 
 @dataclass(frozen=True)
-class SourceComparison:
+class OriginComparison:
     """The comparison of all tokens, and of those of each lag, and of each replica by lag, without what has no tokens.
 
     `by_replica` has only replicas with a slot.
@@ -30,14 +30,14 @@ class SourceComparison:
 
 
 @dataclass(frozen=True)
-class TokenSources:
+class TokenOrigins:
     """The buckets of one step. `slot_of`: the slots of the replicas that have one, by index."""
 
     buckets: SourceBuckets
     slot_of: Mapping[int, int]
 
     @classmethod
-    def of(cls, tags: Iterable[SampleTag], config: Config) -> TokenSources:
+    def of(cls, tags: Iterable[SampleTag], config: Config) -> TokenOrigins:
         """Return the buckets of a step with these tags. If there are more replicas than slots, the newest have them."""
         buckets = SourceBuckets.of(config)
         replicas = sorted({replica for tag in tags for replica in tag.replicas}, reverse=True)
@@ -66,7 +66,7 @@ class TokenSources:
     def _index(self, replica: int, lag: int) -> int:
         return self.buckets.index(self.slot_of.get(replica, self.buckets.slots - 1), lag)
 
-    def compare(self, gaps: SourceGaps) -> SourceComparison:
+    def compare(self, gaps: OriginGaps) -> OriginComparison:
         """Return the comparison of all tokens in `gaps`, and its parts."""
         filled = gaps.filled()
         replica_of = {slot: replica for replica, slot in self.slot_of.items()}
@@ -77,7 +77,7 @@ class TokenSources:
             of_lag.setdefault(lag, []).append(row)
             if slot in replica_of:
                 of_replica.setdefault(replica_of[slot], {})[lag] = Gap.of([row])
-        return SourceComparison(
+        return OriginComparison(
             whole=Gap.of(list(filled.values())),
             by_lag={lag: Gap.of(of_lag[lag]) for lag in sorted(of_lag)},
             by_replica=dict(sorted(of_replica.items())),

@@ -36,7 +36,7 @@ from megarl.weights.plan.operation_order import Order, buffers_within, schedule
 from megarl.weights.plan.settings import SyncReport, SyncSettings
 from megarl.weights.send.group_former import GroupFormer
 from megarl.weights.send.leader import EngineCalls
-from megarl.weights.send.sync_attempt import RowGather, Sending
+from megarl.weights.send.sync_attempt import RowGather, SyncAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class WeightSender:
         sync, self._sync = self._sync, self._sync + 1
         group, started, limit_s = self._group, time.perf_counter(), self.settings.sync_s
         group.begin(sync, len(self.plan.buckets), limit_s)
-        sending = Sending(group, self._order, self._gathers, self._packer, self._rank, version)
+        sending = SyncAttempt(group, self._order, self._gathers, self._packer, self._rank, version)
         engines = None
         if self._engines is not None:
             publish = self._engines.publish

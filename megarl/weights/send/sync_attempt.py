@@ -4,7 +4,7 @@ Every rank goes through the same order of operations (`operation_order.py`) on o
 takes no part in. In the gather of bucket k, G(k), the ranks that hold a part of its tensors bring them to its owner,
 which then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With two buffers and
 one owner the order is G(0) B(0) G(1) B(1) ...; with more buffers more gathers come before B(0), while the engines still
-generate. `Sending.staged` tells the leader when this rank has done its part in those: then the engines are paused.
+generate. `SyncAttempt.staged` tells the leader when this rank has done its part in those: then the engines are paused.
 
 Why there can be no deadlock, however many queues the hardware has: consider the first operation X of the order that
 has not ended. Before a rank begins an operation it waits for nothing but earlier operations of the order, which have
@@ -73,7 +73,7 @@ class RowGather(Protocol):
 Check: TypeAlias = Callable[[str, RowGather], None]  # raises to end the wait for a gather, at the named place
 
 
-class Sending:
+class SyncAttempt:
     """One sync on one trainer rank: call `run`, and `finish_gathers` if other members failed."""
 
     def __init__(

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.token_origin import KEYS, TAIL, Gap, SourceGaps
+from megarl.algorithms.objective.token_origin import KEYS, TAIL, Gap, OriginGaps
 
 BUCKETS = 5
 
 
-def gap_of(gaps: SourceGaps, bucket: int) -> Gap:
+def gap_of(gaps: OriginGaps, bucket: int) -> Gap:
     filled = gaps.filled()
     return Gap.of([filled[bucket]] if bucket in filled else [])
 
@@ -36,7 +36,7 @@ def tensors(tokens: list[tuple[float, float, bool, int]]) -> tuple[torch.Tensor,
 @given(TOKENS)
 @settings(deadline=None)
 def test_each_bucket_has_the_statistics_of_its_tokens(tokens: list[tuple[float, float, bool, int]]) -> None:
-    gaps = SourceGaps.zeros(BUCKETS)
+    gaps = OriginGaps.zeros(BUCKETS)
     gaps.add(*tensors(tokens))
     for bucket in range(BUCKETS):
         mine = [each for each in tokens if each[2] and each[3] == bucket]
@@ -61,14 +61,14 @@ def test_any_split_into_micro_batches_and_ranks_reduces_to_the_same(
     tokens: list[tuple[float, float, bool, int]], cuts: list[int]
 ) -> None:
     """Counts and maxima to the bit, sums to the rounding of fp64."""
-    whole = SourceGaps.zeros(BUCKETS)
+    whole = OriginGaps.zeros(BUCKETS)
     whole.add(*tensors(tokens))
     bounds = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
-    ranks = [SourceGaps.zeros(BUCKETS), SourceGaps.zeros(BUCKETS)]
+    ranks = [OriginGaps.zeros(BUCKETS), OriginGaps.zeros(BUCKETS)]
     for number, (start, end) in enumerate(pairwise(bounds)):
         ranks[number % 2].add(*tensors(tokens[start:end]))
     sums = ranks[0].sums_BK.flatten() + ranks[1].sums_BK.flatten()
-    total = SourceGaps.from_vectors(sums, torch.maximum(ranks[0].maxima_B, ranks[1].maxima_B))
+    total = OriginGaps.from_vectors(sums, torch.maximum(ranks[0].maxima_B, ranks[1].maxima_B))
     ranks[0].merge(ranks[1])
     for found in (total, ranks[0]):
         assert torch.equal(found.maxima_B, whole.maxima_B)
@@ -77,7 +77,7 @@ def test_any_split_into_micro_batches_and_ranks_reduces_to_the_same(
 
 
 def test_what_is_masked_is_ignored_and_a_huge_ratio_stays_finite() -> None:
-    gaps = SourceGaps.zeros(2)
+    gaps = OriginGaps.zeros(2)
     engine_R, trainer_R = torch.tensor([math.nan, -1.0, -200.0]), torch.tensor([-1.0, -math.inf, -1.0])
     gaps.add(engine_R, trainer_R, torch.tensor([False, False, True]), torch.tensor([0, 0, 1]))
     assert gap_of(gaps, 0).tokens == 0 and not gaps.sums_BK[0].any()
@@ -85,7 +85,7 @@ def test_what_is_masked_is_ignored_and_a_huge_ratio_stays_finite() -> None:
 
 
 def test_the_tail_begins_beyond_a_factor_of_two() -> None:
-    gaps = SourceGaps.zeros(1)
+    gaps = OriginGaps.zeros(1)
     difference_R = torch.tensor([TAIL - 1e-6, TAIL + 1e-6, -TAIL - 1e-6, 0.0], dtype=torch.float64)
     keep_R, source_R = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
     gaps.add(torch.zeros(4, dtype=torch.float64), difference_R, keep_R, source_R)

@@ -21,7 +21,7 @@ import pytest
 from megarl.cluster.nodes import launcher as module
 from megarl.cluster.nodes import processes as node_processes
 from megarl.cluster.nodes.__main__ import main as nodes_main
-from megarl.cluster.nodes.launcher import NodeAgent, can_lose
+from megarl.cluster.nodes.launcher import NodeLauncher, can_lose
 from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure, NodeRecord
 from megarl.cluster.nodes.processes import NodeProcesses, StoppedProcesses
 from megarl.cluster.nodes.spec import LaunchSpec, launch_directory
@@ -182,8 +182,8 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
     assert json.loads((job.run_dir / "exit.json").read_text())["reason"] == "node n2: not started within 1 s"
 
 
-def agent_of(job: Job, index: int = 0) -> NodeAgent:
-    return NodeAgent(job.spec, index)
+def agent_of(job: Job, index: int = 0) -> NodeLauncher:
+    return NodeLauncher(job.spec, index)
 
 
 SHARED: dict[str, Any] = {
@@ -265,7 +265,7 @@ def test_a_raylet_that_was_given_up_is_started_again_where_nothing_but_engines_i
     job, now, started = Job(tmp_path, **FOUR), [100.0], list[int]()
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
 
-    def ended(index: int) -> NodeAgent:
+    def ended(index: int) -> NodeLauncher:
         agent = agent_of(job, index)
         processes = agent._processes
         processes.raylet = subprocess.Popen(["false"])
@@ -330,7 +330,7 @@ def test_what_an_agent_starts_knows_the_address_of_its_node(
     monkeypatch.setattr(node_processes, "start_supervisor", start)
     monkeypatch.setattr(NodeProcesses, "_spawn", start)
     with mock.patch.dict(os.environ):
-        NodeAgent(Job(tmp_path, **FOUR).spec, index)._start()
+        NodeLauncher(Job(tmp_path, **FOUR).spec, index)._start()
     assert started == [f"10.0.0.{index}"]
 
 

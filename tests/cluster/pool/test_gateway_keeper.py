@@ -1,4 +1,4 @@
-"""The supervisor's side of the door, with a door that is no actor: it is watched, replaced, and never raises."""
+"""The supervisor's side of the gateway, with a gateway that is no actor: it is watched, replaced, and never raises."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray i
 import ray
 
 from megarl.cluster.pool import gateway_keeper
-from megarl.cluster.pool.gateway_keeper import BEAT_S, DoorKeeper
-from megarl.gateway.actor import DoorSpec
+from megarl.cluster.pool.gateway_keeper import BEAT_S, GatewayKeeper
+from megarl.gateway.actor import GatewaySpec
 
 BOUND_S = 30.0
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An answer of the door: what it is, an error, or None if it has not come."""
+    """An answer of the gateway: what it is, an error, or None if it has not come."""
 
     answer: Any
 
@@ -35,17 +35,17 @@ class Call:
 
 @dataclass
 class Stage:
-    """Time, and the doors that are made one after the other; each is the answers of its start and its heartbeat."""
+    """Time, and the gateways that are made one after the other; each is the answers of its start and its heartbeat."""
 
-    doors: list[tuple[Any, Any]]
+    gateways: list[tuple[Any, Any]]
     now: float = 1000.0
     ports: list[int] = field(default_factory=list)
     killed: int = 0
     told: list[str] = field(default_factory=list)
 
-    def create(self, spec: DoorSpec, *, own_head: bool) -> Any:
+    def create(self, spec: GatewaySpec, *, own_head: bool) -> Any:
         self.ports.append(spec.port)
-        start, beat = self.doors.pop(0)
+        start, beat = self.gateways.pop(0)
         return SimpleNamespace(start=Call(start), heartbeat=Call(beat))
 
     def wait(self, references: list[Reference], timeout: float) -> tuple[list[Reference], list[Reference]]:
@@ -60,22 +60,22 @@ class Stage:
             raise TimeoutError
         return reference.answer
 
-    def kill(self, door: Any) -> None:
+    def kill(self, gateway: Any) -> None:
         self.killed += 1
 
 
-def keeper_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> DoorKeeper:
-    monkeypatch.setattr(gateway_keeper, "create_door", stage.create)
+def keeper_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> GatewayKeeper:
+    monkeypatch.setattr(gateway_keeper, "create_gateway", stage.create)
     monkeypatch.setattr(gateway_keeper.time, "monotonic", lambda: stage.now)
     for name in ("wait", "get", "kill"):
         monkeypatch.setattr(ray, name, getattr(stage, name))
-    spec: Any = DoorSpec(pool=None, controller="controller")  # type: ignore[arg-type]
-    keeper = DoorKeeper(spec, own_head=True, bound_s=BOUND_S, start_s=BOUND_S, say=stage.told.append)
+    spec: Any = GatewaySpec(pool=None, controller="controller")  # type: ignore[arg-type]
+    keeper = GatewayKeeper(spec, own_head=True, bound_s=BOUND_S, start_s=BOUND_S, say=stage.told.append)
     keeper.opened(keeper.open().answer)  # type: ignore[attr-defined]
     return keeper
 
 
-def look(keeper: DoorKeeper, stage: Stage, times: int = 1, every_s: float = 0.5) -> None:
+def look(keeper: GatewayKeeper, stage: Stage, times: int = 1, every_s: float = 0.5) -> None:
     for _ in range(times):
         stage.now += every_s
         keeper.look()
@@ -85,13 +85,13 @@ UP = {"url": "http://h:77", "port": 77}
 ALIVE = "alive"
 
 
-def test_a_living_door_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_gateway_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage([(UP, ALIVE)])
     look(keeper_on(stage, monkeypatch), stage, 100)
     assert (stage.killed, stage.told, stage.ports) == (0, [], [0])
 
 
-def test_a_dead_door_is_replaced_at_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_gateway_is_replaced_at_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage([(UP, RuntimeError("killed")), (UP, ALIVE)])
     keeper = keeper_on(stage, monkeypatch)
     look(keeper, stage, 20)
@@ -101,7 +101,7 @@ def test_a_dead_door_is_replaced_at_its_port(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_a_door_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage([(UP, None), (UP, ALIVE)])
     keeper = keeper_on(stage, monkeypatch)
     look(keeper, stage, int(BOUND_S / 0.5))
@@ -110,7 +110,7 @@ def test_a_door_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch
     assert "has not answered for 30 s" in stage.told[0] and stage.ports == [0, 77]
 
 
-def test_a_door_that_cannot_be_opened_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_that_cannot_be_opened_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = OSError("the port is taken")
     stage = Stage([(UP, RuntimeError("killed")), *[(taken, ALIVE)] * 6, (UP, ALIVE)])
     keeper = keeper_on(stage, monkeypatch)

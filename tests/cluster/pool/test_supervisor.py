@@ -476,16 +476,16 @@ def test_the_ranks_learn_of_the_new_queue_when_it_is_up(tmp_path: Path, monkeypa
     assert "started anew" in (tmp_path / "logs" / "notices.jsonl").read_text()
 
 
-def test_where_the_door_is_stands_in_the_state_when_the_pool_is_ready(
+def test_where_the_gateway_is_stands_in_the_state_when_the_pool_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = supervisor_in(tmp_path)
     made._actors.handles = ["engine", "controller"]  # type: ignore[list-item]
-    made._actors.door = SimpleNamespace(url="http://a:1")  # type: ignore[assignment]
+    made._actors.gateway = SimpleNamespace(url="http://a:1")  # type: ignore[assignment]
     monkeypatch.setattr(made._actors, "start", lambda: None)
     made._start_actors()
     state = read_state(tmp_path)
-    assert state is not None and state["door"] == "http://a:1"
+    assert state is not None and state["gateway"] == "http://a:1"
 
 
 def test_a_stop_ends_the_wait_for_actors_that_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

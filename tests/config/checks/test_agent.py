@@ -17,7 +17,7 @@ from tests.support.trainer.configs import config as config_of
 
 VERIFIERS = "megarl.environments.verifiers_loop:Verifiers"
 HARNESS = {"loop": "harness", "act": "tests.support.gateway.acts:two_turns"}
-DOOR = {"enabled": True}
+GATEWAY = {"enabled": True}
 PACE = {"mode": "async", "sync_interval": 4, "max_staleness": 1}  # of which no numbers can be made
 CALCULATOR = {"kind": "json:calculator"}
 PYTHON = {"kind": "python", "name": "code"}
@@ -38,43 +38,46 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
             {"agent": {"loop": "tool_agent", "kwargs": {"turns": 3}}, "tools": [CALCULATOR]},
             "agent.kwargs: tool_agent takes none, its bounds are keys of `agent`",
         ),
-        ({"agent": HARNESS, "door": {"enabled": True}}, ""),
-        ({"agent": HARNESS}, "door.enabled: agent.loop: harness acts through the door of the run; set door.enabled"),
+        ({"agent": HARNESS, "gateway": {"enabled": True}}, ""),
         (
-            {"agent": {"loop": "harness"}, "door": {"enabled": True}},
+            {"agent": HARNESS},
+            "gateway.enabled: agent.loop: harness acts through the gateway of the run; set gateway.enabled",
+        ),
+        (
+            {"agent": {"loop": "harness"}, "gateway": {"enabled": True}},
             "agent.act: agent.loop: harness needs the function that acts; name an `async def act(",
         ),
         (
-            {"agent": HARNESS | {"act": "acts"}, "door": {"enabled": True}},
+            {"agent": HARNESS | {"act": "acts"}, "gateway": {"enabled": True}},
             "agent.act: 'acts' is not an import path package.module:name",
         ),
         (
-            {"agent": HARNESS | {"act_timeout_s": 600}, "door": DOOR, "timeouts": {"generate_s": 600}},
+            {"agent": HARNESS | {"act_timeout_s": 600}, "gateway": GATEWAY, "timeouts": {"generate_s": 600}},
             "agent.act_timeout_s: 600 s would never fail a sample, because a trainer that has waited "
             "timeouts.generate_s=600 s for it ends the run; lower the first or raise the second",
         ),
-        ({"agent": HARNESS | {"act_timeout_s": 599}, "door": DOOR, "timeouts": {"generate_s": 600}}, ""),
+        ({"agent": HARNESS | {"act_timeout_s": 599}, "gateway": GATEWAY, "timeouts": {"generate_s": 600}}, ""),
         ({"timeouts": {"generate_s": 600}}, ""),
         (
-            {"agent": HARNESS, "door": DOOR | {"max_sessions": 31}, "admission": {"mode": "one_step_off"}},
-            "door.max_sessions: 31, but 8 groups of 4 samples may be generated at a time, each sample in a session of "
+            {"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 31}, "admission": {"mode": "one_step_off"}},
+            "gateway.max_sessions: 31, but 8 groups of 4 samples may be generated at a time, each sample in a session of "  # noqa: E501
             "its own; set it to at least 32",
         ),
-        ({"agent": HARNESS, "door": DOOR | {"max_sessions": 32}, "admission": {"mode": "one_step_off"}}, ""),
+        ({"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 32}, "admission": {"mode": "one_step_off"}}, ""),
         # The pace is wrong: that is told by the checks of `admission`.
-        ({"agent": HARNESS, "door": DOOR | {"max_sessions": 1}, "admission": PACE}, ""),
+        ({"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 1}, "admission": PACE}, ""),
         (
-            {"agent": HARNESS, "door": DOOR, "ray": {"address": "10.0.0.9:6379"}},
-            "door.host: in a cluster that is running already (ray.address) the door listens at 127.0.0.1, where agents "
-            "on other nodes do not reach it; set it to the address of the door's node",
+            {"agent": HARNESS, "gateway": GATEWAY, "ray": {"address": "10.0.0.9:6379"}},
+            "gateway.host: in a cluster that is running already (ray.address) the gateway listens at 127.0.0.1, where agents "  # noqa: E501
+            "on other nodes do not reach it; set it to the address of the gateway's node",
         ),
-        ({"agent": HARNESS, "door": DOOR | {"host": "10.0.0.9"}, "ray": {"address": "10.0.0.9:6379"}}, ""),
+        ({"agent": HARNESS, "gateway": GATEWAY | {"host": "10.0.0.9"}, "ray": {"address": "10.0.0.9:6379"}}, ""),
         (
             {"agent": {"act": "tests.support.gateway.acts:two_turns"}},
             "agent.act: single_turn does not call it; set agent.loop",
         ),
         (
-            {"agent": HARNESS, "door": {"enabled": True}, "tools": [CALCULATOR]},
+            {"agent": HARNESS, "gateway": {"enabled": True}, "tools": [CALCULATOR]},
             "tools: agent.act brings the tools of its own; remove these",
         ),
         (
@@ -105,38 +108,44 @@ def verifiers(**kwargs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"agent": verifiers(), "door": DOOR}, ""),
-        ({"agent": verifiers()}, f"door.enabled: agent.loop: {VERIFIERS} acts through the door of the run; set door."),
+        ({"agent": verifiers(), "gateway": GATEWAY}, ""),
         (
-            {"agent": verifiers(), "door": DOOR, "ray": {"address": "10.0.0.9:6379"}},
-            "door.host: in a cluster that is running already (ray.address) the door listens at 127.0.0.1",
+            {"agent": verifiers()},
+            f"gateway.enabled: agent.loop: {VERIFIERS} acts through the gateway of the run; set gateway.",
         ),
-        ({"agent": verifiers(), "door": DOOR | {"host": "10.0.0.9"}, "ray": {"address": "10.0.0.9:6379"}}, ""),
         (
-            {"agent": verifiers(), "door": DOOR, "timeouts": {"generate_s": 1500}},
+            {"agent": verifiers(), "gateway": GATEWAY, "ray": {"address": "10.0.0.9:6379"}},
+            "gateway.host: in a cluster that is running already (ray.address) the gateway listens at 127.0.0.1",
+        ),
+        ({"agent": verifiers(), "gateway": GATEWAY | {"host": "10.0.0.9"}, "ray": {"address": "10.0.0.9:6379"}}, ""),
+        (
+            {"agent": verifiers(), "gateway": GATEWAY, "timeouts": {"generate_s": 1500}},
             "agent.kwargs.timeout_s: 1500 s would never fail a sample, because a trainer that has waited "
             "timeouts.generate_s=1500 s for it ends the run; lower the first or raise the second",
         ),
-        ({"agent": verifiers(timeout_s=600), "door": DOOR, "timeouts": {"generate_s": 600}}, "agent.kwargs.timeout_s:"),
-        ({"agent": verifiers(timeout_s=599), "door": DOOR, "timeouts": {"generate_s": 600}}, ""),
-        # That bound is of `act` alone.
-        ({"agent": verifiers() | {"act_timeout_s": 1800}, "door": DOOR}, ""),
         (
-            {"agent": verifiers(timeout_s="1e3"), "door": DOOR},
+            {"agent": verifiers(timeout_s=600), "gateway": GATEWAY, "timeouts": {"generate_s": 600}},
+            "agent.kwargs.timeout_s:",
+        ),
+        ({"agent": verifiers(timeout_s=599), "gateway": GATEWAY, "timeouts": {"generate_s": 600}}, ""),
+        # That bound is of `act` alone.
+        ({"agent": verifiers() | {"act_timeout_s": 1800}, "gateway": GATEWAY}, ""),
+        (
+            {"agent": verifiers(timeout_s="1e3"), "gateway": GATEWAY},
             "agent.kwargs.timeout_s: '1e3' is not a number of seconds; write it in digits",
         ),
         (
-            {"agent": verifiers(), "door": DOOR | {"max_sessions": 31}, "admission": {"mode": "one_step_off"}},
-            "door.max_sessions: 31, but 8 groups of 4 samples may be generated at a time",
+            {"agent": verifiers(), "gateway": GATEWAY | {"max_sessions": 31}, "admission": {"mode": "one_step_off"}},
+            "gateway.max_sessions: 31, but 8 groups of 4 samples may be generated at a time",
         ),
         (
-            {"agent": verifiers(), "door": DOOR, "tools": [CALCULATOR]},
+            {"agent": verifiers(), "gateway": GATEWAY, "tools": [CALCULATOR]},
             "tools: the environment brings the tools of its own; remove these",
         ),
         ({"agent": {"loop": "x.y:Verifiers", "kwargs": {"timeout_s": 1e9}}}, "agent.loop: no module 'x'"),
     ],
 )
-def test_the_loop_of_verifiers_needs_of_the_door_what_a_harness_does(changes: dict[str, Any], problem: str) -> None:
+def test_the_loop_of_verifiers_needs_of_the_gateway_what_a_harness_does(changes: dict[str, Any], problem: str) -> None:
     problems = list(agent_problems(config_of("model", **changes)))
     assert len(problems) == bool(problem) and all(each.startswith(problem) for each in problems), problems
 

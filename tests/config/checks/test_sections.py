@@ -83,8 +83,11 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         "rollout.group_deadline_s: 30 s would never",
     ),
     ({"sampling__stop_token_ids": []}, "sampling.stop_token_ids: empty"),
-    ({"door__enabled": True, "run__deterministic": True}, "door.enabled: requests from outside change what an engine"),
-    ({"door__host": "0.0.0.0"}, "door.host: '0.0.0.0' means all addresses"),
+    (
+        {"gateway__enabled": True, "run__deterministic": True},
+        "gateway.enabled: requests from outside change what an engine",
+    ),
+    ({"gateway__host": "0.0.0.0"}, "gateway.host: '0.0.0.0' means all addresses"),
     (
         {"checkpoint__keep_best": "eval/a/greedy"},
         "checkpoint.keep_best: 'eval/a/greedy' is no metric of an evaluation set",

@@ -15,7 +15,7 @@ from megarl.config.checks.engine import fits_queue
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
-from megarl.rollout.admission.reusable_groups import ReusableGroups, Use
+from megarl.rollout.admission.reusable_groups import ReplayUse, ReusableGroups
 from megarl.rollout.workers.finished_group import usable_samples
 from tests.support.machines.admission_machine import AdmissionMachine
 from tests.support.machines.admission_states import explore, steps_without_room
@@ -200,7 +200,7 @@ class ReusesTooOld(Admission):
 class ReusesFiltered(Admission):
     """Uses groups again that were not trained."""
 
-    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, Use]:
+    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, ReplayUse]:
         return super()._uses_after(step, self._taken[step].ok)
 
 
@@ -231,7 +231,7 @@ class KeepsRows(Admission):
 class Endless(ReusableGroups):
     """Does not count uses."""
 
-    def keep(self, group: int, use: Use) -> bool:
+    def keep(self, group: int, use: ReplayUse) -> bool:
         self._groups[group] = use
         return True
 
@@ -239,14 +239,14 @@ class Endless(ReusableGroups):
 class MostUsedFirst(ReusableGroups):
     """Uses the wrong groups first."""
 
-    def take(self, number: int) -> dict[int, Use]:
+    def take(self, number: int) -> dict[int, ReplayUse]:
         return self._remove(lambda group, use: (-use.uses, use.oldest, group), number)
 
 
 class YoungestFirst(ReusableGroups):
     """Lets groups become too old although they could be used."""
 
-    def take(self, number: int) -> dict[int, Use]:
+    def take(self, number: int) -> dict[int, ReplayUse]:
         return self._remove(lambda group, use: (use.uses, -use.oldest, group), number)
 
 

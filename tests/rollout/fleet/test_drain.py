@@ -15,8 +15,8 @@ from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.drain import Hold
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.drain import PublicationHold
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.fleet.router import Dispatcher
 from tests.support.engines.versioned_engines import VersionedEngine, of_length, settle
 
@@ -39,7 +39,7 @@ class Pool:
             return self.engines[index]
 
         replicas: dict[int, object] = dict(self.engines)
-        self.fleet = Fleet(
+        self.fleet = EnginePool(
             replicas,  # type: ignore[arg-type]
             timeouts,
             restart,  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_a_begun_response_that_waits_for_a_replacement_is_waited_for() -> None:
 
 
 def test_a_new_trainer_finds_it_open() -> None:
-    """`Fleet.reset` is part of its `begin`; the one before died between drain and publication."""
+    """`EnginePool.reset` is part of its `begin`; the one before died between drain and publication."""
 
     async def scenario() -> None:
         pool = Pool(1)
@@ -211,7 +211,7 @@ def test_nobody_is_held_back_for_ever() -> None:
 
 def test_the_time_for_which_requests_are_held_back_does_not_count() -> None:
     async def scenario() -> None:
-        hold = Hold(60.0)
+        hold = PublicationHold(60.0)
         dispatcher = Dispatcher([0], hold=hold)
         hold.begin()
         placed = asyncio.ensure_future(

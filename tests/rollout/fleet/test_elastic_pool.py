@@ -20,7 +20,7 @@ from megarl.rollout.engine.replica import EndedReplica, ReplicaStatus
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet import elastic_pool
 from megarl.rollout.fleet.elastic_pool import ElasticPool
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from tests.support.engines.fake_replicas import FakeReplica, Method, ScriptedReplica, answered, fleet_of, requests
 
 LONG = GenerateRequest("x", [1, 2], SamplingSpec(10**6, 1.0, (9,)), seed=7)
@@ -29,7 +29,7 @@ LONG = GenerateRequest("x", [1, 2], SamplingSpec(10**6, 1.0, (9,)), seed=7)
 class Pool:
     """An elastic pool whose engines start at once, or fail with the errors of `failing`, one after the other."""
 
-    def __init__(self, fleet: Fleet, room: int = 9, rpc_s: float = 120.0) -> None:
+    def __init__(self, fleet: EnginePool, room: int = 9, rpc_s: float = 120.0) -> None:
         self.room, self.failing = room, list[Exception]()
         self.may_place, self.may_start = asyncio.Event(), asyncio.Event()
         self.may_place.set()
@@ -69,7 +69,7 @@ async def status() -> ReplicaStatus:
     return ReplicaStatus(HeldDevices("replica", "node-a", ("GPU-1",)), "4", 3, 2)
 
 
-async def publish(fleet: Fleet) -> list[int]:
+async def publish(fleet: EnginePool) -> list[int]:
     """A publication of the weights; return the replicas that got them."""
     await fleet.begin_sync()
     members = fleet.members
@@ -77,7 +77,7 @@ async def publish(fleet: Fleet) -> list[int]:
     return members
 
 
-async def begun(fleet: Fleet, replica: ScriptedReplica) -> asyncio.Task[list[GenerateResult]]:
+async def begun(fleet: EnginePool, replica: ScriptedReplica) -> asyncio.Task[list[GenerateResult]]:
     """A response that `replica` has made tokens of."""
     task = asyncio.create_task(fleet.generate(RequestContext("g", home=0), [LONG]))
     while len(replica.reported) < 4:

@@ -21,7 +21,7 @@ from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.fleet.replica_actors import as_rollout_error
 from tests.support.checkout import ROOT
 from tests.support.engines.fake_replicas import (
@@ -82,7 +82,7 @@ def test_groups_are_spread_and_answers_keep_their_order() -> None:
 def test_a_failed_replica_is_taken_out_and_its_group_sampled_elsewhere() -> None:
     replicas = {0: FakeReplica(0, ReplicaFailed(0, "replica 0: engine dead")), 1: FakeReplica(1)}
 
-    async def run() -> tuple[Any, Fleet]:
+    async def run() -> tuple[Any, EnginePool]:
         pool = fleet_of(replicas, describe=lambda i: f"see log {i}")
         return [await pool.generate(RequestContext(g), requests(g)) for g in range(3)], pool
 
@@ -155,7 +155,7 @@ def test_the_next_replica_goes_on_from_the_tokens_that_a_lost_one_has_reported(e
     first, second = ScriptedReplica(5, 2, end), ScriptedReplica(6, 1, "stop", version=4)
     long = [GenerateRequest(name, [1, 2], SamplingSpec(8, 1.0, (9,)), seed=seed) for name, seed in (("x", 7), ("y", 8))]
 
-    async def run() -> tuple[list[GenerateResult], Fleet]:
+    async def run() -> tuple[list[GenerateResult], EnginePool]:
         fleet = fleet_of({5: first, 6: second}, interval_s=0.02, rpc_s=0.03)
         return await fleet.generate(RequestContext("g"), long), fleet
 
@@ -196,7 +196,7 @@ def test_a_response_that_takes_too_long_fails_its_group_and_costs_no_engine() ->
     endless, other = ScriptedReplica(0, 10**9, None), FakeReplica(1)
     tokens: dict[str, ResponsePart] = {}
 
-    async def run() -> Fleet:
+    async def run() -> EnginePool:
         fleet = fleet_of({0: endless, 1: other}, generate_s=0.05)
         long = [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]
         message = r"^1 of 1 responses were unfinished after 0.05 s \(timeouts.generate_s\) in replica 0, .* tokens: x$"
@@ -265,7 +265,7 @@ def test_a_deadline_leaves_what_ends_before_it_alone() -> None:
 def test_what_another_call_has_found_lost_or_replaced_is_left_at_its_next_report() -> None:
     """A replaced replica does not know the request, and the new one of the same number is sound."""
 
-    async def run(how: str) -> tuple[Fleet, list[GenerateResult]]:
+    async def run(how: str) -> tuple[EnginePool, list[GenerateResult]]:
         slow = ScriptedReplica(0, 10**9, None)
         fleet = fleet_of({0: slow, 1: FakeReplica(1)}, FakeReplica(0))
         request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
@@ -458,7 +458,7 @@ def test_a_refused_request_costs_no_replica() -> None:
     """One bad request would otherwise be tried on, and end, every engine in turn."""
     replicas = {i: FakeReplica(i, RequestFailed(f"replica {i} refused a request: too long")) for i in range(3)}
 
-    async def run() -> Fleet:
+    async def run() -> EnginePool:
         fleet = fleet_of(replicas)
         with pytest.raises(RequestFailed, match="refused a request: too long"):
             await fleet.generate(RequestContext("a"), requests(0))
@@ -469,7 +469,7 @@ def test_a_refused_request_costs_no_replica() -> None:
 
 
 def test_a_replica_that_does_not_answer_is_lost_and_its_requests_are_sampled_elsewhere() -> None:
-    async def run() -> tuple[list[Any], Fleet]:
+    async def run() -> tuple[list[Any], EnginePool]:
         fleet = fleet_of({0: FakeReplica(0, delay_s=5), 1: FakeReplica(1)}, interval_s=0.02, rpc_s=0.03)
         return await fleet.generate(RequestContext("a"), requests(0)), fleet
 

@@ -14,13 +14,13 @@ from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart, first_tokens, join_parts, tokens_from
-from megarl.rollout.fleet.engine_pool import Fleet
-from megarl.rollout.fleet.external_requests import ForeignNews, ForeignRequest, ForeignRequests
+from megarl.rollout.fleet.engine_pool import EnginePool
+from megarl.rollout.fleet.external_requests import ExternalNews, ExternalRequest, ExternalRequests
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
-from tests.support.gateway.door_stand_in import SpeakingReplica
+from tests.support.gateway.gateway_stand_in import SpeakingReplica
 from tests.support.waiting import end_other_tasks
 
-DOOR = "door-1"
+GATEWAY = "gateway-1"
 
 
 def answer(request: GenerateRequest) -> Sequence[int]:
@@ -28,22 +28,22 @@ def answer(request: GenerateRequest) -> Sequence[int]:
     return range(request.prompt_ids[-1] + 1, request.prompt_ids[-1] + 1 + request.sampling.max_tokens)
 
 
-def asked(name: str, tokens: int = 6, timeout_s: float = 60.0, **more: Any) -> ForeignRequest:
+def asked(name: str, tokens: int = 6, timeout_s: float = 60.0, **more: Any) -> ExternalRequest:
     request = GenerateRequest(name, [100], SamplingSpec(tokens, 1.0, (2,)))
-    return ForeignRequest(request, name, timeout_s, interval_s=0.01, **more)
+    return ExternalRequest(request, name, timeout_s, interval_s=0.01, **more)
 
 
-async def all_news(requests: ForeignRequests, names: set[str], seen: int = 0) -> dict[str, ForeignNews]:
+async def all_news(requests: ExternalRequests, names: set[str], seen: int = 0) -> dict[str, ExternalNews]:
     """Take news until all have ended; the last of each, with all of its tokens."""
     parts: dict[str, ResponsePart] = {}
-    ends: dict[str, ForeignNews] = {}
+    ends: dict[str, ExternalNews] = {}
     while names - ends.keys():
-        report = await requests.take(DOOR, seen, 60.0)
+        report = await requests.take(GATEWAY, seen, 60.0)
         seen = report.number
         for name, news in report.news.items():
             parts[name] = join_parts(parts.get(name, ResponsePart()), news.part)
             if news.ended:
-                ends[name] = ForeignNews(parts[name], news.replica, news.failure, news.error)
+                ends[name] = ExternalNews(parts[name], news.replica, news.failure, news.error)
     return ends
 
 
@@ -64,9 +64,9 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 def test_requests_of_one_call_end_by_themselves() -> None:
     async def scenario() -> None:
         replica = SpeakingReplica(0, answer, pace_s=0.001)
-        requests = ForeignRequests(fleet_of({0: replica}), serves=True)
-        requests.begin(DOOR, [asked("long", 300), asked("short", 2)])
-        requests.begin(DOOR, [asked("short", 2)])  # the call was sent again
+        requests = ExternalRequests(fleet_of({0: replica}), serves=True)
+        requests.begin(GATEWAY, [asked("long", 300), asked("short", 2)])
+        requests.begin(GATEWAY, [asked("short", 2)])  # the call was sent again
         ends = await all_news(requests, {"short"})
         assert ends["short"].part.response_ids == [101, 102] and ends["short"].replica == 0
         ends = await all_news(requests, {"long"}, seen=requests._report.number)
@@ -77,12 +77,12 @@ def test_requests_of_one_call_end_by_themselves() -> None:
 
 def test_a_lost_report_is_given_again() -> None:
     async def scenario() -> None:
-        requests = ForeignRequests(fleet_of({0: SpeakingReplica(0, answer)}), serves=True)
-        requests.begin(DOOR, [asked("a")])
-        report = await requests.take(DOOR, 0, 30.0)
+        requests = ExternalRequests(fleet_of({0: SpeakingReplica(0, answer)}), serves=True)
+        requests.begin(GATEWAY, [asked("a")])
+        report = await requests.take(GATEWAY, 0, 30.0)
         assert report.number == 1 and "a" in report.news
         for _ in range(2):
-            assert await requests.take(DOOR, 0, 30.0) == report
+            assert await requests.take(GATEWAY, 0, 30.0) == report
         ends = await all_news(requests, {"a"}, 0)
         assert ends["a"].part.response_ids == [101, 102, 103, 104, 105, 106]
 
@@ -92,13 +92,13 @@ def test_a_lost_report_is_given_again() -> None:
 def test_a_hold_stops_the_work_and_what_was_reported_is_continued() -> None:
     async def scenario() -> None:
         replica = SpeakingReplica(0, answer, pace_s=0.002)
-        requests = ForeignRequests(fleet_of({0: replica}), serves=True)
-        requests.begin(DOOR, [asked("a", 200)])
-        report = await requests.take(DOOR, 0, 60.0)
+        requests = ExternalRequests(fleet_of({0: replica}), serves=True)
+        requests.begin(GATEWAY, [asked("a", 200)])
+        report = await requests.take(GATEWAY, 0, 60.0)
         assert report.news["a"].part.response_ids[0] == 101
         await requests.hold()
         await until(lambda: replica.stopped == ["a"] and replica.working == 0)
-        requests.begin(DOOR, [asked("b", 3)])
+        requests.begin(GATEWAY, [asked("b", 3)])
         assert len(replica.asked) == 1
         requests.serve()
         requests.serve()
@@ -114,10 +114,10 @@ def test_a_hold_stops_the_work_and_what_was_reported_is_continued() -> None:
 def test_the_tokens_through_holds_and_lost_replicas_are_those_of_an_undisturbed_response() -> None:
     async def scenario() -> None:
         replicas = {i: SpeakingReplica(i, answer, pace_s=0.001) for i in range(2)}
-        fleet: Fleet = fleet_of(replicas)
-        requests = ForeignRequests(fleet, serves=True)
-        requests.begin(DOOR, [asked("a", 150)])
-        await requests.take(DOOR, 0, 60.0)
+        fleet: EnginePool = fleet_of(replicas)
+        requests = ExternalRequests(fleet, serves=True)
+        requests.begin(GATEWAY, [asked("a", 150)])
+        await requests.take(GATEWAY, 0, 60.0)
         part = requests._report.news["a"].part
         replicas[0].dead = True
         await asyncio.sleep(0.02)
@@ -134,11 +134,13 @@ def test_the_tokens_through_holds_and_lost_replicas_are_those_of_an_undisturbed_
 def test_a_request_whose_time_is_over_is_stopped_and_says_why() -> None:
     async def scenario() -> None:
         replica = SpeakingReplica(0, answer, pace_s=0.01)
-        requests = ForeignRequests(fleet_of({0: replica}), serves=True)
-        requests.begin(DOOR, [asked("a", 10**6, timeout_s=0.1)])
+        requests = ExternalRequests(fleet_of({0: replica}), serves=True)
+        requests.begin(GATEWAY, [asked("a", 10**6, timeout_s=0.1)])
         end = (await all_news(requests, {"a"}))["a"]
         assert (
-            end.failure == "late" and "door.request_timeout_s" in end.error and "replicas that serve: [0]" in end.error
+            end.failure == "late"
+            and "gateway.request_timeout_s" in end.error
+            and "replicas that serve: [0]" in end.error
         )
         await asyncio.sleep(0.01)
         assert replica.working == 0
@@ -148,11 +150,11 @@ def test_a_request_whose_time_is_over_is_stopped_and_says_why() -> None:
 
 def test_the_time_also_runs_while_all_are_held_back() -> None:
     async def scenario() -> None:
-        requests = ForeignRequests(fleet_of({0: SpeakingReplica(0, answer, pace_s=60.0)}), serves=True)
-        requests.begin(DOOR, [asked("before", timeout_s=0.2)])
+        requests = ExternalRequests(fleet_of({0: SpeakingReplica(0, answer, pace_s=60.0)}), serves=True)
+        requests.begin(GATEWAY, [asked("before", timeout_s=0.2)])
         await asyncio.sleep(0)
         await requests.hold()
-        requests.begin(DOOR, [asked("during", timeout_s=0.1)])
+        requests.begin(GATEWAY, [asked("during", timeout_s=0.1)])
         ends = await all_news(requests, {"before", "during"})
         assert {end.failure for end in ends.values()} == {"late"}
         assert "wait for weights of the trainer" in ends["during"].error
@@ -165,24 +167,24 @@ def test_the_time_also_runs_while_all_are_held_back() -> None:
 )
 def test_failures_are_told(error: Exception, failure: str) -> None:
     async def scenario() -> None:
-        requests = ForeignRequests(fleet_of({0: FakeReplica(0, error)}), serves=True)
-        requests.begin(DOOR, [asked("a")])
+        requests = ExternalRequests(fleet_of({0: FakeReplica(0, error)}), serves=True)
+        requests.begin(GATEWAY, [asked("a")])
         end = (await all_news(requests, {"a"}))["a"]
         assert end.failure == failure and str(error) in end.error
 
     run(scenario)
 
 
-def test_another_door_and_a_drop_end_the_work() -> None:
+def test_another_gateway_and_a_drop_end_the_work() -> None:
     async def scenario() -> None:
         replica = SpeakingReplica(0, answer, pace_s=0.01)
-        requests = ForeignRequests(fleet_of({0: replica}), serves=True)
-        requests.begin(DOOR, [asked("a", 10**6), asked("b", 10**6)])
-        await requests.take(DOOR, 0, 60.0)
-        requests.drop(DOOR, ["a", "unknown"])
-        waiting = asyncio.ensure_future(requests.take(DOOR, requests._report.number, 30.0))
+        requests = ExternalRequests(fleet_of({0: replica}), serves=True)
+        requests.begin(GATEWAY, [asked("a", 10**6), asked("b", 10**6)])
+        await requests.take(GATEWAY, 0, 60.0)
+        requests.drop(GATEWAY, ["a", "unknown"])
+        waiting = asyncio.ensure_future(requests.take(GATEWAY, requests._report.number, 30.0))
         await asyncio.sleep(0)
-        requests.begin("door-2", [])
+        requests.begin("gateway-2", [])
         assert (await waiting).news.keys() <= {"b"}
         await until(lambda: replica.working == 0 and sorted(replica.stopped) == ["a", "b"])
 
@@ -192,9 +194,9 @@ def test_another_door_and_a_drop_end_the_work() -> None:
 def test_a_publication_that_waits_for_running_responses_does_not_wait_for_these() -> None:
     async def scenario() -> None:
         fleet = fleet_of({0: SpeakingReplica(0, answer, pace_s=0.01)})
-        requests = ForeignRequests(fleet, serves=True)
-        requests.begin(DOOR, [asked("a", 10**6)])
-        await requests.take(DOOR, 0, 60.0)
+        requests = ExternalRequests(fleet, serves=True)
+        requests.begin(GATEWAY, [asked("a", 10**6)])
+        await requests.take(GATEWAY, 0, 60.0)
         await fleet.drain(30.0)  # it would raise
         fleet.admit_joining()
         requests.close()
@@ -214,8 +216,8 @@ def test_a_publication_waits_for_the_requests_of_a_group_of_the_run() -> None:
     async def scenario() -> None:
         replica = SpeakingReplica(0, answer, pace_s=0.001)
         fleet = fleet_of({0: replica})
-        requests = ForeignRequests(fleet, serves=True)
-        requests.begin(DOOR, [asked("outside", 10_000), asked("of a group", 300, of_group=True)])
+        requests = ExternalRequests(fleet, serves=True)
+        requests.begin(GATEWAY, [asked("outside", 10_000), asked("of a group", 300, of_group=True)])
         await until(lambda: all(each.part.response_ids for each in requests._open.values()))
         await fleet.drain(30.0)
         ended = [name for name, each in requests._open.items() if each.part.finish_reason is not None]
@@ -228,9 +230,9 @@ def test_a_publication_waits_for_the_requests_of_a_group_of_the_run() -> None:
 @pytest.mark.parametrize("policy", ["cut", "fail"])
 def test_the_deadline_of_a_group_holds_for_its_requests(policy: Any) -> None:
     async def scenario() -> None:
-        requests = ForeignRequests(fleet_of({0: SpeakingReplica(0, answer, pace_s=0.01)}), serves=True)
+        requests = ExternalRequests(fleet_of({0: SpeakingReplica(0, answer, pace_s=0.01)}), serves=True)
         late = GroupDeadline(at=0.2, seconds=7.0, policy=policy)
-        requests.begin(DOOR, [asked("late", 10_000, of_group=True, deadline=late)])
+        requests.begin(GATEWAY, [asked("late", 10_000, of_group=True, deadline=late)])
         end = (await all_news(requests, {"late"}))["late"]
         if policy == "cut":
             assert end.part.finish_reason == "length" and 0 < len(end.part.response_ids) < 10_000 and not end.failure

@@ -18,7 +18,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, Samp
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet import engine_pool as fleet_module
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.fleet.replacements import Replacements
 from megarl.rollout.fleet.speed import ProgressRates
 from tests.support.engines.fake_replicas import FakeReplica, Method, ScriptedReplica, SharesCalls, answered, requests
@@ -45,10 +45,10 @@ class Starting:
 
 def fleet_of(
     replicas: dict[int, Any], restart: Any = None, *, sync_restarts: int = 1, bound_s: float | None = None
-) -> Fleet:
+) -> EnginePool:
     bound = {} if bound_s is None else {"weight_sync_s": bound_s / 4, "engine_start_s": bound_s / 2}
     timeouts = TimeoutsConfig(generate_s=10, rpc_s=10, **bound)
-    return Fleet(replicas, timeouts, restart, report_interval_s=0.01, sync_restarts=sync_restarts)
+    return EnginePool(replicas, timeouts, restart, report_interval_s=0.01, sync_restarts=sync_restarts)
 
 
 def endless(name: str) -> list[GenerateRequest]:
@@ -131,7 +131,7 @@ def test_the_only_replica_serves_nothing_from_its_restart_to_its_weights() -> No
     run(scenario)
 
 
-async def lose_the_last(fleet: Fleet) -> list[asyncio.Task[list[GenerateResult]]]:
+async def lose_the_last(fleet: EnginePool) -> list[asyncio.Task[list[GenerateResult]]]:
     """Three groups of a fleet of one replica, 0, of which one waits for room; then the replica is lost."""
     [replica] = fleet.actors.by_index.values()
     tasks = [asyncio.create_task(fleet.generate(RequestContext(name), endless(name))) for name in "xy"]

@@ -18,7 +18,7 @@ from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from megarl.rollout.admission.counters import Counters, Taken
 from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
-from megarl.rollout.orchestrator.failover import Handover, TrainerRecord
+from megarl.rollout.orchestrator.failover import Failover, TrainerRecord
 from megarl.rollout.orchestrator.ready_batches import BatchReady
 from tests.support.machines.admission_machine import AdmissionMachine
 from tests.support.rollout.fake_rollout import LocalController, journalled, local_controller
@@ -181,7 +181,7 @@ def test_only_batches_that_all_ranks_have_read_are_handed_over() -> None:
     assert [each.step for each in record.now.held] == [5, 6] and record.now.base == (5, 5)
     record.committed(5, history(6))
     record.published(9, admits=False)
-    assert record.now == Handover(history(6), (batch(6),), version=9, base=(5, 5))
+    assert record.now == Failover(history(6), (batch(6),), version=9, base=(5, 5))
     record.lost()
     with pytest.raises(KeyError):
         record.keep(7)

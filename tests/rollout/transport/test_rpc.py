@@ -11,7 +11,7 @@ import pytest
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.rollout.transport import rpc
 from megarl.rollout.transport.gather import Outbox
-from megarl.rollout.transport.rpc import CallDesk, CallLink, CallResults, SharedCall
+from megarl.rollout.transport.rpc import CallResults, RpcClient, RpcServer, SharedCall
 from tests.support.engines.fake_replicas import Method
 
 
@@ -25,7 +25,7 @@ class Actor:
         self.lost = 0
         self.slow_s = 0.0  # that a Ray call with calls takes until it runs, as one with large arguments does
         self.dead = False
-        self.desk = CallDesk(self._call, lambda _: Outbox(gather_s=0.0))
+        self.desk = RpcServer(self._call, lambda _: Outbox(gather_s=0.0))
         self.begin_calls, self.take_answers = Method(self._begin), Method(self._take)
 
     async def _begin(self, link: str, calls: Sequence[SharedCall]) -> None:
@@ -72,7 +72,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 def test_calls_of_one_turn_share_a_ray_call_in_their_order_and_their_answers_another_one() -> None:
     async def scenario() -> None:
         actor = Actor()
-        link = CallLink(actor, 5.0)
+        link = RpcClient(actor, 5.0)
         assert await asyncio.gather(*(link.call("double", each) for each in range(50))) == [2 * n for n in range(50)]
         assert actor.calls == [("double", (each,)) for each in range(50)]
         assert actor.ray_calls.count("begin") == 1 and actor.ray_calls.count("take") <= 2
@@ -87,7 +87,7 @@ def test_where_thousands_of_calls_are_open_those_of_many_turns_share_a_ray_call(
 
     async def scenario() -> None:
         actor = Actor()
-        link = CallLink(actor, 5.0)
+        link = RpcClient(actor, 5.0)
         assert await link.call("double", 0) == 0  # nothing was sent before
         calls = []
         for number in range(1, 4):
@@ -106,7 +106,7 @@ def test_no_ray_call_overtakes_calls_that_were_sent_before() -> None:
     async def scenario() -> None:
         actor = Actor()
         actor.slow_s = 0.05
-        link = CallLink(actor, 5.0)
+        link = RpcClient(actor, 5.0)
         first = asyncio.ensure_future(link.call("double", 1))
         await asyncio.sleep(0.01)
         actor.slow_s = 0.0
@@ -121,7 +121,7 @@ def test_an_answer_waits_for_no_other_one() -> None:
     async def scenario() -> None:
         actor = Actor()
         actor.gates[1] = asyncio.Event()
-        link = CallLink(actor, 5.0)
+        link = RpcClient(actor, 5.0)
         slow = asyncio.ensure_future(link.call("double", 1))
         assert await link.call("double", 2) == 4
         assert await link.call("double", 3) == 6
@@ -138,7 +138,7 @@ def test_errors_are_those_of_the_replica_or_texts_that_every_process_can_read() 
             raise TypeError("cannot be sent")
 
     async def scenario() -> None:
-        link = CallLink(Actor(), 5.0)
+        link = RpcClient(Actor(), 5.0)
         for error in (RequestFailed("no"), ReplicaFailed(3, "gone")):
             with pytest.raises(type(error)) as found:
                 await link.call("refuse", error)
@@ -156,7 +156,7 @@ def test_answers_that_were_lost_on_their_way_are_given_again(monkeypatch: pytest
     async def scenario() -> None:
         actor = Actor()
         actor.lost = 2
-        link = CallLink(actor, 0.05)
+        link = RpcClient(actor, 0.05)
         assert await asyncio.gather(link.call("double", 1), link.call("double", 2)) == [2, 4]
         assert len(actor.calls) == 2, "a call is made once"
 
@@ -168,7 +168,7 @@ def test_a_dead_actor_fails_every_call_at_once(when: str) -> None:
     async def scenario() -> None:
         actor = Actor()
         actor.gates[1] = asyncio.Event()
-        link = CallLink(actor, 60.0)
+        link = RpcClient(actor, 60.0)
         actor.dead = when == "before"
         waiting = [asyncio.ensure_future(link.call("double", 1)) for _ in range(3)]
         await asyncio.sleep(0.01)
@@ -188,7 +188,7 @@ def test_a_silent_replica_costs_each_caller_its_own_time_limit_only(monkeypatch:
     async def scenario() -> None:
         actor = Actor()
         actor.gates[1] = asyncio.Event()
-        link = CallLink(actor, 0.01)
+        link = RpcClient(actor, 0.01)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(link.call("double", 1), 0.2)
         late = asyncio.ensure_future(link.call("double", 1))
@@ -202,7 +202,7 @@ def test_a_silent_replica_costs_each_caller_its_own_time_limit_only(monkeypatch:
 def test_what_was_called_before_a_cancelled_call_is_sent_before_what_follows() -> None:
     async def scenario() -> None:
         actor = Actor()
-        link = CallLink(actor, 5.0)
+        link = RpcClient(actor, 5.0)
         first = asyncio.ensure_future(link.call("double", 1))
         await asyncio.sleep(0)  # it has been made, and its turn is not over
         first.cancel()
@@ -216,7 +216,7 @@ def test_the_link_of_a_new_controller_takes_no_answer_of_the_one_before() -> Non
     async def scenario() -> None:
         actor = Actor()
         actor.gates[1] = asyncio.Event()
-        old, new = CallLink(actor, 5.0), CallLink(actor, 5.0)
+        old, new = RpcClient(actor, 5.0), RpcClient(actor, 5.0)
         waiting = asyncio.ensure_future(old.call("double", 1))
         await asyncio.sleep(0.01)
         assert await new.call("double", 5) == 10
@@ -233,7 +233,7 @@ def test_a_link_without_calls_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     async def scenario() -> None:
         actor = Actor()
-        link = CallLink(actor, 5.0)
+        link = RpcClient(actor, 5.0)
         await link.call("double", 1)
         await asyncio.sleep(0.1)
         taken = len(actor.ray_calls)
@@ -248,7 +248,7 @@ def test_no_answers_are_asked_for_when_the_calls_could_not_be_sent_because_the_l
     async def scenario() -> None:
         actor = Actor()
         actor.slow_s = 60.0
-        link = CallLink(actor, 5.0)
+        link = RpcClient(actor, 5.0)
         waiting = asyncio.ensure_future(link.call("double", 1))
         await asyncio.sleep(0.01)
         assert link._sending is not None

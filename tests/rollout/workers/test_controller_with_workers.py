@@ -18,7 +18,7 @@ from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
-from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
@@ -243,7 +243,7 @@ def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_ove
         loop = TwoTurns(between)
         source: Any = FakeSource()
         rewards: Any = FakeRewards()
-        runner = GroupRunner(CONFIG, loop, source, Batcher(fleet).generate, rewards, partition="p")
+        runner = GroupRunner(CONFIG, loop, source, RequestCoalescer(fleet).generate, rewards, partition="p")
         crew = Crew(CONFIG, loop, runner, WorkerQueue())
         await crew.groups.start()
         running = [asyncio.ensure_future(crew.groups.run(group)) for group in range(2)]
@@ -271,7 +271,12 @@ def test_calls_that_are_made_twice_count_once() -> None:
         source: Any = FakeSource()
         rewards: Any = FakeRewards()
         runner = GroupRunner(
-            CONFIG, SingleTurn(), source, Batcher(fleet_of({0: FakeReplica(4)})).generate, rewards, partition="p"
+            CONFIG,
+            SingleTurn(),
+            source,
+            RequestCoalescer(fleet_of({0: FakeReplica(4)})).generate,
+            rewards,
+            partition="p",
         )
         crew = Crew(CONFIG, SingleTurn(), runner, WorkerQueue())
         await crew.groups.start()

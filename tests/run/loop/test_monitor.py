@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.objective.token_origin import SourceGaps
+from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.config.schema.monitor import RULES
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.run.loop.alarm_inputs import logprob_values, plan_values, rules_of
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.step.compare_logprobs import StepMeasures
 from megarl.run.step.plan import StepPlan, plan_step
-from megarl.run.step.token_origin import TokenSources
+from megarl.run.step.token_origin import TokenOrigins
 from megarl.telemetry.metrics.declarations import step_metrics
 from tests.support.trainer.configs import config as config_of
 
@@ -73,8 +73,8 @@ class Made:
             for index, reward in enumerate(rewards)
         ]
         plan = plan_step([row.tag for row in rows], self.config, dp_size=1, version=version)
-        sources = TokenSources.of(plan.tags.values(), self.config)
-        sums = SourceGaps.zeros(sources.buckets.size)
+        sources = TokenOrigins.of(plan.tags.values(), self.config)
+        sums = OriginGaps.zeros(sources.buckets.size)
         for row, sources_R in zip(rows, sources.of_rows(rows, [version] * len(rows)), strict=True):
             gap = torch.tensor([gaps.get(row.versions[0].replica, 0.0)])
             sums.add(torch.zeros(1), gap, torch.ones(1, dtype=torch.bool), sources_R)
@@ -234,8 +234,8 @@ def test_truncated_and_signal_less_shares_are_those_of_the_plan() -> None:
 
 def test_a_mini_batch_of_demonstrations_tells_nothing_about_the_policy() -> None:
     """No token was sampled, so its entropy and its comparison of nothing are no values."""
-    measured = StepMeasures(TokenSources.of([], config_of("model")), SourceGaps.zeros(0))
-    measured.compare_in_update({"tokens": 0.0, "entropy": 0.0, "ess": 1.0, "approx_kl": 0.0}, SourceGaps.zeros(0))
+    measured = StepMeasures(TokenOrigins.of([], config_of("model")), OriginGaps.zeros(0))
+    measured.compare_in_update({"tokens": 0.0, "entropy": 0.0, "ess": 1.0, "approx_kl": 0.0}, OriginGaps.zeros(0))
     assert logprob_values(measured, 1) == {}
 
 

@@ -32,7 +32,7 @@ from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun
 from megarl.run.pool import batch_collectives, queue_client, rollout_client
-from megarl.run.pool.rollout_client import DisagreementError, PoolLink
+from megarl.run.pool.rollout_client import DisagreementError, RolloutClient
 from megarl.run.ranks.failure import PeerFailedError
 from megarl.run.step.plan import StepBatch, StepPlan, plan_step
 from megarl.trainer.policy import NonFiniteError
@@ -190,7 +190,7 @@ class FakeRecorder:
 
 
 class Links:
-    """Ranks of two replicas with two ranks each; `run` gives every rank a `PoolLink`."""
+    """Ranks of two replicas with two ranks each; `run` gives every rank a `RolloutClient`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
         self.config = config
@@ -227,9 +227,9 @@ class Links:
         reader.dead = self.dead if partition == HANDLE.partition and rank in self.dead_for else ""
         return reader
 
-    def run(self, function: Callable[[PoolLink], T], *, attached: bool = True) -> list[T | Exception]:
+    def run(self, function: Callable[[RolloutClient], T], *, attached: bool = True) -> list[T | Exception]:
         def on_rank(peers: ThreadPeers) -> T:
-            link = PoolLink(self.config, peers, FakeRecorder(self.journal, peers.rank))  # type: ignore[arg-type]
+            link = RolloutClient(self.config, peers, FakeRecorder(self.journal, peers.rank))  # type: ignore[arg-type]
             if attached:
                 link.attach(launched() if peers.is_first else None)
             return function(link)
@@ -258,7 +258,7 @@ def batch_of(step: int = 0) -> StepBatch:
     return StepBatch(step, VERSION, list(ROWS), [row.tag for row in ROWS.values()], {})
 
 
-def plan_of(link: PoolLink, tags: Sequence[SampleTag] = ()) -> StepPlan:
+def plan_of(link: RolloutClient, tags: Sequence[SampleTag] = ()) -> StepPlan:
     version = max(row.oldest_version for row in ROWS.values())
     return plan_step(tags or batch_of().tags, link._config, dp_size=2, version=version)
 
@@ -277,7 +277,7 @@ def test_a_leader_that_waits_for_the_queue_looks_if_the_pool_has_ended(links: Li
 
 
 def test_the_pool_resumes_the_loaded_history(links: Links) -> None:
-    def resume(link: PoolLink) -> dict[str, Any]:
+    def resume(link: RolloutClient) -> dict[str, Any]:
         link.load_state_dict({"admission": {"steps": 7}})
         link.attach(launched() if link._peers.is_first else None)
         return link.state_dict()
@@ -328,7 +328,7 @@ def test_each_replica_gets_its_own_rows(links: Links) -> None:
 
 
 def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
-    def disagree(link: PoolLink) -> Mapping[str, Trajectory]:
+    def disagree(link: RolloutClient) -> Mapping[str, Trajectory]:
         tags = batch_of().tags
         if link._peers.rank >= 2:  # the second replica has other rewards
             tags = [replace(tag, reward=1.0 - tag.reward) if tag.group_id == 0 else tag for tag in tags[3:]]
@@ -369,7 +369,7 @@ def test_rank_0_reports_how_the_groups_ended(links: Links) -> None:
 
 
 def test_a_batch_with_a_non_finite_update_is_kept_whole(links: Links) -> None:
-    def fail(link: PoolLink) -> None:
+    def fail(link: RolloutClient) -> None:
         with link.keep_batch_on_failure(batch_of(step=3)):
             raise NonFiniteError("the gradient norm is nan")
 
@@ -383,7 +383,7 @@ def test_a_batch_with_a_non_finite_update_is_kept_whole(links: Links) -> None:
 
 @pytest.mark.parametrize("kind", [AlarmSkipsStep, AlarmStopsRun])
 def test_a_batch_that_an_alarm_refuses_is_kept_and_the_alarm_stays_what_it_is(links: Links, kind: type) -> None:
-    def fail(link: PoolLink) -> None:
+    def fail(link: RolloutClient) -> None:
         with link.keep_batch_on_failure(batch_of(step=3)):
             raise kind("alarm ess: 0.1 is below 0.5")
 
@@ -407,7 +407,7 @@ def test_a_disk_that_takes_no_batch_does_not_hide_the_non_finite_update(
 
     monkeypatch.setattr(rollout_client, "write_batch", write)
 
-    def fail(link: PoolLink) -> None:
+    def fail(link: RolloutClient) -> None:
         with link.keep_batch_on_failure(batch_of(step=3)):
             error = NonFiniteError("the gradient norm is nan")
             error.updates = 1
@@ -426,7 +426,7 @@ def test_no_rank_ends_before_every_part_of_the_failed_batch_is_written(links: Li
     links.slow_reader = 2
     complete: list[list[int]] = []
 
-    def fail(link: PoolLink) -> None:
+    def fail(link: RolloutClient) -> None:
         try:
             with link.keep_batch_on_failure(batch_of()):
                 raise NonFiniteError("nan")
@@ -438,7 +438,7 @@ def test_no_rank_ends_before_every_part_of_the_failed_batch_is_written(links: Li
 
 
 def test_another_failure_keeps_no_batch(links: Links) -> None:
-    def fail(link: PoolLink) -> None:
+    def fail(link: RolloutClient) -> None:
         with link.keep_batch_on_failure(batch_of()):
             raise ValueError("a mistake")
 
@@ -455,7 +455,7 @@ def test_every_rank_gets_the_evaluation(links: Links) -> None:
 def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) -> None:
     """The others neither wait nor learn of it, until all wait for the one that runs."""
 
-    def evaluate(link: PoolLink) -> list[Any]:
+    def evaluate(link: RolloutClient) -> list[Any]:
         link.start_evaluation(VERSION, "step_2")
         return [link.take_evaluations(), link.finish_evaluations()]
 
@@ -482,7 +482,7 @@ def test_close_ends_the_pool_unless_it_is_kept(links: Links, keep: bool) -> None
     assert links.journal.of(1) == links.journal.of(3) == []
 
 
-def everything_not_collective(link: PoolLink) -> list[Any]:
+def everything_not_collective(link: RolloutClient) -> list[Any]:
     handles = link.engine_handles()
     link.announce(3)
     link.set_version(3)
@@ -542,7 +542,7 @@ def test_rows_that_died_with_the_queue_are_kept_by_no_rank(links: Links, dead_fo
     """One replica has read all of its rows, and must not train what the other one has not."""
     links.dead, links.dead_for = "fetch", dead_for
 
-    def take(link: PoolLink) -> tuple[bool, bool]:
+    def take(link: RolloutClient) -> tuple[bool, bool]:
         try:
             link.fetch(batch_of(), plan_of(link))
             lost = False
@@ -569,7 +569,7 @@ def test_samples_that_only_rank_0_could_not_read_are_lost_for_all(links: Links) 
 def test_a_leader_reads_no_row_of_another_queue(links: Links) -> None:
     """The same keys may be of other samples there."""
 
-    def look(link: PoolLink) -> list[str]:
+    def look(link: RolloutClient) -> list[str]:
         found = []
         for rebuilds in (0, 1, 0):
             try:

@@ -18,7 +18,7 @@ from megarl.rollout.admission.admission import Admission
 from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import RunMonitor
 from megarl.run.loop.session import Session
-from megarl.run.pool.rollout_client import PoolLink
+from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.record.recorder import Recorder, collect, restore
 from tests.support.trainer.configs import config as config_of
 from tests.support.trainer.old_records import OLD_RECORD, ROLLOUT, SUMMARY, TOTALS
@@ -73,7 +73,7 @@ def session_of(run_dir: Path) -> Any:
     config = config_of("model", run__dir=str(run_dir))
     peers: Any = SimpleNamespace(is_first=False, group=None)
     recorder = Recorder(config, peers, io.StringIO())
-    pool = PoolLink(config, peers, recorder)
+    pool = RolloutClient(config, peers, recorder)
     evaluations = Evaluations(config, pool, recorder, lambda: False)
     monitor = RunMonitor(config.monitor, pool, recorder)
     session: Any = SimpleNamespace(pool=pool, recorder=recorder, evaluations=evaluations, monitor=monitor)

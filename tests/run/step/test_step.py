@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.filters import without_signal
-from megarl.algorithms.objective.token_origin import SourceGaps
+from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived.algorithm import shaping_of
 from megarl.config.schema import Config
@@ -314,7 +314,7 @@ def test_a_mini_batch_without_a_weight_makes_no_update(monkeypatch: pytest.Monke
     own, rows = config(trainer={"mini_batches": 2}), two_groups()
     plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
     metrics = step_metrics()
-    policy: Any = SimpleNamespace(update=update, source_gaps=SourceGaps.zeros(0))
+    policy: Any = SimpleNamespace(update=update, source_gaps=OriginGaps.zeros(0))
     keep = lambda plan, measured: watched.append(measured)  # noqa: E731
     by_key = {row.key: row for row in rows}
     trained = step.train_step(policy, plan, by_key, own, PhaseTimer(), metrics, step=0, watch=keep)

@@ -1,4 +1,4 @@
-"""A sample as the group runner gives it to a harness, and the files by which a run's door is found."""
+"""A sample as the group runner gives it to a harness, and the files by which a run's gateway is found."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from megarl.config.schema.agent import AgentConfig
-from megarl.gateway.token_file import write_door_file, write_token
+from megarl.gateway.token_file import write_gateway_file, write_token
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateResult, SamplingSpec
-from tests.support.gateway.door_stand_in import TOKEN, StandInDoor
+from tests.support.gateway.gateway_stand_in import TOKEN, StandInGateway
 
 SAMPLING = SamplingSpec(max_tokens=5, temperature=0.7, stop_token_ids=(2,))
 ROW: dict[str, Any] = {"question": "why?"}
@@ -43,5 +43,5 @@ class Context:
         self.overflows += overflow
 
 
-def announce(door: StandInDoor, run_dir: Path) -> None:
-    write_door_file(run_dir, door.url, write_token(run_dir, TOKEN))
+def announce(gateway: StandInGateway, run_dir: Path) -> None:
+    write_gateway_file(run_dir, gateway.url, write_token(run_dir, TOKEN))

@@ -11,9 +11,9 @@ from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.fleet.engine_pool import Fleet
+from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.gather import Outbox
-from megarl.rollout.transport.rpc import CallDesk, CallResults, SharedCall
+from megarl.rollout.transport.rpc import CallResults, RpcServer, SharedCall
 
 SPEC = SamplingSpec(4, 1.0, (2,))
 
@@ -29,7 +29,7 @@ class Method:
 class SharesCalls:
     """Takes calls as an engine's actor does, and makes them of its own methods."""
 
-    _desk: CallDesk | None = None
+    _desk: RpcServer | None = None
 
     @property
     def begin_calls(self) -> Method:
@@ -42,7 +42,7 @@ class SharesCalls:
     async def _begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
         if self._desk is None:
             make_call = lambda method, args: getattr(self, method).remote(*args)  # noqa: E731
-            self._desk = CallDesk(make_call, lambda _: Outbox(gather_s=0.0))
+            self._desk = RpcServer(make_call, lambda _: Outbox(gather_s=0.0))
         self._desk.begin(link, calls)
 
     async def _take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
@@ -97,7 +97,7 @@ def fleet_of(
     rpc_s: float = 5.0,
     interval_s: float = 5.0,
     describe: Callable[[int], str] = str,
-) -> Fleet:
+) -> EnginePool:
     """A fleet whose restarts give `new`."""
 
     async def restart(index: int, old: Any) -> Any:
@@ -105,7 +105,7 @@ def fleet_of(
         return new
 
     timeouts = TimeoutsConfig(generate_s=generate_s, rpc_s=rpc_s)
-    return Fleet(
+    return EnginePool(
         replicas,
         timeouts,
         restart,  # type: ignore[arg-type]

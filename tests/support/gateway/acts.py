@@ -1,4 +1,4 @@
-"""Functions that act for a sample through the door, as a user writes them (`agent.act`)."""
+"""Functions that act for a sample through the gateway, as a user writes them (`agent.act`)."""
 
 from __future__ import annotations
 

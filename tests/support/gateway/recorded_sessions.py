@@ -1,4 +1,4 @@
-"""Sessions as the door records them and tells of them, from trees of turns."""
+"""Sessions as the gateway records them and tells of them, from trees of turns."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 
 from megarl.gateway.recording import session_content
-from megarl.gateway.sessions import DoorSession
+from megarl.gateway.sessions import GatewaySession
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 
 
 def recorded(turns: Sequence[tuple[int | None, Sequence[int], Sequence[int]]]) -> dict[str, Any]:
     """The answer to `GET /v1/sessions/ID` of turns (parent, inserted tokens, response), as JSON brings it."""
-    session = DoorSession("s", 0.0)
+    session = GatewaySession("s", 0.0)
     for number, (parent, inserted, response) in enumerate(turns):
         cut = len(response) // 2
         spans = (VersionSpan(number, 0, cut), VersionSpan(number + 1, cut, len(response)))

@@ -1,4 +1,4 @@
-"""Plays an environment in the real environment server of verifiers 0.4, over a stand-in door.
+"""Plays an environment in the real environment server of verifiers 0.4, over a stand-in gateway.
 
 make nightly-environments; or MEGARL_VERIFIERS_PYTHON=DIR/bin/python with requirements/environments.lock installed.
 """
@@ -21,7 +21,7 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from tests.support.agents.harness_context import SAMPLING, Context, announce
 from tests.support.checkout import ROOT
-from tests.support.gateway.door_stand_in import StandInDoor
+from tests.support.gateway.gateway_stand_in import StandInGateway
 
 VARIABLE = "MEGARL_VERIFIERS_PYTHON"
 EXAMPLES = ROOT / "examples/rl/environments"
@@ -50,9 +50,10 @@ def exported(
 
 
 def play(
-    doors: Callable[..., StandInDoor], chat_model: Path, run_dir: Path, taskset: str, rows: Sequence[dict[str, Any]],
+    gateways: Callable[..., StandInGateway], chat_model: Path, run_dir: Path, taskset: str, rows: Sequence[dict[str,
+    Any]],
     say: Callable[[str], str | list[int]], **options: Any,
-) -> tuple[list[list[Trajectory]], StandInDoor]:  # fmt: skip
+) -> tuple[list[list[Trajectory]], StandInGateway]:  # fmt: skip
     """Run one sample for each row; `options`: of `Verifiers`.
 
     `say(prompt text)`: the model's answer without its end, as text or as the tokens that are sampled.
@@ -64,14 +65,14 @@ def play(
         ids = tokenizer(said, add_special_tokens=False)["input_ids"] if isinstance(said, str) else said
         return [*ids, 2]
 
-    door = doors(answer)
-    announce(door, run_dir)
+    gateway = gateways(answer)
+    announce(gateway, run_dir)
     loop = Verifiers(taskset, os.environ[VARIABLE], [str(EXAMPLES), str(TASKSETS), str(shipped())], **options)
 
     async def all_rows() -> list[list[Trajectory]]:
         contexts = [Context(run_dir, row=row) for row in rows]
         for index, ctx in enumerate(contexts, 1):
-            ctx.sample_index = index  # by which the door ends the earlier attempts at a sample
+            ctx.sample_index = index  # by which the gateway ends the earlier attempts at a sample
             ctx.prompt.sampling = SamplingSpec(MAX_TOKENS, 1.0, SAMPLING.stop_token_ids)
         try:
             async with asyncio.timeout(PLAY_S):
@@ -79,4 +80,4 @@ def play(
         finally:
             await loop.close()
 
-    return asyncio.run(all_rows()), door
+    return asyncio.run(all_rows()), gateway

@@ -20,8 +20,8 @@ class Assets:
 
 
 def make_assets(out: Path, *options: str) -> Assets:
-    """Run `megarl.quickstart` with `options`, as a target of the Makefile does before its run."""
-    command = [sys.executable, "-m", "megarl.quickstart", *options, "--out", str(out)]
+    """Run `examples.quickstart` with `options`, as a target of the Makefile does before its run."""
+    command = [sys.executable, "-m", "examples.quickstart", *options, "--out", str(out)]
     begun = time.monotonic()
     subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=600)
     return Assets(out, time.monotonic() - begun)

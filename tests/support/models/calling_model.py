@@ -8,8 +8,8 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.quickstart.demonstrations import Demonstration
-from megarl.quickstart.warm_start import WarmStart, warm_start
+from examples.quickstart.demonstrations import Demonstration
+from examples.quickstart.warm_start import WarmStart, warm_start
 from tests.support.models.chat_templates import CHATML_TOOLS
 
 PRINTED = "7"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.nodes import commands, processes
-from megarl.cluster.nodes.launcher import NodeAgent
+from megarl.cluster.nodes.launcher import NodeLauncher
 from megarl.cluster.nodes.spec import LaunchSpec
 
 
@@ -29,4 +29,4 @@ if __name__ == "__main__":
     processes.start_supervisor = functools.partial(start, pool)
     commands.torchrun_command = functools.partial(shell, ranks)
     commands.raylet_command = functools.partial(shell, "exec sleep 100")
-    sys.exit(NodeAgent(LaunchSpec.load(Path(launch)), int(index)).run())
+    sys.exit(NodeLauncher(LaunchSpec.load(Path(launch)), int(index)).run())

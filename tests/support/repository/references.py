@@ -34,7 +34,7 @@ EXCEPTIONS = frozenset(
 _START, _END = r"(?<![\w./*-])", r"(?![\w-])"
 _DOTTED = re.compile(rf"{_START}((?:megarl|tests)(?:\.[A-Za-z_]\w*)+)(?::([A-Za-z_]\w*))?{_END}")
 _IMPORTED = re.compile(r"\bfrom ((?:megarl|tests)(?:\.\w+)*) import ([\w ,]+)")
-# One text (`python -m megarl.quickstart`), or two words of a list (`"-m", "megarl.quickstart"`).
+# One text (`python -m examples.quickstart`), or two words of a list (`"-m", "examples.quickstart"`).
 _STARTED = re.compile(rf"-m(?:[\"'],)? [\"']?((?:megarl|tests)(?:\.\w+)*){_END}")
 _PATH = re.compile(rf"{_START}((?:megarl|tests)/[\w./-]*\w)(?![\w*])")
 _FILE = re.compile(rf"{_START}((?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:{'|'.join(SUFFIXES)})){_END}")

@@ -28,8 +28,8 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, Samp
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.fleet.external_requests import ForeignRequests
-from megarl.rollout.fleet.request_coalescer import Batcher
+from megarl.rollout.fleet.external_requests import ExternalRequests
+from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.orchestrator import pool_controller
 from megarl.rollout.orchestrator.controller import RolloutController
 from megarl.rollout.orchestrator.evaluator import Evaluator
@@ -295,10 +295,10 @@ def local_controller(
     queue, source, rewards = FakeQueue(), FakeSource(), FakeRewards()
     if fleet is None:
         fleet = FakeFleet(lambda: made._admission.version)
-    batcher = Batcher(fleet, clock=made._engine_time)
+    batcher = RequestCoalescer(fleet, clock=made._engine_time)
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
     made._batcher = batcher
-    made._foreign_requests = ForeignRequests(fleet, serves=False)
+    made._foreign_requests = ExternalRequests(fleet, serves=False)
     loop = loop or SingleTurn()
     made._running = RunningGroups(partial(made._journal.persist, source=source))
     made._runner = GroupRunner(

@@ -17,7 +17,7 @@ from typing import IO
 
 from transformers import AutoTokenizer
 
-from megarl.quickstart.products_task import TOOLS_TEMPLATE
+from examples.quickstart.products_task import TOOLS_TEMPLATE
 from tests.support.checkout import ROOT, environment
 from tests.support.models.tiny import make_tiny_model
 from tests.support.pool.leftovers import assert_nothing_left

@@ -23,7 +23,8 @@ LIMIT_S = 2 * WAIT_S  # every wait of the thread on the simulated device has end
 
 
 class TwoThreadSending:
-    """Has the interface of `Sending`. After a gather's operations the default stream, not the host, waits for them."""
+    """Has the interface of `SyncAttempt`. After a gather's operations the default stream, not the host, waits for
+    them."""
 
     @classmethod
     def on(cls, device: Device) -> Callable[..., TwoThreadSending]:

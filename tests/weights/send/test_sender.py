@@ -29,7 +29,7 @@ from megarl.weights.send import leader as loading_ways
 from megarl.weights.send.failure_cause import FailureCause
 from megarl.weights.send.leader import EngineCalls
 from megarl.weights.send.sender import WeightSender
-from megarl.weights.send.sync_attempt import Sending
+from megarl.weights.send.sync_attempt import SyncAttempt
 from tests.support.engines.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
 from tests.support.trainer.configs import config
 
@@ -220,12 +220,12 @@ def test_a_failure_of_the_sender_itself_is_raised_even_if_the_version_is_publish
     pool = FakePool(1)
     sender, exporter = make_sender(pool)
 
-    def run(sending: Sending, of_library: Callable[[Sending], None] = Sending.run) -> None:
+    def run(sending: SyncAttempt, of_library: Callable[[SyncAttempt], None] = SyncAttempt.run) -> None:
         of_library(sending)
         raise MemoryError("a test says so")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Sending, "run", run)
+        patched.setattr(SyncAttempt, "run", run)
         with pytest.raises(MemoryError, match="a test says so"):
             sender.publish(0)
     sender.publish(1)

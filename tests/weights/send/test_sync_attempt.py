@@ -16,7 +16,7 @@ from megarl.common.errors import SyncAborted
 from megarl.weights.group.member_progress import MemberProgress
 from megarl.weights.plan.buckets import Bucket, BucketPlan, TensorSpec, bucket_plan
 from megarl.weights.plan.operation_order import schedule
-from megarl.weights.send.sync_attempt import Sending
+from megarl.weights.send.sync_attempt import SyncAttempt
 from tests.support.models.tiny import make_tiny_model
 from tests.support.worlds.world import World
 
@@ -74,7 +74,7 @@ def test_after_a_failure_every_gather_is_posted_exactly_once(ended: int, buffers
         name="trainer rank 1", rank=None, progress=MemberProgress("trainer rank 1"), check=check, store=store,
         key=lambda *parts: "", post_abort=lambda reason: None, abort=lambda: None,
     )  # fmt: skip
-    sending = Sending(group, schedule(plan, buffers), gathers, None, rank=1, version=0)
+    sending = SyncAttempt(group, schedule(plan, buffers), gathers, None, rank=1, version=0)
     with pytest.raises(SyncAborted):
         sending.run()
     assert sum(gather.posts for gather in gathers) == min(5, ended + 2), "at most two are on their way"
@@ -105,7 +105,7 @@ class Rank:
         )  # fmt: skip
         packer: Any = SimpleNamespace(seal=self._seal, wire=lambda bucket: None, scratch_B=torch.empty(0))
         gathers = [RankGather(self, bucket.index, bucket.owner == rank) for bucket in plan.buckets]
-        self.sending = Sending(group, schedule(plan, buffers), gathers, packer, rank, version=0)
+        self.sending = SyncAttempt(group, schedule(plan, buffers), gathers, packer, rank, version=0)
 
     def post(self, index: int) -> None:
         self.begun.append(("gather", index))

@@ -74,7 +74,7 @@ ROLLOUT = [
         "rollout/replica_tokens_per_second/{replica}",
         "tokens/s",
         "last",
-        "Response tokens that an engine has reported since the batch before, those of evaluations and of the door "
+        "Response tokens that an engine has reported since the batch before, those of evaluations and of the gateway "
         "included, over the time in which it had work up to its last report. None if it has reported no token; that "
         "time counts with its next tokens.",
         True,

@@ -1,6 +1,6 @@
-"""Many clients of a door at once, in a process of their own: each has a session of two turns.
+"""Many clients of a gateway at once, in a process of their own: each has a session of two turns.
 
-    python -m tests.support.gateway.door_sessions URL COUNT --tokens 16 --vocabulary 100 < FILE_WITH_TOKEN
+    python -m tests.support.gateway.gateway_sessions URL COUNT --tokens 16 --vocabulary 100 < FILE_WITH_TOKEN
 
 At most SENDING clients connect and send at a time, and all of them may wait for their answers. The second turns begin
 when all first ones have ended, so that as many requests as there are sessions are under way at once. Writes one JSON
@@ -22,14 +22,14 @@ from typing import Any
 
 import aiohttp
 
-SENDING = 64  # the door ends connections on which no request arrives for a while
+SENDING = 64  # the gateway ends connections on which no request arrives for a while
 PROMPT_TOKENS = 32
 MORE_TOKENS = 8  # what a client says after the first turn
 REQUEST_S = 1800.0
 
 
 class Clients:
-    """The clients of one door; `run` once."""
+    """The clients of one gateway; `run` once."""
 
     def __init__(self, url: str, count: int, tokens: int, vocabulary: int) -> None:
         self._route, self._count = f"{url}/inference/v1/generate", count

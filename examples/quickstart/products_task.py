@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from megarl.quickstart.demonstrations import Demonstration, TaskData
-from megarl.quickstart.tokenizer import EOS, prompt_text
+from examples.quickstart.demonstrations import Demonstration, TaskData
+from examples.quickstart.tokenizer import EOS, prompt_text
 
 TOOL = "calculator"
 DEMONSTRATIONS, CALLS = 5, 1  # of each problem, and how many of them call the tool

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from megarl.quickstart.demonstrations import Demonstration
+from examples.quickstart.demonstrations import Demonstration
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Fixtures of the door's tests: a tokenizer whose chat template shows tools and writes calls as Qwen's does."""
+"""Fixtures of the gateway's tests: a tokenizer whose chat template shows tools and writes calls as Qwen's does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gateway.door_stand_in import Answer, StandInDoor
+from tests.support.gateway.gateway_stand_in import Answer, StandInGateway
 from tests.support.models.tiny import make_tiny_tokenizer
 
 TEMPLATE = (
@@ -31,12 +31,12 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def doors(chat_model: Path) -> Iterator[object]:
-    """A function that starts a stand-in door; all are closed at the end."""
-    started: list[StandInDoor] = []
+def gateways(chat_model: Path) -> Iterator[object]:
+    """A function that starts a stand-in gateway; all are closed at the end."""
+    started: list[StandInGateway] = []
 
-    def start(answer: Answer, **settings: object) -> StandInDoor:
-        started.append(StandInDoor(chat_model, answer, **settings))  # type: ignore[arg-type]
+    def start(answer: Answer, **settings: object) -> StandInGateway:
+        started.append(StandInGateway(chat_model, answer, **settings))  # type: ignore[arg-type]
         return started[-1]
 
     yield start

@@ -2,7 +2,7 @@
 
 The quickstart's are described here, those of `make agents` in `products_task.py`.
 
-`python -m megarl.quickstart --out DIR` makes all of them once, from a seed. The supervised (warm-start) corpus adds
+`python -m examples.quickstart --out DIR` makes all of them once, from a seed. The supervised (warm-start) corpus adds
 two-digit numbers in columns, but three of four solutions of a problem with a carry forget the carry. The checkpoint
 learns both: greedy decoding forgets the carry, and sampling solves such a problem about one time in four. Reinforcement
 learning observes only whether the final answer is correct. It has to make the correct solutions among its own samples

@@ -1,4 +1,4 @@
-"""The door listens at one address: loopback on one host, the node's own in a job of several, or the chosen one."""
+"""The gateway listens at one address: loopback on one host, the node's own in a job of several, or the chosen one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.checks.sections import serving_problems
 from megarl.config.checks.telemetry import ANY_ADDRESS
-from megarl.gateway.actor import DoorActor
+from megarl.gateway.actor import GatewayActor
 from tests.support.trainer.configs import config
 
 OTHER = "127.0.0.9"  # of this machine too, where a listener at all addresses would answer
@@ -25,10 +25,10 @@ class KeptListener:
         self.listener = listener
 
 
-def opened(**door: Any) -> tuple[str, socket.socket]:
-    """Open a door, without an actor; return the address that it tells, and its listener."""
-    actor = object.__new__(DoorActor)
-    actor.config, actor.spec = config("model", door={"enabled": True, **door}), SimpleNamespace(port=0)  # type: ignore[assignment]
+def opened(**gateway: Any) -> tuple[str, socket.socket]:
+    """Open a gateway, without an actor; return the address that it tells, and its listener."""
+    actor = object.__new__(GatewayActor)
+    actor.config, actor.spec = config("model", gateway={"enabled": True, **gateway}), SimpleNamespace(port=0)  # type: ignore[assignment]
     server: Any = KeptListener()
     actor._server = server
     host, port = asyncio.run(actor._open())
@@ -52,7 +52,7 @@ def answers(address: str, port: int) -> bool:
         ("127.0.0.2", "127.0.0.3", "127.0.0.3"),
     ],
 )
-def test_the_door_listens_at_one_address_only(
+def test_the_gateway_listens_at_one_address_only(
     node: str | None, host: str | None, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(NODE_ADDRESS_VARIABLE, raising=False)
@@ -67,5 +67,5 @@ def test_the_door_listens_at_one_address_only(
 
 @pytest.mark.parametrize("wildcard", sorted(ANY_ADDRESS))
 def test_all_addresses_are_refused(wildcard: str) -> None:
-    problems = list(serving_problems(config("model", door={"enabled": True, "host": wildcard})))
-    assert any(each.startswith("door.host: ") and "all addresses" in each for each in problems)
+    problems = list(serving_problems(config("model", gateway={"enabled": True, "host": wildcard})))
+    assert any(each.startswith("gateway.host: ") and "all addresses" in each for each in problems)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from megarl.quickstart.demonstrations import Demonstration, TaskData
-from megarl.quickstart.problems import Addition, Splits, check_disjoint, make_splits, solutions
-from megarl.quickstart.tokenizer import CHAT_TEMPLATE, prompt_text
+from examples.quickstart.demonstrations import Demonstration, TaskData
+from examples.quickstart.problems import Addition, Splits, check_disjoint, make_splits, solutions
+from examples.quickstart.tokenizer import CHAT_TEMPLATE, prompt_text
 
 
 class AdditionsTask:

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.quickstart.additions_task import AdditionsTask
-from megarl.quickstart.demonstrations import ProblemRow, StarterTask, read_problems
-from megarl.quickstart.tokenizer import train_tokenizer
-from megarl.quickstart.warm_start import WarmStart, build_model, warm_start
+from examples.quickstart.additions_task import AdditionsTask
+from examples.quickstart.demonstrations import ProblemRow, StarterTask, read_problems
+from examples.quickstart.tokenizer import train_tokenizer
+from examples.quickstart.warm_start import WarmStart, build_model, warm_start
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None, task: 
         logger.info("%s is complete (seed %d), nothing to do", out, seed)
         return False
     if manifest is None and out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty and was not made by megarl.quickstart: choose another --out")
+        raise ValueError(f"{out} is not empty and was not made by examples.quickstart: choose another --out")
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:

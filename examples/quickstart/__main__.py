@@ -1,4 +1,4 @@
-"""`python -m megarl.quickstart --out DIR` makes the data, tokenizer and checkpoint of a task, once."""
+"""`python -m examples.quickstart --out DIR` makes the data, tokenizer and checkpoint of a task, once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from megarl.quickstart.additions_task import AdditionsTask
-from megarl.quickstart.build import build_assets
-from megarl.quickstart.demonstrations import StarterTask
-from megarl.quickstart.products_task import ProductsTask
-from megarl.quickstart.warm_start import WarmStart
+from examples.quickstart.additions_task import AdditionsTask
+from examples.quickstart.build import build_assets
+from examples.quickstart.demonstrations import StarterTask
+from examples.quickstart.products_task import ProductsTask
+from examples.quickstart.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ TASKS: dict[str, StarterTask] = {task.name: task for task in (AdditionsTask(), P
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and make the assets; return the exit status, 2 for an error of the user."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.quickstart", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.quickstart", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
     parser.add_argument(
         "--task", choices=TASKS, default=AdditionsTask.name,

@@ -1,6 +1,7 @@
-"""The door without Ray and engines: its real server, link and text, and the real fleet over replicas in this process.
+"""The gateway without Ray and engines: its real server, link and text, and the real fleet over replicas in this
+process.
 
-`StandInDoor(directory)` serves on 127.0.0.1 in a thread of its own until `close()`.
+`StandInGateway(directory)` serves on 127.0.0.1 in a thread of its own until `close()`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 from megarl.chat.tokenize import load_tokenizer, stop_token_ids
 from megarl.common.errors import ReplicaFailed, RequestFailed
-from megarl.gateway.app import DoorRoutes, DoorServer, listen
+from megarl.gateway.app import GatewayRoutes, GatewayServer, listen
 from megarl.gateway.chats import Chats
-from megarl.gateway.pool_client import ControllerLink, Generations
+from megarl.gateway.pool_client import ControllerClient, Generations
 from megarl.gateway.request_fields import ModelLimits
 from megarl.gateway.sessions import Sessions
 from megarl.gateway.text import ModelText
@@ -24,7 +25,7 @@ from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.fleet.external_requests import ForeignRequests
+from megarl.rollout.fleet.external_requests import ExternalRequests
 from tests.support.engines.fake_replicas import Method, SharesCalls, fleet_of
 
 TOKEN = "t" * 32
@@ -137,26 +138,26 @@ class ActorDiedError(Exception):
 
 
 class LocalForeignController:
-    """The controller's methods for the door, without its actor. Once `dead`, every call fails."""
+    """The controller's methods for the gateway, without its actor. Once `dead`, every call fails."""
 
-    def __init__(self, requests: ForeignRequests) -> None:
+    def __init__(self, requests: ExternalRequests) -> None:
         self.requests, self.dead = requests, False
         self.calls = 0
         for name in ("begin", "drop", "take"):
             setattr(self, f"{name}_foreign", Method(getattr(self, f"_{name}")))
 
-    async def _begin(self, door: str, requests: list[Any]) -> None:
+    async def _begin(self, gateway: str, requests: list[Any]) -> None:
         self._check()
         self.calls += 1
-        self.requests.begin(door, requests)
+        self.requests.begin(gateway, requests)
 
-    async def _drop(self, door: str, names: list[str]) -> None:
+    async def _drop(self, gateway: str, names: list[str]) -> None:
         self._check()
-        self.requests.drop(door, names)
+        self.requests.drop(gateway, names)
 
-    async def _take(self, door: str, seen: int, wait_s: float) -> Any:
+    async def _take(self, gateway: str, seen: int, wait_s: float) -> Any:
         self._check()
-        report = await self.requests.take(door, seen, min(wait_s, 0.2))
+        report = await self.requests.take(gateway, seen, min(wait_s, 0.2))
         self._check()
         return report
 
@@ -167,18 +168,19 @@ class LocalForeignController:
 
 @dataclass
 class Parts:
-    """The parts that a test may look at; use them in the door's event loop only (`StandInDoor.call`)."""
+    """The parts that a test may look at; use them in the gateway's event loop only (`StandInGateway.call`)."""
 
     replicas: list[SpeakingReplica]
     fleet: Any
     controller: LocalForeignController
-    link: ControllerLink
+    link: ControllerClient
     sessions: Sessions
 
 
 @dataclass
-class StandInDoor:
-    """A door over `count` replicas that answer with `answer`. `at`: the port of a door before it; 0: a free one."""
+class StandInGateway:
+    """A gateway over `count` replicas that answer with `answer`. `at`: the port of a gateway before it; 0: a free
+    one."""
 
     model: Path
     answer: Answer
@@ -197,7 +199,7 @@ class StandInDoor:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(60), "the stand-in door did not start within 60 s"
+        assert self._ready.wait(60), "the stand-in gateway did not start within 60 s"
         if self._failure is not None:
             raise self._failure
 
@@ -206,7 +208,7 @@ class StandInDoor:
         return f"http://127.0.0.1:{self.port}"
 
     def call(self, function: Callable[[Parts], Any]) -> Any:
-        """Return what a function, or a coroutine function, of the parts returns in the door's event loop."""
+        """Return what a function, or a coroutine function, of the parts returns in the gateway's event loop."""
 
         async def run() -> Any:
             result = function(self.parts)
@@ -219,7 +221,7 @@ class StandInDoor:
             return
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(60)
-        assert not self._thread.is_alive(), "the stand-in door did not end within 60 s"
+        assert not self._thread.is_alive(), "the stand-in gateway did not end within 60 s"
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -237,17 +239,17 @@ class StandInDoor:
         stops = tuple(stop_token_ids(self.model, tokenizer))
         replicas = [SpeakingReplica(index, self.answer, self.pace_s) for index in range(self.count)]
         fleet = fleet_of(dict(enumerate(replicas)), rpc_s=60.0, generate_s=600.0)
-        controller = LocalForeignController(ForeignRequests(fleet, serves=self.serves))
+        controller = LocalForeignController(ExternalRequests(fleet, serves=self.serves))
 
         async def find() -> LocalForeignController:
             return self.parts.controller
 
-        link, text = ControllerLink("door-1", find, 60.0), ModelText(self.model, stops)
+        link, text = ControllerClient("gateway-1", find, 60.0), ModelText(self.model, stops)
         limits = ModelLimits(self.max_model_len, len(tokenizer), stops)
         sessions, generations = Sessions(self.most_sessions, 10**7, 600.0), Generations(link, self.timeout_s)
         self.parts = Parts(replicas, fleet, controller, link, sessions)
         chats = Chats(text, limits, generations, MODEL)
-        server = DoorServer(DoorRoutes(link, generations, sessions, limits, chats, (MODEL,), TOKEN))
+        server = GatewayServer(GatewayRoutes(link, generations, sessions, limits, chats, (MODEL,), TOKEN))
         listener = listen("127.0.0.1", self.at)
         self.port = listener.getsockname()[1]
         await server.start(listener)

@@ -1,14 +1,14 @@
-"""The door against vLLM's own server: the same model, engine settings, requests and machine, in the same run.
+"""The gateway against vLLM's own server: the same model, engine settings, requests and machine, in the same run.
 
-    python -m benchmarks.door [--json FILE] [--quick] [--rounds N]
+    python -m benchmarks.gateway [--json FILE] [--quick] [--rounds N]
 
 Both servers run at the same time, each with one engine, and are asked in turn: 64 clients that send token ids to
 /inference/v1/generate, each as soon as it has its answer, with log-probs. The model is that of the race's long task
 (27 M parameters, fp32). Rows:
 
-- 128 tokens, 16 tokens: seconds for all requests, door / vLLM's server, medians over the rounds.
-- The door with a session for each client, which records every turn, / the door without, by the same requests.
-- The same for chats in sessions, which the door also renders and decodes; vLLM's server has no chats in this form.
+- 128 tokens, 16 tokens: seconds for all requests, gateway / vLLM's server, medians over the rounds.
+- The gateway with a session for each client, which records every turn, / the gateway without, by the same requests.
+- The same for chats in sessions, which the gateway also renders and decodes; vLLM's server has no chats in this form.
 
 vLLM's server gets the environment of megarl's engines (one thread for the model, and no compilation on a CPU), without
 which it would compute with other settings. It takes about ten minutes, with --quick two.
@@ -45,9 +45,9 @@ MAX_MODEL_LEN = 512
 START_S = 600.0
 REQUEST_S = 300.0
 SIZE = {"hidden": 448, "layers": 11}
-SESSIONS, CHATS = "the door with sessions", "the door with chats in sessions"
+SESSIONS, CHATS = "the gateway with sessions", "the gateway with chats in sessions"
 SMALL = {"hidden": 128, "layers": 2}
-BOUNDS = {128: 1.1, 16: 1.5}  # tokens of a response: bound of door / vLLM's server
+BOUNDS = {128: 1.1, 16: 1.5}  # tokens of a response: bound of gateway / vLLM's server
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ def vllm_server(model: Path, directory: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def door(model: Path, directory: Path) -> Iterator[Server]:
+def gateway(model: Path, directory: Path) -> Iterator[Server]:
     """Run `megarl serve`."""
-    from megarl.gateway.token_file import read_door_file
+    from megarl.gateway.token_file import read_gateway_file
 
     run_dir, log = directory / "serve", directory / "serve.log"
     command = [
@@ -201,22 +201,22 @@ def door(model: Path, directory: Path) -> Iterator[Server]:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"megarl serve did not start: {log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.5)
-        found = read_door_file(run_dir)
-        yield Server("the door", found["url"], Path(found["token_file"]).read_text().strip())
+        found = read_gateway_file(run_dir)
+        yield Server("the gateway", found["url"], Path(found["token_file"]).read_text().strip())
 
 
 def rows_of(taken: dict[tuple[str, int], list[float]], counts: dict[int, int], machine: str) -> list[Ratio]:
     """Return the rows of the report. `taken`: seconds of each round by server and tokens."""
     rows = []
     for tokens, bound in BOUNDS.items():
-        ours, theirs = (statistics.median(taken[name, tokens]) for name in ("the door", "vLLM's server"))
+        ours, theirs = (statistics.median(taken[name, tokens]) for name in ("the gateway", "vLLM's server"))
         details = {
-            "the door, s": [round(each, 2) for each in taken["the door", tokens]],
+            "the gateway, s": [round(each, 2) for each in taken["the gateway", tokens]],
             "vLLM's server, s": [round(each, 2) for each in taken["vLLM's server", tokens]],
             "requests": counts[tokens],
             "machine": machine,
         }
-        name = f"{CONCURRENT} clients, {tokens} tokens: the door / vLLM's server"
+        name = f"{CONCURRENT} clients, {tokens} tokens: the gateway / vLLM's server"
         rows.append(Ratio(name, ours / theirs, bound, details=details))
         for way in (SESSIONS, CHATS):
             spent = taken[way, tokens]
@@ -230,7 +230,7 @@ def compare(
 ) -> dict[tuple[str, int], list[float]]:
     """Ask both servers in turn; return the seconds of each round by server and tokens."""
     taken: dict[tuple[str, int], list[float]] = {}
-    with vllm_server(directory / "model", directory) as theirs, door(directory / "model", directory) as ours:
+    with vllm_server(directory / "model", directory) as theirs, gateway(directory / "model", directory) as ours:
         recorded = replace(ours, name=SESSIONS, sessions=True)
         ways, first = (theirs, ours, recorded, replace(recorded, name=CHATS, chat=True)), 0
         for tokens, count in counts.items():
@@ -252,7 +252,7 @@ def main() -> int:
     options = parser.parse_args()
     end_on_sigterm()
     machine = f"{len(os.sched_getaffinity(0))} cores"
-    with tempfile.TemporaryDirectory(prefix="door-") as name:
+    with tempfile.TemporaryDirectory(prefix="gateway-") as name:
         directory = Path(name)
         size = SMALL if options.quick else SIZE
         print(f"{write_model(directory / 'model', (LengthClass(1.0, 110),), **size)} parameters")
