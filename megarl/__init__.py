@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from megarl.common.moved import find_moved_modules
+
 if TYPE_CHECKING:
     from megarl.algorithms.contract import check_advantage, check_loss
     from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from megarl.tools.tool import Tool, ToolAnswer
 
 __version__ = "0.1.0"
+
+find_moved_modules()
 
 __all__ = [
     "Advantages",

@@ -15,6 +15,7 @@ Advice = str | Callable[[Tree], str]  # a function computes what to write from t
 
 # By dotted key, without the places in lists. A removed section is one row: the keys below it are not looked at.
 REMOVED: dict[str, Advice] = {
+    "door": "write gateway, whose keys are the same",
     "trainer.compile_logprobs": "remove it: GPUs compile the log-prob head, and run it uncompiled where that fails",
     "trainer.fused_weight_gradients": "remove it: Transformer Engine's modules always fuse weight gradients",
     **{
