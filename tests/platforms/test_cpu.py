@@ -97,7 +97,7 @@ from megarl import platforms
 platforms.activate()
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 from dataclasses import replace
-from tests.support.ranks import megatron_defects as model
+from tests.support.ranks.models import megatron_defects as model
 from tests.support.ranks.models.layouts import make_layout, use_layout
 model.INFO = replace(model.INFO, family="qwen3_moe", num_experts=4, topk=2, moe_ffn=8, moe_layers=(True,))
 with use_layout(make_layout()) as layout:

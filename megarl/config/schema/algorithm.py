@@ -1,4 +1,4 @@
-"""The section `algorithm`: advantages, the terms of the loss and their corrections; a part of `schema.py`."""
+"""The section `algorithm`: advantages, the terms of the loss and their corrections."""
 
 from __future__ import annotations
 
