@@ -1,4 +1,4 @@
-"""The trajectory queue on top of TransferQueue: one row per sample, unpadded (`rows.py`).
+"""The trajectory queue on top of TransferQueue: unpadded rows, one for each part of a sample (`row_format.py`).
 
 The rollout controller starts TransferQueue's actors (`start_queue`); all other processes attach by name
 (`QueueWriter.attach`, `QueueReader.attach`). Actor names and the partition contain the run and its attempt, so that two

@@ -34,10 +34,6 @@ from megarl.common.process.processes import ProcessId
 from megarl.common.trust.object_collectives import TEXT, Codec, all_gather, broadcast, codec_of, sendable
 from megarl.config.schema import Config
 
-# Runs a function on one rank or on each, and gives all of them the outcome: a failure leaves no rank waiting.
-#
-# Every function here is collective over the ranks of `group`; `rank` is the own one.
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -45,7 +41,10 @@ _RESULT: Codec[tuple[bytes | None, str]] = codec_of(tuple[bytes | None, str])
 
 
 def on_every_rank(function: Callable[[], T], rank: int, group: ProcessGroup) -> tuple[T | None, str]:
-    """Run `function` on every rank. Return (its result, "") on each, or (None, errors) if it failed on one."""
+    """Run `function` on every rank. Return (its result, "") on each, or (None, errors) if it failed on one.
+
+    Collective over the ranks of `group`; `rank` is the own one.
+    """
     result: T | None = None
     problem = ""
     try:
@@ -58,7 +57,10 @@ def on_every_rank(function: Callable[[], T], rank: int, group: ProcessGroup) -> 
 
 
 def on_first_rank(function: Callable[[], T], codec: Codec[Any], rank: int, group: ProcessGroup) -> tuple[T | None, str]:
-    """Run `function` on rank 0. Return (its result, "") or (None, error) on every rank: none is left waiting."""
+    """Run `function` on rank 0. Return (its result, "") or (None, error) on every rank: none is left waiting.
+
+    Collective over the ranks of `group`; `rank` is the own one.
+    """
     result, problem = None, ""
     if rank == 0:
         try:

@@ -1,6 +1,6 @@
-"""The processes of one node: its raylet or the supervisor, and torchrun, all of them children of the node's agent.
+"""The processes of one node: its raylet or the supervisor, and torchrun, all of them children of the node's launcher.
 
-What the end of one of them means for the job is judged by the agent (`agent.py`).
+What the end of one of them means for the job is judged by the launcher (`launcher.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 r"""The `math` reward: compares the last \boxed{} of the response, else its final answer, by math-verify.
 
 math-verify's own timeouts are off, because they use SIGALRM, which raises outside the main thread, and because the pool
-kills a process whose sample takes too long. An answer that would be too large to evaluate (`answer_size`) is not given
-to math-verify: it is right only if it is the reference, letter for letter.
+kills a process whose sample takes too long. math-verify is not given an answer that would be too large to evaluate
+(`sympy_guard.py`): it is right only if it is the reference, letter for letter.
 """
 
 from __future__ import annotations

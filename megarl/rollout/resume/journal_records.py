@@ -2,7 +2,7 @@
 
 A finished group is one record, with what its trajectories hold besides tokens in the head. So is an unfinished one,
 with the tokens that its responses have so far and, in the head, the records of its agent loops. Log-probs are float32,
-as in the queue. An `Epoch` record begins each restart epoch.
+as in the queue. An `EpochRecord` begins each restart epoch.
 """
 
 from __future__ import annotations

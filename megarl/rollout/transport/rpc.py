@@ -79,7 +79,7 @@ class CallResult:
 
 @dataclass(frozen=True)
 class CallResults:
-    """CallResults that the replica had when it was asked. `number` counts up; a link has its own numbers."""
+    """What the replica had answered when it was asked. `number` counts up; a link has its own numbers."""
 
     number: int
     answers: tuple[CallResult, ...] = ()

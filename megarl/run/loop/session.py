@@ -1,6 +1,6 @@
 """The session: the parts of a run, built in order and joined. Policy, pool, weight sync, recorder, checkpoints.
 
-`loop.py` is its only user. Every method is collective over the trainer ranks.
+Every method is collective over the trainer ranks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The group is independent of torch's default group and exists for one *generation*: after any failure it is aborted, and
 the remaining members form the next one. Its ranks are the sending trainer ranks first, then the workers of each replica
-in turn. A member keeps its progress to itself, and waits in a thread for the end of the sync (`watch.py`). A member
+in turn. A member keeps its progress to itself, and waits in a thread for the end of the sync (`stage_end.py`). A member
 that fails, or whose deadline passes, ends the sync for all. Every wait has a deadline.
 
 Tensors that are broadcast may have any shape.

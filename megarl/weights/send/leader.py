@@ -26,13 +26,11 @@ from megarl.weights.plan.settings import SyncReport
 from megarl.weights.send.parallel_calls import EXTRA_WAIT_S, CallsFailed, CutShort, Release, Returned, brief, call_all
 from megarl.weights.send.sync_failure import STAGE, FailureReader
 
-# The ways in which engine workers load the weights (in place, or why not); the leader logs them when they change.
-
 logger = logging.getLogger(__name__)
 
 
 class LoadingWays:
-    """The way in which each worker has loaded last."""
+    """The way in which each worker has loaded last (in place, or why not), logged when it changes."""
 
     def __init__(self) -> None:
         self._ways: dict[str, str] = {}
