@@ -177,7 +177,7 @@ OLDER_PAGE = """
 | `threshold` | number | `0.003` | Alarm below it. |
 ## `telemetry`
 | `metrics_gib` | number | `4.0` | Bound. |
-## `gateway`
+## `door`
 | `enabled` | boolean | `false` | Serve. |
 ## `data.sets[]`
 | `path` | path | required | File. |
@@ -191,7 +191,7 @@ def test_each_tree_gets_its_own_names_of_keys(tmp_path: Path) -> None:
     assert keys_of(tmp_path) == set()
     (tmp_path / "docs" / "configuration.md").write_text(OLDER_PAGE)
     keys = keys_of(tmp_path)
-    assert {"monitor", "monitor.min_tokens", "gateway.enabled", "data.sets", "data.sets.path"} <= keys
+    assert {"monitor", "monitor.min_tokens", "door.enabled", "data.sets", "data.sets.path"} <= keys
     new = {
         "monitor": {"min_tokens": 1, "rules": {"entropy": {"threshold": 0.1}}, "new": 1},
         "gateway": {"enabled": True},
@@ -199,7 +199,7 @@ def test_each_tree_gets_its_own_names_of_keys(tmp_path: Path) -> None:
     }
     old = {
         "monitor": {"min_tokens": 1, "rules": {}, "new": 1, "entropy": {"threshold": 0.1}},
-        "gateway": {"enabled": True},
+        "door": {"enabled": True},
         "telemetry": {"metrics_gib": 2.0},
     }
     assert renamed_for(keys, new) == renamed_for(keys, old) == old
@@ -208,7 +208,7 @@ def test_each_tree_gets_its_own_names_of_keys(tmp_path: Path) -> None:
     del stored["data"]
     assert known_part(keys, stored) == {
         "monitor": {"min_tokens": 1, "entropy": {"threshold": 0.1}},
-        "gateway": {"enabled": True},
+        "door": {"enabled": True},
         "telemetry": {"metrics_gib": 2.0},
         "reward": {"kwargs": {"any": {"thing": 1}}},
     }

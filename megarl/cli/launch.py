@@ -86,6 +86,9 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         print_dry_run(plan, config, sys.stderr, notes)
         return 0
+    body = Path("launch", "slurm", "job.sh") if slurm else Path("launch", "local.sh")
+    if not body.is_file():
+        raise ConfigError([f"{body}, which the script sources, is not in {Path.cwd()}: start in the repository's root"])
     if not slurm and not options.force:  # a job may be queued while another one of the same run runs
         refuse_claimed(config.run_dir)
     path = Path(config.run_dir) / "launch" / ("train.sbatch" if slurm else "local.sh")

@@ -157,7 +157,7 @@ def _plan(config: Config, max_model_len: int) -> str:
         f"model        {config.model.path} ({rollout.dtype})\n"
         f"engines      {rollout.replicas} x {rollout.tensor_parallel} GPU (or one core each without GPUs), "
         f"{max_model_len} tokens of prompt and response\n"
-        f"gateway         {gateway.host or '127.0.0.1'}:{gateway.port or 'a free port'}, {gateway.max_sessions} sessions\n"  # noqa: E501
+        f"gateway      {gateway.host or '127.0.0.1'}:{gateway.port or 'a free port'}, {gateway.max_sessions} sessions\n"
         f"directory    {config.run_dir}\n"
         "nothing was started (--dry-run)\n"
     )

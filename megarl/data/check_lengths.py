@@ -87,7 +87,7 @@ def _skipped(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep back the log of what is skipped: without the name of its set, it is for the run's own log file."""
-    logger = logging.getLogger(__package__)
+    logger = logging.getLogger(PromptEncoder.__module__)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,8 @@ class EnvironmentServer:
     async def close(self) -> None:
         """Kill the server with all that it has started."""
         if self._process is not None:
-            kill_session(self._process.pid)
+            if self.pid is not None:
+                kill_session(self.pid)
             await self._process.wait()
         if self._watch is not None:
             await self._watch
@@ -130,7 +132,8 @@ class EnvironmentServer:
 
     async def _tell_end(self, process: asyncio.subprocess.Process, client: EnvironmentClient) -> None:
         code = await process.wait()
-        kill_session(process.pid)  # what it has started
+        with contextlib.suppress(ProcessLookupError):  # nothing that it has started is left
+            os.killpg(process.pid, signal.SIGKILL)
         client.lose(f"the environment server has ended with {code}; see {self._log}")
 
     def _variables(self) -> dict[str, str]:

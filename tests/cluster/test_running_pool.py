@@ -321,7 +321,9 @@ def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
 
 
 def test_no_port_of_the_pool_is_beyond_loopback(pool: TestPool) -> None:
-    check_on_loopback(pool.config.run_dir, "gcs_server", "raylet", "ray::TransferQueueController", "cluster.supervisor")
+    check_on_loopback(
+        pool.config.run_dir, "gcs_server", "raylet", "ray::TransferQueueController", "cluster.pool.supervisor"
+    )
 
 
 def test_the_supervisor_lives_in_a_session_of_its_own(pool: TestPool) -> None:

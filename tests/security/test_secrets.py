@@ -183,7 +183,7 @@ def test_no_secret_is_on_a_command_line_of_ssh(tmp_path: Path) -> None:
 case "$*" in
   *prepare*) echo {launch}/launch.json;;
   *environment*) echo "export RAY_AUTH_TOKEN='$RAY_AUTH_TOKEN'";;
-  *agent*) echo "$RAY_AUTH_TOKEN" >>{tmp_path}/agents;;
+  *launcher*) echo "$RAY_AUTH_TOKEN" >>{tmp_path}/agents;;
   *status*) echo finished;;
 esac
 """

@@ -75,13 +75,16 @@ def _prepare(options: argparse.Namespace) -> int:
     if (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
         return 0
+    force = options.force
     if options.scheduler == "slurm":
+        # A job that comes back must not end the run that somebody has started in its place.
+        force = force and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
         allocation = slurm_allocation(os.environ, options.signal_s)
         launch_id = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     else:
         allocation = local_allocation(tuple((options.hosts or "127.0.0.1").split(",")))
         launch_id = uuid.uuid4().hex[:8]
-    spec = prepare(config, allocation, launch_id, entry=options.entry, force=options.force)
+    spec = prepare(config, allocation, launch_id, entry=options.entry, force=force)
     sys.stdout.write(f"{spec.path}\n")
     return 0
 

@@ -156,7 +156,9 @@ class NodeLauncher:
                 "there is one"
             )
         if (other := other_holder(self.launch.run_dir, self._holder)) is not None:  # the request would stop that run
-            raise DirectoryLost(f"{self.launch.run_dir} was taken by {other.describe()} while this run was silent")
+            raise DirectoryLost(
+                f"{self.launch.run_dir} was taken by {other.describe()}; this run had been silent, or --force was given"
+            )
         self._stop_request = f"{name} on node {self.host}"
         with suppress(OSError):  # the next tick tries it again
             self._ask_run_to_stop()
@@ -347,7 +349,10 @@ class NodeLauncher:
                     logger.warning("this node's sign of life could not be written: %s", error)
             other = self._claim.renew() if self._claim is not None else None
             if other is not None:
-                raise DirectoryLost(f"{self.launch.run_dir} was taken by {other.describe()} while this run was silent")
+                raise DirectoryLost(
+                    f"{self.launch.run_dir} was taken by {other.describe()}; this run had been silent, or --force was "
+                    "given"
+                )
 
     def _report(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, NodeFailed | ValueError) else f"{type(error).__name__}: {error}"

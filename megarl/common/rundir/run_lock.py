@@ -171,10 +171,13 @@ def claim(
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         first, started, said = Sighting.of(run_dir), time.monotonic(), False
+        taken: Sighting | None = None
         while True:
             seen = Sighting.of(run_dir)
             if seen is None:
                 if _create(run_dir, mine):
+                    if taken is not None and taken.runs_here() is not False:
+                        _await_end(run_dir, taken, node_s, say)
                     return RunClaim(run_dir, mine)
                 continue  # another start was first
             if seen.is_of(mine):
@@ -188,6 +191,7 @@ def claim(
                 raise ConfigError([in_use(run_dir, seen)])
             if held is False:
                 _move_aside(run_dir, seen)
+                taken = seen if force else None
                 continue
             if not said:
                 said = True
@@ -213,13 +217,27 @@ def _is_held(seen: Sighting, first: Sighting | None, watched_s: float, node_s: f
     return False if silent_s >= node_s and watched_s >= min(WATCH_S, node_s) else None
 
 
+def _await_end(run_dir: Path, taken: Sighting, node_s: float, say: Callable[[str], object]) -> None:
+    """Wait until the run that lost its claim to `--force` has seen that, and on this host until its process is gone."""
+    say(f"{run_dir} is taken from {taken.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) for its end")
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < 2 * RENEW_S or (taken.runs_here() and waited < node_s):
+        time.sleep(RENEW_S / 10)
+
+
 def _create(run_dir: Path, mine: Holder) -> bool:
     """Make the claim; return False if there is one."""
+    path = run_dir / CLAIM_FILE
     try:
-        with (run_dir / CLAIM_FILE).open("xb") as file:
-            file.write(msgspec.json.encode(mine))
+        file = path.open("xb")
     except FileExistsError:
         return False
+    try:
+        with file:
+            file.write(msgspec.json.encode(mine))
+    except OSError:
+        path.unlink(missing_ok=True)  # an empty claim would be one of an unknown run
+        raise
     return True
 
 
@@ -231,7 +249,8 @@ def _move_aside(run_dir: Path, dead: Sighting) -> None:
     except FileNotFoundError:
         return  # another start has done it
     moved = Sighting.of(run_dir, aside.name)
-    if moved is not None and moved.holder != dead.holder:
+    known = moved is None or moved.holder is not None or dead.holder is not None
+    if moved is not None and (moved.holder != dead.holder if known else moved != dead):
         with suppress(FileExistsError):
             os.link(aside, run_dir / CLAIM_FILE)  # the same file, which its start may still be writing
     aside.unlink(missing_ok=True)

@@ -119,4 +119,4 @@ def engine_fields() -> frozenset[str]:
         )
     except (subprocess.SubprocessError, OSError):
         return frozenset()  # the engine refuses an unknown field when it starts
-    return frozenset(done.stdout.splitlines()[-1].split())
+    return frozenset("".join(done.stdout.splitlines()[-1:]).split())

@@ -64,6 +64,9 @@ def without_removed(tree: Tree, prefix: str = "") -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in tree.items():
         key = prefix + name
+        if key == "door":
+            kept["gateway"] = value
+            continue
         if key in REMOVED or (value is None and name in VERL):  # two of verl's were keys, null by default
             continue
         if isinstance(value, list):

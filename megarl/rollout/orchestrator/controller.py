@@ -14,7 +14,6 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -47,7 +46,6 @@ from megarl.rollout.resume.journal import RolloutJournal
 from megarl.rollout.resume.retention import History
 from megarl.rollout.tasks.prompts import PromptSource, reward_pool
 from megarl.rollout.transport.background import BackgroundTasks
-from megarl.rollout.transport.rpc import AnsweredCalls
 from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.rollout.workers.finished_group import GroupEnd, LocalRows
 from megarl.rollout.workers.worker_groups import WorkerGroups, make_worker_groups
@@ -97,7 +95,6 @@ class RolloutController(PoolController):
         spec.watch_supervisor()
         self._engine_time = BusyClock()
         self._tasks = BackgroundTasks()
-        self._calls = AnsweredCalls()
         self._journal = RolloutJournal(self.config, self.run_dir)
         self._workers: WorkerGroups | None = None
         self._cwd = cwd
@@ -191,10 +188,6 @@ class RolloutController(PoolController):
     def _admission(self) -> Admission:
         """The admission of the present history."""
         return self._groups.admission
-
-    async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
-        """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
-        return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
     async def drain(self) -> None:
         """Let all running responses end before a publication; what has not begun is held back.

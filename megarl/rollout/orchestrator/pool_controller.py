@@ -5,10 +5,10 @@ Both have replicas, which may be listed and changed by hand while the pool works
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import RolloutError
 from megarl.common.process.memory_tuning import begin_start
@@ -20,6 +20,7 @@ from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, create_repl
 from megarl.rollout.fleet.elastic_pool import ElasticPool, ReplicaReport
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, ExternalRequests
+from megarl.rollout.transport.rpc import AnsweredCalls
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import CONTROLLER
 
@@ -42,6 +43,11 @@ class PoolController:
         redirect_output(self.run_dir / "logs" / "controller.log")
         events.open_events(self.config, self.run_dir, CONTROLLER)
         self._foreign_requests: ExternalRequests | None = None  # until the fleet is there
+        self._calls = AnsweredCalls()
+
+    async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
+        """Call a method once, however often a caller that had lost the connection sends the same `key`."""
+        return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
     def _begin_with(self, fleet: EnginePool) -> None:
         """Begin with the fleet of the run; the gateway's requests wait until its engines serve."""

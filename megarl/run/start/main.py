@@ -193,8 +193,10 @@ def _run(
 
 
 def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None:
-    """End this rank, and leave RUN_DIR to the run that has taken it while this one was silent."""
-    terminal.write(f"megarl: {run_dir} was taken by {other.describe()} while this run was silent; this run ends\n")
+    """End this rank, and leave RUN_DIR to the run that has taken it."""
+    terminal.write(
+        f"megarl: {run_dir} was taken by {other.describe()}; this run had been silent, or --force was given; it ends\n"
+    )
     terminal.flush()
     os._exit(1)
 

@@ -41,7 +41,7 @@ class ScrapeServer(ThreadingWSGIServer):
         self.setup_environ()
 
     def stop(self) -> None:
-        """Close the port. Waits for no client: their threads end with the process, or after `REQUEST_S`."""
+        """Close the port. Waits for no client: their threads end with the process."""
         self.shutdown()
         self.server_close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.telemetry.trace.files import event_files
@@ -16,7 +17,7 @@ LEAST_PART_BYTES = 4096
 class PartWriter:
     """Appends lines to one stream of a process, and begins a new file whenever the present one is full.
 
-    At most `PARTS` files of the process and stream are kept, those of its earlier starts counted. A file that was moved
+    The oldest files of the process and stream are deleted, those of its earlier starts counted. A file that was moved
     or deleted, because another run has taken the directory, is followed by a new one. No method waits for anything but
     the disk.
     """
@@ -71,9 +72,17 @@ class PartWriter:
             raise
 
     def _delete_oldest(self) -> None:
-        own = [each for each in event_files(self._run_dir) if (each.process, each.stream) == self._name[::2]]
-        for name in own[:-PARTS]:
-            name.path(self._run_dir).unlink(missing_ok=True)
+        """Make room for a full part. Where the file system fails, that costs space alone."""
+        with suppress(OSError):
+            own = [each for each in event_files(self._run_dir) if (each.process, each.stream) == self._name[::2]]
+            paths = [each.path(self._run_dir) for each in own if each != self._name]
+            sizes = [path.stat().st_size for path in paths]
+            too_much = sum(sizes) - self._limit * (PARTS - 1)
+            for path, size in zip(paths, sizes, strict=True):
+                if too_much <= 0:
+                    break
+                path.unlink(missing_ok=True)
+                too_much -= size
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None

@@ -15,15 +15,22 @@ import ray
 from megarl.cli import main
 from megarl.cli.pool import render
 from megarl.cluster.client import pool_commands
-from megarl.cluster.client.pool_commands import ask_pool
+from megarl.cluster.client.pool_commands import METHODS, ask_pool
 from megarl.cluster.pool.pool_process import SPEC_FILE, SupervisorHandle, SupervisorSpec
 from megarl.common.errors import ConfigError, PartsLost, RolloutError
 from megarl.common.process.processes import ProcessId
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.rollout.fleet.elastic_pool import ReplicaReport
+from megarl.rollout.orchestrator.controller import RolloutController
+from megarl.rollout.orchestrator.serving_controller import ServingController
 from tests.support.trainer.configs import config
 
 REPORT = ReplicaReport(0, "node-a", "serving", ("GPU-1", "GPU-2"), "7", 12, 3)
+
+
+@pytest.mark.parametrize("controller", [RolloutController, ServingController])
+def test_each_controller_has_what_the_commands_call(controller: type) -> None:
+    assert not [name for name in ("answer", *METHODS.values()) if not hasattr(controller, name)]
 
 
 def write_state(run_dir: Path, process: ProcessId | None = None, **changes: object) -> Path:

@@ -215,9 +215,28 @@ def test_a_claim_of_another_host_falls_only_after_a_silence_that_was_watched(
 def test_a_start_with_force_takes_the_directory_of_a_living_run(
     tmp_path: Path, other: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
-    held = claim(tmp_path, Holder.here("torchrun", ProcessId.of(other().pid)), NODE_S)
-    claim(tmp_path, OWN, NODE_S, lambda text: pytest.fail("waited"), force=True)
-    assert holder_of(tmp_path) == OWN and held.renew() == OWN
+    running, said = other(), list[str]()
+    held = claim(tmp_path, Holder.here("torchrun", ProcessId.of(running.pid)), NODE_S)
+
+    def end_it(text: str) -> None:
+        said.append(text)
+        assert holder_of(tmp_path) == OWN and held.renew() == OWN  # as the holder finds out
+        running.kill()
+        running.wait()
+
+    claim(tmp_path, OWN, NODE_S, end_it, force=True)
+    assert len(said) == 1 and "is taken from torchrun" in said[0]
+
+
+def test_a_claim_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(holder: Holder) -> bytes:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(claims.msgspec.json, "encode", full)
+        with pytest.raises(ConfigError, match="cannot be claimed"):
+            claim(tmp_path, OWN, NODE_S)
+    assert claim(tmp_path, OWN, NODE_S).holder == OWN
 
 
 def test_a_run_that_has_lost_its_directory_is_told(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.checkout import ROOT
 
 # Old to new, by dotted key; sections too. A tree whose page has the old name gets the old one.
 RENAMED = {
-    "gateway": "gateway",
+    "door": "gateway",
     "telemetry.metrics_gib": "telemetry.keep_gib",
     "telemetry.events.mib": "telemetry.events_mib",
     **{
@@ -33,7 +33,7 @@ REMOVED_VALUES: dict[str, Any] = {
     "timeouts": {"queue_s": 60.0},
     "trainer": {"idle_logprobs": True},
     "monitor": {"entropy": {"threshold": 0.001, "patience": 4, "action": "warn"}},
-    "gateway": {"enabled": True, "max_sessions": 100},
+    "door": {"enabled": True, "max_sessions": 100},
 }
 _HEADING, _ROW = re.compile(r"^## `([\w.\[\]]+)`"), re.compile(r"^\| `(\w+)` \|")
 

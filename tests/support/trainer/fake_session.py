@@ -322,7 +322,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         note(f"export to {target.name}")
 
     fakes: dict[str, Any] = {
-        "Peers": lambda timeouts: SimpleNamespace(
+        "ControlGroup": lambda timeouts: SimpleNamespace(
             is_first=True, group=None, on_first_rank=lambda function, codec: function(), gather=run.gather
         ),
         "Recorder": lambda config, peers, terminal: FakeRecorder(run),
@@ -339,7 +339,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         ),
         "HFExporter": lambda chunks, info, dtype: None,
         "save_hf": save_hf,
-        "PoolLink": lambda config, peers, recorder: FakePool(run),
+        "RolloutClient": lambda config, peers, recorder: FakePool(run),
         "WeightSender": lambda config, exporter: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
         "StopVote": lambda run_dir, peers, signals: SimpleNamespace(

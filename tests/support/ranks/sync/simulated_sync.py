@@ -62,10 +62,10 @@ def publish(
         result["connected"] = sum(len(group.connected) for group in device_groups(device))
         result["senders"] = sender.plan.owners
         result["buckets"] = [sum(b.owner == owner for b in sender.plan.buckets) for owner in sender.plan.owners]
-        sending = TwoThreadSending.on(device) if old_way else sender_module.Sending
+        sending = TwoThreadSending.on(device) if old_way else sender_module.SyncAttempt
         try:
             for version in range(2):
-                with on(device), patch.object(sender_module, "Sending", sending):
+                with on(device), patch.object(sender_module, "SyncAttempt", sending):
                     sender.publish(version)
                 if pool is not None:
                     assert_files_arrived(pool, model)
