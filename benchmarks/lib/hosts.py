@@ -21,6 +21,7 @@ import psutil
 from benchmarks.lib.whole_run import ROOT, environment
 
 RSH = """\
+#!/bin/sh
 # rsh ADDRESS COMMAND-LINE: what ssh is to real hosts. --kill-child: who loses the first process loses the host.
 last=${{1##*.}}
 ip netns exec {prefix}$last unshare --uts --pid --fork --mount-proc --kill-child \\

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from megarl.algorithms.correction import apply, masks, weights
-from megarl.algorithms.correction import apply as correction_proximal
 from megarl.algorithms.correction import ratios as correction_ratios
 from megarl.algorithms.correction.apply import CorrectionSpec, interpolation
 from megarl.algorithms.correction.config import MaskConfig, MaskKind
@@ -208,7 +207,7 @@ def same_interpolation(batch: Batch, seed: int) -> None:
         torch.cat(batch.rollout), torch.cat(batch.logprobs), versions_R, current, method="loglinear"
     )["loglinear"]
     alpha_R = interpolation((current - 1 - versions_R).tolist(), 1)
-    ours_R = correction_proximal.loglinear(torch.cat(batch.logprobs), torch.cat(batch.rollout), alpha_R)
+    ours_R = apply.loglinear(torch.cat(batch.logprobs), torch.cat(batch.rollout), alpha_R)
     torch.testing.assert_close(ours_R, theirs_R, rtol=1e-6, atol=1e-6)
     spec = dataclasses.replace(WEIGHTS["token_tis"], proximal="loglinear")
     options = oracles.areal_options(level="token", action="clamp", upper=spec.cap, **RATIO)
@@ -336,7 +335,7 @@ MUTATIONS: dict[str, Callable[[], tuple[Any, str, Any]]] = {
     "current and sampling policy exchanged": lambda: (
         apply,
         "loglinear",
-        lambda current, sampling, alpha: correction_proximal.loglinear(sampling, current, alpha),
+        lambda current, sampling, alpha, f=apply.loglinear: f(sampling, current, alpha),
     ),
 }
 
