@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,11 @@ def check_trace(run: Run) -> None:
     assert sorted(made) == sorted(updates) and [step for _, step in sorted(made)] == [1, 2, 3, 1, 2, 3]
     check_in_perfetto(out, sum(each["ph"] in "Xi" for each in events))
     steps = {each["step"]: each for each in run.metrics}
+    seconds: Counter[tuple[str, int | None]] = Counter()  # of all parts of the phase
     for event in read_events(run.directory, {"update"}):
-        assert event.seconds == pytest.approx(steps[event.step]["time/update"], abs=0.25)
+        seconds[event.process, event.step] += event.seconds
+    for (_, step), shown_s in seconds.items():
+        assert shown_s == pytest.approx(steps[step]["time/update"], abs=0.25)
     slow = list(read_events(run.directory, {"slow_trajectory"}))
     assert [each.step for each in slow] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     for event in slow:
@@ -119,8 +123,6 @@ def check_trace(run: Run) -> None:
         assert sum(parts.values()) == pytest.approx(event.seconds, abs=0.01)
         assert parts["decode"] > 0 < parts["prefill"] and parts["tool"] == 0
         assert parts[str(event.args["cause"])] == max(parts.values())
-    # Two responses at a time on one engine: the slowest ones have waited for most of their time.
-    assert {each.args["cause"] for each in slow} == {"queue"}
 
 
 def check_in_perfetto(trace: Path, spans: int) -> None:
