@@ -45,13 +45,6 @@ def convert(seconds: float = 1.9, moe: float = 1.9, private_gib: float = 1.0) ->
     return [*script.speed_rows("import", speed)[::2], script.memory_row("import", model, private)]
 
 
-def gateway(long: float = 10.9, short: float = 14.9) -> list[Ratio]:
-    script = load_script("gateway")
-    taken = {("the gateway", 128): [long], ("the gateway", 16): [short]}
-    taken |= {(way, tokens): [10.0] for way in ("vLLM's server", script.SESSIONS, script.CHATS) for tokens in (128, 16)}
-    return script.rows_of(taken, {128: 256, 16: 1024}, "2 cores")
-
-
 def load(rate: float, in_flight: float = 10_000.0, cost: float = 0.6, memory: float = 1.0) -> Any:
     measured = load_script("load.control_plane").Measured
     few = measured(1000, 1016.0, 1200.0, {"controller": 0.5}, [{"queue": 1.0}] * 10)
@@ -74,14 +67,6 @@ def loop_overhead(overhead_s: float = 0.1, step_s: float = 1.4) -> list[Ratio]:
     phases = {f"time/{name}": 0.1 for name in ("generate", "queue", "logprobs", "update", "sync", "other")}
     step = {"time/overhead": overhead_s, "time/step": step_s, "rollout/engine_seconds": 1.0, **phases}
     return load_script("loop_overhead").measure([step] * 4)
-
-
-def observability(seconds: float = 0.003) -> list[Ratio]:
-    return [load_script("observability").row_of(dict.fromkeys(("rank", "controller"), seconds))]
-
-
-def sandbox(rate: float = 51.0, left: int = 0) -> list[Ratio]:
-    return load_script("sandbox").rows_of(rate, {}, {"time_limit": left}, 60)
 
 
 def train_throughput(padded: float = 1.6, whole: float = 0.95) -> list[Ratio]:
@@ -130,10 +115,6 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"seconds": 2.1}, "dense_import"), ({"moe": 3.0}, "per_byte of dense"),
         ({"private_gib": 1.6}, "dense_import_memory"),
     ],
-    gateway: [
-        ({"long": 11.1}, "128 tokens: the gateway / vLLM"), ({"short": 15.1}, "16 tokens: the gateway / vLLM"),
-        
-    ],
     control_plane: [
         ({"rate": 999.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
         ({"memory": 1.06}, "memory"),
@@ -143,8 +124,6 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"turn_s": 0.11}, "longest turn / "),
     ],
     loop_overhead: [({"overhead_s": 0.2}, "share"), ({"overhead_s": 0.4, "step_s": 10.0}, "seconds / 0.3 s")],
-    observability: [({"seconds": 0.0075}, "share of the processor time")],
-    sandbox: [({"rate": 49.0}, "programs per second"), ({"left": 1}, "processes left")],
     train_throughput: [({"padded": 1.4}, "half_padding"), ({"whole": 0.8}, "no_padding")],
     trl_additions: [({"ahead": 7.9, "bare": 8.0}, "async / TRL"), ({"bare": 9.1}, "async / bare engine")],
     trl_long: [
