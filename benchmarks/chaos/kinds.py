@@ -6,24 +6,12 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 ANY_NUMBER = 99  # of restarts, of which torchrun has a limit of its own, and of steps
 Consequence = Literal["replaced", "same", "survived", "exchanged"]
 Moment = Literal["busy", "idle", "in-sync"]
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The end of a run that a fault ends, as failed and with exit code 1.
-
-    `reasons`: one of them is a part of that in exit.json. `aborted`: a second stop signal has ended the job, and all
-    its processes with it. `within_s`: the seconds in which the job must have ended; torchrun may first start it again.
-    """
-
-    reasons: tuple[str, ...]
-    aborted: bool = False
-    within_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +24,7 @@ class Kind:
     `metric`, `told`: a metric that has then counted the fault, a text that the run has then printed once more, on the
     terminal or in the log of an agent worker. `seconds`: how long it lasts at least and at most, 0 if it is over at
     once. `moment`: what a replica does when it is hit: it works on requests, it has none, or it takes part in a
-    publication of the weights. `ending`: how the run must end, before the same command starts it again.
+    publication of the weights.
     """
 
     action: str
@@ -49,7 +37,6 @@ class Kind:
     metric: str = ""
     told: str = ""
     redone: int = ANY_NUMBER
-    ending: Ending | None = None
 
     @property
     def name(self) -> str:
@@ -59,34 +46,11 @@ class Kind:
     @property
     def has_processes(self) -> bool:
         """True if the fault hits processes from outside."""
-        elsewhere = self.target in {"disk", "checkpoint-disk", "files"} or self.needs_hosts
-        return not elsewhere and not self.order and self.ending is None
-
-    @property
-    def may_cost_replicas(self) -> bool:
-        """True if the fault may make a publication fail, and so cost replicas that it does not hit."""
-        return self.ends or self.needs_hosts
-
-    @property
-    def needs_hosts(self) -> bool:
-        """True if the fault needs a run on several hosts."""
-        return self.target in {"link", "node"}
-
-    @property
-    def happens_on_hosts(self) -> bool:
-        """True if the fault can happen to a run on several hosts: it needs nothing of this machine alone."""
-        return self.needs_hosts or self.name in ON_HOSTS
-
-    @property
-    def checkpoints(self) -> int:
-        """The complete checkpoints that the run must have: it resumes one, and another one if that is damaged."""
-        return 2 if self.action == "damage" else int(self.ending is not None)
+        return self.target not in {"disk", "checkpoint-disk", "files"} and not self.order
 
     @property
     def order(self) -> str:
         """The order (chaos/orders.py) by which the fault happens; "" if it happens otherwise."""
-        if self.ending is not None:
-            return ""
         if self.action == "spoil":
             return self.target
         return self.name if self.action in ("fork", "flood") else ""
@@ -102,21 +66,11 @@ class Kind:
         return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
 
 
-# Those that hit processes by signals, or the run by its own functions, wherever they are. None of them needs a restart
-# of the ranks: ranks that are started again while the link stays cut do not say why the first ones ended.
-ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob"}
 LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
 LOST_WORKER = "rollout/workers_lost"
 FLOODED = "the output of this worker was flooded"
 SKIPPED = "the step is skipped"
 UNSAVED = "could NOT be saved"
-FULL_END = Ending(("No space left on device",))
-# torchrun passes the first signal on as it is, and any second one as SIGTERM.
-ABORTED_END = Ending(("aborted by a second stop signal (SIGTERM)",), aborted=True, within_s=30.0)
-# Ray notices within 300 s, and then the bound of a call counts (HOSTS_RPC_S of chaos/place.py); then all must end. The
-# second reason is that of a call that was under way and has reached its own bound, if Ray has noticed nothing before.
-SEVERED_S = 300.0 + 60.0 + 60.0
-SEVERED_END = Ending(("could not reach the rollout controller for", "trainer rank 0 waited"), within_s=SEVERED_S)
 KINDS = {
     kind.name: kind
     for kind in (
@@ -158,11 +112,6 @@ KINDS = {
         Kind("stale", "files", "survived", seconds=(10.0, 20.0)),
         Kind("fill", "checkpoint-disk", "survived", seconds=LONG_S, told=UNSAVED),
         Kind("fill", "disk", "survived", seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
-        Kind("exhaust", "disk", "survived", starts=1, ending=FULL_END),
-        Kind("abort", "job", "survived", starts=1, ending=ABORTED_END),
-        Kind("cut", "link", "survived", seconds=(30.0, 30.0)),
-        Kind("sever", "link", "survived", starts=1, ending=SEVERED_END),
-        Kind("lose", "node", "survived"),
     )
 }
 
@@ -241,8 +190,9 @@ class Happened:
     what was lost. `new_pid`, `new_since`, `start_s`: the process of the replica in place of a lost one, when it began,
     and how long it took to start. `beside`: a publication has noticed the loss and has gone on without the replica, so
     that the new one started beside training and joined a later publication. `redone_steps`: steps that a resume has
-    gone back. `spoiled`: numbers that it has made not finite. `told_before`: how often the run had told what it tells
-    of such a fault; `left_out_before`: how often publications had left a replica out.
+    gone back. `spoiled`: numbers that it has made not finite. `damaged`: the checkpoint that it has changed.
+    `told_before`: how often the run had told what it tells of such a fault; `left_out_before`: how often publications
+    had left a replica out.
     """
 
     fault: Fault
@@ -263,6 +213,7 @@ class Happened:
     spoiled: int = 0
     told_before: int = 0
     left_out_before: int = 0
+    damaged: Path | None = None
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 An order is a file with the order's name in a directory beside the run. The process that removes the file takes the
 order, so that one process obeys it, once, and notes that in the file TAKEN before it does so. SLOWER is for all
-processes, until it is withdrawn. HOLD holds up one step.
+processes, until it is withdrawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megarl.rewards.types import RewardInput, RewardResult
 
 TAKEN = "taken.jsonl"
 SLOWER = "slower"
-HOLD = "hold"
 
 
 def give(orders: Path, name: str) -> None:

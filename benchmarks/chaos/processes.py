@@ -8,14 +8,12 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-
-from benchmarks.chaos.kinds import Happened
 
 POLL_S = 0.2
 WORKER_STARTED_S = 15.0  # after which an agent worker has loops; one that is stopped in its start has none to lose
@@ -45,13 +43,8 @@ def find_replicas(run_dir: Path) -> dict[int, Replica]:
 
     An actor is known by its engine, because Ray changes its title with each call.
     """
-    return replicas_among(below_supervisor(run_dir))
-
-
-def replicas_among(processes: Iterable[psutil.Process]) -> dict[int, Replica]:
-    """Return the replicas whose engines are among the processes of a run."""
     found: dict[int, Replica] = {}
-    for process in processes:
+    for process in below_supervisor(run_dir):
         try:
             if _is_engine(process):
                 actor = psutil.Process(process.ppid())
@@ -88,14 +81,10 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
         ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
-    return parts_among(below_supervisor(run_dir), target)
-
-
-def parts_among(processes: Sequence[psutil.Process], target: str) -> list[psutil.Process]:
-    """Return those of a run's processes that are a part of TITLES, in the order of their pids."""
+    below = below_supervisor(run_dir)
     if target == "reward":  # one that is being started is noticed only after timeouts.engine_start_s
-        return [each for each in _scorers(processes) if age(each) > STARTED_S]
-    parts = with_title(processes, TITLES[target])
+        return [each for each in _scorers(below) if age(each) > STARTED_S]
+    parts = with_title(below, TITLES[target])
     if target == "agent-worker":  # as with rewards: the others work on while one is being started
         return [each for each in parts if age(each) > WORKER_STARTED_S]
     return parts
@@ -139,17 +128,12 @@ def is_ready(run_dir: Path) -> bool:
     return False
 
 
-def restarts_among(ranks: Sequence[psutil.Process]) -> tuple[int, int] | None:
-    """Return how often torchrun has restarted these ranks since its start, and how often it still may.
-
-    None if no rank runs.
-    """
+def restarts_among(ranks: Sequence[psutil.Process]) -> int:
+    """Return how often torchrun has restarted these ranks since its start; 0 if none runs."""
     for rank in ranks:
         with contextlib.suppress(psutil.Error, KeyError):
-            told = rank.environ()
-            made, most = (int(told[f"TORCHELASTIC_{name}"]) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-            return made, most - made
-    return None
+            return int(rank.environ()["TORCHELASTIC_RESTART_COUNT"])
+    return 0
 
 
 def below_supervisor(run_dir: Path, *, itself: bool = False) -> list[psutil.Process]:
@@ -277,29 +261,3 @@ def throttle(
         stopped += hold(processes, duty[0], lambda: False)
         time.sleep(duty[1])
     return stopped
-
-
-def strike(
-    event: Happened,
-    hit: Sequence[psutil.Process],
-    *,
-    over: Callable[[], bool],
-    works: psutil.Process,
-) -> bool:
-    """Send the fault's signals; note how long a process was stopped. False if there was none to be hit.
-
-    `over()`: the run, or the process that is stopped, has ended. `works`: the process that uses the core.
-    """
-    fault = event.fault
-    if fault.kind.action in ("kill", "damage"):
-        there = not ended(hit[:1])
-        send(hit if fault.kind.target == "job" else hit[:1], signal.SIGKILL)
-        return there
-    used, begun = cpu_seconds(works), time.monotonic()
-    if fault.kind.action in ("slow", "crawl"):
-        stopped = throttle(hit, fault.seconds, over, DUTY if fault.kind.action == "slow" else CRAWL)
-    else:
-        stopped = hold(hit, fault.seconds, over)
-    lasted, used = time.monotonic() - begun, cpu_seconds(works) - used
-    event.notes.append(f"stopped for {stopped:.1f} of {lasted:.1f} s, {max(used, 0.0):.1f} s of its core used")
-    return stopped > 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,15 +16,13 @@ import yaml
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.kinds import Fault, Kind
 from benchmarks.chaos.orders import marked
-from benchmarks.chaos.place import RunPlace, SeveralHosts
 from benchmarks.chaos.processes import processes_left
 from benchmarks.chaos.rows import STALENESS, SoakOutcome, start_seconds
 from benchmarks.chaos.watch import checkpoints_of, orders_of
 from benchmarks.lib.accounting import check_run
 from benchmarks.lib.file_faults import preloading, small_disk
-from benchmarks.lib.hosts import Hosts
 from benchmarks.lib.recount import UnreadableRun
-from benchmarks.lib.whole_run import QUICKSTART, environment, run_command, step_records
+from benchmarks.lib.whole_run import QUICKSTART, environment, run_command, step_records, torchrun
 from megarl.checkpoint.save.history import ROLLED_BACK
 from megarl.common.rundir.rotating_lines import read_lines
 
@@ -64,12 +61,10 @@ def run_config(
     late_share: float,
     kinds: Collection[Kind] = (),
     tempo: Tempo = SOAK_TEMPO,
-    place: ConfigTree | None = None,
 ) -> ConfigTree:
     """Return the quickstart's config with the changes of the soak.
 
-    `late_share`: of the answers, see chaos/orders.py. `kinds`: of the faults that shall be able to happen. `place`:
-    what the place of the run changes, see chaos/place.py.
+    `late_share`: of the answers, see chaos/orders.py. `kinds`: of the faults that shall be able to happen.
     """
     config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
@@ -100,7 +95,7 @@ def run_config(
             "collective_s": COLLECTIVE_S,
         },
     }
-    layers = [config, changes, changes_for(kinds, run_dir, options.replicas, tempo), place or {}]
+    layers = [config, changes, changes_for(kinds, run_dir, options.replicas, tempo)]
     merged: ConfigTree = {}
     for layer in layers:
         for name, section in layer.items():
@@ -122,14 +117,11 @@ def run_once(
     late_share: float,
     kinds: Collection[Kind] | None = None,
     tempo: Tempo = SOAK_TEMPO,
-    place: RunPlace | None = None,
 ) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
 
-    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own. `place`: where
-    it runs; None: on this machine.
+    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own.
     """
-    place = place or RunPlace()
     kinds = [fault.kind for fault in faults] if kinds is None else kinds
     outcome = SoakOutcome(name)
     run_dir = directory / name
@@ -143,16 +135,18 @@ def run_once(
         say(f"NOT STARTED: {outcome.failure}")
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
-    injector = Injector(run_dir, faults, replicas=options.replicas, say=say, slower=tempo.slower, place=place)
+    injector = Injector(run_dir, faults, replicas=options.replicas, say=say, slower=tempo.slower)
     restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
     starts = sum(fault.kind.starts for fault in faults)
     try:
         outcome.records = run_job(
-            run_config(options, run_dir, late_share, kinds, tempo, place.changes(restarts)),
-            ranks=2, restarts=restarts, starts=starts,
-            timeout_s=until - time.monotonic(), say=say, variables=variables_for(run_dir, faults),
-            ended=injector.ends.ended, place=place,
-        )  # fmt: skip
+            run_config(options, run_dir, late_share, kinds, tempo),
+            restarts=restarts,
+            starts=starts,
+            until=until,
+            say=say,
+            variables=variables_for(run_dir, faults),
+        )
     except SystemExit as error:
         outcome.failure = str(error)
         say(f"FAILED: {outcome.failure}")
@@ -211,21 +205,6 @@ def count(outcome: SoakOutcome, run_dir: Path) -> None:
 
 
 @contextmanager
-def place_of(kinds: Collection[Kind]) -> Iterator[RunPlace]:
-    """Yield where both runs are: on several hosts if a fault needs them."""
-    if not any(kind.needs_hosts for kind in kinds):
-        yield RunPlace()
-        return
-    with tempfile.TemporaryDirectory(prefix="soak-hosts-") as directory:
-        hosts = Hosts(SeveralHosts.COUNT, Path(directory))
-        try:
-            hosts.open()
-            yield SeveralHosts(hosts)
-        finally:
-            hosts.close()
-
-
-@contextmanager
 def disks_of(run_dir: Path, kinds: Collection[Kind]) -> Iterator[None]:
     """Give a run directory, or that of its checkpoints, a file system of its own if a fault fills its disk."""
     targets = {kind.target for kind in kinds}
@@ -248,7 +227,7 @@ def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Te
         changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
     if "checkpoint-disk" in targets:
         changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
-    if "gradient" in targets or tempo.slower or any(kind.action == "abort" for kind in kinds):
+    if "gradient" in targets or tempo.slower:
         changes["algorithm"] = {"loss": "benchmarks.chaos.hooks:ordered_ppo", "loss_options": {"orders": orders}}
     if "logprob" in targets or any(kind.target == "agent-worker" and kind.order for kind in kinds):
         changes["agent"] = {"loop": "benchmarks.chaos.hooks:OrderedTurn", "kwargs": {"orders": orders}}
@@ -260,31 +239,25 @@ def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Te
 def run_job(
     config: dict[str, Any],
     *,
-    ranks: int,
     restarts: int,
     starts: int,
-    timeout_s: float,
+    until: float,
     say: Callable[[str], None],
-    variables: Mapping[str, str] | None = None,
-    ended: Callable[[int], object] = lambda code: None,
-    place: RunPlace | None = None,
+    variables: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """Run a config to its end and return its steps; torchrun may restart the ranks, and this function the job.
 
-    `starts`: the most starts after the first one. `variables`: added to the environment. `ended`: is called with the
-    exit code of each job that has ended, before another one is started. `place`: where it runs; None: on this machine.
+    `starts`: the most starts after the first one. `variables`: added to the environment.
 
     Raises SystemExit with the end of the output if that is not enough, if a job that has ended leaves processes behind,
-    or after `timeout_s`.
+    or when `time.monotonic()` is `until`.
     """
-    place = place or RunPlace()
-    directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
+    directory = Path(config["run"]["dir"])
     path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command, told = place.command(path, ranks, restarts), {**place.variables(), **(variables or {})}
+    command = torchrun(path, ranks=2, restarts=restarts)
     for start in range(starts + 1):
-        code = run_command(command, log, max(0.0, until - time.monotonic()), {**environment(), **told})
-        ended(code)
+        code = run_command(command, log, max(0.0, until - time.monotonic()), {**environment(), **variables})
         if code == 0 and _status(directory) != "preempted":  # a stop request may have ended it before its last step
             return step_records(directory)
         tail = log.read_text(errors="replace")[-3000:]
