@@ -38,7 +38,7 @@ class Injector:
         self.engine_start_s: float | None = None  # from the start of the first replica until the pool was ready
         self._faults, self._say, self._slower = faults, say, slower
         self._end = threading.Event()
-        self._watch = WatchedRun(run_dir, faults, replicas=replicas, say=say, end=self._end)
+        self._watch = WatchedRun(run_dir, replicas=replicas, say=say, end=self._end)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="faults", daemon=True)
         self._thread.start()

@@ -78,11 +78,9 @@ class Judge:
         event.new_pid, event.new_since = newest.pid, newest.create_time()
         event.recovered_s = watch.seconds - event.at_s
         event.longest_gap_s = longest_gap(watch.records, since, time.time() - event.recovered_s)
-        event.beside = watch.left_out > event.left_out_before
         event.notes.append(
             f"replaced {event.recovered_s:.0f} s after it began, {watch.step - since} steps later; "
-            f"{watch.sum(RESTARTED, since):.0f} replicas restarted; {event.longest_gap_s:.0f} s "
-            f"without a step at most{'; a publication has gone on without it' if event.beside else ''}"
+            f"{watch.sum(RESTARTED, since):.0f} replicas restarted; {event.longest_gap_s:.0f} s without a step at most"
         )
 
     def _two_more_steps(self, event: Happened) -> bool:

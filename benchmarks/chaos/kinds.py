@@ -188,11 +188,9 @@ class Happened:
     `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
     replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
     what was lost. `new_pid`, `new_since`, `start_s`: the process of the replica in place of a lost one, when it began,
-    and how long it took to start. `beside`: a publication has noticed the loss and has gone on without the replica, so
-    that the new one started beside training and joined a later publication. `redone_steps`: steps that a resume has
-    gone back. `spoiled`: numbers that it has made not finite. `damaged`: the checkpoint that it has changed.
-    `told_before`: how often the run had told what it tells of such a fault; `left_out_before`: how often publications
-    had left a replica out.
+    and how long it took to start. `redone_steps`: steps that a resume has gone back. `spoiled`: numbers that it has
+    made not finite. `damaged`: the checkpoint that it has changed. `told_before`: how often the run had told what it
+    tells of such a fault.
     """
 
     fault: Fault
@@ -207,12 +205,10 @@ class Happened:
     new_pid: int = 0
     new_since: float = 0.0
     start_s: float = 0.0
-    beside: bool = False
     longest_gap_s: float = 0.0
     redone_steps: int = 0
     spoiled: int = 0
     told_before: int = 0
-    left_out_before: int = 0
     damaged: Path | None = None
     notes: list[str] = field(default_factory=list)
 

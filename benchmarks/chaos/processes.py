@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 POLL_S = 0.2
+_Told = TypeVar("_Told")
 WORKER_STARTED_S = 15.0  # after which an agent worker has loops; one that is stopped in its start has none to lose
 STARTED_S = 6.0  # after which a reward worker scores; late rewards replace workers every few seconds
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
@@ -76,9 +77,9 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
     if target == "agent":
         return [agent] if agent is not None else []
     if target == "rank":
-        return [] if agent is None else with_title(_children(agent, recursive=False), "train_rl.py")
+        return [] if agent is None else with_title(_ask(agent.children, []), "train_rl.py")
     if target == "job":
-        ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
+        ranks = [] if agent is None else [agent, *_ask(lambda: agent.children(recursive=True), [])]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
     below = below_supervisor(run_dir)
@@ -94,23 +95,20 @@ def _scorers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that score the run's samples. With agent workers, the controller's own have no work."""
     found = with_title(processes, TITLES["reward"])
     workers = {each.pid for each in with_title(processes, TITLES["agent-worker"])}
-    return [each for each in found if not workers or _parent(each) in workers]
+    return [each for each in found if not workers or _ask(each.ppid, 0) in workers]
 
 
-def _parent(process: psutil.Process) -> int:
-    """Return the pid of the parent; 0 if the process has ended."""
+def _ask(call: Callable[[], _Told], otherwise: _Told) -> _Told:
+    """Return what a process tells of itself; `otherwise` if it has ended."""
     try:
-        return int(process.ppid())
+        return call()
     except psutil.Error:
-        return 0
+        return otherwise
 
 
 def age(process: psutil.Process) -> float:
     """Return the seconds since the start of a process; 0 if it has ended."""
-    try:
-        return time.time() - float(process.create_time())
-    except psutil.Error:
-        return 0.0
+    return _ask(lambda: time.time() - float(process.create_time()), 0.0)
 
 
 def find_agent(run_dir: Path) -> psutil.Process | None:
@@ -148,13 +146,6 @@ def below_supervisor(run_dir: Path, *, itself: bool = False) -> list[psutil.Proc
 def _state(run_dir: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((run_dir / "supervisor.json").read_text(encoding="utf-8"))
     return state
-
-
-def _children(process: psutil.Process, *, recursive: bool) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=recursive)
-    except psutil.Error:
-        return []
 
 
 def with_title(processes: Sequence[psutil.Process], text: str) -> list[psutil.Process]:
@@ -201,10 +192,7 @@ def ended(processes: Sequence[psutil.Process]) -> bool:
 
 def is_running(process: psutil.Process) -> bool:
     """Tell whether a process runs, or is stopped; one that has ended and is not yet waited for does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return _ask(lambda: bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE), False)
 
 
 def send(processes: Sequence[psutil.Process], number: int) -> None:
@@ -216,19 +204,12 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
 
 def is_stopped(processes: Sequence[psutil.Process]) -> bool:
     """Tell whether all processes are stopped by a signal."""
-    try:
-        return all(process.status() == psutil.STATUS_STOPPED for process in processes)
-    except psutil.NoSuchProcess:
-        return False
+    return all(_ask(process.status, "") == psutil.STATUS_STOPPED for process in processes)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
     """Return the processor time that a process has used; 0 if it has ended."""
-    try:
-        times = process.cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
+    return _ask(lambda: float(sum(process.cpu_times()[:2])), 0.0)
 
 
 def hold(processes: Sequence[psutil.Process], seconds: float, until: Callable[[], bool]) -> float:

@@ -67,8 +67,8 @@ def run_config(
     `late_share`: of the answers, see chaos/orders.py. `kinds`: of the faults that shall be able to happen.
     """
     config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+    orders = {"orders": str(orders_of(run_dir))}
     late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
-    late["orders"] = str(orders_of(run_dir))
     heldout = {"name": "additions", "path": str(options.assets / "heldout.jsonl"), "reward": {"function": "math"}}
     changes: ConfigTree = {
         "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
@@ -77,15 +77,23 @@ def run_config(
         "data": {"path": str(options.assets / "train.jsonl")},
         "reward": {
             "function": "benchmarks.chaos.orders:late_math",
-            "kwargs": late,
+            "kwargs": late | orders,
             "workers": 2,
             "timeout_s": REWARD_TIMEOUT_S,
         },
         "evaluation": {"sets": [heldout | ({"limit": 100} if options.quick else {})]},
         "admission": {"mode": "async", "sync_interval": 2, "max_staleness": STALENESS},
-        "rollout": {"replicas": options.replicas, "report_interval_s": REPORT_S},
+        "rollout": {
+            "replicas": options.replicas,
+            "max_replicas": options.replicas + 1,
+            "report_interval_s": REPORT_S,
+            "agent_workers": AGENT_WORKERS if any(kind.target == "agent-worker" for kind in kinds) else 0,
+        },
+        "agent": {"loop": "benchmarks.chaos.hooks:OrderedTurn", "kwargs": orders},
+        "algorithm": {"loss": "benchmarks.chaos.hooks:ordered_ppo", "loss_options": orders},
+        "trainer": {"max_skipped_steps": max(LEAST_SKIPPED, sum(kind.action == "spoil" for kind in kinds))},
         "weight_sync": {"restarts": 3},
-        "checkpoint": {"every": SAVE_EVERY},
+        "checkpoint": {"every": SAVE_EVERY, "dir": str(checkpoints_of(run_dir))},
         "telemetry": {"dump_batches": True, "tensorboard": False},
         "timeouts": {
             "rpc_s": tempo.rpc_s,
@@ -95,12 +103,7 @@ def run_config(
             "collective_s": COLLECTIVE_S,
         },
     }
-    layers = [config, changes, changes_for(kinds, run_dir, options.replicas, tempo)]
-    merged: ConfigTree = {}
-    for layer in layers:
-        for name, section in layer.items():
-            merged[name] = merged.get(name, {}) | section
-    return merged
+    return {name: config.get(name, {}) | changes.get(name, {}) for name in config | changes}
 
 
 def marks(run_dir: Path) -> Path:
@@ -212,28 +215,8 @@ def disks_of(run_dir: Path, kinds: Collection[Kind]) -> Iterator[None]:
         if "disk" in targets:
             disks.enter_context(small_disk(run_dir))
         if "checkpoint-disk" in targets:
-            disks.enter_context(small_disk(checkpoints_of(run_dir, kinds)))
+            disks.enter_context(small_disk(checkpoints_of(run_dir)))
         yield
-
-
-def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Tempo) -> dict[str, dict[str, Any]]:
-    """Return the changes of the config by which faults of these kinds can happen to a run of `replicas` at a tempo."""
-    targets, orders = {kind.target for kind in kinds}, str(orders_of(run_dir))
-    spoiled = sum(kind.action == "spoil" for kind in kinds)
-    changes: dict[str, dict[str, Any]] = {}
-    if "agent-worker" in targets:
-        changes.setdefault("rollout", {})["agent_workers"] = AGENT_WORKERS
-    if any(kind.action == "add" for kind in kinds):
-        changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
-    if "checkpoint-disk" in targets:
-        changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
-    if "gradient" in targets or tempo.slower:
-        changes["algorithm"] = {"loss": "benchmarks.chaos.hooks:ordered_ppo", "loss_options": {"orders": orders}}
-    if "logprob" in targets or any(kind.target == "agent-worker" and kind.order for kind in kinds):
-        changes["agent"] = {"loop": "benchmarks.chaos.hooks:OrderedTurn", "kwargs": {"orders": orders}}
-    if spoiled:
-        changes["trainer"] = {"max_skipped_steps": max(LEAST_SKIPPED, spoiled)}
-    return changes
 
 
 def run_job(

@@ -7,13 +7,13 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import psutil
 
-from benchmarks.chaos.kinds import Fault, Happened, Kind
+from benchmarks.chaos.kinds import Fault, Happened
 from benchmarks.chaos.processes import (
     Replica,
     cpu_seconds,
@@ -34,13 +34,9 @@ def orders_of(run_dir: Path) -> Path:
     return run_dir.with_suffix(".orders")
 
 
-def checkpoints_of(run_dir: Path, kinds: Collection[Kind]) -> Path:
-    """Return the directory of a run's checkpoints: beside its own if their disk is to be full alone."""
-    alone = any(kind.target == "checkpoint-disk" for kind in kinds)
-    return run_dir.with_suffix(".checkpoints") if alone else run_dir / "checkpoints"
-
-
-WENT_ON = "in whose place a new one is started"  # told by the controller of each replica that a publication leaves out
+def checkpoints_of(run_dir: Path) -> Path:
+    """Return the directory of a run's checkpoints, beside its own: their disk may be full alone."""
+    return run_dir.with_suffix(".checkpoints")
 
 
 class WatchedRun:
@@ -57,7 +53,6 @@ class WatchedRun:
     def __init__(
         self,
         run_dir: Path,
-        faults: Sequence[Fault],
         *,
         replicas: int,
         say: Callable[[str], None],
@@ -66,7 +61,7 @@ class WatchedRun:
         self.happened: list[Happened] = []
         self.run_dir, self.replicas, self.say, self.end = run_dir, replicas, say, end
         self.orders, self.log = orders_of(run_dir), run_dir.with_suffix(".log")
-        self.checkpoints = checkpoints_of(run_dir, [fault.kind for fault in faults])
+        self.checkpoints = checkpoints_of(run_dir)
         self._begun = time.monotonic()
 
     # --- faults
@@ -74,7 +69,7 @@ class WatchedRun:
     def begin(self, fault: Fault, pid: int, note: str, *, busy: bool = False) -> Happened:
         """Note that a fault happens now, and tell it."""
         event = Happened(fault, pid, self.step, self.seconds, busy=busy, notes=[note])
-        event.told_before, event.left_out_before = self.told(fault.kind.told), self.left_out
+        event.told_before = self.told(fault.kind.told)
         self.happened.append(event)
         self.say(f"step {event.step}: {fault} (pid {pid}), {note}")
         return event
@@ -151,11 +146,6 @@ class WatchedRun:
         """Tell whether the run has told of a fault as its kind says."""
         told = event.fault.kind.told
         return not told or self.told(told) > event.told_before
-
-    @property
-    def left_out(self) -> int:
-        """The number of times that a publication has gone on without a replica that it has found lost."""
-        return _count(self.run_dir / "logs" / "controller.log", WENT_ON)
 
     # --- waits
 

@@ -69,12 +69,6 @@ def loop_overhead(overhead_s: float = 0.1, step_s: float = 1.4) -> list[Ratio]:
     return load_script("loop_overhead").measure([step] * 4)
 
 
-def train_throughput(padded: float = 1.6, whole: float = 0.95) -> list[Ratio]:
-    script = load_script("train_throughput")
-    scenarios = zip(script.scenarios(8, 256), (padded, whole), strict=True)
-    return [script.row_of(scenario, [1.0], [ratio], {}) for scenario, ratio in scenarios]
-
-
 def trl_additions(sync: float = 4.0, ahead: float = 8.1, bare: float = 8.9) -> list[Ratio]:
     result = load_script("trl_race").RaceResult
     trl = {8: result(10.0, 30.0, [0.1], 100.0), 4: result(5.0, 30.0, [0.1], 100.0)}
@@ -95,10 +89,9 @@ def weight_sync(sync: float = 1.3, digest: float = 0.3, engine: int = 228, train
             "sync": sync + digest, "sync without digest": sync, "gather": 0.3, "broadcast 64 MiB": 0.2, "load": 0.4
         },
         "bytes": 514 * MIB, "buckets": 8, "bucket_bytes": 64 * MIB, "largest_tensor": 94 * MIB,
-        "largest_fused": 18 * MIB,
+        "largest_fused": 18 * MIB, "memory": {"engine, in place": engine * MIB, "trainer rank 0": trainer * MIB},
     }  # fmt: skip
-    memory = {"engine, in place": engine * MIB, "trainer rank 0": trainer * MIB}
-    return load_script("weight_sync").make_rows(measured, memory)
+    return load_script("weight_sync").make_rows(measured)
 
 
 # What makes the rows, and changes that are beyond a bound, with a part of the name of the row that must tell it.
@@ -124,7 +117,6 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"turn_s": 0.11}, "longest turn / "),
     ],
     loop_overhead: [({"overhead_s": 0.2}, "share"), ({"overhead_s": 0.4, "step_s": 10.0}, "seconds / 0.3 s")],
-    train_throughput: [({"padded": 1.4}, "half_padding"), ({"whole": 0.8}, "no_padding")],
     trl_additions: [({"ahead": 7.9, "bare": 8.0}, "async / TRL"), ({"bare": 9.1}, "async / bare engine")],
     trl_long: [
         ({"sync": 19.9}, "sync / TRL"), ({"ahead": 23.0}, "async / sync"), ({"step_s": 61.0}, "TRL's step"),
