@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from benchmarks.lib.live_engine import EngineWorker
@@ -138,9 +139,8 @@ class PrivateMemory:
 
 
 def private_bytes() -> int:
-    """Return Private_Clean + Private_Dirty of this process in bytes."""
-    lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
-    return sum(int(each[1]) for each in lines if each[0] in ("Private_Clean:", "Private_Dirty:")) * 1024
+    """Return the bytes that this process has for itself alone."""
+    return int(psutil.Process().memory_full_info().uss)
 
 
 def switch_digest(module: str, on: bool) -> None:

@@ -1,13 +1,10 @@
-"""How each fault happens: by signals to processes, by files, by orders to functions of the soak, by `megarl pool`."""
+"""How each fault happens: by signals to processes, by files, by orders to functions of the soak."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,27 +15,23 @@ from benchmarks.chaos.kinds import Fault, Happened
 from benchmarks.chaos.orders import give, taken, withdraw
 from benchmarks.chaos.processes import CRAWL, DUTY, Replica, cpu_seconds, ended, hold, send, throttle
 from benchmarks.chaos.watch import WatchedRun
-from benchmarks.lib.file_faults import complete, damage, fill, spoil
-from benchmarks.lib.whole_run import environment
+from benchmarks.lib.file_faults import complete, damage, spoil
 
 ENDS_S = 30.0  # for all processes of a run after a second stop signal
 AGAIN_S = 1.5  # after which a second stop signal is a second request
-COMMAND_S = 300.0  # for `megarl pool`, which waits for the start of an engine
-SERVE_S = 300.0  # for an engine that joins with the next publication
 
 
 @dataclass(frozen=True)
 class Target:
     """What a fault hits: processes, if it comes from outside, and what is told of them.
 
-    `replica`, `number`: the replica that they are of, if they are of one. `wanted`: how many processes of the part
-    there must be when the fault is over.
+    `replica`: the one that they are of, if they are of one. `wanted`: how many processes of the part there must be when
+    the fault is over.
     """
 
     processes: Sequence[psutil.Process] = ()
     note: str = "the run was working"
     replica: Replica | None = None
-    number: int = -1
     wanted: int = 0
 
 
@@ -49,10 +42,9 @@ def find_target(watch: WatchedRun, fault: Fault) -> Target | None:
         replicas = watch.find_replicas()
         if fault.index >= len(replicas):
             return None
-        number = sorted(replicas)[fault.index]  # of those that live: new ones may have new numbers
-        replica = replicas[number]
+        replica = replicas[sorted(replicas)[fault.index]]  # of those that live: new ones may have new numbers
         hit = [replica.engine] if kind.target == "engine" else [replica.actor, replica.engine]
-        return Target(hit, replica=replica, number=number)
+        return Target(hit, replica=replica)
     if not kind.has_processes:
         return Target()
     if not (found := watch.find_processes(kind.target)):
@@ -129,18 +121,6 @@ def _limit(watch: WatchedRun, event: Happened, target: Target) -> bool:
 # --- files and orders
 
 
-def _fill(watch: WatchedRun, event: Happened, target: Target) -> bool:
-    """Fill the run's disk for the time of the fault; that of the checkpoints at most until a failed save is told."""
-    checkpoints = event.fault.kind.target == "checkpoint-disk"
-
-    def over() -> bool:
-        return watch.end.is_set() or (checkpoints and watch.has_told(event))
-
-    full_s = fill(watch.checkpoints if checkpoints else watch.run_dir, event.fault.seconds, over)
-    event.notes.append(f"full for {full_s:.1f} s")
-    return True
-
-
 def _stale(watch: WatchedRun, event: Happened, target: Target) -> bool:
     answers = spoil(watch.orders, event.fault.seconds, watch.end.is_set)
     told = ", ".join(f"{name} {times}" for name, times in sorted(answers.items()))
@@ -156,60 +136,10 @@ def _order(watch: WatchedRun, event: Happened, target: Target) -> bool:
     if not watch.notices(lambda: len(taken(watch.orders, name)) > before):
         withdraw(watch.orders, name)
         return False
-    event.pid = taken(watch.orders, name)[-1]
+    event.pid = taken(watch.orders, name)[-1]["pid"]
     event.spoiled = int(event.fault.kind.action == "spoil")
     event.notes.append(f"the order {name} was taken by process {event.pid}")
     return True
-
-
-# --- the pool, which is in the end as large as it was
-
-
-def _drain(watch: WatchedRun, event: Happened, target: Target) -> bool:
-    """Take a replica out of work for two steps, and back in; False if the run refuses or does not go on."""
-    return all(_ask(watch, event, "drain", target.number, *undo) and watch.goes_on() for undo in ([], ["--undo"]))
-
-
-def _add(watch: WatchedRun, event: Happened, target: Target) -> bool:
-    """Add a replica, let it serve for two steps, and remove it; False if one of that fails."""
-    number = _added(watch, event)
-    return number is not None and watch.goes_on() and _removed(watch, event, number)
-
-
-def _remove(watch: WatchedRun, event: Happened, target: Target) -> bool:
-    """Remove a replica, and two steps later add another one; False if one of that fails."""
-    return _removed(watch, event, target.number) and _added(watch, event) is not None and watch.goes_on()
-
-
-def _added(watch: WatchedRun, event: Happened) -> int | None:
-    """Return the number of a replica that was added and serves; None if it does not."""
-    before = set(_states(watch))
-    if not _ask(watch, event, "add") or not (added := set(_states(watch)) - before):
-        return None
-    (number,) = added
-    return number if watch.wait(lambda: _states(watch).get(number) == "serving", SERVE_S) else None
-
-
-def _removed(watch: WatchedRun, event: Happened, number: int) -> bool:
-    return _ask(watch, event, "remove", number) and watch.goes_on() and number not in _states(watch)
-
-
-def _states(watch: WatchedRun) -> dict[int, str]:
-    """Return the state of each replica by its number; {} if the run does not say it."""
-    told = _pool(watch, "list", "--json")
-    return {} if told.returncode else {each["replica"]: each["state"] for each in json.loads(told.stdout)["replicas"]}
-
-
-def _ask(watch: WatchedRun, event: Happened, action: str, *arguments: object) -> bool:
-    """Have `megarl pool` change the pool, and note what it answers; False if it fails."""
-    told = _pool(watch, action, *arguments)
-    event.notes.append((told.stdout or told.stderr).strip().splitlines()[-1])
-    return told.returncode == 0
-
-
-def _pool(watch: WatchedRun, action: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megarl", "pool", action, str(watch.run_dir), *map(str, arguments)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=COMMAND_S, check=False)
 
 
 # By the action of a kind: it lets a fault happen, and returns False if that cannot be done.
@@ -223,12 +153,8 @@ ACTIONS: dict[str, Callable[[WatchedRun, Happened, Target], bool]] = {
     "interrupt": _end_twice,
     "terminate": _end_twice,
     "limit": _limit,
-    "fill": _fill,
     "stale": _stale,
     "spoil": _order,
     "fork": _order,
     "flood": _order,
-    "drain": _drain,
-    "add": _add,
-    "remove": _remove,
 }

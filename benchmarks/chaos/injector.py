@@ -32,11 +32,9 @@ class Injector:
         *,
         replicas: int,
         say: Callable[[str], None],
-        slower: bool = False,
     ) -> None:
-        """`slower`: the run is asked to take longer steps while a fault lasts (`Tempo`)."""
         self.engine_start_s: float | None = None  # from the start of the first replica until the pool was ready
-        self._faults, self._say, self._slower = faults, say, slower
+        self._faults, self._say = faults, say
         self._end = threading.Event()
         self._watch = WatchedRun(run_dir, replicas=replicas, say=say, end=self._end)
         self._error: BaseException | None = None
@@ -108,8 +106,8 @@ class Injector:
 
     @contextlib.contextmanager
     def _longer_steps(self) -> Iterator[None]:
-        if self._slower:
-            give(self._watch.orders, SLOWER)
+        """Let the trainer take its time: a fast machine must not reach the last step before the fault is over."""
+        give(self._watch.orders, SLOWER)
         try:
             yield
         finally:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-ANY_NUMBER = 99  # of restarts, of which torchrun has a limit of its own, and of steps
-Consequence = Literal["replaced", "same", "survived", "exchanged"]
+ANY_NUMBER = 99  # of steps
+Consequence = Literal["replaced", "same", "survived"]
 Moment = Literal["busy", "idle", "in-sync"]
 
 
@@ -18,9 +18,9 @@ Moment = Literal["busy", "idle", "in-sync"]
 class Kind:
     """A kind of fault: what happens (`action`) to which part of the run (`target`), and what the run must do.
 
-    `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "exchanged": it leaves
-    on request and another one is added; "survived": the part is there again and two more steps are done, after
-    `restarts` restarts of the ranks and `starts` starts of the job at most, and `redone` steps were made again at most.
+    `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "survived": the part is
+    there again and two more steps are done, after `restarts` restarts of the ranks and `starts` starts of the job at
+    most, and `redone` steps were made again at most.
     `metric`, `told`: a metric that has then counted the fault, a text that the run has then printed once more, on the
     terminal or in the log of an agent worker. `seconds`: how long it lasts at least and at most, 0 if it is over at
     once. `moment`: what a replica does when it is hit: it works on requests, it has none, or it takes part in a
@@ -46,7 +46,7 @@ class Kind:
     @property
     def has_processes(self) -> bool:
         """True if the fault hits processes from outside."""
-        return self.target not in {"disk", "checkpoint-disk", "files"} and not self.order
+        return self.target != "files" and not self.order
 
     @property
     def order(self) -> str:
@@ -66,11 +66,10 @@ class Kind:
         return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
 
 
-LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
+LONG_S = (90.0, 90.0)  # or until the run has ended the process
 LOST_WORKER = "rollout/workers_lost"
 FLOODED = "the output of this worker was flooded"
 SKIPPED = "the step is skipped"
-UNSAVED = "could NOT be saved"
 KINDS = {
     kind.name: kind
     for kind in (
@@ -82,9 +81,6 @@ KINDS = {
         Kind("hang", "engine", "replaced", seconds=LONG_S, moment="in-sync"),
         Kind("hang", "replica", "replaced", seconds=LONG_S),
         Kind("crawl", "engine", "replaced", seconds=LONG_S),
-        Kind("drain", "replica", "same"),
-        Kind("add", "replica", "same"),
-        Kind("remove", "replica", "exchanged"),
         Kind("pause", "engine", "same", seconds=(2.0, 5.0)),
         Kind("pause", "replica", "same", seconds=(2.0, 5.0)),
         Kind("slow", "engine", "same", seconds=(8.0, 15.0)),
@@ -110,8 +106,6 @@ KINDS = {
         Kind("terminate", "job", "survived", starts=1),
         Kind("limit", "job", "survived", starts=1, redone=0, told="stopping after"),
         Kind("stale", "files", "survived", seconds=(10.0, 20.0)),
-        Kind("fill", "checkpoint-disk", "survived", seconds=LONG_S, told=UNSAVED),
-        Kind("fill", "disk", "survived", seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
     )
 }
 
@@ -138,8 +132,6 @@ class Fault:
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
-        if self.kind.action == "add":
-            return "add a replica for a while"
         where = {"engine": f"the engine of replica {self.index}", "replica": f"replica {self.index}"}
         when = "" if self.kind.moment == "busy" else f" ({self.kind.moment})"
         return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{when}{lasting}"

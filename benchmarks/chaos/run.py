@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import yaml
 
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.kinds import Fault, Kind
-from benchmarks.chaos.orders import marked
+from benchmarks.chaos.orders import LATE, taken
 from benchmarks.chaos.processes import processes_left
 from benchmarks.chaos.rows import STALENESS, SoakOutcome, start_seconds
-from benchmarks.chaos.watch import checkpoints_of, orders_of
+from benchmarks.chaos.watch import orders_of
 from benchmarks.lib.accounting import check_run
-from benchmarks.lib.file_faults import preloading, small_disk
+from benchmarks.lib.file_faults import preloading
 from benchmarks.lib.recount import UnreadableRun
 from benchmarks.lib.whole_run import QUICKSTART, environment, run_command, step_records, torchrun
 from megarl.checkpoint.save.history import ROLLED_BACK
@@ -33,22 +32,15 @@ LEAVE_S = 60.0  # for the processes of a job that has ended, before it is starte
 
 @dataclass(frozen=True)
 class Tempo:
-    """The time limits for silent parts of a run, and the length of its steps under a fault.
-
-    `rpc_s`: the limit for engines. `weight_sync_s`: the limit for publications, which takes longer if an engine is
-    silent in one. `slower`: while a fault lasts, the trainer takes its time with each step, so that a fast machine does
-    not reach the last step before the run is over the last fault.
-    """
+    """The time limits for silent parts of a run: engines, and publications, in which an engine may be silent."""
 
     rpc_s: float = 20.0
     weight_sync_s: float = 40.0
-    slower: bool = False
 
 
 REWARD_TIMEOUT_S = 3.0
 REPORT_S = 0.5  # between reports of engines: short, so that lost responses go on from their middle
 LEAST_S = 30.0  # no run is started with less time left
-RESTARTS = 5  # of the ranks by torchrun at most: a full disk would use up any number
 SAVE_EVERY = 5  # steps: as many are lost at most when the ranks or the job are started again
 COLLECTIVE_S = 120.0  # after which a rank takes another one that is stopped for lost
 SOAK_TEMPO = Tempo()
@@ -68,7 +60,7 @@ def run_config(
     """
     config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     orders = {"orders": str(orders_of(run_dir))}
-    late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
+    late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S}
     heldout = {"name": "additions", "path": str(options.assets / "heldout.jsonl"), "reward": {"function": "math"}}
     changes: ConfigTree = {
         "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
@@ -93,7 +85,7 @@ def run_config(
         "algorithm": {"loss": "benchmarks.chaos.hooks:ordered_ppo", "loss_options": orders},
         "trainer": {"max_skipped_steps": max(LEAST_SKIPPED, sum(kind.action == "spoil" for kind in kinds))},
         "weight_sync": {"restarts": 3},
-        "checkpoint": {"every": SAVE_EVERY, "dir": str(checkpoints_of(run_dir))},
+        "checkpoint": {"every": SAVE_EVERY},
         "telemetry": {"dump_batches": True, "tensorboard": False},
         "timeouts": {
             "rpc_s": tempo.rpc_s,
@@ -104,11 +96,6 @@ def run_config(
         },
     }
     return {name: config.get(name, {}) | changes.get(name, {}) for name in config | changes}
-
-
-def marks(run_dir: Path) -> Path:
-    """Return the file in which the reward function notes the samples that are late."""
-    return run_dir.with_suffix(".late")
 
 
 def run_once(
@@ -138,8 +125,8 @@ def run_once(
         say(f"NOT STARTED: {outcome.failure}")
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
-    injector = Injector(run_dir, faults, replicas=options.replicas, say=say, slower=tempo.slower)
-    restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
+    injector = Injector(run_dir, faults, replicas=options.replicas, say=say)
+    restarts = sum(fault.kind.restarts for fault in faults)
     starts = sum(fault.kind.starts for fault in faults)
     try:
         outcome.records = run_job(
@@ -155,7 +142,7 @@ def run_once(
         say(f"FAILED: {outcome.failure}")
     finally:
         problem = injector.stop()
-    outcome.happened, outcome.late_rewards = injector.happened, marked(marks(run_dir))
+    outcome.happened, outcome.late_rewards = injector.happened, len(taken(orders_of(run_dir), LATE))
     outcome.engine_start_s = injector.engine_start_s
     outcome.left = processes_left(run_dir, LEAVE_S)
     outcome.rolled_back = read_rolled_back(run_dir)
@@ -205,18 +192,6 @@ def count(outcome: SoakOutcome, run_dir: Path) -> None:
         outcome.failure = f"the files of the run cannot be checked: {error!r}"
         return
     print("\n".join(outcome.report.lines()), flush=True)
-
-
-@contextmanager
-def disks_of(run_dir: Path, kinds: Collection[Kind]) -> Iterator[None]:
-    """Give a run directory, or that of its checkpoints, a file system of its own if a fault fills its disk."""
-    targets = {kind.target for kind in kinds}
-    with ExitStack() as disks:
-        if "disk" in targets:
-            disks.enter_context(small_disk(run_dir))
-        if "checkpoint-disk" in targets:
-            disks.enter_context(small_disk(checkpoints_of(run_dir)))
-        yield
 
 
 def run_job(

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from benchmarks.chaos.kinds import KINDS, Fault, draw, schedule
 from benchmarks.chaos.rows import REPLICAS, rows_of
-from benchmarks.chaos.run import disks_of, run_once
-from benchmarks.lib.file_faults import why_no_disk, why_no_handles
+from benchmarks.chaos.run import run_once
+from benchmarks.lib.file_faults import why_no_handles
 from benchmarks.lib.report import ROOT, finish, new_parser
 from benchmarks.lib.whole_run import make_assets
 
@@ -40,8 +40,6 @@ QUIET_END = 10  # steps after the last fault, in which a replica can still be re
 ONE_ENGINE_SHARE = 0.25  # of the soaks whose faults are drawn, that have one engine
 LAST_ONE = "this soak has one engine, which has to serve on"
 QUICK_FAULTS = ["kill-engine", "pause-replica"]
-# The only engine is neither drained nor removed, whether by a command or because it is slow.
-NEED_ANOTHER_ENGINE = ("drain-replica", "remove-replica", "crawl-engine")
 
 
 def plan_faults(options: argparse.Namespace) -> list[Fault]:
@@ -74,12 +72,8 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
 
 def why_impossible(replicas: int) -> dict[str, str]:
     """Return the faults that cannot happen here, with the reasons."""
-    disk = why_no_disk()
-    by_target = {"disk": disk, "checkpoint-disk": disk, "files": why_no_handles()}
-    reasons = {name: by_target.get(kind.target, "") for name, kind in KINDS.items()}
-    if replicas == 1:
-        reasons |= {name: reasons[name] or LAST_ONE for name in NEED_ANOTHER_ENGINE}
-    return {name: reason for name, reason in reasons.items() if reason}
+    handles = why_no_handles()
+    return ({"stale-files": handles} if handles else {}) | ({"crawl-engine": LAST_ONE} if replicas == 1 else {})
 
 
 def main() -> int:
@@ -112,8 +106,7 @@ def main() -> int:
         until = begun + 60.0 * options.minutes
         kinds = [fault.kind for fault in faults]
         calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds)
-        with disks_of(directory / "disturbed", kinds):
-            disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds)
+        disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds)
         minutes = (time.monotonic() - begun) / 60.0
     rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
     code = finish(rows, options)

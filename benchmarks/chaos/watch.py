@@ -34,11 +34,6 @@ def orders_of(run_dir: Path) -> Path:
     return run_dir.with_suffix(".orders")
 
 
-def checkpoints_of(run_dir: Path) -> Path:
-    """Return the directory of a run's checkpoints, beside its own: their disk may be full alone."""
-    return run_dir.with_suffix(".checkpoints")
-
-
 class WatchedRun:
     """Watches one run until `end` is set, because the run has ended, and holds the faults that have happened to it.
 
@@ -61,7 +56,7 @@ class WatchedRun:
         self.happened: list[Happened] = []
         self.run_dir, self.replicas, self.say, self.end = run_dir, replicas, say, end
         self.orders, self.log = orders_of(run_dir), run_dir.with_suffix(".log")
-        self.checkpoints = checkpoints_of(run_dir)
+        self.checkpoints = run_dir / "checkpoints"
         self._begun = time.monotonic()
 
     # --- faults
@@ -164,11 +159,6 @@ class WatchedRun:
     def recovers(self, condition: Callable[[], bool]) -> bool:
         """Wait for what shows that the run is over a fault."""
         return self.wait(condition, self.RECOVER_S)
-
-    def goes_on(self) -> bool:
-        """Wait until two more steps are done."""
-        since = self.step
-        return self.notices(lambda: self.step >= since + 2)
 
 
 def _count(log: Path, text: str) -> int:

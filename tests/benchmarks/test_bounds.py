@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.report import Ratio, finish, load_script
+from benchmarks.lib.report import Ratio, finish
 from benchmarks.lib.whole_run import Window
+from tests.benchmarks import load_script
 
 MIB = 2**20
 
@@ -36,7 +37,7 @@ def checkpoint(save: float = 1.9, load: float = 1.9, beside: float = 1.09, bare:
 
 def convert(seconds: float = 1.9, moe: float = 1.9, private_gib: float = 1.0) -> list[Ratio]:
     script = load_script("convert")
-    model = script.BenchModel("dense", script.info_from_config(script.dense_config(1)), Path("nowhere"), 4)
+    model = script.BenchModel("dense", script.info_from_config(script.dense_config(1)), Path("nowhere"))
     private = script.largest_tensor(model.info) + private_gib * 2**30
     speed = {
         name: {"bytes": 1, "seconds": [each], "cp_seconds": [each if name == "moe" else 1.0]}
@@ -61,12 +62,6 @@ def agent_loops(rate: float = 501.0, turn_s: float = 0.09, **changes: float) -> 
     turns = {"controller": turn(1.0, turn_s, 0.03)}
     results = [script.MeasuredAgents(each, turns, turns) for each in load(rate, **changes)]
     return script.rows_of(results)
-
-
-def loop_overhead(overhead_s: float = 0.1, step_s: float = 1.4) -> list[Ratio]:
-    phases = {f"time/{name}": 0.1 for name in ("generate", "queue", "logprobs", "update", "sync", "other")}
-    step = {"time/overhead": overhead_s, "time/step": step_s, "rollout/engine_seconds": 1.0, **phases}
-    return load_script("loop_overhead").measure([step] * 4)
 
 
 def trl_additions(sync: float = 4.0, ahead: float = 8.1, bare: float = 8.9) -> list[Ratio]:
@@ -116,7 +111,6 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"rate": 499.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
         ({"turn_s": 0.11}, "longest turn / "),
     ],
-    loop_overhead: [({"overhead_s": 0.2}, "share"), ({"overhead_s": 0.4, "step_s": 10.0}, "seconds / 0.3 s")],
     trl_additions: [({"ahead": 7.9, "bare": 8.0}, "async / TRL"), ({"bare": 9.1}, "async / bare engine")],
     trl_long: [
         ({"sync": 19.9}, "sync / TRL"), ({"ahead": 23.0}, "async / sync"), ({"step_s": 61.0}, "TRL's step"),

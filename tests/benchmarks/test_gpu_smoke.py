@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.lib.report import load_script
 from megarl.weights.send.sync_attempt import SyncAttempt
+from tests.benchmarks import load_script
 from tests.support.checkout import ROOT
 from tests.support.streams.smoke_streams import SimulatedStreams
 

@@ -25,7 +25,7 @@ LOST_ENGINES = [
 ]  # fmt: skip
 LOST_PARTS = [
     "kill-controller", "kill-queue", "kill-reward", "hang-reward", "fork-reward", "flood-reward", "kill-agent-worker",
-    "hang-agent-worker", "flood-agent-worker", "drain-replica",
+    "hang-agent-worker", "flood-agent-worker",
 ]  # fmt: skip
 LOST_RANKS = ["kill-rank", "damage-job"]
 
@@ -66,7 +66,7 @@ def disturbed(
 def test_lost_parts_are_replaced_and_the_run_goes_on(
     runs: FaultRuns, undisturbed: SoakOutcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Engines, controller, queue, workers of rewards and agents; `megarl pool` and stale file handles between them.
+    """Engines, controller, queue, workers of rewards and agents; stale file handles between them.
 
     An engine is killed while it is idle, generates, and in a publication; it is stopped in the latter two, and 20 times
     slower. The run goes on within the start of an engine and GO_ON_S: of the new one, if that took longer than the

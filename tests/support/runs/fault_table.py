@@ -30,7 +30,7 @@ FIRST_STEP = 3  # before the first fault: engines are warm
 LAST_STEP = 12  # before all faults are due. Each waits until the run is over the one before
 GROUPS = 24
 SEED_VARIABLE = "MEGARL_FAULT_SEED"
-TEMPO = Tempo(rpc_s=10.0, weight_sync_s=20.0, slower=True)
+TEMPO = Tempo(rpc_s=10.0, weight_sync_s=20.0)
 GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent one is noticed
 
 
