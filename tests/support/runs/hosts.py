@@ -10,15 +10,13 @@ import contextlib
 import itertools
 import os
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import psutil
 
-from benchmarks.lib.whole_run import ROOT, environment
+from tests.support.checkout import ROOT, environment
 
 RSH = """\
 #!/bin/sh
@@ -32,31 +30,7 @@ code=$?
 exit $code
 """
 
-NEEDED = ("ip", "unshare", "nsenter")
-NO_PORT = 9  # on which nothing listens: a host that can be reached refuses at once
-REACH_S = 5.0  # for a connection between two hosts, on a machine with other work too
-CONNECT = f"import socket, sys; socket.create_connection((sys.argv[1], {NO_PORT}), {REACH_S})"
 _NUMBERS = itertools.count()
-
-
-def why_no_hosts() -> str:
-    """Return why there cannot be several hosts here; "" if there can."""
-    missing = [name for name in NEEDED if shutil.which(name) is None]
-    if missing or os.geteuid() != 0:
-        return f"only root may make network namespaces, with {', '.join(NEEDED)}; missing: {missing or 'root'}"
-    with tempfile.TemporaryDirectory(prefix="soak-hosts-") as directory:
-        hosts = Hosts(1, Path(directory))
-        try:
-            hosts.open()
-            works = subprocess.run(
-                [hosts.rsh, *hosts.addresses, "true"], capture_output=True, text=True, timeout=60, check=False
-            )
-        except (RuntimeError, subprocess.SubprocessError) as error:
-            return f"no network namespace can be made: {error}"
-        finally:
-            with contextlib.suppress(RuntimeError, subprocess.SubprocessError):  # what was not made cannot be removed
-                hosts.close()
-    return f"nothing can be run on a host of its own: {works.stderr.strip()}" if works.returncode else ""
 
 
 class Hosts:
@@ -139,13 +113,6 @@ class Hosts:
     def mend(self, index: int) -> None:
         """Put the cable back."""
         _ip(f"link set {self.bridge}{index + 1} master {self.bridge}")
-
-    def reaches(self, index: int, other: int) -> bool:
-        """Tell whether a packet from host `index` gets to host `other`, and its answer back."""
-        space = f"{self.prefix}{index + 1}"
-        command = ["ip", "netns", "exec", space, sys.executable, "-c", CONNECT, self.addresses[other]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        return done.returncode == 0 or "ConnectionRefusedError" in done.stderr
 
     def _kill(self, index: int) -> None:
         for process in self.processes(index):
