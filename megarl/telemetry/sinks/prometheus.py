@@ -64,6 +64,8 @@ class _Snapshot:
 class PrometheusSink(Collector):
     """Serves the newest value of each metric by HTTP, from `listen` to `close`."""
 
+    name = "Prometheus"
+
     def __init__(self, config: Config) -> None:
         self._config, self._run_dir = config, config.run_dir.resolve()
         self._snapshot = _Snapshot()

@@ -281,7 +281,7 @@ def test_a_port_that_is_taken_is_told_before_the_start_and_never_ends_a_run(chos
         with MetricsWriter.open(chosen, terminal) as writer:
             writer.write(1, VALUES)
             writer.flush()
-            assert writer.failures == 2 and "PrometheusSink could not be written" in terminal.getvalue()
+            assert writer.failures == 2 and "Prometheus could not be written" in terminal.getvalue()
             taken.close()
             writer.write(2, VALUES)
             writer.flush()
