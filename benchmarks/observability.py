@@ -53,7 +53,7 @@ def recording(directory: Path, process: str) -> Iterator[Config]:
         "telemetry": {"events_mib": 24.0 if process else 0.0},
     }  # fmt: skip
     config = config_from_tree(tree)
-    events.open_events(config, directory, process)
+    events.open_events(config.telemetry.events_mib, directory, process)
     try:
         yield config
     finally:
