@@ -140,7 +140,6 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "rollout/transport/rpc.py:RpcServer._ended": "no wait: the task has ended",
     "rollout/workers/remote_run.py:RemoteRun._answer": "no wait: the task has ended",
     "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",  # noqa: E501
-    "telemetry/sinks/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",  # noqa: E501
     "telemetry/sinks/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",  # noqa: E501
     "tools/process_tool.py:_Place._started": "no wait: the task has ended",
     "weights/send/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",  # noqa: E501

@@ -86,7 +86,7 @@ def test_a_replaying_rank_chooses_its_gpu_before_it_joins_its_peers(monkeypatch,
     monkeypatch.setattr(replay, "_init_process_group", lambda *arguments: order.append("joins"))
     monkeypatch.setattr(platforms, "activate", activate)
     with pytest.raises(Stopped):
-        replay._train(make_config(tmp_path), tmp_path, [0], {}, None, io.StringIO(), export=False)
+        replay._train(replay._Replay(make_config(tmp_path), tmp_path, [0], {}, None, False), io.StringIO())
     assert order == [index]
 
 

@@ -41,7 +41,7 @@ class PoolController:
         self.config = Config.model_validate_json(spec.config_json)
         self.run_dir = Path(spec.run_dir)
         redirect_output(self.run_dir / "logs" / "controller.log")
-        events.open_events(self.config, self.run_dir, CONTROLLER)
+        events.open_events(self.config.telemetry.events_mib, self.run_dir, CONTROLLER)
         self._foreign_requests: ExternalRequests | None = None  # until the fleet is there
         self._calls = AnsweredCalls()
 

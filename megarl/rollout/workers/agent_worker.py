@@ -97,7 +97,7 @@ class AgentWorker:
         self.config = Config.model_validate_json(spec.pool.config_json)
         self.run_dir = Path(spec.pool.run_dir)
         redirect_output(self.run_dir / "logs" / f"worker-{spec.index}.log")
-        events.open_events(self.config, self.run_dir, worker_process(spec.index))
+        events.open_events(self.config.telemetry.events_mib, self.run_dir, worker_process(spec.index))
         if spec.cwd:
             os.chdir(spec.cwd)
             sys.path.insert(0, spec.cwd)

@@ -111,7 +111,7 @@ def _check_first_start(config: Config, plan: RunPlan, tell: Tell | None) -> None
 
     `tell`: as in `check_start`.
     """
-    check_endpoint(config)
+    check_endpoint(config.telemetry)
     if not is_checked(os.environ):
         for warning in check_start(config, plan.info, tell):
             sys.stderr.write(f"megarl: warning: {warning}\n")

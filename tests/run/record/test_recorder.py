@@ -425,7 +425,7 @@ def test_another_rank_writes_nothing_and_measures_all_the_same(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_alarms_are_events_of_the_first_rank(config: Config, open_recorder: Callable[..., Recorder], rank: int) -> None:
-    events.open_events(config, config.run_dir, "trainer-0")
+    events.open_events(config.telemetry.events_mib, config.run_dir, "trainer-0")
     try:
         config.run_dir.mkdir(exist_ok=True)
         recorder = open_recorder(rank)

@@ -10,17 +10,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megarl.common.files import write_json
 from megarl.common.rundir.run_files import Status
 from megarl.config.schema import Config
-from megarl.telemetry.sinks.remote_sink import LostRecords, Record
+from megarl.telemetry.sinks.remote_sink import LostRecords, Record, RemoteSink, own_id
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -42,14 +39,15 @@ _NEVER_TAKEN = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 T = TypeVar("T")
 
 
-class MlflowRemote:
-    """The run of `config` in MLflow; connects with the first records. See
-    `megarl.telemetry.sinks.remote_sink.Remote`."""
+class MlflowSink(RemoteSink):
+    """The run of `config` in MLflow; connects with the first records."""
 
     name = "MLflow"
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError if MLflow is not installed."""
+        # Half of the time in which all sinks have to close, so that the others have the rest.
+        super().__init__(config.timeouts.shutdown_s / 2)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
@@ -60,7 +58,7 @@ class MlflowRemote:
             ) from None
         self._mlflow = mlflow
         self._config = config
-        self._id = _own_id(config.run_dir / MLFLOW_FILE)
+        self._id = own_id(config.run_dir / MLFLOW_FILE)
         self._client: MlflowClient | None = None
         self._run_id = ""
 
@@ -146,10 +144,3 @@ def _in_parts(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
     """Yield the items in their order, `most` at a time."""
     for first in range(0, len(items), most):
         yield items[first : first + most]
-
-
-def _own_id(path: Path) -> str:
-    """Return the id of the run, which the first start chooses and writes to `path`."""
-    if not path.exists():
-        write_json(path, {"id": secrets.token_hex(8)})
-    return str(json.loads(path.read_text())["id"])
