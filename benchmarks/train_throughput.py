@@ -139,7 +139,7 @@ class Packed:
 
     def logprobs(self, samples: list[TrainSample]) -> list[torch.Tensor]:
         """Return the log-probs of each sample."""
-        return [result.logprobs_R for result in self.policy.compute_logprobs(samples)]
+        return self.policy.compute_logprobs(samples)
 
     def run(self, samples: list[TrainSample]) -> None:
         """Run `Policy.update` without the optimizer."""

@@ -21,7 +21,7 @@ from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.megatron.build_model import build_model, transformer_config
 from megarl.models.megatron.layout import Layout
 from megarl.models.megatron.shards import unwrap
-from megarl.trainer.head import return_hidden_states
+from megarl.trainer.logprobs import return_hidden_states
 from megarl.trainer.optimizer import precision_wrap
 
 WeightsPlace = Literal["gpu", "cpu_offload"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from megarl.config.schema.monitor import RULES, MonitorConfig
-from megarl.run.step.compare_logprobs import StepMeasures
+from megarl.run.step.off_policy import StepMeasures
 from megarl.run.step.plan import StepPlan
 from megarl.telemetry.monitor import AlarmRule, Reading, ReplicaGap, compare_replicas
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from megarl.config.schema.monitor import MonitorConfig
 from megarl.run.loop.alarm_inputs import REPLICA_GAP, logprob_values, plan_values, readings, replica_values, rules_of
-from megarl.run.pool.rollout_client import RolloutClient
+from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.record.recorder import Recorder
-from megarl.run.step.compare_logprobs import StepMeasures
+from megarl.run.step.off_policy import StepMeasures
 from megarl.run.step.plan import StepPlan
 from megarl.telemetry.monitor import Alarm, Monitor, Reading
 from megarl.trainer.optimizer import StepRefused

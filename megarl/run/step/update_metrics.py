@@ -9,7 +9,7 @@ from megarl.algorithms.correction.stats import CORRECTION_NUMBERS
 from megarl.algorithms.objective.stats import SAMPLING
 from megarl.config.derived.logprob_passes import correction_of, rejection_of
 from megarl.config.schema import Config
-from megarl.run.step.compare_logprobs import StepMeasures
+from megarl.run.step.off_policy import StepMeasures
 from megarl.telemetry.metrics.registry import StepMetrics
 
 # Names in `LossStats` -> names of the metrics.

@@ -15,9 +15,8 @@ from megarl.config.schema.monitor import RULES
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.run.loop.alarm_inputs import logprob_values, plan_values, rules_of
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
-from megarl.run.step.compare_logprobs import StepMeasures
+from megarl.run.step.off_policy import StepMeasures, TokenOrigins
 from megarl.run.step.plan import StepPlan, plan_step
-from megarl.run.step.token_origin import TokenOrigins
 from megarl.telemetry.metrics.declarations import step_metrics
 from tests.support.trainer.configs import config as config_of
 

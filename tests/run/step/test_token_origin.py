@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.objective.token_origin import NO_SOURCE, OriginGaps
 from megarl.config.checks.telemetry import MOST_LAGS, SourceBuckets
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.run.step.token_origin import TokenOrigins
+from megarl.run.step.off_policy import TokenOrigins
 from tests.support.trainer.configs import config as config_of
 
 

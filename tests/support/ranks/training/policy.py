@@ -16,16 +16,15 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megarl.algorithms.objective.aggregation import GlobalCounts
 from megarl.algorithms.objective.objective import LossFunction
-from megarl.algorithms.objective.terms import WEIGHT_STREAMS
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts
 from megarl.common.trust.object_collectives import JSON
 from megarl.config.schema import Config
 from megarl.models.hf.export import HFExporter
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 from megarl.models.megatron.shards import table
-from megarl.trainer import packed_batch, parallel
+from megarl.trainer import parallel
 from megarl.trainer import policy as policy_module
 from megarl.trainer.batch import TrainSample, pack
 from megarl.trainer.packing import assign_to_ranks
@@ -128,7 +127,7 @@ def train(
     """`steps` updates on the same mini-batch: the first one's gradients, metrics, and the weights after the last."""
     with contextlib.ExitStack() as stack:
         if not packed:
-            stack.enter_context(mock.patch.object(packed_batch, "plan_micro_batches", one_each))
+            stack.enter_context(mock.patch.object(policy_module, "plan_micro_batches", one_each))
         if watch_sends:
             stack.enter_context(nothing_is_freed_before_it_has_left())
         stack.enter_context(mutated(mutation))
@@ -209,8 +208,8 @@ def logprobs(
     with policy_under(model_dir, layout, **changes) as policy:
         indices, mine = own_share(samples)
         results = policy.compute_logprobs(mine, reference=reference)
-        assert [len(r.logprobs_R) for r in results] == [len(s.response_ids) for s in mine]
-        return [(index, r.logprobs_R) for index, r in zip(indices, results, strict=True)]
+        assert [len(each_R) for each_R in results] == [len(s.response_ids) for s in mine]
+        return list(zip(indices, results, strict=True))
 
 
 @contextlib.contextmanager
