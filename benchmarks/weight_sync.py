@@ -248,8 +248,8 @@ def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     from megarl import platforms
 
     platforms.activate()
+    from megarl.checkpoint.format.load_weights import load_hf_weights
     from megarl.models.hf.export import HFExporter
-    from megarl.models.hf.load import load_hf_weights
     from megarl.models.hf.read_config import load_info
     from megarl.models.megatron.build_model import build_model, transformer_config
     from megarl.models.megatron.layout import Layout

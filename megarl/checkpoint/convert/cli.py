@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megarl.checkpoint.format.hf_files import HFDirectory
 from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_files
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.common.errors import ConversionError
 from megarl.common.values import GIB
+from megarl.models.hf.directory import HFDirectory
 from megarl.models.hf.model_files import HF_FILES, HF_SHARD_BYTES, megatron_step
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def _texts(options: argparse.Namespace) -> list[str]:
 
 
 def _inspect(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.inspection import describe
+    from megarl.checkpoint.convert.verify import describe
 
     stream.write(describe(open_model(options.directory, allow_pickle=options.allow_pickle)))
     return 0

@@ -23,7 +23,6 @@ from megarl.common.trust.run_secret import run_secret
 from megarl.common.trust.signed_store import connect_store, serve_store, sign, verify
 from megarl.config.schema import TimeoutsConfig
 from megarl.run.ranks.failure import PeerFailedError
-from megarl.trainer import parallel
 
 T = TypeVar("T")
 
@@ -162,6 +161,8 @@ class BatchChannel:
 
     def __init__(self, timeouts: TimeoutsConfig) -> None:
         """Form the groups. Collective over all ranks, in the main thread, with the parallel layout initialised."""
+        from megarl.trainer import parallel  # it imports Megatron-Core, which takes a rank that starts too long
+
         self._peers = ControlGroup(timeouts)
         own = parallel.replica_ranks()
         replicas = sorted(set(self._peers.gather(tuple(own), _RANKS)))

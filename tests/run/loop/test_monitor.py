@@ -13,8 +13,7 @@ import torch
 from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.config.schema.monitor import RULES
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.run.loop.alarm_inputs import logprob_values, plan_values, rules_of
-from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
+from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor, logprob_values, plan_values, rules_of
 from megarl.run.step.off_policy import StepMeasures, TokenOrigins
 from megarl.run.step.plan import StepPlan, plan_step
 from megarl.telemetry.metrics.declarations import step_metrics
