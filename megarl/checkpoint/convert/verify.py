@@ -13,8 +13,9 @@ import torch
 from megarl.checkpoint.convert.job import size
 from megarl.checkpoint.convert.units import split
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
+from megarl.checkpoint.format.shard_index import load_plain
 from megarl.common.files import inside
-from megarl.models.hf.directory import LISTED, HFDirectory, HFTensors, left_out_note, load_plain
+from megarl.models.hf.directory import LISTED, HFDirectory, HFTensors, left_out_note
 from megarl.models.hf.model_files import COMMON_FILE
 
 

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from megarl.checkpoint.format.megatron_files import Chunk, archived_tensor
-from megarl.checkpoint.format.shard_index import read_metadata
+from megarl.checkpoint.format.shard_index import load_plain, read_metadata
 from megarl.common.megatron_versions import imported_is
-from megarl.models.hf.directory import MappedFile, load_plain
+from megarl.models.hf.directory import MappedFile
 
 
 def load_shards(state: ShardedStateDict, directory: Path | str, strategy: object) -> StateDict:

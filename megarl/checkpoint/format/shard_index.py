@@ -28,6 +28,22 @@ from torch.distributed.checkpoint.metadata import (
 from megarl.common.files import inside
 from megarl.models.hf.model_files import SHARD_INDEX
 
+
+def load_plain(file: Path | io.BytesIO) -> Any:  # noqa: ANN401  # whatever was saved
+    """Return the content of `file`. Raises ValueError with a short reason if it is damaged or holds other objects.
+
+    torch's own restricted unpickler reads it, whose list of names Megatron-Core extends by a few plain classes.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # the error that torch raises depends on the content
+        # torch replaces the reason by advice to turn the restriction off.
+        reason = str(error.__context__ or error).strip() or type(error).__name__
+        raise ValueError(reason.splitlines()[0]) from error
+
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 # The classes of an index, by module and exact name. Megatron-Core adds the plans of the save, and up to 0.15 wrote

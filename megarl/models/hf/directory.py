@@ -10,38 +10,20 @@ import os
 import struct
 import warnings
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from megarl.common.files import inside
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.families import FAMILIES
 from megarl.models.hf.read_config import load_info
-from megarl.models.hf.safetensors import DTYPE_NAMES, DTYPES, TensorRecord, read_records, read_weight_map
+from megarl.models.hf.safetensors import DTYPES, TensorRecord, read_records
 from megarl.models.megatron.shards import table
 
 READAHEAD_BYTES = 2**21
-_BIN_INDEX = "pytorch_model.bin.index.json"
 LISTED = 20  # names that an error message lists at most
-
-
-def load_plain(file: Path | BytesIO, *, mmap: bool | None = None) -> Any:  # noqa: ANN401  # whatever was saved
-    """Return the content of `file`. Raises ValueError with a short reason if it is damaged or holds other objects.
-
-    torch's own restricted unpickler reads it, whose list of names Megatron-Core extends by a few plain classes.
-    """
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # the error that torch raises depends on the content
-        # torch replaces the reason by advice to turn the restriction off.
-        reason = str(error.__context__ or error).strip() or type(error).__name__
-        raise ValueError(reason.splitlines()[0]) from error
 
 
 class MappedFile:
@@ -102,7 +84,7 @@ class HFTensors(Protocol):
 
 
 class HFDirectory:
-    """A Hugging Face directory with safetensors or, if `allow_pickle`, `pytorch_model*.bin` (read with `weights_only`).
+    """A Hugging Face directory with safetensors.
 
     `info`: of the model that the files must hold; None: that of config.json. `left_out`: the directory's tensors that
     belong to untrained parts. They are not part of the model, but are reported to users.
@@ -111,21 +93,11 @@ class HFDirectory:
     or misshapen tensor; an index that contradicts the files.
     """
 
-    def __init__(self, path: Path | str, info: ModelInfo | None = None, *, allow_pickle: bool = False) -> None:
+    def __init__(self, path: Path | str, info: ModelInfo | None = None) -> None:
         self.path = Path(path)
         self.info = info or load_info(self.path)
         self.entries = table(self.info)
-        pickled = any(self.path.glob("*.bin")) and not any(self.path.glob("*.safetensors"))
-        if pickled and not allow_pickle:
-            raise ValueError(
-                f"{path} holds only pickled weights (*.bin), which can run code when they are loaded; add "
-                "--allow-pickle to read them with weights_only, or save the model again with safe_serialization=True"
-            )
-        self._pickled = _pickled_tensors(self.path) if pickled else {}
-        self.records = {
-            name: TensorRecord(file, DTYPE_NAMES.get(each.dtype, str(each.dtype)), tuple(each.shape), 0, each.nbytes)
-            for name, (file, each) in self._pickled.items()
-        } or read_records(self.path)
+        self.records = read_records(self.path)
         check_tensors(self.path, self.records, self.entries, self.info)
         self.left_out = [name for name in self.records if is_left_out(name, self.info)]
         self._maps: dict[Path, tuple[MappedFile, int]] = {}
@@ -154,18 +126,15 @@ class HFDirectory:
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated."""
-        if name in self._pickled:
-            return self._pickled[name][1][start:stop]
         file, dtype, shape, offset = self._place(name)
         step = dtype.itemsize * torch.Size(shape[1:]).numel()
         return file.tensor(dtype, (stop - start, *shape[1:]), offset + start * step)
 
     def will_need(self, name: str, start: int, stop: int) -> None:
         """Ask the kernel to read these rows ahead."""
-        if not self._pickled:
-            file, dtype, shape, offset = self._place(name)
-            step = dtype.itemsize * torch.Size(shape[1:]).numel()
-            file.will_need(offset + start * step, offset + stop * step)
+        file, dtype, shape, offset = self._place(name)
+        step = dtype.itemsize * torch.Size(shape[1:]).numel()
+        file.will_need(offset + start * step, offset + stop * step)
 
     def _place(self, name: str) -> tuple[MappedFile, torch.dtype, tuple[int, ...], int]:
         record = self.records[name]
@@ -184,32 +153,6 @@ class HFDirectory:
                 f"{self.path}: the embeddings are tied, but lm_head.weight differs from {name}; "
                 "set tie_word_embeddings to false or remove lm_head.weight"
             )
-
-
-def _pickled_tensors(directory: Path) -> dict[str, tuple[Path, torch.Tensor]]:
-    """Return file and tensor by name, of `pytorch_model.bin` or its sharded form, memory-mapped.
-
-    Nothing but tensors is unpickled.
-    """
-    index = directory / _BIN_INDEX
-    names = {file.name for file in directory.glob("pytorch_model*.bin")}
-    if index.is_file():
-        names = set(read_weight_map(index).values())
-    if not names:
-        raise ValueError(f"{directory} has neither *.safetensors nor pytorch_model*.bin")
-    found: dict[str, tuple[Path, torch.Tensor]] = {}
-    for file in (inside(directory, name) for name in sorted(names)):
-        try:
-            content = load_plain(file, mmap=True)
-        except ValueError as error:
-            raise ValueError(f"{file} cannot be read as plain tensors: {error}") from error
-        if not isinstance(content, dict) or not all(isinstance(each, torch.Tensor) for each in content.values()):
-            raise ValueError(f"{file} cannot be read as plain tensors: it must be a dict of tensors by name")
-        for name, tensor in content.items():
-            if name in found:
-                raise ValueError(f"tensor {name} is in both {found[name][0]} and {file}")
-            found[name] = (file, tensor.contiguous())
-    return found
 
 
 def check_tensors(

@@ -54,7 +54,11 @@ def read_records(directory: Path) -> dict[str, TensorRecord]:
     names = {file.name for file in directory.glob("*.safetensors")} if index is None else set(index.values())
     files = sorted(inside(directory, name) for name in names)
     if not files:
-        raise ValueError(f"{directory} has no *.safetensors; convert the checkpoint to safetensors first")
+        pickled = " but pickled weights (*.bin), which can run code when they are loaded" * any(directory.glob("*.bin"))
+        raise ValueError(
+            f"{directory} has no *.safetensors{pickled}; load the model with transformers and save it again: "
+            "save_pretrained writes safetensors"
+        )
     if missing := [str(file) for file in files if not file.is_file()]:
         raise ValueError(f"{path} names files that do not exist: {', '.join(missing)}")
     records: dict[str, TensorRecord] = {}
