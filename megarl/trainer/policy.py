@@ -31,7 +31,7 @@ from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived.logprob_passes import recomputes_old_logprobs
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.derived.training_loss import needed_streams, objective_of
-from megarl.config.megatron.reserved import transformer_fields
+from megarl.config.megatron.reserved import ddp_fields, transformer_fields
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.read_config import load_info
@@ -104,13 +104,8 @@ class Policy:
         self.source_gaps = OriginGaps.zeros(self._buckets)  # of the last update over all ranks, on the CPU
         # Keys of this replica's samples that the backward passes of the last update have gone through.
         self.trained_keys: list[str] = []
-        self.tf_config = transformer_config(
-            info,
-            layout,
-            config.trainer.precision,
-            transformer_fields(config),
-            initialize=not config.model.load_weights,
-        )
+        precision, fields = config.trainer.precision, transformer_fields(config)
+        self.tf_config = transformer_config(info, layout, precision, fields, initialize=not config.model.load_weights)
         if not self.tf_config.calculate_per_token_loss:
             raise ValueError(
                 "megatron.transformer.calculate_per_token_loss=false would average micro-batch means; remove it"
@@ -120,15 +115,19 @@ class Policy:
             load_weights(chunks, info, config.model.path)
         for chunk in chunks:
             return_hidden_states(chunk)
-        self.module_chunks = data_parallel_wrap(config, self.tf_config, [precision_wrap(c) for c in chunks])
+        self.module_chunks = data_parallel_wrap(ddp_fields(config), self.tf_config, list(map(precision_wrap, chunks)))
         if not config.model.load_weights:
             for wrapped in self.module_chunks:
                 wrapped.broadcast_params()
-        self.optimizer = build_optimizer(config, self.module_chunks)
-        self.scheduler = build_scheduler(config, self.optimizer)
-        self.reference = ReferenceModel(config, layout, info) if config.needs_reference else None
+        self.optimizer = build_optimizer(config.trainer, config.megatron.optimizer, self.module_chunks)
+        updates = config.run.steps * config.trainer.mini_batches
+        self.scheduler = build_scheduler(config.trainer.optimizer, updates, self.optimizer)
+        self.reference: ReferenceModel | None = None
+        if config.needs_reference:
+            path = config.reference.path or config.model.path
+            self.reference = ReferenceModel(info, layout, path, config.reference.placement, precision, fields)
         self.teachers = {
-            each.name: FrozenModel(config, layout, load_info(each.path), each.path, each.placement)
+            each.name: FrozenModel(load_info(each.path), layout, each.path, each.placement, precision, fields)
             for each in trainer_teachers(config)
         }
         if not platforms.current().is_cuda:

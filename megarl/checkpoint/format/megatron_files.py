@@ -7,6 +7,7 @@ tensor's bytes. Only its headers are parsed here; the bytes are used in place.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 import zipfile
@@ -14,11 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.checkpoint.format.keys import StoredTensor, is_model_key, problems_of, resolve, stored_tensors
 from megarl.checkpoint.format.shard_index import read_metadata
@@ -276,9 +276,32 @@ def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
     return _Archive(dtype, shape, stride, (stored or 0) + offset * dtype.itemsize)
 
 
+class _ChunkFile:
+    """The bytes of a chunk, as `zipfile` reads a file."""
+
+    def __init__(self, file: MappedFile, chunk: Chunk) -> None:
+        self._file, self._chunk, self._at = file, chunk, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._chunk.length}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._chunk.length if size < 0 else min(self._at + size, self._chunk.length)
+        content = self._file.bytes(self._chunk.begin + self._at, self._chunk.begin + end)
+        self._at += len(content)
+        return content
+
+
 def _entries(file: MappedFile, chunk: Chunk) -> Iterator[tuple[str, int, int]]:
     """Yield name, first byte in the file and number of bytes of each entry. Raises ValueError if one is compressed."""
-    with file.path.open("rb") as whole, zipfile.ZipFile(_create_file_view(whole, chunk.begin, chunk.length)) as archive:
+    with zipfile.ZipFile(cast("IO[bytes]", _ChunkFile(file, chunk))) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("not an uncompressed archive of torch.save")

@@ -22,7 +22,6 @@ from megarl.algorithms.objective.terms import term_mask
 from megarl.algorithms.objective.token_origin import NO_SOURCE, Gap, OriginGaps
 from megarl.common.trust.object_collectives import Codec, codec_of
 from megarl.config.checks.telemetry import SourceBuckets
-from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, PROXIMAL_ALPHA, ROLLOUT_LOGPROBS, SOURCES
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.trainer import parallel
@@ -52,9 +51,8 @@ class TokenOrigins:
     slot_of: Mapping[int, int]
 
     @classmethod
-    def of(cls, tags: Iterable[SampleTag], config: Config) -> TokenOrigins:
+    def of(cls, tags: Iterable[SampleTag], buckets: SourceBuckets) -> TokenOrigins:
         """Return the buckets of a step with these tags. If there are more replicas than slots, the newest have them."""
-        buckets = SourceBuckets.of(config)
         replicas = sorted({replica for tag in tags for replica in tag.replicas}, reverse=True)
         return cls(buckets, {replica: slot for slot, replica in enumerate(sorted(replicas[: buckets.slots - 1]))})
 
@@ -122,10 +120,9 @@ class StepMeasures:
         return self._by_source
 
     @classmethod
-    def begin(cls, tags: Iterable[SampleTag], config: Config) -> StepMeasures:
+    def begin(cls, tags: Iterable[SampleTag], buckets: SourceBuckets) -> StepMeasures:
         """Return what is known before anything is computed. `tags`: those of the whole batch."""
-        sources = TokenOrigins.of(tags, config)
-        return cls(sources, OriginGaps.zeros(sources.buckets.size))
+        return cls(TokenOrigins.of(tags, buckets), OriginGaps.zeros(buckets.size))
 
     def compare_in_pass(self, samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory]) -> None:
         """Compare the engine's log-probs with those of a pass of the trainer, over all sampled tokens. Collective.

@@ -21,6 +21,7 @@ from megarl.algorithms.objective.objective import KLEstimator, kl_penalty
 from megarl.algorithms.objective.terms import GlobalCounts
 from megarl.common.trust.object_collectives import Codec, codec_of
 from megarl.common.values import by_sample
+from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived.algorithm import advantage_of
 from megarl.config.derived.datasets import own_temperatures
 from megarl.config.derived.logprob_passes import correction_of, recomputes_old_logprobs, teacher_passes
@@ -52,7 +53,8 @@ def train_samples(
 ) -> dict[str, TrainSample]:
     """Return a replica's samples by key, with the engine's log-probs: the old ones, unless the trainer's own are."""
     trained = {sample.key: sample.trained for group in plan.shaped.groups for sample in group}
-    sources, compares_all = TokenOrigins.of(plan.tags.values(), config), recomputes_old_logprobs(config)
+    sources = TokenOrigins.of(plan.tags.values(), SourceBuckets.of(config))
+    compares_all = recomputes_old_logprobs(config)
     # A mini-batch is compared with the weights after the updates before it, unless all are with those before the first.
     max_tokens = config.sampling.max_tokens
     made = [int(mini_batch_counts(plan, parts, max_tokens, None).tokens > 0) for parts in plan.mini_batches]

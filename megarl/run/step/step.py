@@ -13,7 +13,9 @@ from functools import partial
 
 from megarl.algorithms.objective.terms import GlobalCounts
 from megarl.common.trust.object_collectives import Codec, codec_of
+from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived.logprob_passes import (
+    correction_of,
     interpolates_proximal,
     logprob_passes,
     recomputes_old_logprobs,
@@ -78,15 +80,18 @@ def train_step(
         passes = [*passes, TEACHER_LOGPROBS]
     if passes:
         _refuse_bad_passes(samples, passes)
-    measured = StepMeasures.begin(plan.tags.values(), config)
+    measured = StepMeasures.begin(plan.tags.values(), SourceBuckets.of(config))
     if recomputes and plan.mini_batches:
         measured.compare_in_pass(samples, rows)
     set_advantages(plan, samples, rows, config, metrics)
     distil(plan.tags, samples, config, metrics)
     kept: Mapping[str, int] | None = None
-    if plan.mini_batches and (correction := rejection_of(config)) is not None:
-        kept, numbers = reject_before_updates(samples, correction)
-        record_correction(metrics, numbers, correction)
+    before, in_updates = rejection_of(config), correction_of(config)
+    if before is not None:
+        in_updates = None  # it is recorded over every token that was trained before
+        if plan.mini_batches:
+            kept, numbers = reject_before_updates(samples, before)
+            record_correction(metrics, numbers, before)
     parts, made = _mini_batches(plan, samples, config.sampling.max_tokens, kept), 0
     updates = [(mine, counts) for mine, counts in parts if counts.tokens]
     done = [sample.key for mine, counts in parts if not counts.tokens for sample in mine]
@@ -111,7 +116,7 @@ def train_step(
             if made and not recomputes:
                 measured.add_gaps(policy.source_gaps)
             made += 1
-            record_update(metrics, values, config)
+            record_update(metrics, values, in_updates)
     if not made:
         watch(plan, measured)
     metrics.record("policy/updates", made)

@@ -285,7 +285,7 @@ def test_demonstrations_are_not_compared_with_an_engine(monkeypatch: pytest.Monk
     samples = step.train_samples(plan, {row.key: row for row in rows}, own, 0)
     for sample in samples.values():
         sample.streams[OLD_LOGPROBS] = torch.tensor([-0.1])
-    measured = StepMeasures.begin(plan.tags.values(), own)
+    measured = StepMeasures.begin(plan.tags.values(), SourceBuckets.of(own))
     measured.compare_in_pass(samples, {row.key: row for row in rows})
     assert measured.compared is not None and measured.compared["tokens"] == 3
     assert measured.compared["ratio_max"] == pytest.approx(1.0)
