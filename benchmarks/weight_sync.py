@@ -195,8 +195,8 @@ def bare_gather(exporter: HFExporter) -> float:
 def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     """Run one of the two trainer ranks; rank 0 also runs the front end of the engine."""
     join_ranks()
+    from megarl.checkpoint.format.load_weights import load_hf_weights
     from megarl.models.hf.export import HFExporter
-    from megarl.models.hf.load import load_hf_weights
     from megarl.models.hf.read_config import load_info
     from megarl.models.megatron.build_model import build_model, transformer_config
     from megarl.models.megatron.layout import Layout

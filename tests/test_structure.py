@@ -139,7 +139,7 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "rollout/engine/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",  # noqa: E501
     "rollout/transport/rpc.py:RpcServer._ended": "no wait: the task has ended",
     "rollout/workers/remote_run.py:RemoteRun._answer": "no wait: the task has ended",
-    "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",  # noqa: E501
+    "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BatchChannel.wait`, then timeouts.rpc_s",
     "telemetry/sinks/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",  # noqa: E501
     "tools/process_tool.py:_Place._started": "no wait: the task has ended",
     "weights/send/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",  # noqa: E501

@@ -26,8 +26,8 @@ from megarl.models.hf.read_config import load_info
 from megarl.run.loop.batches import BatchSource
 from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
+from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.loop.stop import StopSignals, StopVote
-from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder, Stateful, collect, restore
 from megarl.run.step.plan import StepPlan
@@ -66,7 +66,7 @@ class Session:
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = RolloutClient(config, self.peers, self.recorder)
-        self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer)
+        self.batches = BatchSource(config, self.pool, self.peers, self.recorder)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
@@ -124,7 +124,7 @@ class Session:
         """Wait for the pool and form the weight-sync group with its engines."""
         self.recorder.say("waiting for the rollout engines")
         started = time.perf_counter()
-        self.pool.attach(launch)
+        self.batches.attach(self.pool.attach(launch))
         self.recorder.say(f"engines are up ({time.perf_counter() - started:.0f} s)")
         self.sender.connect(self.pool.engine_handles())
 

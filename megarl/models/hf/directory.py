@@ -1,4 +1,7 @@
-"""Rows of Hugging Face tensors as views of memory-mapped files: nothing is copied, or read before it is used."""
+"""Rows of Hugging Face tensors as views of memory-mapped files: nothing is copied, or read before it is used.
+
+The files must hold exactly the tensors that the family's table names, with its shapes; the error lists the differences.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,21 @@ import mmap
 import os
 import struct
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
-from megarl.checkpoint.format.shard_index import load_plain
-from megarl.common.files import inside
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
-from megarl.models.hf.load import check_tensors, is_left_out
+from megarl.models.families import FAMILIES
 from megarl.models.hf.read_config import load_info
-from megarl.models.hf.safetensors import DTYPE_NAMES, DTYPES, SafetensorsDirectory, TensorRecord, read_weight_map
+from megarl.models.hf.safetensors import DTYPES, TensorRecord, read_records
 from megarl.models.megatron.shards import table
 
 READAHEAD_BYTES = 2**21
-_BIN_INDEX = "pytorch_model.bin.index.json"
+LISTED = 20  # names that an error message lists at most
 
 
 class MappedFile:
@@ -83,26 +84,24 @@ class HFTensors(Protocol):
 
 
 class HFDirectory:
-    """A Hugging Face directory with safetensors or, if `allow_pickle`, `pytorch_model*.bin` (read with `weights_only`).
+    """A Hugging Face directory with safetensors.
 
-    `left_out`: its tensors that belong to untrained parts. They are not part of the model, but are reported to users.
+    `info`: of the model that the files must hold; None: that of config.json. `left_out`: the directory's tensors that
+    belong to untrained parts. They are not part of the model, but are reported to users.
 
-    Raises ValueError naming file and tensor for everything that does not match config.json: a truncated file; a
-    missing, unexpected or misshapen tensor; an index that contradicts the files.
+    Raises ValueError naming file and tensor for everything that does not match: a truncated file; a missing, unexpected
+    or misshapen tensor; an index that contradicts the files.
     """
 
-    def __init__(self, path: Path | str, *, allow_pickle: bool = False) -> None:
+    def __init__(self, path: Path | str, info: ModelInfo | None = None) -> None:
         self.path = Path(path)
-        self.info = load_info(self.path)
+        self.info = info or load_info(self.path)
         self.entries = table(self.info)
-        pickled = allow_pickle and not any(self.path.glob("*.safetensors"))
-        self._files: SafetensorsDirectory | _PickledDirectory = (
-            _PickledDirectory(self.path) if pickled else _safetensors(self.path)
-        )
-        check_tensors(self._files, self.entries, self.info)
-        self.left_out = [name for name in self._files.records if is_left_out(name, self.info)]
+        self.records = read_records(self.path)
+        check_tensors(self.path, self.records, self.entries, self.info)
+        self.left_out = [name for name in self.records if is_left_out(name, self.info)]
         self._maps: dict[Path, tuple[MappedFile, int]] = {}
-        if self.info.tied and "lm_head.weight" in self._files.records:
+        if self.info.tied and "lm_head.weight" in self.records:
             self._check_redundant_head()
 
     def names(self) -> list[str]:
@@ -111,37 +110,34 @@ class HFDirectory:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that the file has; it equals that of the family's table."""
-        return self._files.records[name].shape
+        return self.records[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the file has the tensor."""
-        return DTYPES[self._files.records[name].dtype]
+        return DTYPES[self.records[name].dtype]
 
     def file(self, name: str) -> Path:
         """Return the weight file that holds the tensor."""
-        return self._files.records[name].file
+        return self.records[name].file
 
     def files(self) -> list[Path]:
         """Return the weight files, for `fingerprint`."""
-        return sorted({record.file for record in self._files.records.values()})
+        return sorted({record.file for record in self.records.values()})
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated."""
-        if isinstance(self._files, _PickledDirectory):
-            return self._files.tensors[name][start:stop]
         file, dtype, shape, offset = self._place(name)
         step = dtype.itemsize * torch.Size(shape[1:]).numel()
         return file.tensor(dtype, (stop - start, *shape[1:]), offset + start * step)
 
     def will_need(self, name: str, start: int, stop: int) -> None:
         """Ask the kernel to read these rows ahead."""
-        if isinstance(self._files, SafetensorsDirectory):
-            file, dtype, shape, offset = self._place(name)
-            step = dtype.itemsize * torch.Size(shape[1:]).numel()
-            file.will_need(offset + start * step, offset + stop * step)
+        file, dtype, shape, offset = self._place(name)
+        step = dtype.itemsize * torch.Size(shape[1:]).numel()
+        file.will_need(offset + start * step, offset + stop * step)
 
     def _place(self, name: str) -> tuple[MappedFile, torch.dtype, tuple[int, ...], int]:
-        record = self._files.records[name]
+        record = self.records[name]
         if record.file not in self._maps:
             mapped = MappedFile(record.file)
             (length,) = struct.unpack("<Q", mapped.bytes(0, 8))
@@ -158,55 +154,68 @@ class HFDirectory:
                 "set tie_word_embeddings to false or remove lm_head.weight"
             )
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._maps.clear()
+def check_tensors(
+    directory: Path, records: Mapping[str, TensorRecord], entries: dict[str, Entry], info: ModelInfo
+) -> None:
+    """Check that the files hold exactly the table's tensors, in floating point.
+
+    Raises ValueError listing the missing, unexpected and misshapen tensors.
+    """
+    expected = {
+        name: shape for entry in entries.values() for name, shape in zip(entry.names, entry.shapes, strict=True)
+    }
+    tolerated = _redundant_names(info) | {name for name in records if is_left_out(name, info)}
+    missing = [name for name in expected if name not in records]
+    extra = sorted(name for name in records if name not in expected and name not in tolerated)
+    wrong = []
+    for name, shape in expected.items():
+        record = records.get(name)
+        if record is None:
+            continue
+        dtype = DTYPES.get(record.dtype)
+        if record.shape != shape:
+            wrong.append(f"{name} in {record.file}: shape {list(record.shape)}, config.json implies {list(shape)}")
+        elif dtype is None or not dtype.is_floating_point:
+            wrong.append(f"{name} in {record.file}: dtype {record.dtype} is not a supported floating-point type")
+    problems = [
+        *listed("missing tensors", missing),
+        *listed("tensors that the family does not have", extra),
+        *listed("misshapen tensors", wrong),
+    ]
+    if problems:
+        raise ValueError(f"{directory} does not match its config.json ({info.family}):\n" + "\n".join(problems))
 
 
-def _safetensors(path: Path) -> SafetensorsDirectory:
-    if any(path.glob("*.bin")) and not any(path.glob("*.safetensors")):
-        raise ValueError(
-            f"{path} holds only pickled weights (*.bin), which can run code when they are loaded; add --allow-pickle "
-            "to read them with weights_only, or save the model again with safe_serialization=True"
-        )
-    return SafetensorsDirectory(path)
+def is_left_out(name: str, info: ModelInfo) -> bool:
+    """Tell whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
+    return name.startswith(FAMILIES[info.family].left_out(info))
 
 
-class _PickledDirectory:
-    """The tensors of `pytorch_model.bin` or its sharded form, memory-mapped; nothing but tensors is unpickled."""
+def left_out_note(names: Sequence[str], info: ModelInfo) -> str:
+    """Return one line for the user about the left-out tensors `names`, or "" if there are none."""
+    if not names:
+        return ""
+    layers = [prefix for prefix in FAMILIES[info.family].left_out(info) if any(n.startswith(prefix) for n in names)]
+    return (
+        f"left out: {len(names)} tensors of the multi-token prediction layer{'s' * (len(layers) > 1)} "
+        f"{', '.join(f'{layer}*' for layer in layers)}, which {'are' if len(layers) > 1 else 'is'} not trained"
+    )
 
-    def __init__(self, path: Path) -> None:
-        self.directory = path
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.records: dict[str, TensorRecord] = {}
-        index = path / _BIN_INDEX
-        names = (
-            sorted(set(read_weight_map(index).values()))
-            if index.is_file()
-            else sorted(file.name for file in path.glob("pytorch_model*.bin"))
-        )
-        if not names:
-            raise ValueError(f"{path} has neither *.safetensors nor pytorch_model*.bin")
-        for name in names:
-            self._read(inside(path, name))
 
-    def _read(self, file: Path) -> None:
-        try:
-            content = load_plain(file, mmap=True)
-        except ValueError as error:
-            raise ValueError(f"{file} cannot be read as plain tensors: {error}") from error
-        if not isinstance(content, dict) or not all(isinstance(each, torch.Tensor) for each in content.values()):
-            raise ValueError(f"{file} cannot be read as plain tensors: it must be a dict of tensors by name")
-        for name, tensor in content.items():
-            if name in self.tensors:
-                raise ValueError(f"tensor {name} is in both {self.records[name].file} and {file}")
-            self.tensors[name] = tensor.contiguous()
-            dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-            self.records[name] = TensorRecord(file, dtype, tuple(tensor.shape), 0, tensor.nbytes)
+def _redundant_names(info: ModelInfo) -> set[str]:
+    names = {
+        template.format(layer=layer) for template in FAMILIES[info.family].redundant for layer in range(info.num_layers)
+    }
+    return names | ({"lm_head.weight"} if info.tied else set())
+
+
+def listed(title: str, names: list[str]) -> list[str]:
+    """Return lines of an error message: the number of `names` with `title`, then the first names; [] without names."""
+    if not names:
+        return []
+    more = [f"    … and {len(names) - LISTED} more"] if len(names) > LISTED else []
+    return [f"  {len(names)} {title}:", *(f"    {name}" for name in names[:LISTED]), *more]
 
 
 def fingerprint(files: list[Path]) -> list[tuple[str, int, int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.run.pool.batch_collectives import SLICE_S
+from megarl.run.ranks.control_group import SLICE_S
 
 pytestmark = pytest.mark.world
 

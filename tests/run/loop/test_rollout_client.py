@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +21,7 @@ import pytest
 from megarl.cluster.pool.pool_process import SupervisorHandle
 from megarl.common.errors import PartsLost, RolloutError
 from megarl.common.process.processes import ProcessId
+from megarl.common.trust.object_collectives import TEXT, Codec
 from megarl.config.schema import AdmissionConfig, Config
 from megarl.evaluation.accuracy import ScoredResponse, evaluate_responses
 from megarl.evaluation.harness import SetReport
@@ -30,11 +31,12 @@ from megarl.rollout.admission.counters import Counters
 from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
+from megarl.run.loop import batches, rollout_client
+from megarl.run.loop.batches import BatchSource, DisagreementError, PreparedBatch, QueueClient
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun
-from megarl.run.pool import batch_collectives, queue_client, rollout_client
-from megarl.run.pool.rollout_client import DisagreementError, RolloutClient
+from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.ranks.failure import PeerFailedError
-from megarl.run.step.plan import StepBatch, StepPlan, plan_step
+from megarl.run.step.plan import StepPlan
 from megarl.trainer.policy import NonFiniteError
 from tests.support.trainer.configs import config as config_of
 from tests.support.trainer.recorded_steps import make_batch
@@ -42,7 +44,8 @@ from tests.support.trainer.thread_ranks import ThreadPeers, ThreadRanks
 
 T = TypeVar("T")
 ROWS = {row.key: row for row in make_batch(0)}
-VERSION = 5  # of the weights; the step is 0
+TAGS = [row.tag for row in ROWS.values()]
+VERSION = 0  # of the weights
 
 
 class Journal:
@@ -74,7 +77,7 @@ def evaluation_after(wait_s: float) -> FinishedEvaluation:
 class FakeClient:
     """The controller: one batch of recorded trajectories."""
 
-    keeps = True
+    keeps: list[bool]
     handle: SupervisorHandle
     rebuilds: list[int]
 
@@ -90,17 +93,17 @@ class FakeClient:
     def devices(self) -> list[HeldDevices]:
         return [HeldDevices("replica 0", "host", ("GPU-7",))]
 
-    def wait_batch(self, step: int, bound_s: float | None) -> BatchReady:
+    def wait_batch(self, step: int, bound_s: float) -> BatchReady:
         self._note(f"wait_batch {step}")
         if self._failure is not None:
             raise self._failure
         rebuilds = self.rebuilds.pop(0) if self.rebuilds else 0
         metrics = {"rollout/replicas_alive": 2.0}
-        return BatchReady(step, list(ROWS), Counters(), metrics, [0, 1, 2, 3], [41, 44], rebuilds=rebuilds)
+        return BatchReady(step, list(ROWS), Counters(), metrics, [0, 1, 2, 3], rebuilds=rebuilds)
 
     def keep(self, step: int, rebuilds: int) -> bool:
         self._note(f"keep {step} of queue {rebuilds}")
-        return self.keeps
+        return self.keeps.pop(0) if self.keeps else True
 
     def drain(self) -> None:
         self._note("drain")
@@ -185,12 +188,38 @@ class FakeRecorder:
     def load_tokenizer(self) -> None:
         self._journal.note(self._rank, "load_tokenizer")
 
-    def sample_keys(self, batch: StepBatch) -> list[str]:
-        return [key for key in batch.keys if key.endswith(":0")]
+    def sample_keys(self, step: int, plan: StepPlan) -> list[str]:
+        return [key for key in plan.tags if key.endswith(":0")]
+
+
+class ThreadChannel:
+    """The collectives of `BatchChannel` among threads."""
+
+    def __init__(self, peers: ThreadPeers, ranks: ThreadRanks) -> None:
+        self._peers, self.in_replica = peers, ranks.model_parallel_broadcast_object
+        self.hurry = self.relax = self.close = lambda: None
+
+    def wait(self, ask: Callable[[float], T], codec: Codec[T]) -> T:
+        return self._peers.on_first_rank(lambda: ask(1.0), codec)
+
+    def gather(self, own: str) -> list[str]:
+        return self._peers.gather(own, TEXT)
+
+
+class Link:
+    """What one rank has: the controller's client and the source of batches."""
+
+    def __init__(self, pool: RolloutClient, batches: BatchSource, rank: int) -> None:
+        self.pool, self.batches, self.rank = pool, batches, rank
+
+    def take(self) -> PreparedBatch:
+        batch = self.batches.take(0, VERSION)
+        assert isinstance(batch, PreparedBatch)
+        return batch
 
 
 class Links:
-    """Ranks of two replicas with two ranks each; `run` gives every rank a `RolloutClient`."""
+    """Ranks of two replicas with two ranks each; `run` gives every rank a `Link`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
         self.config = config
@@ -199,13 +228,14 @@ class Links:
         self.failure: Exception | None = None
         self.held_by_ranks: tuple[str, ...] = ()
         self.slow_reader: int | None = None
-        self.keeps = True  # whether the controller that gave a batch lives when all ranks have read it
+        self.keeps: list[bool] = []  # whether the controller that gave a batch lives when all ranks have read it
         self.rebuilds: list[int] = []  # of the batches of the controllers, one after the other
         self.dead, self.dead_for = "", {0, 2}  # which calls of the first queue fail, and for which leaders
         self.checks: list[Any] = []  # methods that the readers got
         here = self.ranks._here
-        monkeypatch.setattr(rollout_client, "parallel", self.ranks)
-        monkeypatch.setattr(batch_collectives, "parallel", self.ranks)
+        monkeypatch.setattr(batches, "parallel", self.ranks)
+        channel = lambda timeouts: ThreadChannel(ThreadPeers(self.ranks, here.rank), self.ranks)  # noqa: E731
+        monkeypatch.setattr(batches, "BatchChannel", channel)
 
         def connect(handle: SupervisorHandle, config: Config, say: Callable[[str], None]) -> FakeClient:
             client = FakeClient(self.journal, here.rank, self.failure)
@@ -213,10 +243,10 @@ class Links:
             return client
 
         monkeypatch.setattr(rollout_client, "PoolClient", SimpleNamespace(connect=connect))
-        monkeypatch.setattr(queue_client, "QueueReader", SimpleNamespace(attach=self._reader))
-        monkeypatch.setattr(queue_client, "await_rebuilt", lambda handle, timeout_s: REBUILT)
+        monkeypatch.setattr(batches, "QueueReader", SimpleNamespace(attach=self._reader))
+        monkeypatch.setattr(batches, "await_rebuilt", lambda handle, timeout_s: REBUILT)
         ray = lambda handle, timeout_s: self.journal.note(here.rank, f"connect {handle.partition}")  # noqa: E731
-        monkeypatch.setattr(rollout_client, "connect_ray", ray)
+        monkeypatch.setattr(batches, "connect_ray", ray)
         own = lambda rank: HeldDevices(f"trainer rank {rank}", "host", self.held_by_ranks)  # noqa: E731
         monkeypatch.setattr(rollout_client, "own_device", own)
 
@@ -227,12 +257,14 @@ class Links:
         reader.dead = self.dead if partition == HANDLE.partition and rank in self.dead_for else ""
         return reader
 
-    def run(self, function: Callable[[RolloutClient], T], *, attached: bool = True) -> list[T | Exception]:
+    def run(self, function: Callable[[Link], T], *, attached: bool = True) -> list[T | Exception]:
         def on_rank(peers: ThreadPeers) -> T:
-            link = RolloutClient(self.config, peers, FakeRecorder(self.journal, peers.rank))  # type: ignore[arg-type]
+            recorder: Any = FakeRecorder(self.journal, peers.rank)
+            pool = RolloutClient(self.config, peers, recorder)  # type: ignore[arg-type]
+            source = BatchSource(self.config, pool, peers, recorder)  # type: ignore[arg-type]
             if attached:
-                link.attach(launched() if peers.is_first else None)
-            return function(link)
+                source.attach(pool.attach(launched() if peers.is_first else None))
+            return function(Link(pool, source, peers.rank))
 
         return self.ranks.run(on_rank)
 
@@ -254,17 +286,8 @@ def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Links:
     return Links(monkeypatch, config_of("model", run__dir=str(tmp_path / "run")))
 
 
-def batch_of(step: int = 0) -> StepBatch:
-    return StepBatch(step, VERSION, list(ROWS), [row.tag for row in ROWS.values()], {})
-
-
-def plan_of(link: RolloutClient, tags: Sequence[SampleTag] = ()) -> StepPlan:
-    version = max(row.oldest_version for row in ROWS.values())
-    return plan_step(tags or batch_of().tags, link._config, dp_size=2, version=version)
-
-
 def test_rank_0_connects_to_the_controller_and_leaders_to_the_queue(links: Links) -> None:
-    assert links.run(lambda link: link.engine_handles()) == ["handles", None, None, None]
+    assert links.run(lambda link: link.pool.engine_handles()) == ["handles", None, None, None]
     assert links.journal.of(0) == ["load_tokenizer", "begin None", "connect run.0"]
     assert links.journal.of(2) == ["connect run.0"]
     assert links.journal.of(1) == links.journal.of(3) == []
@@ -277,10 +300,10 @@ def test_a_leader_that_waits_for_the_queue_looks_if_the_pool_has_ended(links: Li
 
 
 def test_the_pool_resumes_the_loaded_history(links: Links) -> None:
-    def resume(link: RolloutClient) -> dict[str, Any]:
-        link.load_state_dict({"admission": {"steps": 7}})
-        link.attach(launched() if link._peers.is_first else None)
-        return link.state_dict()
+    def resume(link: Link) -> dict[str, Any]:
+        link.pool.load_state_dict({"admission": {"steps": 7}})
+        link.pool.attach(launched() if link.rank == 0 else None)
+        return link.pool.state_dict()
 
     assert links.run(resume, attached=False) == [{"admission": {"steps": 1}}, {}, {}, {}]
     assert "begin {'admission': {'steps': 7}}" in links.journal.of(0)
@@ -292,105 +315,89 @@ def test_a_gpu_of_both_sides_is_an_error_on_every_rank(links: Links) -> None:
     assert all(isinstance(each, RolloutError) and "GPU-7 on host" in str(each) for each in outcomes)
 
 
-def test_every_rank_gets_the_batch_and_one_rank_of_each_replica_reads_it(links: Links) -> None:
-    first, *others = links.run(lambda link: link.take_batch(0, VERSION))
-    timings = {"rollout/replicas_alive": 2.0, "rollout/rebuilds": 0}
-    assert first == StepBatch(0, VERSION, list(ROWS), batch_of().tags, timings, [41, 44])
-    assert others == [first] * 3
-    assert links.journal.of(0)[3:] == ["wait_batch 0", "read_tags"] and links.journal.of(2)[1:] == ["read_tags"]
+def test_each_replica_gets_its_own_rows_of_the_batch_by_the_reads_of_its_leader(links: Links) -> None:
+    found = links.run(lambda link: link.take())
+    for rank, batch in enumerate(found):
+        assert isinstance(batch, PreparedBatch)
+        assert (batch.step, batch.plan.version, list(batch.plan.tags.values())) == (0, VERSION, TAGS)
+        assert batch.timings == {"rollout/replicas_alive": 2.0, "rollout/rebuilds": 0}
+        keys = batch.plan.keys_of(rank // 2)
+        assert keys and batch.rows == {key: ROWS[key] for key in keys}
+        shown = [(ROWS[f"{group}:0"], f"answer {group}") for group in range(4)]
+        assert batch.samples == ([] if rank else shown)
+    number = len(found[0].rows)  # type: ignore[union-attr]
+    read = ["wait_batch 0", "read_tags", f"fetch {number}", "fetch 4", "references [0, 1, 2, 3]", "keep 0 of queue 0"]
+    assert links.journal.of(0)[3:] == read and links.journal.of(2)[1:] == ["read_tags", f"fetch {len(found[2].rows)}"]  # type: ignore[union-attr]
     assert links.journal.of(1) == links.journal.of(3) == []
 
 
 def test_a_failure_of_the_controller_is_raised_on_every_rank(links: Links) -> None:
     links.failure = RolloutError("rollout failed: no engine")
-    own, *others = links.run(lambda link: link.take_batch(0, VERSION))
+    own, *others = links.run(lambda link: link.take())
     assert own is links.failure
     assert all(isinstance(each, PeerFailedError) and "no engine" in str(each) for each in others)
 
 
 def test_every_rank_waits_until_running_responses_have_ended(links: Links) -> None:
     """The other ranks would otherwise wait in a collective of the weight sync, whose time-out is shorter."""
-    assert links.run(lambda link: link.drain()) == [None] * 4
+    assert links.run(lambda link: link.pool.drain()) == [None] * 4
     assert links.journal.of(0)[3:] == ["drain"]
     assert not any(what == "drain" for rank, what in links.journal.entries if rank)
     links.failure = RolloutError("waited 1800 s for replica 0")
-    own, *others = links.run(lambda link: link.drain())
+    own, *others = links.run(lambda link: link.pool.drain())
     assert own is links.failure
     assert all(isinstance(each, PeerFailedError) and "waited 1800 s" in str(each) for each in others)
 
 
-def test_each_replica_gets_its_own_rows(links: Links) -> None:
-    found = links.run(lambda link: (plan_of(link), link.fetch(batch_of(), plan_of(link))))
-    for rank, outcome in enumerate(found):
-        plan, rows = outcome  # type: ignore[misc]
-        keys = plan.keys_of(rank // 2)
-        assert keys and rows == {key: ROWS[key] for key in keys}
-
-
-def test_replicas_with_different_plans_train_on_nothing(links: Links) -> None:
-    def disagree(link: RolloutClient) -> Mapping[str, Trajectory]:
-        tags = batch_of().tags
-        if link._peers.rank >= 2:  # the second replica has other rewards
+def test_replicas_with_different_plans_train_on_nothing(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_tags(reader: FakeReader, keys: Sequence[str]) -> list[SampleTag]:
+        tags = [ROWS[key].tag for key in keys]
+        if reader._rank >= 2:  # the second replica has other rewards
             tags = [replace(tag, reward=1.0 - tag.reward) if tag.group_id == 0 else tag for tag in tags[3:]]
-        return link.fetch(batch_of(step=4), plan_of(link, tags))
+        return tags
 
-    outcomes = links.run(disagree)
-    assert all(isinstance(each, DisagreementError) and "step 4: DP ranks" in str(each) for each in outcomes)
+    monkeypatch.setattr(FakeReader, "read_tags", read_tags)
+    outcomes = links.run(lambda link: link.take())
+    assert all(isinstance(each, DisagreementError) and "step 0: DP ranks" in str(each) for each in outcomes)
     assert not any(what.startswith("fetch") for _, what in links.journal.entries)
 
 
-def test_no_batch_is_recorded_unless_that_is_configured(links: Links) -> None:
-    assert links.run(lambda link: link.record(batch_of(), link.read_whole(batch_of()))) == [None] * 4
-    assert not links.config.run_dir.exists()
-
-
-def test_recorded_batches_are_whole(links: Links) -> None:
-    links.config = config_of("model", run__dir=str(links.config.run_dir), telemetry__dump_batches=True)
-    links.run(lambda link: link.record(batch_of(), link.read_whole(batch_of())))
-    recorded = read_batch(links.config.run_dir / "batches", 0)
-    assert recorded.version == VERSION and recorded.trajectories == list(ROWS.values())
-
-
-def test_rank_0_reads_the_samples_that_are_shown(links: Links) -> None:
-    own, *others = links.run(lambda link: link.read_samples(batch_of()))
-    assert own == [(ROWS[f"{group}:0"], f"answer {group}") for group in range(4)]
-    assert others == [[]] * 3
-    assert links.journal.of(0)[3:] == ["fetch 4", "references [0, 1, 2, 3]"]
-    assert links.journal.of(2)[1:] == links.journal.of(1) == []
+@pytest.mark.parametrize("dumps", [False, True])
+def test_batches_are_recorded_whole_if_that_is_configured(links: Links, dumps: bool) -> None:
+    links.config = config_of("model", run__dir=str(links.config.run_dir), telemetry__dump_batches=dumps)
+    links.run(lambda link: link.take())
+    assert recorded_steps(links.config.run_dir / "batches") == [0] * dumps
+    if dumps:
+        recorded = read_batch(links.config.run_dir / "batches", 0)
+        assert recorded.version == VERSION and recorded.trajectories == list(ROWS.values())
 
 
 def test_rank_0_reports_how_the_groups_ended(links: Links) -> None:
-    links.run(lambda link: link.commit(batch_of(), plan_of(link)))
-    assert links.journal.of(0)[3:] == [
+    links.run(lambda link: link.pool.commit(0, link.take().plan))
+    assert links.journal.of(0)[-1] == (
         "commit 0 {'trained': 3, 'filtered': 1, 'dropped_stale': 0, 'failed': 0, 'reused': 0, "
         "'ended': {'trained': [0, 2, 3], 'filtered': [1], 'dropped_stale': [], 'failed': []}}"
-    ]
-    assert links.journal.of(2)[1:] == links.journal.of(1) == []
+    )
+    assert not any(what.startswith("commit") for rank, what in links.journal.entries if rank)
 
 
-def test_a_batch_with_a_non_finite_update_is_kept_whole(links: Links) -> None:
-    def fail(link: RolloutClient) -> None:
-        with link.keep_batch_on_failure(batch_of(step=3)):
-            raise NonFiniteError("the gradient norm is nan")
+def failing(error: Callable[[], Exception]) -> Callable[[Link], None]:
+    """Return a training of step 0 that raises `error`."""
 
-    outcomes = links.run(fail)
+    def fail(link: Link) -> None:
+        with link.batches.keep_on_failure(link.take()):
+            raise error()
+
+    return fail
+
+
+@pytest.mark.parametrize("kind", [NonFiniteError, AlarmSkipsStep, AlarmStopsRun])
+def test_a_refused_batch_is_kept_whole_and_the_refusal_stays_what_it_is(links: Links, kind: type[Exception]) -> None:
+    outcomes = links.run(failing(lambda: kind("the gradient norm is nan")))
     kept = links.config.run_dir / "failed_batch"
-    expected = f"step 3: the gradient norm is nan; the batch is kept in {kept}"
-    assert [str(each) for each in outcomes] == [expected] * 4
-    assert all(isinstance(each, NonFiniteError) for each in outcomes)
-    assert read_batch(kept, 3).trajectories == list(ROWS.values())
-
-
-@pytest.mark.parametrize("kind", [AlarmSkipsStep, AlarmStopsRun])
-def test_a_batch_that_an_alarm_refuses_is_kept_and_the_alarm_stays_what_it_is(links: Links, kind: type) -> None:
-    def fail(link: RolloutClient) -> None:
-        with link.keep_batch_on_failure(batch_of(step=3)):
-            raise kind("alarm ess: 0.1 is below 0.5")
-
-    outcomes = links.run(fail)
     assert {type(each) for each in outcomes} == {kind}
-    assert {str(each).split(";")[0] for each in outcomes} == {"step 3: alarm ess: 0.1 is below 0.5"}
-    assert read_batch(links.config.run_dir / "failed_batch", 3).trajectories == list(ROWS.values())
+    assert {str(each) for each in outcomes} == {f"step 0: the gradient norm is nan; the batch is kept in {kept}"}
+    assert read_batch(kept, 0).trajectories == list(ROWS.values())
 
 
 @pytest.mark.parametrize("full", [{0}, {2}, {0, 2}])
@@ -398,27 +405,25 @@ def test_a_disk_that_takes_no_batch_does_not_hide_the_non_finite_update(
     links: Links, monkeypatch: pytest.MonkeyPatch, full: set[int]
 ) -> None:
     """The step can still be skipped, and no rank waits for one that has failed."""
-    real = rollout_client.write_batch
+    real = batches.write_batch
 
     def write(*arguments: Any, **options: Any) -> None:
         if links.ranks._here.rank in full:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*arguments, **options)
 
-    monkeypatch.setattr(rollout_client, "write_batch", write)
+    monkeypatch.setattr(batches, "write_batch", write)
 
-    def fail(link: RolloutClient) -> None:
-        with link.keep_batch_on_failure(batch_of(step=3)):
-            error = NonFiniteError("the gradient norm is nan")
-            error.updates = 1
-            raise error
+    def refused() -> NonFiniteError:
+        error = NonFiniteError("the gradient norm is nan")
+        error.updates = 1
+        return error
 
-    outcomes = links.run(fail)
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in enumerate(links.run(failing(refused))):
         assert isinstance(outcome, NonFiniteError) and outcome.updates == 1
         why = "[Errno 28] No space left on device" if rank in full else "another rank failed to write its share"
         where = links.config.run_dir / "failed_batch"
-        assert str(outcome) == f"step 3: the gradient norm is nan; the batch could not be kept in {where}: {why}"
+        assert str(outcome) == f"step 0: the gradient norm is nan; the batch could not be kept in {where}: {why}"
 
 
 def test_no_rank_ends_before_every_part_of_the_failed_batch_is_written(links: Links) -> None:
@@ -426,10 +431,9 @@ def test_no_rank_ends_before_every_part_of_the_failed_batch_is_written(links: Li
     links.slow_reader = 2
     complete: list[list[int]] = []
 
-    def fail(link: RolloutClient) -> None:
+    def fail(link: Link) -> None:
         try:
-            with link.keep_batch_on_failure(batch_of()):
-                raise NonFiniteError("nan")
+            failing(lambda: NonFiniteError("nan"))(link)
         finally:
             complete.append(recorded_steps(links.config.run_dir / "failed_batch"))
 
@@ -438,32 +442,28 @@ def test_no_rank_ends_before_every_part_of_the_failed_batch_is_written(links: Li
 
 
 def test_another_failure_keeps_no_batch(links: Links) -> None:
-    def fail(link: RolloutClient) -> None:
-        with link.keep_batch_on_failure(batch_of()):
-            raise ValueError("a mistake")
-
-    assert [str(each) for each in links.run(fail)] == ["a mistake"] * 4
+    assert [str(each) for each in links.run(failing(lambda: ValueError("a mistake")))] == ["a mistake"] * 4
     assert not links.config.run_dir.exists()
 
 
 def test_every_rank_gets_the_evaluation(links: Links) -> None:
-    assert links.run(lambda link: link.evaluate(VERSION, "before", lambda: False)) == [[report_of(5)]] * 4
-    assert links.run(lambda link: link.evaluate(VERSION, "before", lambda: True)) == [None] * 4
-    assert links.journal.of(0).count("evaluate 5 before") == 2
+    assert links.run(lambda link: link.pool.evaluate(VERSION, "before", lambda: False)) == [[report_of(VERSION)]] * 4
+    assert links.run(lambda link: link.pool.evaluate(VERSION, "before", lambda: True)) == [None] * 4
+    assert links.journal.of(0).count("evaluate 0 before") == 2
 
 
 def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) -> None:
     """The others neither wait nor learn of it, until all wait for the one that runs."""
 
-    def evaluate(link: RolloutClient) -> list[Any]:
-        link.start_evaluation(VERSION, "step_2")
-        return [link.take_evaluations(), link.finish_evaluations()]
+    def evaluate(link: Link) -> list[Any]:
+        link.pool.start_evaluation(VERSION, "step_2")
+        return [link.pool.take_evaluations(), link.pool.finish_evaluations()]
 
     bound = links.config.timeouts.generate_s
     own, *others = links.run(evaluate)
     assert own == [[evaluation_after(0.0)], [evaluation_after(bound)]]
     assert others == [[[], [evaluation_after(bound)]]] * 3
-    assert links.journal.of(0)[3:] == ["start_evaluation 5 step_2"]
+    assert links.journal.of(0)[3:] == ["start_evaluation 0 step_2"]
 
 
 def test_every_rank_learns_that_an_evaluation_beside_training_needs_a_publication(
@@ -471,25 +471,31 @@ def test_every_rank_learns_that_an_evaluation_beside_training_needs_a_publicatio
 ) -> None:
     needed = PublicationNeeded("replica 0 has died")
     monkeypatch.setattr(FakeClient, "take_evaluations", lambda client, wait_s: needed)
-    assert links.run(lambda link: link.finish_evaluations()) == [needed] * 4
+    assert links.run(lambda link: link.pool.finish_evaluations()) == [needed] * 4
+
+
+def test_every_rank_learns_that_a_batch_needs_a_publication(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = PublicationNeeded("replica 0 has died")
+    monkeypatch.setattr(FakeClient, "wait_batch", lambda client, step, bound_s: needed)
+    assert links.run(lambda link: link.batches.take(0, VERSION)) == [needed] * 4
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_close_ends_the_pool_unless_it_is_kept(links: Links, keep: bool) -> None:
-    assert links.run(lambda link: link.close(keep_pool=keep)) == [None] * 4
+def test_close_disconnects_and_ends_the_pool_unless_it_is_kept(links: Links, keep: bool) -> None:
+    assert links.run(lambda link: (link.batches.close(), link.pool.close(keep_pool=keep))) == [(None, None)] * 4
     assert links.journal.of(0)[3:] == ["close the reader"] + ["close the pool"] * (not keep)
     assert links.journal.of(2)[1:] == ["close the reader"]
     assert links.journal.of(1) == links.journal.of(3) == []
 
 
-def everything_not_collective(link: RolloutClient) -> list[Any]:
-    handles = link.engine_handles()
-    link.announce(3)
-    link.set_version(3)
-    link.admit(7)
-    link.commit(batch_of(), plan_of(link))
-    state = link.state_dict()
-    link.close(keep_pool=False)
+def everything_not_collective(link: Link) -> list[Any]:
+    handles = link.pool.engine_handles()
+    link.pool.announce(3)
+    link.pool.set_version(3)
+    link.pool.admit(7)
+    state = link.pool.state_dict()
+    link.batches.close()
+    link.pool.close(keep_pool=False)
     return [handles, state]
 
 
@@ -504,7 +510,7 @@ def test_ranks_that_hold_nothing_do_nothing(links: Links) -> None:
 def test_a_publication_starts_groups_if_generation_runs_ahead(links: Links, mode: str, admits: bool) -> None:
     """If it does not run ahead, an evaluation comes first and is not disturbed."""
     links.config = links.config.model_copy(update={"admission": AdmissionConfig(mode=mode)})
-    links.run(lambda link: link.set_version(3))
+    links.run(lambda link: link.pool.set_version(3))
     assert links.journal.of(0)[3:] == [f"set_version 3 {admits}"]
 
 
@@ -522,58 +528,57 @@ def test_a_leader_that_cannot_read_the_queue_says_so_to_its_replica(
         raise KeyError("row 7 is lost in \udcff")
 
     monkeypatch.setattr(FakeReader, "read_tags", lost)
-    outcomes = links.run(lambda link: link.take_batch(0, VERSION))
+    outcomes = links.run(lambda link: link.take())
     assert [type(each) for each in outcomes] == [KeyError, PeerFailedError] * 2
     assert all("row 7 is lost" in str(each) for each in outcomes)
 
 
 @pytest.mark.parametrize("dead_for", [{0}, {2}, {0, 2}])
-def test_a_batch_whose_tags_died_with_the_queue_is_taken_again_by_all_ranks(links: Links, dead_for: set[int]) -> None:
-    links.dead, links.dead_for, links.rebuilds = "read_tags", dead_for, [0, 1]
-    first, *others = links.run(lambda link: link.take_batch(0, VERSION))
-    assert isinstance(first, StepBatch) and first.rebuilds == 1 and first.timings["rollout/rebuilds"] == 1
-    assert others == [first] * 3
-    assert [what for what in links.journal.of(0) if what.startswith("wait")] == ["wait_batch 0"] * 2
-    assert links.journal.of(2).count("read_tags") == 2
+@pytest.mark.parametrize("call", ["read_tags", "fetch"])
+def test_a_batch_that_died_with_the_queue_is_taken_again_by_all_ranks(
+    links: Links, call: str, dead_for: set[int]
+) -> None:
+    """One replica may have read all of its rows, and must not train what the other one has not."""
+    links.dead, links.dead_for, links.rebuilds = call, dead_for, [0, 1]
+    found = links.run(lambda link: link.take())
+    assert [each.rebuilds for each in found] == [1] * 4  # type: ignore[union-attr]
+    assert all(each.timings["rollout/rebuilds"] == 1 for each in found)  # type: ignore[union-attr]
+    asked = [what for what in links.journal.of(0) if what.startswith(("wait", "keep"))]
+    assert asked == ["wait_batch 0", "wait_batch 0", "keep 0 of queue 1"]
+    assert links.journal.of(0).count("close the reader") == 1
 
 
-@pytest.mark.parametrize("dead_for", [{0}, {2}])
-def test_rows_that_died_with_the_queue_are_kept_by_no_rank(links: Links, dead_for: set[int]) -> None:
-    """One replica has read all of its rows, and must not train what the other one has not."""
-    links.dead, links.dead_for = "fetch", dead_for
-
-    def take(link: RolloutClient) -> tuple[bool, bool]:
-        try:
-            link.fetch(batch_of(), plan_of(link))
-            lost = False
-        except PartsLost:
-            lost = True
-        return lost, link.keep(batch_of(), lost=lost)
-
-    assert links.run(take) == [(rank // 2 * 2 in dead_for, False) for rank in range(4)]
-    assert not any("keep" in what for what in links.journal.of(0))
+def test_a_batch_whose_controller_has_died_since_is_taken_again(links: Links) -> None:
+    """Rank 0 alone knows of it."""
+    links.keeps = [False, True]
+    assert all(isinstance(each, PreparedBatch) for each in links.run(lambda link: link.take()))
+    asked = [what for what in links.journal.of(0) if what.startswith(("wait", "keep"))]
+    assert asked == ["wait_batch 0", "keep 0 of queue 0"] * 2
 
 
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_batch_is_kept_on_all_ranks_or_on_none(links: Links, lives: bool) -> None:
-    """Rank 0 alone knows that the controller which gave it has died since."""
-    links.keeps = lives
-    assert links.run(lambda link: link.keep(batch_of(), lost=False)) == [lives] * 4
-    assert links.journal.of(0)[3:] == ["keep 0 of queue 0"]
+def test_samples_that_only_rank_0_could_not_read_are_lost_for_all(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, failures = FakeReader.fetch, [PartsLost("a process of the queue has died")]
 
+    def of_samples(reader: FakeReader, keys: Sequence[str]) -> list[Trajectory]:
+        if len(keys) == 4 and failures:
+            raise failures.pop()
+        return fetch(reader, keys)
 
-def test_samples_that_only_rank_0_could_not_read_are_lost_for_all(links: Links) -> None:
-    assert links.run(lambda link: link.keep(batch_of(), lost=link._peers.rank == 0)) == [False] * 4
+    monkeypatch.setattr(FakeReader, "fetch", of_samples)
+    links.run(lambda link: link.take())
+    assert not failures and links.journal.of(0).count("wait_batch 0") == links.journal.of(2).count("read_tags") == 2
 
 
 def test_a_leader_reads_no_row_of_another_queue(links: Links) -> None:
     """The same keys may be of other samples there."""
 
-    def look(link: RolloutClient) -> list[str]:
-        found = []
+    def look(link: Link) -> list[str]:
+        queue, found = QueueClient(HANDLE, links.config.timeouts), []
         for rebuilds in (0, 1, 0):
             try:
-                link.fetch(replace(batch_of(), rebuilds=rebuilds), plan_of(link))
+                queue.read(rebuilds, lambda reader: reader.fetch(list(ROWS)))
                 found.append(f"rows of queue {rebuilds}")
             except PartsLost:
                 found.append(f"queue {rebuilds} is lost")
