@@ -162,7 +162,7 @@ def layer_order(name: str) -> tuple[int, str]:
 def bare_broadcast(group: Group, bucket_bytes: int, total: int) -> float:
     """Return the seconds to broadcast `total` bytes from rank 0 by one uint8 buffer, bucket after bucket."""
     buffer_B = torch.ones(bucket_bytes, dtype=torch.uint8)
-    group.set_deadline(120.0)
+    group.deadline = time.monotonic() + 120.0
     group.broadcast(buffer_B[:1], 0).wait()
     start = time.perf_counter()
     for offset in range(0, total, bucket_bytes):

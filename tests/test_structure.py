@@ -142,8 +142,9 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BatchChannel.wait`, then timeouts.rpc_s",
     "telemetry/sinks/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",  # noqa: E501
     "tools/process_tool.py:_Place._started": "no wait: the task has ended",
-    "weights/send/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",  # noqa: E501
+    "weights/send/sender.py:WeightSender._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",
     "weights/receive/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/send/leader.py:call_all": "no wait: all calls have ended",
     "weights/send/leader.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
     "weights/send/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
     "weights/send/sync_attempt.py:SyncAttempt._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",

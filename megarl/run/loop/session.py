@@ -34,6 +34,8 @@ from megarl.run.step.plan import StepPlan
 from megarl.telemetry.trace import events
 from megarl.trainer import parallel
 from megarl.trainer.policy import Policy, StepRefused
+from megarl.weights.group.store import store_address
+from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
 
 
@@ -70,7 +72,8 @@ class Session:
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
-        self.sender = WeightSender(config, self._exporter)
+        settings = SyncSettings.from_config(config)
+        self.sender = WeightSender(settings, self._exporter, host=store_address(config.ray))
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
         self.unsaved_steps = 0  # trained, and lost because the save at the stop failed

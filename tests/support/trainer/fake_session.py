@@ -328,7 +328,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "save_hf": save_hf,
         "BatchSource": type("BatchesOfRun", (FakeBatches,), {"run": run}),
         "RolloutClient": lambda config, peers, recorder: FakePool(run),
-        "WeightSender": lambda config, exporter: FakeSender(run),
+        "WeightSender": lambda settings, exporter, host: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
         "StopVote": lambda run_dir, peers, signals: SimpleNamespace(
             agree=run.agree, install=install, asked=lambda: run.asked is not None

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weights.group.member_progress import Answer
-from megarl.weights.send.failure_cause import FailedCall, FailureCause, find_cause, stuck_members, waits_of
+from megarl.weights.group.stage import Answer
+from megarl.weights.send.failure import FailedCall, FailureCause, find_cause, stuck_members, waits_of
 
 T, U, A, B = "trainer rank 0", "trainer rank 1", "engine replica 0 worker 0", "engine replica 1 worker 0"
 

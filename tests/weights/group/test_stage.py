@@ -7,10 +7,8 @@ import threading
 import pytest
 
 from megarl.common.errors import PeerTimeout
-from megarl.weights.group.member_progress import Answer, MemberProgress
-from megarl.weights.group.stage_end import StageWatch, answer_key, end_key
+from megarl.weights.group.stage import Answer, MemberProgress, StageWatch, answer_key, end_key
 from megarl.weights.group.store import SyncStore
-from tests.support.streams.store_traffic import measure
 
 
 def test_the_result_ends_the_wait_without_an_answer() -> None:
@@ -34,8 +32,8 @@ def test_after_an_abort_a_member_answers_although_its_own_thread_is_stuck() -> N
     server.put_once(end_key("s0"), {"abort": "n failed"})
     assert watch.wait(20.0) == {"abort": "n failed"} and watch.abort_reason == "n failed"
     watch.join()
-    answer = Answer.from_json(server.get(answer_key("s0", "m")))
-    assert answer == Answer("m", "the gather of bucket 5", ("n",), None, 4, answer.seconds)
+    answer = Answer(**server.get(answer_key("s0", "m")))
+    assert answer == Answer("m", "the gather of bucket 5", ["n"], None, 4, answer.seconds)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -77,10 +75,3 @@ def test_an_end_that_never_comes_is_an_abort() -> None:
     assert end is not None and "m waited" in end["abort"]
     watch.join()
     assert not [each for each in set(threading.enumerate()) - before if each.name == "weight-sync-watch"]
-
-
-@pytest.mark.slow
-def test_a_sync_costs_the_store_four_requests_per_member_and_none_per_bucket() -> None:
-    short, few, many = measure((32, 5), (32, 200), (128, 200), syncs=4)
-    assert short.requests == few.requests == 4 * 32 + 5 and many.requests == 4 * 128 + 5
-    assert many.cpu_s <= 0.5
