@@ -90,8 +90,7 @@ class SeveralHosts(RunPlace):
                 "node_s": NODE_S,
                 "rpc_s": HOSTS_RPC_S,
                 "weight_sync_s": HOSTS_SYNC_S,
-                "ray_start_s": 240.0,
-                "engine_start_s": 400.0,
+                "engine_start_s": 720.0,
             },
         }
 

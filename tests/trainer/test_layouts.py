@@ -197,7 +197,7 @@ def test_adams_first_step_would_not_show_a_doubled_gradient(trained: Callable[..
 
 
 # No clipping: whether a token near the bound is clipped would depend on the rounding.
-SMOOTH = {"algorithm__clip_low": 0.999999, "algorithm__clip_high": 10.0}
+SMOOTH = {"algorithm__loss_options__clip_low": 0.999999, "algorithm__loss_options__clip_high": 10.0}
 BF16 = {"trainer__precision": "bf16", **SMOOTH}
 
 

@@ -33,7 +33,6 @@ from megarl.config.derived.logprob_passes import (
 )
 from megarl.config.derived.training_loss import default_weights
 from megarl.config.schema import Config
-from megarl.config.schema.job import TelemetryConfig
 from megarl.queue.streams import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -124,7 +123,7 @@ def train_step(
                 set_interpolation(mine, rows, version=plan.version, updates=made)
             update = partial(
                 policy.update, mine, counts, packed=ready, another_follows=number + 1 < len(updates),
-                measure_entropy=made == 0 and entropy_due(config.telemetry, step), check=_unchecked if made else check,
+                measure_entropy=made == 0, check=_unchecked if made else check,
             )  # fmt: skip
             if (values := _make_update(update, mine, made, step)) is None:
                 done += [sample.key for sample in mine]
@@ -226,12 +225,6 @@ def _compute_logprobs(policy: Policy, packed: PackedStep, stream: str) -> None:
     results = policy.compute_logprobs(samples, reference=stream == REFERENCE_LOGPROBS, packed=packed.whole)
     for sample, result in zip(samples, results, strict=True):
         sample.streams[stream] = result.logprobs_R
-
-
-def entropy_due(telemetry: TelemetryConfig, step: int) -> bool:
-    """Tell whether the step after `step` others of the history measures the entropy of its first mini-batch."""
-    every = telemetry.entropy_every
-    return every > 0 and step % every == 0
 
 
 def train_samples(

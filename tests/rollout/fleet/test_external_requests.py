@@ -139,7 +139,7 @@ def test_a_request_whose_time_is_over_is_stopped_and_says_why() -> None:
         end = (await all_news(requests, {"a"}))["a"]
         assert (
             end.failure == "late"
-            and "gateway.request_timeout_s" in end.error
+            and "timeouts.generate_s" in end.error
             and "replicas that serve: [0]" in end.error
         )
         await asyncio.sleep(0.01)
