@@ -21,7 +21,7 @@ from megarl.config.schema import Config
 
 _HEAD = """# Configuration
 
-<!-- Generated from the config classes in megarl/config/ by `megarl docs`; do not edit. -->
+<!-- Generated from the config classes in megarl/config/ by `make docs`; do not edit. -->
 
 A run is described by one YAML file. Every key can also be given on the command line as `section.key=value`; the value
 is read as YAML, and a later one overrides an earlier one. Relative paths start at the current directory. An unknown

@@ -1,16 +1,18 @@
-"""The dashboard: every query names existing metrics with their labels, and what an operator needs is there."""
+"""The generated pages: they are written where they differ, and every query of the dashboard names existing metrics."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.telemetry.sinks import grafana
 from megarl.telemetry.sinks.prometheus_names import all_names
 from tests.support.checkout import ROOT
+from tools.docs import __main__ as command
+from tools.docs.grafana import dashboard
 
 FUNCTIONS = {"time", "on", "label_values"}
 
@@ -32,8 +34,11 @@ def named(expression: str) -> set[str]:
     return words - FUNCTIONS
 
 
-def test_the_file_is_what_the_table_makes() -> None:
-    assert (ROOT / "docs" / "grafana.json").read_text() == grafana.dashboard()
+def test_pages_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--out", str(tmp_path), "--check"]) == 1
+    assert command.main(["--out", str(tmp_path)]) == 0
+    assert command.main(["--out", str(tmp_path), "--check"]) == 0
+    assert "up to date" in capsys.readouterr().out
 
 
 def test_the_parser_of_this_test_finds_names() -> None:
@@ -60,7 +65,7 @@ def test_every_legend_names_labels_that_the_metric_has_and_tells_its_series_apar
 
 
 def test_the_variable_of_runs_asks_for_a_label_of_an_existing_metric() -> None:
-    variables = {each["name"]: each for each in json.loads(grafana.dashboard())["templating"]["list"]}
+    variables = {each["name"]: each for each in json.loads(dashboard())["templating"]["list"]}
     match = re.fullmatch(r"label_values\((\w+), (\w+)\)", variables["run"]["query"])
     assert match is not None and match[1] in all_names() and match[2] == "run"
     assert all(each["datasource"]["uid"] == "${datasource}" for panel in panels() for each in panel.get("targets", ()))

@@ -6,7 +6,7 @@ from megarl.telemetry.metrics.declarations import GROUPS, REGISTRY
 
 _HEAD = """# Metrics
 
-<!-- Generated from megarl/telemetry/metrics/declarations/ by `megarl docs`; do not edit. -->
+<!-- Generated from megarl/telemetry/metrics/declarations/ by `make docs`; do not edit. -->
 
 Every step writes one line to `RUN_DIR/metrics.jsonl` (`step`, `wall_time` and the metrics below) and the same numbers
 to TensorBoard, and to Weights & Biases, MLflow and Prometheus if configured; [observability](observability.md) says
