@@ -314,7 +314,7 @@ class Generations:
 
     def _unreachable(self) -> ApiError:
         lost_s = self._link.lost_s(time.monotonic())
-        told = f"the gateway waited {self._timeout_s + MARGIN_S:.0f} s (gateway.request_timeout_s) for the rollout controller"  # noqa: E501
+        told = f"the gateway waited {self._timeout_s + MARGIN_S:.0f} s (timeouts.generate_s) for the rollout controller"
         if lost_s:
             told += f", which it has not reached for {lost_s:.0f} s"
         return not_generated("late", told)

@@ -432,7 +432,7 @@ def test_a_request_that_takes_too_long_says_for_what_it_waited(gateways: Gateway
     answer = post(gateway, "/inference/v1/generate", {"token_ids": [5]})
     assert answer.status_code == 504
     error = answer.json()["error"]
-    assert "gateway.request_timeout_s" in error["message"] and "rollout pool" in error["message"]
+    assert "timeouts.generate_s" in error["message"] and "rollout pool" in error["message"]
     wait_until(lambda: gateway.call(lambda parts: parts.replicas[0].working) == 0, 60, "the engine to be free")
 
 

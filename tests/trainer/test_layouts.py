@@ -167,7 +167,7 @@ def test_weights_agree_with_overlapped_gather_and_reduction(trained: Callable[..
 
 
 # No clipping: whether a token near the bound is clipped would depend on the rounding.
-SMOOTH = {"algorithm__clip_low": 0.999999, "algorithm__clip_high": 10.0}
+SMOOTH = {"algorithm__loss_options__clip_low": 0.999999, "algorithm__loss_options__clip_high": 10.0}
 BF16 = {"trainer__precision": "bf16", **SMOOTH}
 
 

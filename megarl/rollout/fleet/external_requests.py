@@ -261,7 +261,7 @@ class ExternalRequests:
         tokens, serving = len(opened.part.response_ids), self._fleet.serving
         where = f"replicas that serve: {serving}" if self._serves else "the engines wait for weights of the trainer"
         return (
-            f"the request waited {opened.request.timeout_s:.0f} s (gateway.request_timeout_s) for the rollout pool; "
+            f"the request waited {opened.request.timeout_s:.0f} s (timeouts.generate_s) for the rollout pool; "
             f"it had {tokens} tokens; {where}"
         )
 

@@ -88,6 +88,8 @@ def readings(values: Mapping[str, float], replicas: Mapping[int, ReplicaGap]) ->
 
 
 _BEFORE = ("skip", "stop")
+MOST_QUARANTINES = 3  # of one replica in a run; further alarms of it only warn
+MOST_SKIPPED_BY_ALARMS = 5  # steps that a start of the run may skip; the next one ends the run
 
 
 class AlarmSkipsStep(StepRefused):
@@ -187,11 +189,11 @@ class RunMonitor:
         """Do what an alarm asks for, and return what was done. The user is told when an alarm begins or acts."""
         action = alarm.rule.action
         if action == "quarantine":
-            if self._quarantines[alarm.subject] >= self._config.most_quarantines:
+            if self._quarantines[alarm.subject] >= MOST_QUARANTINES:
                 if alarm.begins:
                     self._recorder.say(
-                        f"{alarm.text}; it was quarantined {self._quarantines[alarm.subject]} times already "
-                        "(monitor.most_quarantines): look at its node, or drain it (`megarl pool drain`)"
+                        f"{alarm.text}; it was quarantined {self._quarantines[alarm.subject]} times already: "
+                        "look at its node, or drain it (`megarl pool drain`)"
                     )
                 return "warn"
             self._quarantines[alarm.subject] += 1

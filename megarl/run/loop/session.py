@@ -25,7 +25,7 @@ from megarl.models.hf.export import HFExporter, save_hf
 from megarl.models.hf.read_config import load_info
 from megarl.run.loop.batches import BatchSource
 from megarl.run.loop.evaluations import Evaluations
-from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
+from megarl.run.loop.monitor import MOST_SKIPPED_BY_ALARMS, AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.loop.stop import StopSignals, StopVote
 from megarl.run.ranks.control_group import ControlGroup
@@ -168,14 +168,14 @@ class Session:
     def skip(self, error: StepRefused, plan: StepPlan) -> StepPlan:
         """Return the plan of a step that is skipped because of `error`, which is raised if it may not be.
 
-        It may be if it has made no update, and `trainer.max_skipped_steps`, for an alarm `monitor.max_skipped_steps`,
-        allows it. An alarm that stops the run saves the last step before.
+        It may be if it has made no update, and `trainer.max_skipped_steps`, for an alarm MOST_SKIPPED_BY_ALARMS, allows
+        it. An alarm that stops the run saves the last step before.
         """
         by_alarm = isinstance(error, AlarmSkipsStep)
         if isinstance(error, AlarmStopsRun):
             self._save_before_failure()
             raise error
-        most = (self.config.monitor if by_alarm else self.config.trainer).max_skipped_steps
+        most = MOST_SKIPPED_BY_ALARMS if by_alarm else self.config.trainer.max_skipped_steps
         done = self.skipped_by_alarms if by_alarm else self.skipped_steps
         skipped = plan.skipped() if not error.updates and done < most else None
         if skipped is None:

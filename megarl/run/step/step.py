@@ -23,7 +23,6 @@ from megarl.config.derived.logprob_passes import (
     teacher_passes,
 )
 from megarl.config.schema import Config
-from megarl.config.schema.job import TelemetryConfig
 from megarl.queue.streams import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from megarl.queue.trajectory import Trajectory
 from megarl.run.step.off_policy import StepMeasures, reject_before_updates, set_interpolation
@@ -107,7 +106,7 @@ def train_step(
                 set_interpolation(mine, rows, version=plan.version, updates=made)
             update = partial(
                 policy.update, mine, counts, another_follows=number + 1 < len(updates),
-                measure_entropy=made == 0 and entropy_due(config.telemetry, step), check=_unchecked if made else check,
+                measure_entropy=made == 0, check=_unchecked if made else check,
             )  # fmt: skip
             if (values := _make_update(update, mine, made, step)) is None:
                 done += [sample.key for sample in mine]
@@ -197,9 +196,3 @@ def _compute_logprobs(policy: Policy, samples: Sequence[TrainSample], stream: st
     found = policy.compute_logprobs(samples, reference=stream == REFERENCE_LOGPROBS)
     for sample, logprobs_R in zip(samples, found, strict=True):
         sample.streams[stream] = logprobs_R
-
-
-def entropy_due(telemetry: TelemetryConfig, step: int) -> bool:
-    """Tell whether the step after `step` others of the history measures the entropy of its first mini-batch."""
-    every = telemetry.entropy_every
-    return every > 0 and step % every == 0

@@ -164,12 +164,12 @@ def test_the_tokens_of_its_old_engine_are_not_judged_again() -> None:
 
 def test_a_replica_that_is_sick_again_and_again_is_left_to_the_user() -> None:
     off = {"action": "off"}
-    run = Made(monitor__most_quarantines=2, monitor__rules__logprob_gap=off, monitor__rules__ratio_tail=off)
+    run = Made(monitor__rules__logprob_gap=off, monitor__rules__ratio_tail=off)
     for version in range(6):
         run.step(version, {0: 0.01, 1: 0.9})
-    assert run.taken == [1, 1]
+    assert run.taken == [1, 1, 1]
     [told] = run.said
-    assert told.startswith("alarm replica_gap of replica 1: 30 is above 4") and "quarantined 2 times already" in told
+    assert told.startswith("alarm replica_gap of replica 1: 30 is above 4") and "quarantined 3 times already" in told
 
 
 def test_a_replica_that_cannot_be_taken_out_is_not_counted_as_such() -> None:
@@ -246,8 +246,9 @@ def test_the_gap_of_old_tokens_may_be_larger() -> None:
         assert bool(run.said) is alarm
 
 
-def test_a_run_that_resumes_goes_on_with_its_alarms_and_quarantines() -> None:
-    run = Made(monitor__rules__ess={"patience": 3}, monitor__most_quarantines=1)
+def test_a_run_that_resumes_goes_on_with_its_alarms_and_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.run.loop.monitor.MOST_QUARANTINES", 1)
+    run = Made(monitor__rules__ess={"patience": 3})
     run.step(3, {0: 0.01, 1: 0.9}, compared={"ess": 0.1})
     run.step(4, compared={"ess": 0.1})
     state = json.loads(json.dumps(run.monitor.state_dict()))

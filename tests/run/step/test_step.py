@@ -27,7 +27,6 @@ from megarl.run.record.batch_metrics import record_batch
 from megarl.run.step import step
 from megarl.run.step.off_policy import StepMeasures
 from megarl.run.step.plan import ReuseError, plan_step
-from megarl.run.step.step import entropy_due
 from megarl.telemetry.metrics.declarations import step_metrics
 from megarl.telemetry.metrics.timer import PhaseTimer
 from megarl.trainer.batch import TrainSample
@@ -653,8 +652,7 @@ def test_weights_of_rows_and_of_the_config_reach_the_updates(
         "algorithm__ce": {"tokens": "observations", "coef": 0.1},
         "algorithm__loss": "examples.tutorials.own_loss.topr:topr",
         "algorithm__advantage": "examples.tutorials.own_loss.topr:above_median",
-        "algorithm__clip_low": None,
-        "algorithm__clip_high": None,
+        "algorithm__loss_options": {},
         "algorithm__kl": {"coef": KL},
         "sampling__truncated": "mask",  # the last sample of each group
         "trainer__mini_batches": 2,
@@ -766,11 +764,10 @@ def test_a_correction_reports_its_weights_and_the_same_mismatch(
 @pytest.mark.parametrize(
     ("changes", "measured"),
     [
-        ({"telemetry__entropy_every": 1}, [True, False]),  # of the mini-batch whose weights sampled
-        ({"telemetry__entropy_every": 0}, [False, False]),
-        ({"telemetry__entropy_every": 0, "algorithm__entropy_coef": 0.1}, [True, True]),
+        ({}, [True, False]),  # of the mini-batch whose weights sampled
+        ({"algorithm__entropy_coef": 0.1}, [True, True]),
     ],
-    ids=["every step", "never", "in the loss"],
+    ids=["shown", "in the loss"],
 )
 def test_entropy_is_computed_where_it_is_shown_or_weighed(
     world: Callable[[int], Any],
@@ -787,12 +784,6 @@ def test_entropy_is_computed_where_it_is_shown_or_weighed(
     )
     assert got["entropy"] == got["computed"] == measured
     assert ("policy/entropy" in got["metrics"]) == any(measured)
-
-
-@pytest.mark.parametrize(("every", "due"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
-def test_entropy_is_due_by_the_step_of_the_history(every: int, due: list[int]) -> None:
-    settings = config(telemetry={"entropy_every": every})
-    assert [step for step in range(5) if entropy_due(settings.telemetry, step)] == due
 
 
 def expected_updates(
