@@ -174,7 +174,7 @@ def content_before(text: str, opening: str) -> str:
     thought, rest = split_thought(text, opening)
     before, found, _ = rest.partition(opening)
     if not found:
-        before = before[: len(before) - _overlap(before, opening)]
+        before = before[: len(before) - overlap(before, opening)]
     # A call may follow white space that is no content then.
     return (thought + before).strip()
 
@@ -239,7 +239,7 @@ def split_thought(text: str, opening: str = "<tool_call>") -> tuple[str, str]:
     return "", text
 
 
-def _overlap(text: str, opening: str) -> int:
+def overlap(text: str, opening: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of `opening`."""
     most = min(len(text), len(opening) - 1)
     return next((size for size in range(most, 0, -1) if opening.startswith(text[-size:])), 0)

@@ -25,7 +25,8 @@ from megarl.common.trust.secret_references import resolved
 from megarl.config.schema.agent import LOOP_TURNS, AgentConfig
 from megarl.environments.gateway_client import AttemptLost, GatewayClient, GatewayLost, wait_for_gateway
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
-from megarl.gateway.session_terms import RUN_SESSIONS, SessionTerms
+from megarl.gateway.request_fields import RUN_SESSIONS
+from megarl.gateway.session_terms import SessionTerms
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, RewardResult, Turn
 from megarl.rollout.agents.agent_loop import AgentContext

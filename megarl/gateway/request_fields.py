@@ -21,6 +21,7 @@ from megarl.rollout.fleet.external_requests import Failure
 
 TOO_LONG, NO_TURN_LEFT = "context_length_exceeded", "no_turn_left"
 BOUNDS = (TOO_LONG, NO_TURN_LEFT)  # the codes of errors that end a trajectory
+RUN_SESSIONS = "megarl-"  # begins the names of the sessions of a run's own samples, which nothing but PUT opens
 
 
 class ApiError(Exception):
@@ -47,6 +48,20 @@ def unauthorized() -> ApiError:
     """Return the error of a request without the right token."""
     told = "the bearer token is missing or wrong; the token of this gateway is in the file that gateway.json names"
     return ApiError(401, told, kind="authentication_error", code="invalid_api_key")
+
+
+def too_many(message: str) -> ApiError:
+    """Return the error of a request for which there is no room now."""
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+
+
+def no_session() -> ApiError:
+    """Return the error of a session that is not there."""
+    told = (
+        "there is no such session: it never began, was ended, nobody used it for too long (gateway.session_idle_s), or "
+        f"its gateway has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
+    )
+    return ApiError(404, told, code="session_not_found")
 
 
 def too_long(prompt: int, most: int) -> ApiError:
@@ -173,10 +188,3 @@ def check_tokens(field: str, ids: list[int], limits: ModelLimits) -> list[int]:
         outside = next(each for each in ids if not 0 <= each < limits.vocabulary)
         raise refused(field, f"{outside} is no token id of the model, which has {limits.vocabulary}")
     return ids
-
-
-def parse_object(content: object) -> dict[str, Any]:
-    """Return the JSON object of a request's body. Raises ApiError for anything else."""
-    if not isinstance(content, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return content

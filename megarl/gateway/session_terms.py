@@ -16,8 +16,6 @@ from megarl.gateway.request_fields import ApiError, SamplingChoice, no_turn_left
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import SamplingSpec, request_seed
 
-RUN_SESSIONS = "megarl-"  # begins the names of the sessions of a run's own samples, which nothing but PUT opens
-
 
 class SessionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sampling of every request of a session, and the group that it is for: the body of `PUT /v1/sessions/ID`.
