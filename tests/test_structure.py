@@ -140,7 +140,6 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",  # noqa: E501
     "telemetry/sinks/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",  # noqa: E501
     "telemetry/sinks/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",  # noqa: E501
-    "tools/process_tool.py:_Place._started": "no wait: the task has ended",
     "weights/send/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",  # noqa: E501
     "weights/receive/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
     "weights/send/leader.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
