@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 from megarl.chat.formats import Prompt
 from megarl.common.errors import Findings
@@ -11,11 +12,13 @@ from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, rewar
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN
 from megarl.config.schema.data import RewardConfig
-from megarl.rewards.trial_call import TrialCall, TrialCalls
+from megarl.rewards.trial_call import TrialCall, TrialProblem, trials
 from megarl.rewards.types import RewardInput, RewardSpec, Turn
 
+Trials = AbstractContextManager[Iterator[TrialProblem]]
 
-def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collection[str] = ()) -> TrialCalls:
+
+def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collection[str] = ()) -> Trials:
     """Start the trial of every reward, without those whose keys are in `left_out`.
 
     `first`: the first prompt of each set by the set's key; a reward without one is imported and not called.
@@ -27,7 +30,7 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
             continue
         sample, row = _sample(config, own, first) if reward.trial_call else (None, "")
         calls.append(TrialCall(RewardSpec(own.function, own.kwargs, key), sample, row))
-    return TrialCalls(
+    return trials(
         calls,
         timeout_s=reward.timeout_s,
         start_timeout_s=config.timeouts.engine_start_s,
@@ -35,14 +38,14 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
     )
 
 
-def reward_findings(reward: RewardConfig, calls: TrialCalls) -> Findings:
+def reward_findings(reward: RewardConfig, problems: Iterator[TrialProblem]) -> Findings:
     """Wait for the trial of the rewards.
 
     A call that fails is a warning where the config says what becomes of such samples: `reward.on_error` is a number, or
     `reward.max_error_share` is 1.
     """
     found = Findings()
-    for each in calls.problems():
+    for each in problems:
         if each.called and _expects_failures(reward):
             found.warnings.append(each.text)
         elif each.called:
