@@ -21,8 +21,7 @@ from megarl.gateway.chat_route import ChatRequest, read_chat_request
 from megarl.gateway.chats import Chats
 from megarl.gateway.exchange import Exchange, exchange_in
 from megarl.gateway.pool_client import ControllerClient
-from megarl.gateway.request_fields import ApiError, ModelLimits, unauthorized
-from megarl.gateway.session_terms import read_terms
+from megarl.gateway.request_fields import ApiError, ModelLimits, read_terms, unauthorized
 from megarl.gateway.sessions import Sessions, session_content
 from megarl.gateway.token_route import read_token_request, token_answer
 

@@ -23,7 +23,7 @@ from megarl.gateway.chat_route import (
 from megarl.gateway.exchange import Exchange
 from megarl.gateway.pool_client import Generation
 from megarl.gateway.request_fields import ModelLimits
-from megarl.gateway.sessions import ChatTurn, GatewaySession, RecordedTurn, extended, keys_of, root_key
+from megarl.gateway.sessions import GatewaySession, RecordedTurn, extended, keys_of, root_key
 from megarl.gateway.text import ModelText
 from megarl.gateway.token_route import usage_of
 from megarl.rollout.engine.response_parts import ResponsePart, first_tokens, tokens_from
@@ -178,8 +178,8 @@ class Chats:
         text = await self._text.text(part.response_ids, tools=chat.format is not None)
         name = f"{chat.exchange.id}_{index}"
         turn = read_turn(cut_at(text, chat.request.stops)[0], chat.format, chat.request.tools, name)
-        told = ChatTurn(extended(chat.key, message_of(turn)), chat.added, turn.requested)
-        chat.exchange.record(chat.exchange.responses[index], part, told)
+        key, response = extended(chat.key, message_of(turn)), chat.exchange.responses[index]
+        chat.exchange.record(response, part, key=key, messages=chat.added, calls=turn.requested)
         return turn
 
     async def _logprobs(self, chat: _Chat, part: ResponsePart) -> dict[str, Any] | None:

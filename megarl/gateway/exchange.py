@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.gateway.pool_client import ControllerClient, Generation
 from megarl.gateway.request_fields import BOUNDS, ApiError, SamplingChoice
-from megarl.gateway.sessions import NO_CHAT, ChatTurn, GatewaySession, RecordedTurn, Sessions
+from megarl.gateway.sessions import GatewaySession, RecordedTurn, Sessions
 from megarl.rollout.engine.messages import GenerateRequest, request_seed
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.fleet.external_requests import ExternalRequest
@@ -66,13 +66,13 @@ class Exchange:
             await each.more_than(float("inf"))
         return [each.result() for each in self.responses]
 
-    def record(self, response: Generation, part: ResponsePart, chat: ChatTurn = NO_CHAT) -> None:
-        """Record the tokens of a response that has ended."""
+    def record(self, response: Generation, part: ResponsePart, **chat: Any) -> None:  # noqa: ANN401  # as they are there
+        """Record the tokens of a response that has ended. `chat`: `key`, `messages` and `calls` of a chat's turn."""
         if self.session is None:
             return
         parent = None if self.parent is None else self.parent.number
         turn = self.session.record(
-            self.prompt_ids, part, parent=parent, request_id=self.id, replica=response.replica, chat=chat
+            self.prompt_ids, part, parent=parent, request_id=self.id, replica=response.replica, **chat
         )
         self._sessions.count(self.session, turn, time.monotonic())
         self._turns.append(turn.number)

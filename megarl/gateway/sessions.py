@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.gateway.request_fields import RUN_SESSIONS, ApiError, no_session, too_many
-from megarl.gateway.session_terms import SessionTerms
+from megarl.gateway.request_fields import RUN_SESSIONS, ApiError, SessionTerms, no_session, too_many
 from megarl.gateway.token_route import finite, version_spans
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
@@ -80,26 +79,12 @@ def _digest(before: str, value: object) -> str:
 
 
 @dataclass(frozen=True)
-class ChatTurn:
-    """Holds what a chat tells of a turn besides its tokens, for functions that look at the whole dialogue.
-
-    `key`: of the conversation that it ends. `messages`: role and text of those after the turn that it continues.
-    `calls`: those of its response, as `Turn.calls`.
-    """
-
-    key: str = ""
-    messages: tuple[tuple[str, str], ...] = ()
-    calls: tuple[dict[str, Any], ...] = ()
-
-
-NO_CHAT = ChatTurn()
-
-
-@dataclass(frozen=True)
 class RecordedTurn:
     """One response of a session. `added_ids`: its prompt, without the tokens of the turn `parent` that it continues.
 
-    `replica`: the one that has its tokens in its KV cache. `chat`: what is known of it if it is a chat's.
+    `replica`: the one that has its tokens in its KV cache. Of a chat there are also, for functions that look at the
+    whole dialogue, role and text of the `messages` after the turn that it continues, and the `calls` of its response,
+    as `Turn.calls`.
     """
 
     number: int
@@ -111,7 +96,8 @@ class RecordedTurn:
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     replica: int
-    chat: ChatTurn = NO_CHAT
+    messages: tuple[tuple[str, str], ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -179,9 +165,10 @@ class GatewaySession:
 
     def record(
         self, prompt_ids: Sequence[int], part: ResponsePart, *, parent: int | None = None, request_id: str = "",
-        replica: int = -1, chat: ChatTurn = NO_CHAT,
+        replica: int = -1, key: str = "", messages: tuple[tuple[str, str], ...] = (),
+        calls: tuple[dict[str, Any], ...] = (),
     ) -> RecordedTurn:  # fmt: skip
-        """Add a turn.
+        """Add a turn. `key`: of the conversation that it ends, if it is a chat's.
 
         Raises ValueError if its prompt does not begin with the tokens of `parent`, or if the response has not ended.
         """
@@ -200,13 +187,14 @@ class GatewaySession:
             versions=part.versions,
             finish_reason=part.finish_reason,
             replica=replica,
-            chat=chat,
+            messages=messages,
+            calls=calls,
         )
         self.turns.append(turn)
         self.refused = ""
         self._children.setdefault(parent, []).append(turn.number)
-        if chat.key:
-            self._by_key[chat.key] = turn.number
+        if key:
+            self._by_key[key] = turn.number
         return turn
 
 
@@ -222,8 +210,8 @@ def session_content(session: GatewaySession) -> dict[str, Any]:
             "logprobs": [finite(value) for value in turn.logprobs],
             "weight_versions": version_spans(turn.versions),
             "finish_reason": turn.finish_reason,
-            "messages": turn.chat.messages,
-            "calls": turn.chat.calls,
+            "messages": turn.messages,
+            "calls": turn.calls,
         }
         for turn in session.turns
     ]

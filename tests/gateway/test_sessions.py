@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.gateway.request_fields import ApiError
-from megarl.gateway.session_terms import SessionTerms
+from megarl.gateway.request_fields import ApiError, SessionTerms
 from megarl.gateway.sessions import (
     GatewaySession,
     Sessions,
