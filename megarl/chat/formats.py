@@ -11,6 +11,7 @@ from megarl.config.schema.data import DataConfig
 Message = dict[str, Any]  # role, content, and what OpenAI's API has for calls of tools
 Format = Literal["gsm8k", "problem_answer", "messages", "verl", "fields"]
 VERL_ANSWER = "reward_model.ground_truth"
+_PROMPT_FIELDS = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -87,22 +88,19 @@ def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig)
 
     With `demonstration_field` the row need not have a reference answer: there is nothing to score.
     """
+    field = _PROMPT_FIELDS.get(kind, config.prompt_field)
+    given = _text(row, field) if kind in ("gsm8k", "problem_answer") else _required(row, field)
+    messages = _messages(given, field, config)
     if config.demonstration_field:
-        shown = _text(row, config.demonstration_field)
-        fields = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
-        field = fields.get(kind, config.prompt_field)
-        return Prompt(index, _messages(_required(row, field), field, config), "", row, shown)
+        return Prompt(index, messages, "", row, _text(row, config.demonstration_field))
     if kind == "gsm8k":
-        question, answer = _text(row, "question"), _text(row, "answer")
+        answer = _text(row, "answer")
         reference = answer.rpartition("####")[2].strip()
         if "####" not in answer or not reference:
             raise RowError("field 'answer' has no number after '####', as GSM8K's answers have")
-        return Prompt(index, _messages(question, "question", config), reference, row)
-    if kind == "problem_answer":
-        return Prompt(index, _messages(_text(row, "problem"), "problem", config), _answer(row, "answer"), row)
-    field = {"messages": "messages", "verl": "prompt"}.get(kind, config.prompt_field)
-    messages = _messages(_required(row, field), field, config)
-    return Prompt(index, messages, _answer(row, VERL_ANSWER if kind == "verl" else config.answer_field), row)
+        return Prompt(index, messages, reference, row)
+    answer_field = {"problem_answer": "answer", "verl": VERL_ANSWER}.get(kind, config.answer_field)
+    return Prompt(index, messages, _answer(row, answer_field), row)
 
 
 def _lookup(row: dict[str, Any], field: str) -> object:
@@ -175,17 +173,14 @@ def _message(message: object, field: str) -> Message:
         raise RowError(f"field {field!r}: content must be a non-empty string", f", not {content!r:.60}")
     checked = {**message, "content": content}
     if "tool_calls" in message:
-        checked["tool_calls"] = [_called(call, field) for call in _list(message["tool_calls"], field)]
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise RowError(f"field {field!r}: tool_calls must be a list", f", not {calls!r:.60}")
+        checked["tool_calls"] = [_called(call, field) for call in calls]
     return checked
 
 
 _OWN_FIELDS = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
-
-
-def _list(value: object, field: str) -> list[object]:
-    if not isinstance(value, list):
-        raise RowError(f"field {field!r}: tool_calls must be a list", f", not {value!r:.60}")
-    return value
 
 
 def _called(call: object, field: str) -> Message:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 _THINK, _THOUGHT = "<think>", "</think>"
 MAX_DEPTH = 64
@@ -47,23 +47,45 @@ ToolSchemas = Sequence[Mapping[str, Any]]
 """Tools as OpenAI's API describes them (`megarl.tools.tool.schema_of`)."""
 
 
-class ToolFormat(Protocol):
-    """The way in which a model writes its calls."""
+class ToolFormat:
+    """The way in which a model writes its calls: each one, or several of them, after the text `opening`."""
+
+    opening: str
+
+    def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
+        """Read what stands after an opening; return its calls, what follows them, and whether that is another call."""
+        raise NotImplementedError
 
     def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
         """Read the text of a whole turn; special tokens may be part of it, the end of the turn is not.
 
         `tools`: those that the model was shown, for a format that does not tell the types of arguments itself.
         """
-        ...
+        thought, rest = split_thought(text, self.opening)
+        content: list[str] = [thought]
+        calls: list[ToolCall | MalformedCall] = []
+        more = False
+        while True:
+            if not more:
+                before, found, rest = rest.partition(self.opening)
+                content.append(before)
+                if not found:
+                    return ParsedTurn("".join(content).strip(), tuple(calls))
+            read, rest, more = self.read(rest, tools)
+            calls += read
 
     def certain_content(self, text: str) -> str:
         """Return what is content of an unfinished turn, whatever follows: the beginning of the whole turn's content."""
-        ...
+        thought, rest = split_thought(text, self.opening)
+        before, found, _ = rest.partition(self.opening)
+        if not found:
+            before = before[: len(before) - overlap(before, self.opening)]
+        # A call may follow white space that is no content then.
+        return (thought + before).strip()
 
 
 @dataclass(frozen=True)
-class TaggedFormat:
+class TaggedFormat(ToolFormat):
     """Calls between an opening and a closing text, each one JSON object; `<tool_call>` is that of Hermes and Qwen.
 
     `name_key` and `arguments_key`: of the object. An empty `closing` ends a call with its object.
@@ -74,37 +96,20 @@ class TaggedFormat:
     name_key: str = "name"
     arguments_key: str = "arguments"
 
-    def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
-        """See `ToolFormat.parse`."""
-        thought, rest = split_thought(text, self.opening)
-        content: list[str] = [thought]
-        calls: list[ToolCall | MalformedCall] = []
-        while True:
-            before, found, rest = rest.partition(self.opening)
-            content.append(before)
-            if not found:
-                return ParsedTurn("".join(content).strip(), tuple(calls))
-            body, rest, ended = self._body(rest)
-            calls += self._calls(body) if ended else [unclosed(body, self.closing)]
-
-    def _body(self, text: str) -> tuple[str, str, bool]:
-        """Return the text of a call, what follows it, and whether it is complete."""
+    def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
+        """See `ToolFormat.read`."""
         if self.closing:
             body, found, rest = text.partition(self.closing)
-            return body, rest, bool(found)
-        end = _json_end(text)
-        return text[:end], text[end:], True
-
-    def _calls(self, body: str) -> list[ToolCall | MalformedCall]:
-        return read_calls(body, self.name_key, self.arguments_key)
-
-    def certain_content(self, text: str) -> str:
-        """See `ToolFormat.certain_content`."""
-        return content_before(text, self.opening)
+            if not found:
+                return [unclosed(body, self.closing)], rest, False
+        else:
+            end = _json_end(text)
+            body, rest = text[:end], text[end:]
+        return read_calls(body, self.name_key, self.arguments_key), rest, False
 
 
 @dataclass(frozen=True)
-class BareFormat:
+class BareFormat(ToolFormat):
     """The whole turn is one JSON object, as in Llama 3; `opening`, such as `<|python_tag|>`, may stand before it.
 
     Several objects may follow each other, with a semicolon in between.
@@ -169,16 +174,6 @@ def call_of(
     return ToolCall(name, arguments)
 
 
-def content_before(text: str, opening: str) -> str:
-    """Return the certain content of an unfinished turn whose calls begin with the text `opening`."""
-    thought, rest = split_thought(text, opening)
-    before, found, _ = rest.partition(opening)
-    if not found:
-        before = before[: len(before) - _overlap(before, opening)]
-    # A call may follow white space that is no content then.
-    return (thought + before).strip()
-
-
 def unusable(value: object) -> str:
     """Return why a JSON value cannot be written, hashed and sent to other processes as it is; empty if it can."""
     level = [value]
@@ -239,7 +234,7 @@ def split_thought(text: str, opening: str = "<tool_call>") -> tuple[str, str]:
     return "", text
 
 
-def _overlap(text: str, opening: str) -> int:
+def overlap(text: str, opening: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of `opening`."""
     most = min(len(text), len(opening) - 1)
     return next((size for size in range(most, 0, -1) if opening.startswith(text[-size:])), 0)

@@ -77,16 +77,15 @@ class PoolController:
             raise RolloutError("the rollout controller is still starting")
         return self._foreign_requests
 
-    async def begin_foreign(self, gateway: str, requests: list[ExternalRequest]) -> None:
-        """Begin to work on requests of the gateway. Admission, if there is one, neither counts them nor waits for
-        them."""
+    async def begin_external(self, gateway: str, requests: list[ExternalRequest], dropped: list[str]) -> None:
+        """Begin to work on requests of the gateway, and stop working on those with the names `dropped`.
+
+        Admission, if there is one, neither counts them nor waits for them.
+        """
         self._foreign.begin(gateway, requests)
+        self._foreign.drop(gateway, dropped)
 
-    async def drop_foreign(self, gateway: str, names: list[str]) -> None:
-        """Stop working on requests of the gateway."""
-        self._foreign.drop(gateway, names)
-
-    async def take_foreign(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
+    async def take_external(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
         """Wait for news of the gateway's requests; see `ExternalRequests.take`."""
         return await self._foreign.take(gateway, seen, wait_s)
 

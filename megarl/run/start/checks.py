@@ -7,7 +7,8 @@ weights, and one call of each reward function. A mistake would otherwise show wh
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 
 from megarl.chat.formats import Prompt
 from megarl.checkpoint.save.resume import resume_problems
@@ -20,11 +21,13 @@ from megarl.config.schema.data import RewardConfig
 from megarl.data.check_files import Tell, data_file_findings, first_prompts
 from megarl.data.check_tokenizer import tokenizer_findings
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.rewards.trial_call import TrialCall, TrialCalls
+from megarl.rewards.trial_call import TrialCall, TrialProblem, trials
 from megarl.rewards.types import RewardInput, RewardSpec, Turn
 
+Trials = AbstractContextManager[Iterator[TrialProblem]]
 
-def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collection[str] = ()) -> TrialCalls:
+
+def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collection[str] = ()) -> Trials:
     """Start the trial of every reward, without those whose keys are in `left_out`.
 
     `first`: the first prompt of each set by the set's key; a reward without one is imported and not called.
@@ -36,7 +39,7 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
             continue
         sample, row = _sample(config, own, first) if reward.trial_call else (None, "")
         calls.append(TrialCall(RewardSpec(own.function, own.kwargs, key), sample, row))
-    return TrialCalls(
+    return trials(
         calls,
         timeout_s=reward.timeout_s,
         start_timeout_s=config.timeouts.engine_start_s,
@@ -44,14 +47,14 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
     )
 
 
-def reward_findings(reward: RewardConfig, calls: TrialCalls) -> Findings:
+def reward_findings(reward: RewardConfig, problems: Iterator[TrialProblem]) -> Findings:
     """Wait for the trial of the rewards.
 
     A call that fails is a warning where the config says what becomes of such samples: `reward.on_error` is a number, or
     `reward.max_error_share` is 1.
     """
     found = Findings()
-    for each in calls.problems():
+    for each in problems:
         if each.called and _expects_failures(reward):
             found.warnings.append(each.text)
         elif each.called:

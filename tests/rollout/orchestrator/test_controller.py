@@ -978,7 +978,7 @@ def foreign(name: str) -> ExternalRequest:
 async def foreign_tokens(local: LocalController, name: str, seen: int) -> ExternalReport:
     """Wait for the end of a request of the gateway."""
     while True:
-        report = await local.controller.take_foreign("gateway", seen, WAIT_S)
+        report = await local.controller.take_external("gateway", seen, WAIT_S)
         seen = report.number
         if name in report.news and report.news[name].ended:
             return report
@@ -992,14 +992,14 @@ def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_drop_ever
     controller = local.controller
 
     async def scenario() -> None:
-        await controller.begin_foreign("gateway", [foreign("early")])
+        await controller.begin_external("gateway", [foreign("early")], [])
         await asyncio.sleep(0)
         assert "early" not in local.fleet.sent
         await controller.set_version(0, admit=False)
         report = await foreign_tokens(local, "early", 0)
         assert report.news["early"].part.response_ids == [9, 9]
         local.fleet.held.add("held")
-        await controller.begin_foreign("gateway", [foreign("held")])
+        await controller.begin_external("gateway", [foreign("held")], [])
         while "held" not in local.fleet.sent:
             await asyncio.sleep(0)
         local.fleet.held.clear()
@@ -1007,12 +1007,12 @@ def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_drop_ever
             await controller.take_over(Failover(None, version=0, announced=1))
         else:
             await controller.begin(None)
-        await controller.begin_foreign("gateway", [foreign("later")])
+        await controller.begin_external("gateway", [foreign("later")], [])
         assert "later" not in local.fleet.sent and len(local.fleet.sent["held"]) == 1
         await controller.set_version(1, admit=False)
         ended: dict[str, list[int]] = {}
         while {"held", "later"} - ended.keys():
-            report = await controller.take_foreign("gateway", report.number, WAIT_S)
+            report = await controller.take_external("gateway", report.number, WAIT_S)
             ended |= {name: news.part.response_ids for name, news in report.news.items() if news.ended}
         assert ended == {"held": [9, 9], "later": [9, 9]}
         assert (await controller.counters()).admitted == 0
@@ -1022,7 +1022,7 @@ def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_drop_ever
 
 def test_a_new_controller_serves_the_gateway_with_the_weights_that_the_engines_have(local: LocalController) -> None:
     async def scenario() -> None:
-        await local.controller.begin_foreign("gateway", [foreign("open")])
+        await local.controller.begin_external("gateway", [foreign("open")], [])
         await local.controller.take_over(Failover(None, version=0))
         assert (await foreign_tokens(local, "open", 0)).news["open"].part.response_ids == [9, 9]
 
@@ -1036,6 +1036,6 @@ def test_a_controller_that_starts_refuses_the_gateway_for_now(
 
     async def scenario() -> None:
         with pytest.raises(RolloutError, match="still starting"):
-            await local.controller.begin_foreign("gateway", [])
+            await local.controller.begin_external("gateway", [], [])
 
     run(scenario)
