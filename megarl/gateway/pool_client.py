@@ -30,9 +30,9 @@ RETRY_S = 0.5
 class Controller(Protocol):
     """The methods of the controller's actor that the gateway calls; each has `remote`, which returns an awaitable."""
 
-    begin_foreign: Any
-    drop_foreign: Any
-    take_foreign: Any
+    begin_external: Any
+    drop_external: Any
+    take_external: Any
 
 
 class Generation:
@@ -123,7 +123,7 @@ class ControllerClient:
             controller = self._controller
             try:
                 async with asyncio.timeout(POLL_S + self._rpc_s):
-                    report = await controller.take_foreign.remote(self._gateway, seen, POLL_S)  # type: ignore[union-attr]
+                    report = await controller.take_external.remote(self._gateway, seen, POLL_S)  # type: ignore[union-attr]
             except Exception as error:
                 await self._failed(error)
                 continue
@@ -157,7 +157,7 @@ class ControllerClient:
         if names := [name for each in fresh if (name := self._names.get(each)) is not None]:
             self._start(self._begin(controller, names))
         if dropped:
-            self._start(_quietly(controller.drop_foreign.remote(self._gateway, dropped)))
+            self._start(_quietly(controller.drop_external.remote(self._gateway, dropped)))
 
     def _start(self, coroutine: Any) -> None:  # noqa: ANN401  # a coroutine of any kind
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -172,7 +172,7 @@ class ControllerClient:
                 return
             try:
                 async with asyncio.timeout(self._rpc_s):
-                    await controller.begin_foreign.remote(self._gateway, wanted)
+                    await controller.begin_external.remote(self._gateway, wanted)
                 return
             except Exception as error:
                 logger.warning("%d requests are sent to the controller again: %s", len(wanted), _line(error))
@@ -207,7 +207,7 @@ class ControllerClient:
                     self._add(each)
                 async with asyncio.timeout(self._rpc_s):
                     wanted = [self._wanted(name) for name in self._open]
-                    await controller.begin_foreign.remote(self._gateway, wanted)
+                    await controller.begin_external.remote(self._gateway, wanted)
             except Exception as error:
                 logger.info("the rollout controller is not reached yet: %s", _line(error))
                 await asyncio.sleep(RETRY_S)
@@ -219,7 +219,7 @@ class ControllerClient:
                 self._start(self._begin(controller, late))
             # And those that nobody waits for any more.
             if gone := [name for name in sent if name not in self._open]:
-                self._start(_quietly(controller.drop_foreign.remote(self._gateway, gone)))
+                self._start(_quietly(controller.drop_external.remote(self._gateway, gone)))
             return
 
     async def _failed(self, error: Exception) -> None:

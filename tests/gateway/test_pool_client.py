@@ -48,7 +48,7 @@ def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
     async def begin(gateway: str, wanted: list[object]) -> None:
         assert (gateway, wanted) == ("gateway", [])
 
-    found: Any = SimpleNamespace(begin_foreign=SimpleNamespace(remote=begin))
+    found: Any = SimpleNamespace(begin_external=SimpleNamespace(remote=begin))
 
     async def find() -> Any:
         searches.append("search")

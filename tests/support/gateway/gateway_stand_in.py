@@ -144,7 +144,7 @@ class LocalForeignController:
         self.requests, self.dead = requests, False
         self.calls = 0
         for name in ("begin", "drop", "take"):
-            setattr(self, f"{name}_foreign", Method(getattr(self, f"_{name}")))
+            setattr(self, f"{name}_external", Method(getattr(self, f"_{name}")))
 
     async def _begin(self, gateway: str, requests: list[Any]) -> None:
         self._check()
