@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, sample_key
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.orchestrator.failover import Committed
-from megarl.rollout.workers.finished_group import usable_samples
+from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.record.batch_metrics import record_batch
 from megarl.run.record.recorder import Totals

@@ -1,4 +1,4 @@
-"""The group runner: one agent loop for each sample of a group, and the requests that the loops make."""
+"""The loop host: one agent loop for each sample of a group, and the requests that the loops make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.data.demonstrations import ShownResponse
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.context import FROZEN_BYTES
-from megarl.rollout.agents.group_runner import GroupRunner, failed_group
+from megarl.rollout.agents.loop_host import failed_group
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
 from megarl.rollout.engine.engine_load import EngineLoad
@@ -24,6 +24,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, requ
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
 from tests.support.rollout.fake_rollout import VERSION, FakeBatcher, FakeRewards, FakeSource
+from tests.support.rollout.group_runner import GroupRunner
 from tests.support.trainer.configs import config as config_of
 
 
@@ -34,10 +35,7 @@ def config() -> Config:
 
 def runner(config: Config, loop: AgentLoop | None = None) -> tuple[GroupRunner, FakeBatcher]:
     batcher = FakeBatcher()
-    made = GroupRunner(
-        config, loop or SingleTurn(), FakeSource(), batcher.generate, FakeRewards(), partition="p"  # type: ignore[arg-type]
-    )  # fmt: skip
-    return made, batcher
+    return GroupRunner(config, loop or SingleTurn(), FakeSource(), batcher.generate, FakeRewards()), batcher
 
 
 def test_single_turn_asks_once_for_each_sample_and_judges_it(config: Config) -> None:
@@ -241,7 +239,7 @@ class Halving:
 
 def test_the_rows_of_a_group_have_been_scored_by_its_teacher_when_they_go_to_the_queue(config: Config) -> None:
     made, _ = runner(config)
-    made.teachers = Halving()  # type: ignore[assignment]
+    made.host.teachers = Halving()  # type: ignore[assignment]
     rows = asyncio.run(made.run(1))
     assert all(row.streams == {"teacher_logprobs": [-t / 2 for t in row.response_ids]} for row in rows)
     assert len(made.groups.stats.teacher_seconds) == 1
@@ -265,11 +263,9 @@ class Freezes(SingleTurn):
 
 @pytest.mark.parametrize(("size", "fits"), [(FROZEN_BYTES - 100, True), (FROZEN_BYTES + 1, False)])
 def test_a_state_that_is_too_large_fails_its_group(size: int, fits: bool) -> None:
-    source: Any = FakeSource()
-    rewards: Any = FakeRewards()
-    runner = GroupRunner(config_of("model"), Freezes(size), source, FakeBatcher().generate, rewards, partition="p")
+    made, _ = runner(config_of("model"), Freezes(size))
     if fits:
-        assert len(asyncio.run(runner.run(0))) == 4
+        assert len(asyncio.run(made.run(0))) == 4
     else:
         with pytest.raises(ValueError, match=f"freezes has {size + 11} bytes of JSON; {FROZEN_BYTES} at most"):
-            asyncio.run(runner.run(0))
+            asyncio.run(made.run(0))
