@@ -41,6 +41,7 @@ REMOVED: dict[str, Advice] = {
     "monitor.replica_gap": "write monitor.rules.replica_gap, and monitor.most_quarantines; its floor is 0.03 nats",
     **{f"telemetry.{name}_gib": "write telemetry.keep_gib" for name in ("metrics", "samples", "tensorboard")},
     "telemetry.events": "write telemetry.events_mib: the MiB of each process, 0 for none",
+    "queue.capacity": "remove it: admission.max_staleness bounds what is generated ahead, and so the queue",
     "timeouts.queue_s": "write timeouts.rpc_s, which bounds reads and writes of the queue too",
 }
 

@@ -60,7 +60,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         "monitor.rules.entropy.action: the entropy is never measured with telemetry.entropy_every=0",
     ),
     ({"trainer__mini_batches": 5}, "trainer.mini_batches: 5 updates from 4 groups"),
-    ({"queue__capacity": 15}, "queue.capacity: 15 samples hold 3 groups of 4, but a step takes batch.groups=4 at once"),
     (
         {"admission__refill": True, "algorithm__filter_zero_variance": False},
         "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops",
