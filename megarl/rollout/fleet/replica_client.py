@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
+from megarl.rollout.transport.actor_errors import fate_of_actor, own_text
 from megarl.rollout.transport.rpc import RpcClient
 
 if TYPE_CHECKING:
@@ -27,13 +28,10 @@ def as_rollout_error(index: int, method: str, error: BaseException, where: str) 
             return RequestFailed(str(own))
         if isinstance(own, ReplicaFailed):
             return ReplicaFailed(index, f"{own}; {where}")
-    if "ActorDied" in type(error).__name__ or "ActorUnavailable" in type(error).__name__:
+    if fate_of_actor(error) != "lives":
         return ReplicaFailed(index, f"replica {index} died while it was asked to {method}; {where}")
-    detail = str(cause or error).strip().splitlines()
-    return ReplicaFailed(
-        index,
-        f"replica {index} failed to {method}: {type(cause or error).__name__}: {detail[0] if detail else ''}; {where}",
-    )
+    kind = type(cause or error).__name__
+    return ReplicaFailed(index, f"replica {index} failed to {method}: {kind}: {own_text(error)}; {where}")
 
 
 class ReplicaClient:

@@ -300,7 +300,7 @@ def run_with_crashes(pace: Pace, groups: int, before: int, lost: int, left: int)
     unfinished groups that were used again.
     """
     run, finished, unfinished = ResumeMachine(), 0, 0
-    run.start(groups=groups, pace=pace, spare=None)
+    run.start(groups=groups, pace=pace)
     for attempt in range(4):
         run.work(count=before)
         if attempt < 2:
