@@ -62,8 +62,8 @@ BOUNDED_ELSEWHERE = {
     "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
-    "rollout/transport/rpc.py:RpcServer.take": "the controller's link, POLL_S and timeouts.rpc_s",
-    "rollout/transport/rpc.py:RpcClient.call": "`ReplicaActors.call`, the time limit of each call",
+    "rollout/transport/gather.py:Replay.take": "whoever takes, timeouts.rpc_s after it is due",
+    "rollout/transport/rpc.py:RpcClient.call": "`ReplicaClient.call`, the time limit of each call",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
     "rollout/engine/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
     "rollout/engine/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",

@@ -266,9 +266,9 @@ def test_the_turns_of_a_session_stay_on_the_replica_that_has_its_tokens(gateways
     assert sum(served) == 12
     # A session alone on an idle pool goes to the least loaded replica, the first; then it stays.
     assert served == [12, 0, 0]
-    gateway.call(lambda parts: parts.fleet._dispatcher.remove(0))
+    gateway.call(lambda parts: parts.fleet.table.drain(0))
     generate(gateway, [5, 6, 7, 7, 6, 5, STOP, 8], "a")
-    gateway.call(lambda parts: parts.fleet._dispatcher.add(0))
+    gateway.call(lambda parts: setattr(parts.fleet.table[0], "drained", False))
     prompt = [5, 6, 7, 7, 6, 5, STOP, 8, 8, STOP, 5, STOP]
     generate(gateway, prompt, "a")
     assert gateway.call(lambda parts: [len(replica.asked) for replica in parts.replicas]) == [12, 2, 0]

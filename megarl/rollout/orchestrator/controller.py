@@ -385,7 +385,7 @@ class RolloutController(PoolController):
 
     async def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
         """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
-        return self._fleet.states.quarantine(index, reason)
+        return self._fleet.table.quarantine(index, reason)
 
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""

@@ -91,7 +91,7 @@ class PoolController:
 
     async def list_replicas(self) -> tuple[list[ReplicaReport], int]:
         """Return the state of every replica, and how many are missing because there is no room for them."""
-        return await self.elastic.reports(), self._fleet.membership.missing
+        return await self.elastic.reports(), self._fleet.table.missing
 
     async def drain_replica(self, index: int) -> str:
         """Give a replica no more work. Raises RolloutError if that cannot be."""

@@ -18,7 +18,7 @@ from megarl.common.errors import NoReplicaLeft, NoWorkerLeft, RolloutError, clea
 from megarl.common.values import by_sample, first_parts
 from megarl.config.derived.algorithm import shaping_of
 from megarl.config.derived.datasets import response_limits
-from megarl.config.derived.staleness import capacity_groups, pace_of, refill_groups
+from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.queue.transfer import QueueWriter
@@ -196,7 +196,6 @@ class PromptGroups:
             config.batch.groups,
             pace_of(config),
             refill=refill_groups(config),
-            capacity=capacity_groups(config),
             steps=config.run.steps,
             max_uses=config.admission.max_uses,
             **recorded,

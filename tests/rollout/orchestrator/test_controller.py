@@ -453,28 +453,6 @@ def test_no_group_is_started_for_a_step_after_the_last(tmp_path: Path, monkeypat
     run(scenario)
 
 
-def test_places_that_a_commit_frees_in_the_queue_are_used_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"mode": "one_step_off"},
-        queue={"capacity": (GROUPS + 1) * SAMPLES},
-    )
-    local = local_controller(settings, tmp_path, monkeypatch)
-
-    async def scenario() -> None:
-        # The bound would allow two steps.
-        assert (await local.controller.set_version(0)).admitted == GROUPS + 1
-        await local.controller.wait_batch(0, WAIT_S)
-        assert (await local.controller.admit()).admitted == GROUPS + 1
-        counters = await local.controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
-        assert (counters.admitted, counters.ready + counters.in_flight) == (2 * GROUPS, GROUPS)
-
-    run(scenario)
-
-
 def test_begin_resets_the_failure_policy(local: LocalController) -> None:
     """GROUPS failures in a row end the run; those before a restart of the trainer do not count."""
     failing = range(GROUPS - 1)
@@ -691,34 +669,6 @@ def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalC
         await asyncio.sleep(0.05)
         assert not reusing.queue.rows, "rows are left at the end of the run"
         assert counters.in_flight == counters.ready == counters.reusable == 0 and counters.balanced
-
-    run(scenario)
-
-
-def test_groups_that_could_be_used_again_make_room_for_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2},
-        queue={"capacity": (2 * GROUPS + 1) * SAMPLES},
-        run={"steps": 9},
-    )
-    local = local_controller(settings, tmp_path, monkeypatch)
-    local.fleet.held = set(range(GROUPS, 20))
-
-    async def scenario() -> None:
-        assert (await local.controller.set_version(0)).admitted == 2 * GROUPS
-        await local.controller.wait_batch(0, WAIT_S)
-        ends = {"filtered": 0, "dropped_stale": 0, "failed": 0}
-        counters = await local.controller.commit(0, trained=3, **ends, trained_groups=[0, 1, 2])
-        assert (counters.in_flight, counters.reusable) == (4, 3)
-        counters = await local.controller.set_version(1)
-        assert (counters.in_flight, counters.reusable) == (6, 1)
-        await asyncio.sleep(0)
-        assert set(local.queue.rows) == set(keys_of(2))
-        await local.controller.shutdown()
 
     run(scenario)
 
