@@ -57,8 +57,11 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
         name = given.get("fn_name")
         inputs, outputs = given.get("inputs"), given.get("outputs")
         return CodeTests(pieces=_calls(name, inputs, outputs)) if name else CodeTests(pairs=_pairs(inputs, outputs))
-    if isinstance(given, Sequence) and given and all(isinstance(each, Mapping) for each in given):
-        return _cases(given)
+    if isinstance(given, Sequence) and any(isinstance(each, Mapping) for each in given):
+        raise ValueError(
+            "the row's `tests` is a list of cases; write them as `inputs` and `outputs`, two lists of texts, or with "
+            "`fn_name` as the arguments and results of calls"
+        )
     if isinstance(given, str) or (
         isinstance(given, Sequence) and given and all(isinstance(each, str) for each in given)
     ):
@@ -67,20 +70,6 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
         "reward.function code needs the field `tests` in each row: Python with assertions, as one text or a list of "
         "texts, or `inputs` and `outputs`, two lists of texts for standard input and output"
     )
-
-
-def _cases(given: Sequence[Mapping[str, Any]]) -> CodeTests:
-    """Read a list of {"input", "output"}, the form of LiveCodeBench, for standard input and output."""
-    if any(case.get("testtype", "stdin") != "stdin" for case in given):
-        raise ValueError(
-            "the row's `tests` hold functional cases; write them as `fn_name`, `inputs` (a list of arguments for each "
-            "call) and `outputs`"
-        )
-    if not all("input" in case and "output" in case for case in given):
-        raise ValueError(
-            "each of the row's `tests` needs `input` and `output`, the texts that a program reads and writes"
-        )
-    return CodeTests(pairs=_pairs([case["input"] for case in given], [case["output"] for case in given]))
 
 
 def _pairs(inputs: object, outputs: object) -> tuple[tuple[str, str], ...]:

@@ -95,12 +95,7 @@ if __name__ == "__main__":
         ({"tests": ["f(1) == 2"]}, 1),
         ({"tests": ["def same(a, b):\n    assert a == b", "same(f(1), 2)", "same(f(2), 3)"]}, 2),
         ({"tests": "for a, b in [(1, 2), (2, 3)]:\n    assert f(a) == b"}, 1),
-        (
-            {
-                "tests": "try:\n    f('a')\nexcept TypeError:\n    pass\nelse:\n    raise AssertionError\nassert f(1) == 2"
-            },
-            2,
-        ),
+        ({"tests": "try:\n    f('a')\nexcept TypeError:\n    pass\nelse:\n    raise E"}, 1),
         ({"tests": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [2, 3]}}, 2),
         ({"tests": '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}'}, 1),
     ],
@@ -111,10 +106,6 @@ def test_tests_run_as_their_form_means(row: dict[str, object], count: int) -> No
     reward = CodeReward(timeout_s=LONG_S)
     assert [verdict.passed for verdict in reward.verdicts(RIGHT, cases)] == [True] * count
     assert not any(verdict.passed for verdict in reward.verdicts(WRONG, cases)[-1:])
-
-
-def test_cases_in_a_json_list_are_pairs() -> None:
-    assert read_tests({"tests": '[{"input": "1", "output": "2"}]'}).pairs == (("1", "2"),)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +121,8 @@ def test_cases_in_a_json_list_are_pairs() -> None:
         ({"tests": "import pytest\ndef test_a():\n    with pytest.raises(E):\n        f(1)"}, "use pytest"),
         ({"tests": {"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}}, "list of arguments"),
         ({"tests": {"fn_name": "a b", "inputs": [[1]], "outputs": [2]}}, "name of a function"),
-        ({"tests": [{"input": "1", "output": "2", "testtype": "functional"}]}, "fn_name"),
-        ({"tests": [{"input": "1"}]}, "`input` and `output`"),
+        ({"tests": [{"input": "1", "output": "2"}]}, "list of cases"),
+        ({"tests": '[{"input": "1", "output": "2"}]'}, "list of cases"),
         ({"tests": "{"}, "no JSON"), ({"inputs": ["1"], "outputs": []}, "same length"),
         ({"inputs": "1", "outputs": "1"}, "same length"), ({"inputs": [1], "outputs": [1]}, "texts"),
     ],
