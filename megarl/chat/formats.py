@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,6 +138,8 @@ def _answer(row: dict[str, Any], field: str) -> str:
     value = _required(row, field)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(f"field {field!r} must be a string or a number", f", not {value!r:.60}")
+    if isinstance(value, float) and not math.isfinite(value):  # pandas writes NaN for what is missing
+        raise RowError(f"field {field!r} is no number", f", but {value}")
     return str(value)
 
 
