@@ -54,7 +54,8 @@ class Generation:
                     self.news.clear()
                     await self.news.wait()
         except TimeoutError:
-            told = f"the gateway waited {self.request.timeout_s + MARGIN_S:.0f} s (timeouts.generate_s) for the rollout controller"
+            waited_s = self.request.timeout_s + MARGIN_S
+            told = f"the gateway waited {waited_s:.0f} s (timeouts.generate_s) for the rollout controller"
             if lost_s := self._lost_s():
                 told += f", which it has not reached for {lost_s:.0f} s"
             raise not_generated("late", told) from None
