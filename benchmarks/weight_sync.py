@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 RATIO_BOUND = 1.5
 DIGEST_BOUND = 0.25
 # 128 M parameters; the tied embedding is larger than a bucket.
-DIMS = {
+DIMS: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
@@ -57,7 +57,13 @@ DIMS = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 512,
 }
-QUICK_DIMS = {**DIMS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+QUICK_DIMS: dict[str, Any] = {
+    **DIMS,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+}
 BROADCAST_MB = (8, 16, 32, 64, 128)
 TIMEOUT_S = 1500
 
