@@ -140,6 +140,26 @@ def test_calls_of_a_parquet_file_have_their_own_arguments_only(tmp_path: Path) -
     assert read == [arguments for _, arguments in calls]
 
 
+ADD_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_rows_own_tools_are_shown_or_refused(tmp_path: Path) -> None:
+    row = {"problem": "1+1?", "answer": "2"}
+    paths = [write(tmp_path / f"{at}.jsonl", {**row, "tools": given}) for at, given in enumerate(TOOLS_COLUMNS)]
+    for path in paths[:2]:
+        assert load(path, tools_field="tools")[0].tools == (ADD_TOOL,)
+    with pytest.raises(ValueError, match=r"its own `tools`; set data\.tools_field"):
+        load(paths[0])
+    for path in paths[2:4]:
+        assert load(path)[0].tools == ()  # a column that only has the name
+    for path in paths[3:]:
+        with pytest.raises(ValueError, match="must be a list of tools"):
+            load(path, tools_field="tools")
+
+
+TOOLS_COLUMNS = [[ADD_TOOL], json.dumps([ADD_TOOL]), None, "hammer", [{"name": 4}]]
+
+
 @pytest.mark.parametrize("missing", [math.nan, math.inf, None])
 def test_an_answer_that_is_missing_is_refused(tmp_path: Path, missing: float | None) -> None:
     rows = [{"problem": "1+1?", "answer": 2.0}, {"problem": "1+2?", "answer": missing}]
