@@ -140,6 +140,7 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "weights/send/leader.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
     "weights/send/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
     "weights/send/sync_attempt.py:SyncAttempt._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/group/transport.py:Group._connect": "no wait: the call has ended",
     "weights/group/transport.py:Group.enter": "`StageWatch.join`, a bound of its own",
     "weights/group/transport.py:PendingBroadcast.wait": "no wait: the broadcast has ended",
 }
