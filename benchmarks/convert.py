@@ -36,7 +36,7 @@ from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.export import ExportedTensor, plan_files
 from megarl.models.hf.read_config import info_from_config
-from megarl.models.hf.safetensors import SafetensorsWriter, TensorHeader, write_index
+from megarl.models.hf.safetensors import SafetensorsWriter, write_index
 from megarl.models.megatron.shards import table
 
 COMMAND_TIMEOUT_S = 3600.0  # ends a command that hangs; the slowest one takes minutes
@@ -117,8 +117,7 @@ def generate(directory: Path, config: dict[str, Any]) -> ModelInfo:
         for entry in table(info).values()
         for name, shape in zip(entry.names, entry.shapes, strict=True)
     ]
-    files = plan_files(tensors, 4 * 2**30)
-    specs = [(name, [TensorHeader(t.name, t.shape, t.dtype) for t in part]) for name, part in files]
+    specs = plan_files(tensors, 4 * 2**30)
     for number, (name, part) in enumerate(specs):
         writer = SafetensorsWriter(directory / name, part)
         for offset, spec in enumerate(part):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 RATIO_BOUND = 1.5
 DIGEST_BOUND = 0.25
 # 128 M parameters; the tied embedding is larger than a bucket.
-DIMS = {
+DIMS: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
@@ -57,7 +57,13 @@ DIMS = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 512,
 }
-QUICK_DIMS = {**DIMS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+QUICK_DIMS: dict[str, Any] = {
+    **DIMS,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+}
 BROADCAST_MB = (8, 16, 32, 64, 128)
 TIMEOUT_S = 1500
 
@@ -162,7 +168,7 @@ def layer_order(name: str) -> tuple[int, str]:
 def bare_broadcast(group: Group, bucket_bytes: int, total: int) -> float:
     """Return the seconds to broadcast `total` bytes from rank 0 by one uint8 buffer, bucket after bucket."""
     buffer_B = torch.ones(bucket_bytes, dtype=torch.uint8)
-    group.set_deadline(120.0)
+    group.deadline = time.monotonic() + 120.0
     group.broadcast(buffer_B[:1], 0).wait()
     start = time.perf_counter()
     for offset in range(0, total, bucket_bytes):
@@ -195,8 +201,8 @@ def bare_gather(exporter: HFExporter) -> float:
 def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     """Run one of the two trainer ranks; rank 0 also runs the front end of the engine."""
     join_ranks()
+    from megarl.checkpoint.format.load_weights import load_hf_weights
     from megarl.models.hf.export import HFExporter
-    from megarl.models.hf.load import load_hf_weights
     from megarl.models.hf.read_config import load_info
     from megarl.models.megatron.build_model import build_model, transformer_config
     from megarl.models.megatron.layout import Layout

@@ -77,9 +77,9 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
     if target == "agent":
         return [agent] if agent is not None else []
     if target == "rank":
-        return [] if agent is None else with_title(_ask(agent.children, []), "train_rl.py")
+        return [] if agent is None else with_title(_children(agent), "train_rl.py")
     if target == "job":
-        ranks = [] if agent is None else [agent, *_ask(lambda: agent.children(recursive=True), [])]
+        ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
     below = below_supervisor(run_dir)
@@ -96,6 +96,11 @@ def _scorers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     found = with_title(processes, TITLES["reward"])
     workers = {each.pid for each in with_title(processes, TITLES["agent-worker"])}
     return [each for each in found if not workers or _ask(each.ppid, 0) in workers]
+
+
+def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:
+    none: list[psutil.Process] = []
+    return _ask(lambda: process.children(recursive=recursive), none)
 
 
 def _ask(call: Callable[[], _Told], otherwise: _Told) -> _Told:

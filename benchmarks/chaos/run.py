@@ -92,7 +92,7 @@ def run_config(
             "weight_sync_s": tempo.weight_sync_s,
             "engine_start_s": 300.0,
             "generate_s": 300.0,
-            "collective_s": COLLECTIVE_S,
+            "save_s": COLLECTIVE_S,
         },
     }
     return {name: config.get(name, {}) | changes.get(name, {}) for name in config | changes}

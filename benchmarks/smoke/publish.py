@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from benchmarks.lib.report import Ratio
 from benchmarks.smoke.rows import Where, row
 from megarl.common.errors import PeerTimeout
 from megarl.models.hf.gather import GatherRequest
-from megarl.weights.group.stage_end import end_key
+from megarl.weights.group.stage import end_key
 from megarl.weights.group.store import SyncStore
 from megarl.weights.group.transport import Group, GroupMembers, await_members
 from megarl.weights.plan.bucket_packer import BucketPacker
@@ -73,7 +73,7 @@ def rows(where: Where, streams: Streams, occupied_s: float) -> list[Ratio]:
     expected = digests_of(plan, updated, version=2)
     with formed_group(streams.backend) as group, streams.stream(own=False):
         packer = BucketPacker(plan, 0, where.device)
-        gathers = [OwnRows(weights, request) for request in packer.requests()]
+        gathers: Any = [OwnRows(weights, request) for request in packer.requests()]
 
         def publish(version: int) -> tuple[float, dict[int, int]]:
             sending = SyncAttempt(group, schedule(plan), gathers, packer, 0, version)

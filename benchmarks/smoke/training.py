@@ -74,7 +74,7 @@ def large_layers(where: Where) -> dict[str, Any]:
 def _differences(policy: Policy, pairs: models.Pairs, old: list[torch.Tensor]) -> torch.Tensor:
     """Return |log-prob - old log-prob| of all response tokens."""
     found = policy.compute_logprobs(models.make_samples(pairs, old))
-    return torch.cat([(new.logprobs_R - each).abs() for new, each in zip(found, old, strict=True)])
+    return torch.cat([(new - each).abs() for new, each in zip(found, old, strict=True)])
 
 
 def _difference_row(name: str, worst: float, allowed: float) -> Ratio:
@@ -218,5 +218,5 @@ def _one_of_two(rank: int, device: str, folder: str, address: str) -> None:
     with models.built_policy(config, tensor=2) as policy:
         found = policy.compute_logprobs(models.make_samples(models.make_pairs(8, range(8, 42, 3))))
     if rank == 0:
-        torch.save([each.logprobs_R for each in found], Path(folder, "logprobs.pt"))
+        torch.save(list(found), Path(folder, "logprobs.pt"))
     torch.distributed.destroy_process_group()

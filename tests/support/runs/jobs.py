@@ -38,7 +38,7 @@ def write_job(directory: Path, steps: int, **sections: dict[str, Any]) -> Path:
     config = tiny_config(directory, steps=steps)
     config["evaluation"] = {}
     config["telemetry"] = {"dump_batches": True}
-    config["timeouts"] |= {"node_s": 90, "ray_start_s": 240, "engine_start_s": 400, "generate_s": 300, "save_s": 30}
+    config["timeouts"] |= {"node_s": 90, "engine_start_s": 720, "generate_s": 300, "save_s": 60}
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(with_sections(config, sections)))
     return path
