@@ -304,7 +304,7 @@ def test_tensorboard_itself_shows_the_scalars_and_a_rollback_purges_those_beyond
     assert not any(found.values()), "what only the discarded steps had is purged too"
 
 
-def test_a_resumed_summary_counts_on(tmp_path: Path) -> None:
+def test_a_resumed_summary_counts_on() -> None:
     now = [0.0]
     first = RunSummary(clock=lambda: now[0])
     first.evaluation("before", greedy=0.1, sampled=0.2, n=5)
@@ -316,13 +316,13 @@ def test_a_resumed_summary_counts_on(tmp_path: Path) -> None:
     second.load_state_dict(state)
     now[0] = 107.0
     second.step({"batch/trained_samples": 8, "time/step": 10.0, "time/overhead": 1.0, "total/groups_rolled_back": 4.0})
-    written = second.write(tmp_path / "summary.json", "finished")
+    written = second.as_dict("finished")
     assert written["steps"] == 2 and written["wall_seconds"] == 27.0 and written["trained_samples"] == 16
     assert written["eval_before"]["n"] == 5 and written["groups_rolled_back"] == 4
     assert written["loop_overhead_share"] == pytest.approx(0.1)
 
 
-def test_summary_has_exactly_what_was_asked_for(tmp_path: Path) -> None:
+def test_summary_has_exactly_what_was_asked_for() -> None:
     now = [0.0]
     summary = RunSummary(clock=lambda: now[0])
     summary.evaluation("before", greedy=0.1, sampled=0.2, n=500, reward_errors=7)
@@ -337,8 +337,7 @@ def test_summary_has_exactly_what_was_asked_for(tmp_path: Path) -> None:
         )  # fmt: skip
     summary.evaluation("after", greedy=0.6, sampled=0.5, n=500)
     now[0] = 42.0
-    written = summary.write(tmp_path / "runs" / "summary.json", "finished")
-    assert json.loads((tmp_path / "runs" / "summary.json").read_text()) == written
+    written = summary.as_dict("finished")
     assert written == {
         "steps": 3,
         "wall_seconds": 42.0,
@@ -356,7 +355,7 @@ def test_summary_has_exactly_what_was_asked_for(tmp_path: Path) -> None:
     }
 
 
-def test_summary_of_a_run_that_never_stepped(tmp_path: Path) -> None:
+def test_summary_of_a_run_that_never_stepped() -> None:
     content = RunSummary().as_dict("failed")
     assert content["steps"] == 0 and content["loop_overhead_share"] is None
     assert content["logprob_abs_diff"]["first"] == {"mean": None, "max": None}
