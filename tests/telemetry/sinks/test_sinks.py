@@ -134,22 +134,28 @@ def test_progress_lines_are_aligned() -> None:
     assert "\r" not in stream.getvalue()  # no live line without a terminal
 
 
-@pytest.mark.parametrize(("errors", "shown"), [(0.0, "0"), (7.0, "7"), (999.0, "999"), (1536.0, "2k"), (None, "-")])
-def test_rewards_that_failed_are_a_column(errors: float | None, shown: str) -> None:
-    stream = io.StringIO()
-    Progress(stream, 9).step(1, VALUES | ({} if errors is None else {"reward/errors": errors}))
-    header, row = (line.split() for line in stream.getvalue().splitlines())
-    assert row[header.index("err")] == shown
-
-
 @pytest.mark.parametrize(
-    ("norm", "shown"), [(0.1234, "0.123"), (12.34, "12.3"), (1234.0, "1.23k"), (12345.0, "12.3k"), (2.4e-5, "2e-05")]
+    ("title", "values", "shown"),
+    [
+        *(("err", {"reward/errors": errors}, shown) for errors, shown in [(0.0, "0"), (7.0, "7"), (1536.0, "2k")]),
+        ("err", {}, "-"),
+        *(
+            ("gnorm", {"policy/grad_norm": norm}, shown)
+            for norm, shown in [(0.1234, "0.123"), (12.34, "12.3"), (12345.0, "12.3k"), (2.4e-5, "2e-05")]
+        ),
+        # The share of correct responses is not shown for graded rewards.
+        ("acc", {"reward/std": 0.2, "reward/max": 0.7}, "-"),
+        ("acc", {"reward/std": 0.4, "reward/max": 1.0}, "0.250"),
+        ("acc", {"reward/std": 0.0, "reward/max": 0.0}, "0.250"),
+    ],
 )
-def test_a_norm_of_any_size_has_room(norm: float, shown: str) -> None:
+def test_a_cell_shows_its_value_in_its_room(title: str, values: dict[str, float], shown: str) -> None:
     stream = io.StringIO()
-    Progress(stream, 9).step(1, VALUES | {"policy/grad_norm": norm})
-    header, row = (line.split() for line in stream.getvalue().splitlines())
-    assert row[header.index("gnorm") - 1] == shown, "`kl old` is one column"
+    Progress(stream, 9).step(1, VALUES | values)
+    header, row = (
+        line.replace("kl old", "kl-old").replace("n t/s", "n-t/s").split() for line in stream.getvalue().splitlines()
+    )
+    assert row[header.index(title)] == shown
 
 
 def test_no_line_is_wider_than_a_terminal_of_100_columns() -> None:
@@ -169,20 +175,6 @@ def test_the_kl_to_the_reference_is_shown_where_there_is_one(reference: bool, ti
     header, row = stream.getvalue().splitlines()
     assert title in header and shown in row
     assert header.count(" kl ") == 1
-
-
-@pytest.mark.parametrize(
-    ("rewards", "shown"),
-    [
-        ({"reward/std": 0.2, "reward/max": 0.7}, "-"),
-        ({"reward/std": 0.4, "reward/max": 1.0}, "0.250"),
-        ({"reward/std": 0.0, "reward/max": 0.0}, "0.250"),
-    ],
-)
-def test_the_share_of_correct_responses_is_not_shown_for_graded_rewards(rewards: dict[str, float], shown: str) -> None:
-    stream = io.StringIO()
-    Progress(stream, 9).step(1, VALUES | rewards)
-    assert stream.getvalue().splitlines()[1].split()[2] == shown
 
 
 def test_the_live_line_never_mixes_with_the_table() -> None:
