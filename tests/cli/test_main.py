@@ -11,11 +11,11 @@ import pytest
 
 from megarl.checkpoint.convert import cli as command_line
 from megarl.cli import main
-from megarl.config.loading.options_page import configuration_page
 from megarl.run.start import main as rank_main
 from tests.support.checkout import ROOT
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import tree, write_problems
+from tools.docs.options import configuration_page
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from megarl.queue.dump import DumpError, read_batch, write_batch
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE, Event
 from megarl.rollout.admission.schedule_replay import ScheduledBatch, ScheduleMismatch
-from megarl.rollout.workers.finished_group import usable_samples
+from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from megarl.run.step.plan import plan_step
 from megarl.trainer import parallel
 from tests.support.losses.rl_problem import make_config

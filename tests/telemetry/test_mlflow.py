@@ -35,11 +35,17 @@ VALUES = {"reward/mean": 0.5, "eval/held-out/pass@8": 0.25, "policy/loss": -0.01
 
 
 def at(uri: str, run_dir: Path, **changes: Any) -> Config:
-    telemetry = {"mlflow_experiment": "small models", "mlflow_uri": uri}
+    os.environ["MLFLOW_TRACKING_URI"] = uri
+    telemetry = {"mlflow_experiment": "small models"}
     timeouts = {"shutdown_s": 240}  # of which MLflow has half; a busy machine may need it
     return config(
         "model", run__dir=str(run_dir), run__name="one run", telemetry=telemetry, timeouts=timeouts, **changes
     )
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # so that it is restored
 
 
 @pytest.fixture(scope="module")

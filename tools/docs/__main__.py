@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from megarl.config.loading.options_page import configuration_page
 from tools.docs.grafana import dashboard
 from tools.docs.metrics_page import metrics_page
+from tools.docs.options import configuration_page
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.transport.rpc import AnsweredCalls, CallResults, RpcServer, SharedCall
+from megarl.rollout.transport.rpc import AnsweredCalls, Answers, RpcServer, SharedCall
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import replica_process
 
@@ -220,7 +220,7 @@ class EngineReplica:
         """Start calls of methods of this replica, see `RpcServer.begin`."""
         self._desk.begin(link, calls)
 
-    async def take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
+    async def take_answers(self, link: str, seen: int, wait_s: float) -> Answers:
         """Return the answers to such calls that have come, see `RpcServer.take`."""
         return await self._desk.take(link, seen, wait_s)
 

@@ -85,11 +85,10 @@ class MlflowSink(RemoteSink):
 
     def _connected(self) -> MlflowClient:
         """Return the client, once the run is there and marked as running."""
-        telemetry = self._config.telemetry
-        client = self._client = self._client or self._mlflow.MlflowClient(tracking_uri=telemetry.mlflow_uri)
+        client = self._client = self._client or self._mlflow.MlflowClient()
         if self._run_id:
             return client
-        experiment = self._experiment(client, str(telemetry.mlflow_experiment))
+        experiment = self._experiment(client, str(self._config.telemetry.mlflow_experiment))
         found = client.search_runs([experiment], filter_string=f"tags.`{ID_TAG}` = '{self._id}'")
         if found:
             run_id = found[0].info.run_id
