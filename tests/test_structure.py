@@ -118,7 +118,7 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "checkpoint/convert/workers.py:_serve": "nobody waits for it; it dies with its parent",
     "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
     "cluster/pool/actors.py:PoolActors._await": "no wait: `ray.wait` has found that it has ended",
-    "cli/launch.py:run_script": "the user's script, and the user who ends it",
+    "cli/launch.py:run_script": "sbatch, and the user who ends it",
     "common/process/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",  # noqa: E501
     "models/hf/gather.py:Gather.done": "no wait, or the time-out of the process group",
     "models/hf/gather.py:GlooWaiter._run": "the time-out of the process group; whoever waits for the thread has a bound",  # noqa: E501

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.cli.doctor.nodes.between_nodes import Meeting, Member, Outcome, plan_paths, render, run_probe, summary
-from megarl.cli.doctor.nodes.between_nodes import Path as PathToTry
+from megarl.cli.doctor.between_nodes import Meeting, Member, Outcome, plan_paths, render, run_probe, summary
+from megarl.cli.doctor.between_nodes import Path as PathToTry
 from megarl.cluster.pool.ray_head import ReservedPorts
 from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
 from megarl.common.errors import ConfigError
