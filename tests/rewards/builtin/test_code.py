@@ -7,8 +7,7 @@ import os
 
 import pytest
 
-from megarl.rewards.builtin.code import CodeReward, read_verdicts
-from megarl.rewards.builtin.code_tests import CodeTests, last_program, read_tests, same_output
+from megarl.rewards.builtin.code import CodeReward, CodeTests, last_program, read_tests, read_verdicts, same_output
 from megarl.rewards.registry import resolve
 from megarl.rewards.types import RewardInput
 from tests.support.rewards.reward_pool import make_reward_pool
