@@ -10,7 +10,7 @@ import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import msgspec
@@ -193,10 +193,11 @@ class GatewayRoutes:
             await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
 
         async def say_waiting() -> None:
-            while True:
-                await asyncio.sleep(SILENCE_S)
-                if response.prepared:
-                    await response.write(b": waiting\n\n")
+            with suppress(ConnectionError):  # the client has gone, and the request is cancelled
+                while True:
+                    await asyncio.sleep(SILENCE_S)
+                    if response.prepared:
+                        await response.write(b": waiting\n\n")
 
         waiting = asyncio.create_task(say_waiting())
         try:

@@ -149,15 +149,6 @@ def pool() -> Iterator[RewardPool]:
     pool.close()
 
 
-def test_a_hostile_answer_is_wrong_at_once(pool: RewardPool) -> None:
-    """sympy would work on this tower for hours; a policy does find such answers."""
-    samples = [RewardInput("", rf"\boxed{{{x}}}", answer="3") for x in ("3", "10^{10^{10^{10}}}", "6/2")]
-    outcomes = score_all(pool, samples)
-    assert [o.score for o in outcomes] == [1.0, 0.0, 1.0]
-    assert [o.answer for o in outcomes] == ["3", None, "3"]
-    assert [o.reason for o in outcomes] == [None, None, None]
-
-
 def test_the_excerpts_own_answers_are_right() -> None:
     for line in EXCERPT.read_text().splitlines():
         answer = json.loads(line)["answer"]
