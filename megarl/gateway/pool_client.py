@@ -150,6 +150,8 @@ class ControllerClient:
             names, dropped = [each for each in self._unsent if each in self._open], list(self._dropped)
             self._unsent.clear()
             self._dropped.clear()
+            if not names and not dropped:  # they have ended before they were sent
+                continue
             try:
                 wanted = [self._wanted(each) for each in names]
                 async with asyncio.timeout(self._rpc_s):
