@@ -57,12 +57,14 @@ class RunResult:
     Attributes:
         status: its exit status; minus the signal's number if a signal ended it; None if a limit ended it before.
         limit: the limit that ended it, if one did.
+        seconds: wall time.
     """
 
     status: int | None
     stdout: str
     stderr: str
     limit: LimitName | None
+    seconds: float
 
     @property
     def ok(self) -> bool:

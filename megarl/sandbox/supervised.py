@@ -321,7 +321,7 @@ class SupervisedRun:
             self._limit = "cpu"
         stdout = self._texts["stdout"].decode("utf-8", "replace")
         status = status if self._limit in (None, "cpu") else None
-        return RunResult(status, stdout, stderr, self._limit)
+        return RunResult(status, stdout, stderr, self._limit, time.monotonic() - self._began)
 
     def _exit_status(self) -> int | None:
         """Return the program's status as bubblewrap reports it; None if the program was not started, or not waited for.
