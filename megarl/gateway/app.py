@@ -21,7 +21,7 @@ from megarl.gateway.chat_route import ChatRequest, read_chat_request
 from megarl.gateway.chats import Chats
 from megarl.gateway.exchange import Exchange, exchange_in
 from megarl.gateway.pool_client import ControllerClient
-from megarl.gateway.request_fields import ApiError, ModelLimits, read_terms, unauthorized
+from megarl.gateway.request_fields import ApiError, ModelLimits, read_terms
 from megarl.gateway.sessions import Sessions, session_content
 from megarl.gateway.token_route import read_token_request, token_answer
 
@@ -145,7 +145,10 @@ class GatewayRoutes:
         # Bytes of a header that are no UTF-8 arrive as surrogates.
         same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
         if kind.lower() != "bearer" or not same:
-            raise unauthorized()
+            told = (
+                "the bearer token is missing or wrong; gateway.json names the file that has the token of this gateway"
+            )
+            raise ApiError(401, told, kind="authentication_error", code="invalid_api_key")
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 while the rollout controller is reached; anybody may ask."""

@@ -49,7 +49,8 @@ class TextStream:
         sure, stopped = cut_at(text, self._stops)
         if not stopped:
             sure = sure.rstrip(_UNFINISHED)
-            sure = sure[: len(sure) - self._may_stop(sure)]
+            may_stop = max((overlap(sure, stop) for stop in self._stops), default=0)
+            sure = sure[: len(sure) - may_stop]
         if self._tools is not None:
             sure = self._tools.certain_content(sure)
         return self._send(sure)
@@ -63,10 +64,6 @@ class TextStream:
             return ""  # a decoder changed its mind about the last characters; the next piece may fit again
         piece, self._sent = content[len(self._sent) :], content
         return piece
-
-    def _may_stop(self, text: str) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        return max((overlap(text, stop) for stop in self._stops), default=0)
 
 
 STREAM_S = 0.2  # between two pieces of a streamed response
