@@ -181,8 +181,8 @@ class GatewayRoutes:
         body = await _body(request)
         with self._exchange(request) as exchange:
             asked = read_chat_request(body)
-            self._check_model(asked.fields.model or None)
-            if asked.fields.stream:
+            self._check_model(asked.model or None)
+            if asked.stream:
                 return await self._stream(request, asked, exchange)
             return _json(await self._chats.answer(asked, exchange))
 
