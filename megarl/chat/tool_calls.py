@@ -254,6 +254,16 @@ def _json_end(text: str) -> int:
         return len(text)
 
 
+def json_values(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield (start, end, value) for each place of a text where an object or a list in JSON begins."""
+    for found in re.finditer(r"[{\[]", text):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, found.start())
+        except ValueError:
+            continue
+        yield found.start(), end, value
+
+
 def _objects(body: str) -> Iterator[str]:
     """Yield the JSON values of a text, which semicolons or white space may separate."""
     while body:
