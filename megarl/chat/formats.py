@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +34,8 @@ class RowError(ValueError):
 class Prompt:
     """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged.
 
-    `demonstration`: the text of the response that is to be learnt; "" if the model answers itself.
+    `demonstration`: the text of the response that is to be learnt; "" if the model answers itself. `tools`: schemas
+    of the row's own tools, which the prompt shows instead of the run's.
     """
 
     index: int
@@ -41,6 +43,7 @@ class Prompt:
     answer: str
     row: dict[str, Any]
     demonstration: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def text(self) -> str:
@@ -90,17 +93,41 @@ def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig)
     """
     field = _PROMPT_FIELDS.get(kind, config.prompt_field)
     given = _text(row, field) if kind in ("gsm8k", "problem_answer") else _required(row, field)
-    messages = _messages(given, field, config)
+    messages, tools = _messages(given, field, config), _own_tools(row, config.tools_field)
     if config.demonstration_field:
-        return Prompt(index, messages, "", row, _text(row, config.demonstration_field))
+        return Prompt(index, messages, "", row, _text(row, config.demonstration_field), tools)
     if kind == "gsm8k":
         answer = _text(row, "answer")
         reference = answer.rpartition("####")[2].strip()
         if "####" not in answer or not reference:
             raise RowError("field 'answer' has no number after '####', as GSM8K's answers have")
-        return Prompt(index, messages, reference, row)
+        return Prompt(index, messages, reference, row, tools=tools)
     answer_field = {"problem_answer": "answer", "verl": VERL_ANSWER}.get(kind, config.answer_field)
-    return Prompt(index, messages, _answer(row, answer_field), row)
+    return Prompt(index, messages, _answer(row, answer_field), row, tools=tools)
+
+
+def _own_tools(row: dict[str, Any], field: str | None) -> tuple[dict[str, Any], ...]:
+    """Return the schemas of a row's own tools, which may be JSON text. Raises RowError, also for unused tools."""
+    given = row.get(field or "tools")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            if field is None:
+                return ()  # a text that only has the name of such a column
+            raise RowError(f"field {field!r} must be a list of tools, or its JSON text", f": {error}") from error
+    schemas = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    described = [each for each in schemas if isinstance((each.get("function") or {}).get("name"), str)]
+    if field is None:
+        if described:
+            raise RowError(
+                "the row has its own `tools`; set data.tools_field: tools, which shows them to the model, or remove "
+                "the column"
+            )
+        return ()
+    if given is not None and (not isinstance(given, list) or len(described) < len(given)):
+        raise RowError(f"field {field!r} must be a list of tools with function.name", f", not {given!r:.60}")
+    return tuple(described)
 
 
 def _lookup(row: dict[str, Any], field: str) -> object:
@@ -137,6 +164,8 @@ def _answer(row: dict[str, Any], field: str) -> str:
     value = _required(row, field)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(f"field {field!r} must be a string or a number", f", not {value!r:.60}")
+    if isinstance(value, float) and not math.isfinite(value):  # pandas writes NaN for what is missing
+        raise RowError(f"field {field!r} is no number", f", but {value}")
     return str(value)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 _THINK, _THOUGHT = "<think>", "</think>"
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63
+_ARGUMENTS = ("arguments", "parameters")  # keys of a call's arguments
 _QUOTED = 200  # characters of a malformed call that its error repeats
 
 
@@ -98,13 +99,15 @@ class TaggedFormat(ToolFormat):
 
     def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
         """See `ToolFormat.read`."""
-        if self.closing:
+        end = _json_end(text)
+        body, rest = text[:end], text[end:]
+        # The closing text may also stand in a string of the call.
+        if self.closing and rest.lstrip().startswith(self.closing):
+            rest = rest.lstrip().removeprefix(self.closing)
+        elif self.closing:
             body, found, rest = text.partition(self.closing)
             if not found:
                 return [unclosed(body, self.closing)], rest, False
-        else:
-            end = _json_end(text)
-            body, rest = text[:end], text[end:]
         return read_calls(body, self.name_key, self.arguments_key), rest, False
 
 
@@ -112,7 +115,8 @@ class TaggedFormat(ToolFormat):
 class BareFormat(ToolFormat):
     """The whole turn is one JSON object, as in Llama 3; `opening`, such as `<|python_tag|>`, may stand before it.
 
-    Several objects may follow each other, with a semicolon in between.
+    Several objects may follow each other, with a semicolon in between; what stands behind them is content. An object
+    without arguments is a call only if it names a tool: an answer may be JSON as well.
     """
 
     opening: str = "<|python_tag|>"
@@ -127,10 +131,25 @@ class BareFormat(ToolFormat):
         body = body.removeprefix(self.opening).strip() if opened else body
         if not opened and not body.startswith("{"):
             return ParsedTurn(text.strip())
-        calls = [call for part in _objects(body) for call in read_calls(part, self.name_key, self.arguments_key)]
-        if not opened and f'"{self.name_key}"' not in body:
-            return ParsedTurn(text.strip())  # an answer that happens to be JSON
-        return ParsedTurn(thought.strip(), tuple(calls))
+        parts, behind = _objects(body)
+        if not opened and not any(self._is_call(part, tools) for part in parts):
+            return ParsedTurn(text.strip())
+        calls = [call for part in parts for call in read_calls(part, self.name_key, self.arguments_key)]
+        return ParsedTurn(f"{thought}{behind}".strip(), tuple(calls))
+
+    def _is_call(self, body: str, tools: ToolSchemas) -> bool:
+        """Tell whether an object is meant as a call; one that cannot be read is, if it has the two keys of one."""
+        keys = {self.arguments_key, *_ARGUMENTS}
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError):
+            return f'"{self.name_key}"' in body and any(f'"{key}"' in body for key in keys)
+        names = {tool.get("function", tool).get("name") for tool in tools}
+        return (
+            isinstance(value, dict)
+            and self.name_key in value
+            and bool(keys & value.keys() or value[self.name_key] in names)
+        )
 
     def certain_content(self, text: str) -> str:
         """See `ToolFormat.certain_content`."""
@@ -159,14 +178,20 @@ def call_of(
     """Return the call that a JSON value is, or a malformed one; `body`: its text, for the error."""
     if not isinstance(value, dict):
         return malformed(body, "it is no JSON object")
-    name, arguments = value.get(name_key), value.get(arguments_key, {})
+    name = value.get(name_key)
     if not isinstance(name, str) or not name:
         return malformed(body, f'it has no "{name_key}" that is a string')
+    # Models confuse the keys of the two common forms.
+    arguments_key = next((key for key in (arguments_key, *_ARGUMENTS) if key in value), arguments_key)
+    others = sorted(value.keys() - {name_key, arguments_key, "id", "type"})
+    if others and arguments_key not in value:
+        return malformed(body, f'it has "{others[0]}" instead of "{arguments_key}"')
+    arguments = value.get(arguments_key, {})
     if isinstance(arguments, str):  # some models write the object as a JSON text, as in OpenAI's API
         try:
             arguments = json.loads(arguments, parse_constant=no_constant)
         except (ValueError, RecursionError):
-            return malformed(body, f'"{arguments_key}" is a string and no JSON object')
+            arguments = None
     if not isinstance(arguments, dict):
         return malformed(body, f'"{arguments_key}" is no JSON object')
     if reason := unusable({name: arguments}):
@@ -264,9 +289,13 @@ def json_values(text: str) -> Iterator[tuple[int, int, Any]]:
         yield found.start(), end, value
 
 
-def _objects(body: str) -> Iterator[str]:
-    """Yield the JSON values of a text, which semicolons or white space may separate."""
-    while body:
+def _objects(body: str) -> tuple[list[str], str]:
+    """Return the JSON objects at the beginning of a text, which semicolons may separate, and what follows them."""
+    found: list[str] = []
+    while not found or body.startswith("{"):
         end = _json_end(body)
-        yield body[:end]
+        found.append(body[:end])
         body = body[end:].lstrip("; \n\t\r")
+        if not body:
+            break
+    return found, body

@@ -98,7 +98,7 @@ class GatewayClient:
         if status == 404:
             raise GatewayLost(
                 f"the gateway at {self.base_url} has no session {session}: another gateway has taken its place, or nobody "  # noqa: E501
-                "used the session for too long (gateway.session_idle_s)"
+                "used the session for too long (twice timeouts.generate_s)"
             )
         if status != 200:
             raise RolloutError(

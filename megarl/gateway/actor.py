@@ -21,7 +21,7 @@ from megarl.gateway.app import GatewayRoutes, GatewayServer, listen
 from megarl.gateway.chats import Chats
 from megarl.gateway.pool_client import ControllerClient
 from megarl.gateway.request_fields import ModelLimits
-from megarl.gateway.sessions import Sessions
+from megarl.gateway.sessions import MOST_TOKENS, Sessions
 from megarl.gateway.text import ModelText
 from megarl.gateway.token_file import gateway_token, read_token, write_gateway_file, write_token
 from megarl.models.hf.read_config import load_info
@@ -79,15 +79,15 @@ class GatewayActor:
         stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
         info = load_info(model)
         limits = ModelLimits(self.spec.pool.max_model_len or info.max_positions, info.vocab_size, stops)
-        settings, rpc_s = self.config.gateway, self.config.timeouts.rpc_s
+        timeouts = self.config.timeouts
         # A name that no other gateway has: a controller forgets the requests of the gateway before.
-        self._pool = ControllerClient(f"gateway-{uuid.uuid4().hex[:12]}", self._find_controller, rpc_s)
+        self._pool = ControllerClient(f"gateway-{uuid.uuid4().hex[:12]}", self._find_controller, timeouts.rpc_s)
         self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format)
-        sessions = Sessions(settings.max_sessions, settings.max_session_tokens, settings.session_idle_s)
+        sessions = Sessions(self.config.gateway.max_sessions, MOST_TOKENS, 2 * timeouts.generate_s)
         names = model_names(model)
         chats = Chats(self._text, limits, names[0])
         token, token_file = self._token()
-        routes = GatewayRoutes(self._pool, settings.request_timeout_s, sessions, limits, chats, names, token)
+        routes = GatewayRoutes(self._pool, timeouts.generate_s, sessions, limits, chats, names, token)
         self._server = GatewayServer(routes)
         host, port = await self._open()
         self._pump = asyncio.create_task(self._pool.run())

@@ -131,6 +131,8 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
             raise refused(f"{where}.{name}", "is not supported; use tool_calls and text")
     message = {name: value for name, value in given.items() if value is not None and name != "tool_calls"}
     message["content"] = _content(where, read.content)
+    if read.role == "developer":  # OpenAI's newer name; templates leave out messages of roles that they do not know
+        message["role"] = "system"
     if read.tool_calls:
         calls = zip(given["tool_calls"], read.tool_calls, strict=True)
         message["tool_calls"] = [_given_call(f"{where}.tool_calls[{i}]", *call) for i, call in enumerate(calls)]

@@ -17,6 +17,7 @@ from typing import Any
 from megarl.gateway.request_fields import ApiError, not_generated
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
 from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, Failure
+from megarl.rollout.transport.actor_errors import fate_of_actor, own_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class Generation:
                     self.news.clear()
                     await self.news.wait()
         except TimeoutError:
-            told = f"the gateway waited {self.request.timeout_s + MARGIN_S:.0f} s (gateway.request_timeout_s) for the rollout controller"  # noqa: E501
+            waited_s = self.request.timeout_s + MARGIN_S
+            told = f"the gateway waited {waited_s:.0f} s (timeouts.generate_s) for the rollout controller"
             if lost_s := self._lost_s():
                 told += f", which it has not reached for {lost_s:.0f} s"
             raise not_generated("late", told) from None
@@ -185,7 +187,7 @@ class ControllerClient:
             except Exception as error:
                 self._lost_at = self._lost_at or time.monotonic()
                 await asyncio.sleep(RETRY_S)
-                if "ActorDied" in type(error).__name__:
+                if fate_of_actor(error) == "died":
                     logger.warning("the rollout controller has died: %d requests wait for another one", len(self._open))
                     return
                 logger.warning("the rollout controller does not answer and is asked again: %s", _line(error))
@@ -208,5 +210,4 @@ class ControllerClient:
 
 def _line(error: BaseException) -> str:
     """Return what an actor raised in one line."""
-    text = str(getattr(error, "cause", None) or error).strip().splitlines()
-    return text[-1] if text else type(error).__name__
+    return own_text(error) or type(error).__name__

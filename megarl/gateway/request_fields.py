@@ -53,8 +53,8 @@ def too_many(message: str) -> ApiError:
 def no_session() -> ApiError:
     """Return the error of a session that is not there."""
     told = (
-        "there is no such session: it never began, was ended, nobody used it for too long (gateway.session_idle_s), or "
-        f"its gateway has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
+        "there is no such session: it never began, was ended, nobody used it for too long (twice timeouts.generate_s), "
+        f"or its gateway has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
     )
     return ApiError(404, told, code="session_not_found")
 

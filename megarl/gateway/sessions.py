@@ -32,6 +32,7 @@ from megarl.rollout.engine.response_parts import ResponsePart
 ChatMessage = Mapping[str, Any]
 
 # Fields of a message that the prompt depends on. Others, such as `refusal` and `annotations`, come from clients.
+MOST_TOKENS = 100_000_000  # of all sessions of a gateway, 12 bytes each
 _FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 
 
@@ -273,7 +274,7 @@ class Sessions:
         self.expire(now)
         if self.tokens >= self._most_tokens:
             raise too_many(
-                f"the sessions have {self.tokens} tokens, and may have {self._most_tokens} (gateway.max_session_tokens): "  # noqa: E501
+                f"the sessions have {self.tokens} tokens, and may have {self._most_tokens}: "
                 "end sessions that are finished by DELETE /v1/sessions/ID"
             )
         if name not in self._sessions and len(self._sessions) >= self._most:

@@ -261,9 +261,9 @@ def test_the_turns_of_a_session_stay_on_the_replica_that_has_its_tokens(gateways
     assert sum(served) == 12
     # A session alone on an idle pool goes to the least loaded replica, the first; then it stays.
     assert served == [12, 0, 0]
-    gateway.call(lambda parts: parts.fleet._dispatcher.remove(0))
+    gateway.call(lambda parts: parts.fleet.table.drain(0))
     generate(gateway, [5, 6, 7, 7, 6, 5, STOP, 8], "a")
-    gateway.call(lambda parts: parts.fleet._dispatcher.add(0))
+    gateway.call(lambda parts: setattr(parts.fleet.table[0], "drained", False))
     prompt = [5, 6, 7, 7, 6, 5, STOP, 8, 8, STOP, 5, STOP]
     generate(gateway, prompt, "a")
     assert gateway.call(lambda parts: [len(replica.asked) for replica in parts.replicas]) == [12, 2, 0]
@@ -427,7 +427,7 @@ def test_a_request_that_takes_too_long_says_for_what_it_waited(gateways: Gateway
     answer = post(gateway, "/inference/v1/generate", {"token_ids": [5]})
     assert answer.status_code == 504
     error = answer.json()["error"]
-    assert "gateway.request_timeout_s" in error["message"] and "rollout pool" in error["message"]
+    assert "timeouts.generate_s" in error["message"] and "rollout pool" in error["message"]
     wait_until(lambda: gateway.call(lambda parts: parts.replicas[0].working) == 0, 60, "the engine to be free")
 
 

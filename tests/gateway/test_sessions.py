@@ -93,7 +93,7 @@ def test_too_many_tokens_are_refused_and_room_comes_back() -> None:
     sessions = Sessions(10, 8, idle_s=10.0)
     add(sessions, "a", 8, now=0.0)
     for name in ("a", "b"):
-        with pytest.raises(ApiError, match=r"gateway\.max_session_tokens"):
+        with pytest.raises(ApiError, match="and may have 8"):
             add(sessions, name, 1, now=1.0)
     sessions.end("a")
     add(sessions, "b", 1, now=1.0)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.builtin.math import MAX_DIGITS, is_too_large, math
+from megarl.rewards.builtin.math import math
+from megarl.rewards.builtin.sympy_guard import MAX_DIGITS, is_too_large
 from megarl.rewards.types import RewardInput
 
 TOO_LARGE = [
