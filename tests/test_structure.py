@@ -46,7 +46,6 @@ def _has_slow_tests(path: Path) -> bool:
 
 # The waits without a bound where they stand, and who bounds them.
 BOUNDED_ELSEWHERE = {
-    "rollout/fleet/request_coalescer.py:RequestCoalescer.generate": "the call to the fleet, which has bounds of its own",  # noqa: E501
     "rollout/orchestrator/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
     "rollout/orchestrator/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
     "rollout/fleet/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
@@ -63,6 +62,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
+    "rollout/transport/batch_decoder.py:BatchDecoder._decode": "`BatchDecoder.text`, timeouts.rpc_s",
     "rollout/transport/gather.py:Replay.take": "whoever takes, timeouts.rpc_s after it is due",
     "rollout/transport/rpc.py:RpcClient.call": "`ReplicaClient.call`, the time limit of each call",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
@@ -134,7 +134,6 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "queue/transfer.py:_Client.call": "no wait: the future is done",
     "report/reading/metrics_file.py:metrics_of": "no wait: what `MetricsReader` has read",
     "rewards/builtin/code.py:CodeReward._of_pieces": "the program, which was cancelled, END_S of the sandbox",
-    "rollout/transport/batch_decoder.py:_settle": "no wait: the task has ended",
     "rollout/engine/engine_requests.py:EngineRequests._part": "no wait: the task has ended",
     "rollout/engine/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",  # noqa: E501
     "rollout/transport/rpc.py:RpcServer._ended": "no wait: the task has ended",
