@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,12 +32,12 @@ class AnsweredCalls:
     def __init__(self, kept: int = KEPT) -> None:
         """`kept`: the number of answers that are remembered, besides those of calls that still run."""
         self._kept = kept
-        self._calls: dict[str, asyncio.Task[Any]] = {}
+        self._calls: dict[str, asyncio.Future[Any]] = {}
 
     async def answer(self, key: str, run: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401  # of any method
         """Return the answer to the call `key`, or raise what it raised; `run` starts it if it is new."""
         if (task := self._calls.get(key)) is None:
-            task = self._calls[key] = asyncio.get_running_loop().create_task(_coroutine(run))
+            task = self._calls[key] = asyncio.ensure_future(run())
             self._forget()
         # The call goes on if the one who waits for its answer is cancelled.
         return await asyncio.shield(task)
@@ -46,13 +46,6 @@ class AnsweredCalls:
         ended = [key for key, task in self._calls.items() if task.done()]
         for key in ended[: max(0, len(ended) - self._kept)]:
             del self._calls[key]
-
-
-def _coroutine(run: Callable[[], Awaitable[Any]]) -> Coroutine[Any, Any, Any]:
-    async def awaited() -> Any:  # noqa: ANN401  # of any method
-        return await run()
-
-    return awaited()
 
 
 POLL_S = 2.0  # the longest time for which a replica without answers lets the controller wait

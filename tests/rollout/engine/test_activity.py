@@ -29,7 +29,6 @@ class Recorded:
     def record(self, name: str, begin: float, end: float | None = None, **fields: Any) -> None:
         self.found.append((name, begin, end, fields.get("version"), fields.get("args")))
 
-
     @property
     def busy(self) -> list[tuple[float, float, int, int]]:
         return [(begin, end, *args.values()) for name, begin, end, _, args in self.found if name == "busy"]

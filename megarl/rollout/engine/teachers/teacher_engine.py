@@ -143,4 +143,4 @@ class TeacherEngine:
         # The first token has none, because nothing comes before it.
         if list(found.token_ids) != request.token_ids[1:]:  # type: ignore[union-attr]
             raise RuntimeError(f"the engine gave log-probs of other tokens than the {len(request.token_ids)} asked for")
-        return Scored([float(value) for value in found.logprobs[request.start - 1 :]])  # type: ignore[union-attr]
+        return [float(value) for value in found.logprobs[request.start - 1 :]]  # type: ignore[union-attr]
