@@ -6,8 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
-from megarl.rollout.transport.actor_errors import fate_of_actor, own_text
-from megarl.rollout.transport.rpc import RpcClient
+from megarl.rollout.transport.rpc import RpcClient, fate_of_actor, own_text
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -13,10 +13,30 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.transport.gather import Outbox, Replay, gathering_s
+
+# What the failure of a call to an actor says.
+
+
+def fate_of_actor(error: BaseException) -> Literal["died", "cut", "lives"]:
+    """Return what has become of an actor whose call has raised `error`.
+
+    `cut`: it may have got the call. Ray's classes are known by their names, so that processes need not import Ray.
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"ActorUnavailableError"}:
+        return "cut"
+    return "died" if kinds & {"ActorDiedError", "RayActorError"} else "lives"
+
+
+def own_text(error: BaseException) -> str:
+    """Return the first line of the actor's own error, without the traceback in which Ray wraps it."""
+    lines = str(getattr(error, "cause", None) or error).strip().splitlines()
+    return lines[0] if lines else ""
+
 
 # Calls that a client may send several times and that run once: an idempotency key names each of them.
 

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.transport.actor_errors import fate_of_actor, own_text
 from megarl.rollout.transport.gather import Outbox
+from megarl.rollout.transport.rpc import fate_of_actor, own_text
 from megarl.rollout.workers.messages import ToWorker, WorkerReport
 
 logger = logging.getLogger(__name__)
