@@ -245,7 +245,8 @@ class ExternalRequests:
 
     def _late(self, opened: _Open) -> str:
         tokens, serving = len(opened.part.response_ids), self._fleet.serving
-        where = f"replicas that serve: {serving}" if self._serves.is_set() else "the engines wait for weights of the trainer"
+        held = "the engines wait for weights of the trainer"
+        where = f"replicas that serve: {serving}" if self._serves.is_set() else held
         return (
             f"the request waited {opened.request.timeout_s:.0f} s (gateway.request_timeout_s) for the rollout pool; "
             f"it had {tokens} tokens; {where}"
