@@ -180,7 +180,7 @@ def vllm_server(model: Path, directory: Path) -> Iterator[Server]:
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
     log, url = directory / "vllm.log", f"http://127.0.0.1:{port}"
-    with started(command, log, {**os.environ, **engine_environment(config, cuda=False)}) as process:
+    with started(command, log, {**os.environ, **engine_environment(config.rollout, cuda=False)}) as process:
         await_health(process, url, log)
         yield Server("vLLM's server", url, "none")
 

@@ -94,7 +94,7 @@ def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     """
     import ray
 
-    needs = engine_needs(Config.model_validate_json(spec.config_json), cuda=spec.cuda)
+    needs = engine_needs(Config.model_validate_json(spec.config_json).rollout.tensor_parallel, cuda=spec.cuda)
     options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
     return (
         ray.remote(EngineReplica)
@@ -208,7 +208,7 @@ class EngineReplica:
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
         events.open_events(self.config, Path(spec.run_dir), replica_process(index))
-        os.environ.update(engine_environment(self.config, cuda=spec.cuda))
+        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda))
         name_shared_memory()
         spec.watch_supervisor()
 

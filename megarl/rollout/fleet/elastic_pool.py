@@ -34,7 +34,7 @@ async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) 
     Raises RolloutError naming the first that does not within `timeouts.engine_start_s`.
     """
     timeouts = config.timeouts
-    replicas = await _find_replicas(spec, config, wait)
+    replicas = await _find_replicas(spec.namespace, config.rollout.replicas, timeouts.engine_start_s, wait)
     logs = Path(spec.run_dir) / "logs"
     fleet = EnginePool(
         replicas,
@@ -49,17 +49,16 @@ async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) 
     return fleet
 
 
-async def _find_replicas(spec: ReplicaSpec, config: Config, wait: bool) -> dict[int, Any]:
+async def _find_replicas(namespace: str, count: int, start_s: float, wait: bool) -> dict[int, Any]:
     """Return the actors of the run's start, by index."""
     import ray
 
-    start_s, count = config.timeouts.engine_start_s, config.rollout.replicas
     replicas: dict[int, Any] = {}
     deadline = time.monotonic() + start_s
     while len(replicas) < count:
         index = len(replicas)
         try:
-            replicas[index] = ray.get_actor(replica_name(index), namespace=spec.namespace)
+            replicas[index] = ray.get_actor(replica_name(index), namespace=namespace)
         except ValueError:
             if not wait:
                 replicas[index] = EndedReplica(index)

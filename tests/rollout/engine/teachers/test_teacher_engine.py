@@ -46,7 +46,7 @@ def test_its_log_probs_are_those_of_transformers(tmp_path: Path, monkeypatch: py
 
     async def scored() -> tuple[list[Any], BaseException | None]:
         teacher = unstarted(model, tmp_path)
-        for name, value in engine_environment(teacher.config, cuda=False).items():
+        for name, value in engine_environment(teacher.config.rollout, cuda=False).items():
             monkeypatch.setenv(name, value)
         try:
             await teacher.start()
