@@ -16,7 +16,7 @@ from megarl.rollout.fleet.replica_table import Replica, ReplicaTable, State
 
 
 def client() -> Any:
-    return SimpleNamespace(where="see its log")
+    return SimpleNamespace(where="see its log", close=lambda: None)
 
 
 def table_of(count: int = 2, *, replaces: bool = True) -> ReplicaTable:
