@@ -194,10 +194,11 @@ lint: setup-test  ## ruff, mypy, the layers (import-linter), and what the tree, 
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
+	$(PY) -m tools.docs --check
 	$(PY) -m pytest tests/test_*.py -n 2
 
 docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and docs/images.
-	$(VENV)/bin/megarl docs
+	$(PY) -m tools.docs
 	$(PY) -m tools.images
 
 # Without a server, build/site/index.html shows everything but the search. The variable silences a notice about the future of MkDocs, which is no warning of the build.

@@ -36,9 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BACKEND = "SimpleStorage"
-# Between the beginnings of two puts while more groups are to follow. Where thousands of loops are under way, each of
-# them takes many seconds, and within the shortest time a put would hardly ever have more than one group.
-PUT_INTERVAL_S, PUT_INTERVAL_EACH_S, MOST_PUT_INTERVAL_S = 0.05, 4e-5, 0.2
+PUT_INTERVAL_S = 0.05  # between the beginnings of two puts while more groups are to follow
 _RETRY_S = 0.5  # until a process that cannot be reached is asked again
 SLICE_S = 2.0  # how often a wait looks whether the queue's processes have ended
 
@@ -302,12 +300,9 @@ class QueueWriter:
 
     Groups that finish soon after a put began share the next one. A put takes some milliseconds and involves three
     processes, whatever its size: of one group of 16 it costs twice as much per row as of four.
-
-    `under_way`: tells how many loops make rows for this writer, by which the time between two puts grows.
     """
 
     def __init__(self, client: _Client) -> None:
-        self.under_way: Callable[[], int] = int
         self._client = client
         self._waiting: list[tuple[Sequence[EncodedRow], asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
@@ -379,8 +374,7 @@ class QueueWriter:
             async with asyncio.timeout(self._next_at - time.monotonic()):
                 await self._urgent.wait()
         self._urgent.clear()
-        interval_s = min(MOST_PUT_INTERVAL_S, PUT_INTERVAL_EACH_S * self.under_way())
-        self._next_at = time.monotonic() + max(PUT_INTERVAL_S, interval_s)
+        self._next_at = time.monotonic() + PUT_INTERVAL_S
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Remove rows; unknown keys are ignored."""

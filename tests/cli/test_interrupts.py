@@ -109,8 +109,8 @@ def test_an_evaluation_that_is_interrupted(moment: str, tmp_path: Path) -> None:
     data.write_text("".join(json.dumps({"problem": f"What is {i}?", "answer": str(i)}) + "\n" for i in range(200)))
     command = [
         sys.executable, "-m", "megarl", "eval", "--model", str(make_tiny_model(tmp_path / "model")), "--data",
-        str(data), "--samples", "64", "--run-dir", str(run_dir), "timeouts.ray_start_s=400",
-        "timeouts.engine_start_s=400",
+        str(data), "--samples", "64", "--run-dir", str(run_dir), 
+        "timeouts.engine_start_s=1200",
     ]  # fmt: skip
     state = run_dir / "supervisor.json"
 

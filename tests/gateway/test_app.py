@@ -424,7 +424,7 @@ def test_a_client_that_goes_away_frees_the_engine(gateways: Gateways) -> None:
         )  # fmt: skip
     wait_until(lambda: gateway.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 60, "the engine to be told")
     assert gateway.call(lambda parts: parts.replicas[0].working) == 0
-    assert gateway.call(lambda parts: parts.link.open_requests) == 0
+    assert gateway.call(lambda parts: parts.pool.open_requests) == 0
 
 
 def test_a_request_that_takes_too_long_says_for_what_it_waited(gateways: Gateways) -> None:
@@ -432,7 +432,7 @@ def test_a_request_that_takes_too_long_says_for_what_it_waited(gateways: Gateway
     answer = post(gateway, "/inference/v1/generate", {"token_ids": [5]})
     assert answer.status_code == 504
     error = answer.json()["error"]
-    assert "gateway.request_timeout_s" in error["message"] and "rollout pool" in error["message"]
+    assert "timeouts.generate_s" in error["message"] and "rollout pool" in error["message"]
     wait_until(lambda: gateway.call(lambda parts: parts.replicas[0].working) == 0, 60, "the engine to be free")
 
 
@@ -452,7 +452,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(gateways: Gateways) -> N
             if '"content":"' in line and '"content":""' not in line:
                 break
     wait_until(lambda: gateway.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 60, "the engine to be told")
-    assert gateway.call(lambda parts: parts.link.open_requests) == 0
+    assert gateway.call(lambda parts: parts.pool.open_requests) == 0
 
 
 def test_a_stream_without_news_says_that_it_goes_on(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:

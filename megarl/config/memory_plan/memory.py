@@ -20,7 +20,7 @@ from megarl.config.memory_plan.parameters import (
     recompute_bytes,
     state_bytes,
 )
-from megarl.config.schema import Config
+from megarl.config.schema import CPU_KV_CACHE_GIB, Config
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.megatron.layout import Layout
 
@@ -203,7 +203,7 @@ def engine_memory(
     """Return weights, working memory and KV cache of one engine GPU.
 
     vLLM uses `gpu_memory_utilization` of the device; the KV cache gets the part that weights and vLLM's profiling run
-    do not need. Without a GPU the cache has `rollout.cpu_kv_cache_gib`.
+    do not need. Without a GPU the cache has CPU_KV_CACHE_GIB.
     """
     rollout = config.rollout
     element = {"auto": bytes_per_element(config.trainer.precision), "bfloat16": 2, "float32": FP32}[rollout.dtype]
@@ -219,7 +219,7 @@ def engine_memory(
     terms.append(Term("sync buckets", 3 * _bucket(config, info), "sync"))
     terms.append(Term("reload", _reloaded(info, ranks) * element, "sync"))
     if not cuda:
-        cache = rollout.cpu_kv_cache_gib * GIB
+        cache = CPU_KV_CACHE_GIB * GIB
         terms.append(Term("KV cache", cache))
         return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
     terms.append(Term("CUDA, NCCL and graphs", ENGINE_OVERHEAD, note="estimate"))

@@ -424,8 +424,7 @@ def logits_bytes(config: Config, info: ModelInfo, layout: Layout, *, update: boo
     forward = rows * columns * (copy + FP32)
     if not update:
         return forward
-    if weighed or config.telemetry.entropy_every:
-        forward += rows * columns * FP32
+    forward += rows * columns * FP32
     # The logits, their fp32 copy, which becomes the gradient, and that in compute precision or the entropy's factor.
     weight = columns * info.hidden
     gradient = rows * columns * (copy + FP32 + max(copy, FP32 if weighed else 0)) + weight * FP32

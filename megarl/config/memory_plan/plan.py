@@ -224,7 +224,6 @@ def _memory_problems(config: Config, trainer: Memory, engine: EngineMemory, long
         problems.append(
             f"rollout: the KV cache of {gib(cache)} holds {engine.kv_tokens} tokens, less than one sequence of "
             f"{longest}: {_REMEDIES['KV cache']}"
-            + (" (rollout.cpu_kv_cache_gib without a GPU)" if memory.limit is None else "")
         )
     return problems
 

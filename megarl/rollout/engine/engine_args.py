@@ -11,7 +11,7 @@ from megarl.common.process.memory_tuning import begin_start, end_start
 from megarl.common.trust.secret_references import resolved
 from megarl.config.checks.engine import RESERVED
 from megarl.config.derived.staleness import evaluates_beside_training
-from megarl.config.schema import Config, RolloutConfig
+from megarl.config.schema import CPU_KV_CACHE_GIB, Config, RolloutConfig
 from megarl.models.hf.model_files import hf_files, megatron_step
 
 # Lets vLLM's engine process collect garbage rarely until it has imported what it needs, which takes seconds.
@@ -137,7 +137,7 @@ def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
         return environment
     threads = rollout.tensor_parallel
     environment |= {
-        "VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_kv_cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB),
         "OMP_NUM_THREADS": "1",
         # Compiling the sampler's helpers takes 25 s at the first token and saves nothing on models of this size.
         "TORCHDYNAMO_DISABLE": "1",

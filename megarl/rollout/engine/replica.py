@@ -208,7 +208,7 @@ class EngineReplica:
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
-        events.open_events(self.config, Path(spec.run_dir), replica_process(index))
+        events.open_events(self.config.telemetry.events_mib, Path(spec.run_dir), replica_process(index))
         os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda))
         name_shared_memory()
         spec.watch_supervisor()

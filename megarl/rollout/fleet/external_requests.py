@@ -248,7 +248,7 @@ class ExternalRequests:
         held = "the engines wait for weights of the trainer"
         where = f"replicas that serve: {serving}" if self._serves.is_set() else held
         return (
-            f"the request waited {opened.request.timeout_s:.0f} s (gateway.request_timeout_s) for the rollout pool; "
+            f"the request waited {opened.request.timeout_s:.0f} s (timeouts.generate_s) for the rollout pool; "
             f"it had {tokens} tokens; {where}"
         )
 

@@ -51,7 +51,7 @@ class ServingController(PoolController):
         collect_rarely()
         self.elastic.open()
         await asyncio.gather(*(self._await_engine(index) for index in self._fleet.serving))
-        self._foreign.serve()
+        self._external.serve()
         return {"start_s": time.monotonic() - started}
 
     async def _await_engine(self, index: int) -> None:
@@ -98,6 +98,6 @@ class ServingController(PoolController):
 
     async def shutdown(self) -> None:
         """Drop all requests."""
-        if self._foreign_requests is not None:
-            self._foreign_requests.close()
+        if self._external_requests is not None:
+            self._external_requests.close()
         events.close_events()

@@ -104,7 +104,7 @@ VOCABULARY, HIDDEN, ROWS, CHUNK = 8192, 64, 256, 64
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("entropy", ["never", "measured", "weighed"])
+@pytest.mark.parametrize("entropy", ["measured", "weighed"])
 def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is the head's largest memory, forward alone and with backward; the vocabulary outweighs all else here."""
     monkeypatch.setattr("megarl.trainer.logprobs.CACHED", CHUNK * VOCABULARY)  # a chunk at a time, as on a GPU
@@ -114,7 +114,6 @@ def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monke
         trainer__precision=precision,
         trainer__logprob_chunk_tokens=CHUNK,
         algorithm__entropy_coef=0.1 if entropy == "weighed" else 0.0,
-        telemetry__entropy_every=int(entropy == "measured"),
     )
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     hidden = torch.randn(ROWS, HIDDEN, dtype=dtype, requires_grad=True)
@@ -124,7 +123,7 @@ def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monke
     with torch.no_grad(), LiveBytes() as forward:
         linear_token_logprobs(hidden, weight, targets, **options)
     with LiveBytes() as update:
-        logprobs, found = linear_token_logprobs(hidden, weight, targets, with_entropy=entropy != "never", **options)
+        logprobs, found = linear_token_logprobs(hidden, weight, targets, with_entropy=True, **options)
         (logprobs.sum() + (found.sum() if found is not None and entropy == "weighed" else 0.0)).backward()
     for live, whole in ((forward, False), (update, True)):
         expected = logits_bytes(planned, load_info(model), Layout(), update=whole)

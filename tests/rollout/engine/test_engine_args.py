@@ -35,10 +35,10 @@ def test_the_sizes_of_heads_on_cpu_are_those_of_vllm() -> None:
 
 
 def test_tensor_parallel_engines_get_workers_and_cores(tmp_path: Path) -> None:
-    two = config(tmp_path, rollout={"tensor_parallel": 2, "cpu_kv_cache_gib": 3})
+    two = config(tmp_path, rollout={"tensor_parallel": 2})
     assert engine_args(two, cuda=False)["distributed_executor_backend"] == "mp"
     environment = engine_environment(two.rollout, cuda=False)
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1" and environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1" and environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment
 
 

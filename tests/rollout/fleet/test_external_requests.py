@@ -137,11 +137,7 @@ def test_a_request_whose_time_is_over_is_stopped_and_says_why() -> None:
         requests = ExternalRequests(fleet_of({0: replica}), serves=True)
         requests.begin(GATEWAY, [asked("a", 10**6, timeout_s=0.1)])
         end = (await all_news(requests, {"a"}))["a"]
-        assert (
-            end.failure == "late"
-            and "gateway.request_timeout_s" in end.error
-            and "replicas that serve: [0]" in end.error
-        )
+        assert end.failure == "late" and "timeouts.generate_s" in end.error and "replicas that serve: [0]" in end.error
         await asyncio.sleep(0.01)
         assert replica.working == 0
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megarl.telemetry.metrics import registry as metrics
 from megarl.telemetry.metrics.declarations import GROUPS, REGISTRY, step_metrics
-from megarl.telemetry.metrics.metrics_page import metrics_page
 from megarl.telemetry.metrics.registry import Metric, Registry, StepMetrics, UndeclaredMetricError, reduce
+from tools.docs.metrics_page import metrics_page
 
 SMALL = Registry(
     [
