@@ -110,7 +110,7 @@ class LinkClient(Generic[Sent]):
         self._name, self.actor, self._rpc_s, self._receive, self._lost = name, actor, rpc_s, receive, lost
         self._outbox: Outbox[Sent] = Outbox(under_way, gather_s)
         self._link = (link,) if link else ()
-        self._given = 0
+        self._given, self._is_known = 0, not link  # the actor knows a link by what it is given
         self._giving = asyncio.Lock()
         self._polls, self._given_some = polls, asyncio.Event()
         self._drops = 0
@@ -163,12 +163,13 @@ class LinkClient(Generic[Sent]):
                 if messages and drops == self._drops:
                     self._given += 1
                     await self._call("give", self._given, messages, *self._link, limit_s=self._rpc_s)
+                    self._is_known = True
                     self._given_some.set()
 
     async def _take(self) -> None:
         seen = 0
         while True:
-            while not self._polls() or (self._link and not self._given):  # the actor knows a link by what it is given
+            while not (self._polls() and self._is_known):
                 self._given_some.clear()
                 await self._given_some.wait()
             parcel: Parcel[Any] = await self._call("take", seen, POLL_S, *self._link, limit_s=POLL_S + self._rpc_s)
