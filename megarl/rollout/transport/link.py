@@ -114,6 +114,7 @@ class LinkClient(Generic[Sent]):
         self._giving = asyncio.Lock()
         self._polls, self._given_some = polls, asyncio.Event()
         self._drops = 0
+        self.waiting = ""  # see `Parcel`
         self._tasks: list[asyncio.Task[None]] = []
         self._is_lost = False
 
@@ -174,7 +175,7 @@ class LinkClient(Generic[Sent]):
                 await self._given_some.wait()
             parcel: Parcel[Any] = await self._call("take", seen, POLL_S, *self._link, limit_s=POLL_S + self._rpc_s)
             if parcel.number != seen:
-                seen = parcel.number
+                seen, self.waiting = parcel.number, parcel.waiting
                 await self._receive(parcel)
 
     async def _call(self, method: str, *args: object, limit_s: float) -> Any:  # noqa: ANN401  # of any method
@@ -188,9 +189,7 @@ class LinkClient(Generic[Sent]):
                 if isinstance(error, TimeoutError) and limit.expired():
                     waited = f"the controller waited {limit_s:.0f} s for {self._name} to {method}"
                     raise LinkLost(waited) from None
-                if fate_of_actor(error) == "died":
-                    raise LinkLost(f"{self._name} died") from error
-                if fate_of_actor(error) == "lives":
+                if fate_of_actor(error) != "cut":
                     what = f"{type(error).__name__}: {own_text(error)}"
                     raise LinkLost(f"{self._name} has failed: {what}") from error
             logger.warning("%s cannot be reached and is asked again", self._name)

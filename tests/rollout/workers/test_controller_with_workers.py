@@ -22,7 +22,8 @@ from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
 from megarl.rollout.resume.loop_records import FrozenLoop
-from megarl.rollout.workers.messages import Ended, Failed, Frozen, SentFailure, WorkerReport
+from megarl.rollout.transport.link import Parcel
+from megarl.rollout.workers.messages import Ended, Failed, Frozen, SentFailure
 from tests.support.agents.retokenized import Retokenized
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
@@ -175,7 +176,7 @@ def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
             ]
         old = [message for message in told if message.run in runs]
         counters, stats = await controller.counters(), repr(controller._running.stats)
-        await crew.pool._receive(WorkerReport(99, tuple(old)))
+        await crew.pool._receive(Parcel(99, tuple(old)))
         await asyncio.sleep(0.1)
         assert await controller.counters() == counters and not local.queue.rows
         assert repr(controller._running.stats) == stats
@@ -271,9 +272,9 @@ def test_calls_that_are_made_twice_count_once() -> None:
             if worker.told:
                 given, report = worker.loops._given, worker.loops._report
                 groups = dict(worker.loops._runs)
-                await worker.loops.give(given, worker.told)
+                await worker.loops.link.give(given, worker.told)
                 assert worker.loops._runs == groups
-                assert await worker.loops.take(report.number - 1, 5.0) is report
+                assert await worker.loops.link.take(report.number - 1, 5.0) == report
         await crew.pool.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
