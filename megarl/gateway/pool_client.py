@@ -17,6 +17,7 @@ from typing import Any
 from megarl.gateway.request_fields import ApiError, not_generated
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
 from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, Failure
+from megarl.rollout.transport.link import fate_of_actor
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ class ControllerClient:
             except Exception as error:
                 self._lost_at = self._lost_at or time.monotonic()
                 await asyncio.sleep(RETRY_S)
-                if "ActorDied" in type(error).__name__:
+                if fate_of_actor(error) == "died":
                     logger.warning("the rollout controller has died: %d requests wait for another one", len(self._open))
                     return
                 logger.warning("the rollout controller does not answer and is asked again: %s", _line(error))

@@ -260,26 +260,6 @@ def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_ove
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_calls_that_are_made_twice_count_once() -> None:
-    """A give with the number of the last one starts nothing; a take of a report that was lost gets it again."""
-
-    async def scenario() -> None:
-        generate = RequestCoalescer(fleet_of({0: FakeReplica(4)})).generate
-        crew = Crew(CONFIG, GroupRunner(CONFIG, SingleTurn(), FakeSource(), generate, FakeRewards()))
-        await crew.pool.start()
-        await crew.run(0)
-        for worker in crew.made:
-            if worker.told:
-                given, report = worker.loops._given, worker.loops._report
-                groups = dict(worker.loops._runs)
-                await worker.loops.link.give(given, worker.told)
-                assert worker.loops._runs == groups
-                assert await worker.loops.link.take(report.number - 1, 5.0) == report
-        await crew.pool.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
 @dataclass
 class Known:
     """The state of `Remembers`."""
