@@ -64,7 +64,7 @@ def data_parallel_wrap(
     Also sets the functions in `tf_config` by which the pipeline schedules scale, reduce and finalise gradients, and
     lets Transformer Engine's modules accumulate weight gradients in DDP's buffers.
     """
-    ddp_config = DistributedDataParallelConfig(**ddp_fields(config))
+    ddp_config = DistributedDataParallelConfig(**ddp_fields(config.trainer, config.megatron))
     wrapped = [
         # As in Megatron, only the first chunk has buckets: the gradients of later chunks are ready early in backward.
         DistributedDataParallel(tf_config, ddp_config, chunk, disable_bucketing=number > 0)

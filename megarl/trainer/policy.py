@@ -107,7 +107,7 @@ class Policy:
             info,
             layout,
             config.trainer.precision,
-            transformer_fields(config),
+            transformer_fields(config.trainer, config.megatron),
             initialize=not config.model.load_weights,
         )
         if not self.tf_config.calculate_per_token_loss:

@@ -75,9 +75,8 @@ class FrozenModel:
 
     def __init__(self, config: Config, layout: Layout, info: ModelInfo, path: Path, placement: WeightsPlace) -> None:
         self.info = info
-        tf_config = transformer_config(
-            info, layout, config.trainer.precision, transformer_fields(config), initialize=False
-        )
+        fields = transformer_fields(config.trainer, config.megatron)
+        tf_config = transformer_config(info, layout, config.trainer.precision, fields, initialize=False)
         chunks = build_model(info, tf_config, layout)
         load_weights(chunks, info, path)
         for chunk in chunks:
