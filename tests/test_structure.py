@@ -50,10 +50,9 @@ BOUNDED_ELSEWHERE = {
     "rollout/orchestrator/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
     "rollout/orchestrator/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
     "rollout/fleet/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/agents/eval_context.py:Share.generate": "whoever waits for the evaluation, timeouts.generate_s",
-    "rollout/orchestrator/evaluation.py:evaluate_on_fleet.respond": "who waits for the evaluation, timeouts.generate_s",
+    "rollout/orchestrator/evaluation.py:evaluate_on_fleet.generate": "the evaluation's wait, timeouts.generate_s",
     "rollout/orchestrator/evaluator.py:Evaluator._evaluate": "whoever waits for the evaluation, timeouts.generate_s",
-    "rollout/agents/group_runner.py:_ended_in_time": "without a deadline the trainer's wait, timeouts.generate_s",
+    "rollout/agents/loop_run.py:RunningGroups.run": "no wait: whoever holds the lock only draws a prompt",
     "rollout/resume/journal.py:RolloutJournal.begin": "the trainer that begins, timeouts.engine_start_s and rpc_s",
     "rollout/resume/journal.py:RolloutJournal.candidates": "the trainer's set_version, timeouts.rpc_s",
     "rollout/resume/journal.py:RolloutJournal.write": "the trainer that begins or sets a version; else nobody waits for it",  # noqa: E501
@@ -63,25 +62,21 @@ BOUNDED_ELSEWHERE = {
     "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
-    "rollout/transport/rpc.py:RpcServer.take": "the controller's link, POLL_S and timeouts.rpc_s",
-    "rollout/transport/rpc.py:RpcClient.call": "`ReplicaActors.call`, the time limit of each call",
+    "rollout/transport/gather.py:Replay.take": "whoever takes, timeouts.rpc_s after it is due",
+    "rollout/transport/rpc.py:RpcClient.call": "`ReplicaClient.call`, the time limit of each call",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
     "rollout/engine/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
     "rollout/engine/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": "the controller, a part of timeouts.shutdown_s",
-    "rollout/workers/worker_groups.py:WorkerGroups.put": "the worker's put, timeouts.rpc_s, or its loss",
-    "rollout/workers/worker_groups.py:WorkerGroups.respond": "the evaluation's wait, timeouts.generate_s, or its loss",
-    "rollout/workers/worker_groups.py:WorkerGroups.run": "the group's deadline, without one the trainer; or its loss",
+    "rollout/workers/worker_pool.py:WorkerPool._run": "the group's deadline, without one the trainer; or its loss",
     "rollout/workers/worker_client.py:WorkerClient._give": "whoever holds the lock, timeouts.rpc_s",
     "rollout/workers/worker_client.py:WorkerClient.drop": "whoever holds the lock, timeouts.rpc_s",
     "rollout/workers/worker_loops.py:WorkerLoops.take": "the controller's call, timeouts.rpc_s after it is due",
-    "rollout/workers/worker_runs.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
-    "rollout/workers/worker_runs.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
+    "rollout/workers/worker_loops.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
+    "rollout/workers/worker_loops.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
     "common/process/threads.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
-    "gateway/app.py:background_items": "the task, which was cancelled",
-    "gateway/pool_client.py:Generation.more_than": "`Generations.open`, timeouts.generate_s",
-    "gateway/pool_client.py:Generation.end": "`Generations.open`, timeouts.generate_s",
-    "gateway/pool_client.py:_quietly": "nobody waits for it",
+    "gateway/app.py:GatewayRoutes._stream": "the task, which was cancelled",
+    "gateway/pool_client.py:ControllerClient._send": "nobody: it waits for requests of clients",
     "gateway/actor.py:GatewayActor.start": "the supervisor's gateway keeper, its time for a start",
     "gateway/actor.py:GatewayActor._find_controller": "`ControllerClient._connect`, timeouts.rpc_s",
     "gateway/text.py:ModelText._run": "the thread, which renders or reads one request of bounded size",
@@ -108,8 +103,6 @@ SEVERAL_WAITS = {
     "rollout/resume/journal.py:RolloutJournal._write_urgent": 2,
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": 2,
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": 2,
-    "rollout/workers/worker_groups.py:WorkerGroups.put": 2,
-    "rollout/workers/worker_groups.py:WorkerGroups.run": 2,
 }
 
 
@@ -138,13 +131,12 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "rollout/engine/engine_requests.py:EngineRequests._part": "no wait: the task has ended",
     "rollout/engine/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",  # noqa: E501
     "rollout/transport/rpc.py:RpcServer._ended": "no wait: the task has ended",
-    "rollout/workers/remote_run.py:RemoteRun._answer": "no wait: the task has ended",
-    "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",  # noqa: E501
-    "telemetry/sinks/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",  # noqa: E501
+    "rollout/workers/worker_pool.py:RemoteRun._answer": "no wait: the task has ended",
+    "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BatchChannel.wait`, then timeouts.rpc_s",
     "telemetry/sinks/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",  # noqa: E501
-    "tools/process_tool.py:_Place._started": "no wait: the task has ended",
-    "weights/send/group_former.py:GroupFormer._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",  # noqa: E501
+    "weights/send/sender.py:WeightSender._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",
     "weights/receive/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/send/leader.py:call_all": "no wait: all calls have ended",
     "weights/send/leader.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
     "weights/send/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
     "weights/send/sync_attempt.py:SyncAttempt._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",

@@ -126,10 +126,10 @@ def explained(event: Happened) -> int:
     """Return how many of the replicas that were restarted after a fault it explains.
 
     A fault of one replica explains that one. In a weight sync it may be in doubt which replica has made it fail, so all
-    are replaced; and ranks, a controller or a link that a fault takes away may leave any number of them unusable.
+    are replaced; and ranks or a controller that a fault takes away may leave any number of them unusable.
     """
     kind = event.fault.kind
-    any_number = kind.may_cost_replicas or (kind.loses and kind.moment == "in-sync")
+    any_number = kind.ends or (kind.loses and kind.moment == "in-sync")
     return min(REPLICAS if any_number else int(kind.loses), event.restarted)
 
 

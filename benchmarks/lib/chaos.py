@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.kinds import KINDS, Fault, Happened, Kind, lethal, longest_gap, missing, schedule
-from benchmarks.chaos.place import RunPlace, SeveralHosts
 from benchmarks.chaos.processes import Replica
 from benchmarks.chaos.rows import (
     POINTS,
@@ -28,8 +27,6 @@ __all__ = [
     "Injector",
     "Kind",
     "Replica",
-    "RunPlace",
-    "SeveralHosts",
     "SoakOutcome",
     "Tempo",
     "accounting_rows",

@@ -24,7 +24,7 @@ from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec, replica_name
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.orchestrator.controller import RolloutController
-from megarl.rollout.transport.rpc import CallResults, RpcServer, SharedCall
+from megarl.rollout.transport.rpc import Answers, RpcServer, SharedCall
 from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.tools.tool import ToolAnswer
 
@@ -77,7 +77,7 @@ class TimedReplica:
     async def begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
         self._desk.begin(link, calls)
 
-    async def take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
+    async def take_answers(self, link: str, seen: int, wait_s: float) -> Answers:
         return await self._desk.take(link, seen, wait_s)
 
     async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:

@@ -23,13 +23,11 @@ from typing import Any
 from megarl.chat.declared_values import parameters_of, read_value
 from megarl.chat.tool_calls import (
     MalformedCall,
-    ParsedTurn,
     ToolCall,
+    ToolFormat,
     ToolSchemas,
-    content_before,
     loose,
     malformed,
-    split_thought,
     unclosed,
     unusable,
 )
@@ -39,7 +37,7 @@ _KEY = r"[^\s<>](?:[^\n<>]*[^\s<>])?"
 
 
 @dataclass(frozen=True)
-class XmlFormat:
+class XmlFormat(ToolFormat):
     """The texts around the parts of a call: its name, and the key and the value of each argument.
 
     White space between tags may differ from the template's. White space at the ends of a value belongs to it, except
@@ -54,25 +52,8 @@ class XmlFormat:
     after_value: str = "\n</parameter>"
     closing: str = "</function>\n</tool_call>"
 
-    def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
-        """See `ToolFormat.parse`. The types of arguments are those that `tools` declare."""
-        thought, rest = split_thought(text, self.opening)
-        content: list[str] = [thought]
-        calls: list[ToolCall | MalformedCall] = []
-        while True:
-            before, found, rest = rest.partition(self.opening)
-            content.append(before)
-            if not found:
-                return ParsedTurn("".join(content).strip(), tuple(calls))
-            call, rest = self._call(rest, tools)
-            calls.append(call)
-
-    def certain_content(self, text: str) -> str:
-        """See `ToolFormat.certain_content`."""
-        return content_before(text, self.opening)
-
-    def _call(self, text: str, tools: ToolSchemas) -> tuple[ToolCall | MalformedCall, str]:
-        """Read the call whose opening stands before `text`. Return it, and what follows it."""
+    def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
+        """See `ToolFormat.read`. The types of arguments are those that `tools` declare."""
         head = self._head.match(text)
         if head is None:
             return self._unreadable(text, "it does not begin with the name of a tool")
@@ -90,13 +71,13 @@ class XmlFormat:
         if end is None:
             return self._unreadable(text, f"it does not go on with {self.before_key} or {_one_line(self.closing)}")
         body = text[: end.end()]
-        return _typed(head[1], found, parameters_of(tools, head[1]), body), text[end.end() :]
+        return [_typed(head[1], found, parameters_of(tools, head[1]), body)], text[end.end() :], False
 
-    def _unreadable(self, text: str, reason: str) -> tuple[MalformedCall, str]:
+    def _unreadable(self, text: str, reason: str) -> tuple[list[ToolCall | MalformedCall], str, bool]:
         """Return the error of a call, and what follows its last tag."""
         last = self.closing[self.closing.rindex("<") :]
         body, found, rest = text.partition(last)
-        return (malformed(body, reason), rest) if found else (unclosed(body, last), "")
+        return [malformed(body, reason) if found else unclosed(body, last)], rest, False
 
     def _bare(self, value: str) -> str:
         """Return a value without the white space that the template writes around it."""

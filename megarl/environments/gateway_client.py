@@ -14,7 +14,7 @@ import msgspec
 
 from megarl.common.errors import RolloutError
 from megarl.environments.session_rows import SessionTurn, read_turns
-from megarl.gateway.session_terms import SessionTerms
+from megarl.gateway.request_fields import SessionTerms
 from megarl.gateway.token_file import read_gateway_file
 
 logger = logging.getLogger(__name__)

@@ -13,14 +13,12 @@ from msgspec import Meta
 from megarl.chat.tool_calls import MalformedCall, ToolCall, ToolFormat, ToolSchemas
 from megarl.gateway.request_fields import (
     HARMLESS,
-    ModelLimits,
-    SamplingChoice,
     SamplingFields,
     checked,
     read_fields,
     refused,
 )
-from megarl.gateway.token_route import PRIORITY, finite, wire_spans
+from megarl.gateway.token_route import PRIORITY, finite, version_spans
 from megarl.rollout.engine.response_parts import ResponsePart
 
 # Labels and hints of OpenAI's API that change nothing here.
@@ -111,10 +109,6 @@ class ChatRequest:
     stream_usage: bool
     fields: ChatFields
 
-    def sampling(self, limits: ModelLimits, prompt_tokens: int) -> SamplingChoice:
-        """Return what is asked of the engine. Raises ApiError."""
-        return self.fields.choice(limits, prompt_tokens)
-
 
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """Read a chat. Raises ApiError naming the field that is wrong or not supported."""
@@ -143,6 +137,8 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
             raise refused(f"{where}.{name}", "is not supported; use tool_calls and text")
     message = {name: value for name, value in given.items() if value is not None and name != "tool_calls"}
     message["content"] = _content(where, read.content)
+    if read.role == "developer":  # OpenAI's newer name; templates leave out messages of roles that they do not know
+        message["role"] = "system"
     if read.tool_calls:
         calls = zip(given["tool_calls"], read.tool_calls, strict=True)
         message["tool_calls"] = [_given_call(f"{where}.tool_calls[{i}]", *call) for i, call in enumerate(calls)]
@@ -245,13 +241,7 @@ def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str,
 
 def token_fields(part: ResponsePart) -> dict[str, Any]:
     """Return the tokens of a response and the versions that made them, for `return_token_ids`."""
-    return {"token_ids": part.response_ids, "weight_versions": wire_spans(part.versions)}
-
-
-def usage_of(prompt_tokens: int, parts: Sequence[ResponsePart]) -> dict[str, int]:
-    """Return the numbers of tokens of a request."""
-    made = sum(len(part.response_ids) for part in parts)
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+    return {"token_ids": part.response_ids, "weight_versions": version_spans(part.versions)}
 
 
 def head_of(request_id: str, model: str, created: int, *, chunk: bool) -> dict[str, Any]:

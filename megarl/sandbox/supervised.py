@@ -234,11 +234,11 @@ class SupervisedRun:
             self._write(key.data)
 
     def _read(self, descriptor: int, name: str) -> bool:
-        """Read what is there; return False at the end of the stream, which is then not looked at any more."""
+        """Read a part of what is there; return whether there was any. The end of a stream is not looked at any more."""
         try:
             part = os.read(descriptor, _CHUNK)
         except BlockingIOError:
-            return True
+            return False
         text = self._texts[name]
         text += part
         if not part:
@@ -333,14 +333,7 @@ class SupervisedRun:
         for key in list(self._selector.get_map().values()):
             if key.data in self._texts:
                 while self._read(key.fd, key.data):
-                    if self._blocked(key.fd):
-                        break
-
-    @staticmethod
-    def _blocked(descriptor: int) -> bool:
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(descriptor, selectors.EVENT_READ)
-            return not waiting.select(0)
+                    pass
 
     def _result(self, process: subprocess.Popen[bytes]) -> RunResult:
         status = self._exit_status()

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
+from megarl.common.imports import imported
+
 
 @dataclass(frozen=True)
 class DescribedFunction:
-    """A function, its name and description for the model, and its arguments as a pydantic model."""
+    """A function, its name and description for the model, and its arguments as a pydantic model.
+
+    `bound`: further arguments, which the model does not give.
+    """
 
     name: str
     description: str
     arguments: type[BaseModel]
     function: Callable[..., object]
+    bound: Mapping[str, Any]
+    idempotent: ClassVar = False  # as far as the function says
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -42,19 +48,7 @@ class DescribedFunction:
 
 def import_function(path: str) -> Callable[..., object]:
     """Return what the import path `package.module:function` names; raises ValueError that names the mistake."""
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
-        raise ValueError(f"the tool function {path!r} is no path `package.module:function`")
-    try:
-        target: object = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(
-            f"the tool function {path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise ValueError(f"the tool function {path!r}: {module_name!r} has no {attribute!r}")
-        target = getattr(target, part)
+    target: object = imported(path, "the tool function")
     if not callable(target):
         raise ValueError(f"the tool function {path!r} is a {type(target).__name__}, not a function")
     return target
@@ -93,7 +87,7 @@ def describe(path: str, function: Callable[..., object], bound: Mapping[str, Any
         fields[parameter.name] = (types[parameter.name], default)
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        described = DescribedFunction(name, summary, model, function)
+        described = DescribedFunction(name, summary, model, function, bound)
         _ = described.parameters
     except (PydanticUserError, NameError, TypeError) as error:
         message = str(error).splitlines()[0]

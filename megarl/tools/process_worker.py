@@ -14,7 +14,7 @@ import json
 import os
 import selectors
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
@@ -47,49 +47,45 @@ def made(path: str, name: str | None, kwargs: Mapping[str, Any]) -> Tool:
     return tool
 
 
-def report_of(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the description of a tool, or the problem that `make` raises."""
+def reported(program: ChildProgram, setup: Mapping[str, Any]) -> Tool | DescribedFunction | None:
+    """Make the tool and send its description; None if it cannot be made, after the problem was sent."""
     try:
-        return json.loads(json_bytes(make()))
+        tool: Tool | DescribedFunction
+        if setup["is_function"]:
+            bound = resolved(setup["kwargs"], "the tool's kwargs")
+            tool = describe(setup["path"], import_function(setup["path"]), bound)
+        else:
+            tool = made(setup["path"], setup["name"], setup["kwargs"])
+        report = json_bytes({name: getattr(tool, name) for name in _OF_TOOL})
     except BaseException as error:
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return {"problem": problem[:PROBLEM_CHARACTERS]}
+        program.send(json_bytes({"problem": problem[:PROBLEM_CHARACTERS]}))
+        return None
+    program.send(report)
+    return tool
 
 
 # --- a function
 
 
-def serve_function(program: ChildProgram, setup: Mapping[str, Any]) -> None:
-    """Answer calls of a function until the connection is closed."""
-    bound: dict[str, Any] = {}
-    found: list[DescribedFunction] = []
-
-    def make() -> dict[str, Any]:
-        bound.update(resolved(setup["kwargs"], "the tool's kwargs"))
-        found.append(describe(setup["path"], import_function(setup["path"]), bound))
-        return {name: getattr(found[0], name) for name in ("name", "description", "parameters")}
-
-    report = report_of(make)
-    program.send(json_bytes(report))
-    while "problem" not in report:
+def serve_function(program: ChildProgram, tool: DescribedFunction, limit: int) -> None:
+    """Answer calls of a function, in `limit` characters each, until the connection is closed."""
+    while True:
         try:
             message = json.loads(program.receive())
         except (EOFError, ConnectionResetError):
             return
-        given = answer(found[0], bound, message["arguments"], setup["max_characters"])
-        program.send(json_bytes({"call": message["call"], **given}))
+        program.send(json_bytes({"call": message["call"], **answer(tool, message["arguments"], limit)}))
 
 
-def answer(
-    tool: DescribedFunction, bound: Mapping[str, Any], arguments: Mapping[str, Any], limit: int
-) -> dict[str, Any]:
+def answer(tool: DescribedFunction, arguments: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """Call the function; any exception of it is an answer."""
     try:
         checked = tool.checked(arguments)
     except ValueError as error:
         return {"text": bounded(f"error: {error}", limit), "error": True}
     try:
-        value = tool.function(**checked, **bound)
+        value = tool.function(**checked, **tool.bound)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -107,23 +103,16 @@ async def _awaited(value: Any) -> object:  # noqa: ANN401  # whatever an async f
 
 
 async def serve_object(program: ChildProgram, setup: Mapping[str, Any]) -> None:
-    """Answer calls of an object until the connection is closed."""
-    found: list[Tool] = []
-
-    def make() -> dict[str, Any]:
-        found.append(made(setup["path"], setup["name"], setup["kwargs"]))
-        return {name: getattr(found[0], name) for name in _OF_TOOL}
-
-    report = report_of(make)
-    program.send(json_bytes(report))
-    if "problem" in report:
+    """Make the object, which may need an event loop, and answer calls of it until the connection is closed."""
+    tool = reported(program, setup)
+    if tool is None or isinstance(tool, DescribedFunction):
         return
     reader, writer = await asyncio.open_connection(sock=program.connection)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(message: Mapping[str, Any]) -> None:
         try:
-            ended = await outcome(program, found[0], message)
+            ended = await outcome(program, tool, message)
             writer.write(framed(json_bytes({"call": message["call"], **ended})))
         finally:
             running.pop(message["call"], None)
@@ -169,7 +158,9 @@ def main() -> None:
         setup = json.loads(program.receive())
         prepare(setup["search"], setup["memory_bytes"])
         if setup["is_function"]:
-            serve_function(program, setup)
+            tool = reported(program, setup)
+            if isinstance(tool, DescribedFunction):
+                serve_function(program, tool, setup["max_characters"])
         else:
             with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
                 runner.run(serve_object(program, setup))

@@ -180,7 +180,11 @@ def slurm(arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str
     ("row", "function", "told"),
     [
         ("no", "math", "prompts.jsonl:1:1: not JSON"),
-        ('{"problem": "1+1=?", "answer": "2"}', "absent", "'tests.support.rewards.reward_functions' has no 'absent'"),
+        (
+            '{"problem": "1+1=?", "answer": "2"}',
+            "absent",
+            "'tests.support.rewards.reward_functions:absent' cannot be imported",
+        ),
         (
             '{"problem": "1+1=?", "answer": "none"}',
             "by_response",

@@ -21,7 +21,7 @@ from megarl.queue.dump import DumpError, read_batch, write_batch
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE, Event
 from megarl.rollout.admission.schedule_replay import ScheduledBatch, ScheduleMismatch
-from megarl.rollout.workers.finished_group import usable_samples
+from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from megarl.run.step.plan import plan_step
 from megarl.trainer import parallel
 from tests.support.losses.rl_problem import make_config
@@ -86,7 +86,7 @@ def test_a_replaying_rank_chooses_its_gpu_before_it_joins_its_peers(monkeypatch,
     monkeypatch.setattr(replay, "_init_process_group", lambda *arguments: order.append("joins"))
     monkeypatch.setattr(platforms, "activate", activate)
     with pytest.raises(Stopped):
-        replay._train(make_config(tmp_path), tmp_path, [0], {}, None, io.StringIO(), export=False)
+        replay._train(replay._Replay(make_config(tmp_path), tmp_path, [0], {}, None, False), io.StringIO())
     assert order == [index]
 
 

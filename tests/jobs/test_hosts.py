@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from benchmarks.lib.file_faults import preloading, spoil
-from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
+from tests.support.runs.hosts import Hosts
 from tests.support.runs.jobs import (
     FOUR_HOSTS,
     check_groups,

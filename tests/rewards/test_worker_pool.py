@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.process import RewardProcess, WorkerDiedError
+from megarl.rewards.process import RewardProcess
 from megarl.rewards.types import RewardInput, RewardOutcome, RewardSpec
 from megarl.rewards.worker_pool import MAX_NOT_TAKEN, RewardPool, RewardPoolError
 from tests.support.checkout import ROOT
@@ -175,8 +175,7 @@ def test_a_stopped_worker_is_waited_for_no_longer_than_for_a_reward() -> None:
     try:
         process.wait_ready()
         os.kill(process._child.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerDiedError, match=r"did not take its samples within 0\.2 s"):
-            process.send([(1, bytes(1 << 24))], 0.2)
+        assert "did not take its samples within 0.2 s" in process.send([(1, bytes(1 << 24))], 0.2)
     finally:
         process.close()
 
@@ -192,8 +191,8 @@ class EndsWhenSent:
     def wait_ready(self) -> None:
         pass
 
-    def send(self, batch: object, timeout_s: float) -> None:
-        raise WorkerDiedError("exit code 9")
+    def send(self, batch: object, timeout_s: float) -> str:
+        return "exit code 9"
 
     def kill(self) -> None:
         pass
@@ -251,8 +250,8 @@ def test_an_abandoned_sample_is_not_judged() -> None:
     ("function", "kwargs", "message"),
     [
         ("gsm9k", {}, "neither code, gsm8k, math nor a path `package.module:function`"),
-        ("no.such.module:f", {}, "importing 'no.such.module' failed: ModuleNotFoundError"),
-        (f"{MODULE}:nothing", {}, "has no 'nothing'"),
+        ("no.such.module:f", {}, "'no.such.module:f' cannot be imported: ModuleNotFoundError"),
+        (f"{MODULE}:nothing", {}, "has no attribute 'nothing'"),
         (f"{MODULE}:three", {}, "needs (a, b, c)"),
         (f"{MODULE}:coroutine", {}, "is async"),
         (f"{MODULE}:plain", {"scale": 2}, "['scale'] are no parameters"),
@@ -352,7 +351,7 @@ def test_one_pool_runs_the_functions_of_several_sets() -> None:
         pool.close()
     broken = RewardPool([RewardSpec("gsm8k"), RewardSpec(f"{MODULE}:nothing", {}, "data.sets.1.reward")], **options)
     try:
-        with pytest.raises(ValueError, match=r"data\.sets\.1\.reward: reward\.function .* has no 'nothing'"):
+        with pytest.raises(ValueError, match=r"data\.sets\.1\.reward: reward\.function .* has no attribute 'nothing'"):
             asyncio.run(broken.start())
     finally:
         broken.close()

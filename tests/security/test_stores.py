@@ -20,8 +20,7 @@ from megarl.checkpoint.save.writer import Written, WrittenItem
 from megarl.common.errors import NotAuthentic
 from megarl.common.trust.run_secret import run_secret
 from megarl.common.trust.signed_store import connect_store
-from megarl.weights.group.member_progress import MemberProgress
-from megarl.weights.group.stage_end import StageWatch, end_key
+from megarl.weights.group.stage import MemberProgress, StageWatch, end_key
 from megarl.weights.group.store import SyncStore, open_shared_store
 from tests.support.attacks.attack import addresses, attack, reachable
 

@@ -77,7 +77,7 @@ def test_bound_arguments_are_not_shown(make: Callable[..., ProcessTool], monkeyp
         ("many", "a tool's arguments have names"),
         ("takes_object", "JSON cannot hold"),
         ("NOT_A_FUNCTION", "is a int, not a function"),
-        ("nowhere", "has no 'nowhere'"),
+        ("nowhere", "has no attribute 'nowhere'"),
     ],
 )
 def test_what_is_no_tool_is_refused(function: str, told: str) -> None:
@@ -87,9 +87,7 @@ def test_what_is_no_tool_is_refused(function: str, told: str) -> None:
 
 
 def test_other_paths_are_refused(make: Callable[..., ProcessTool]) -> None:
-    with pytest.raises(ValueError, match="no path"):
-        import_function("somewhere")
-    with pytest.raises(ValueError, match="importing 'no_such_module_here' failed"):
+    with pytest.raises(ValueError, match="'no_such_module_here:f' cannot be imported: ModuleNotFoundError"):
         import_function("no_such_module_here:f")
     with pytest.raises(ValueError, match="which its kwargs give"):
         describe("x:add", tool_functions.add, {"third": 1})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.models.architecture.mapping import Entry
-from megarl.models.hf.load import listed
+from megarl.models.hf.directory import listed
 
 _LAYER = re.compile(r"^(decoder\.layers\.\d+\.)(.*)$")
 # A norm's name, and the layer that Transformer Engine fuses it into if the model has that layer.

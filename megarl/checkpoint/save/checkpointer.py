@@ -40,8 +40,7 @@ from megarl.models.hf.export import copy_side_files
 from megarl.models.hf.model_files import COMMON_FILE, FORMAT_FILE, HF_FILES, SHARD_INDEX, hf_files
 from megarl.telemetry.trace import events
 from megarl.trainer.policy import Policy
-from megarl.weights.group.store import SyncStore, open_shared_store
-from megarl.weights.group.trainer_store import store_address
+from megarl.weights.group.store import SyncStore, open_shared_store, store_address
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Checkpointer:
         self.settings = config.checkpoint
         self.directory = CheckpointDirectory(config.checkpoint_dir)
         self._notes: list[str] = []  # from threads of rank 0, to be reported at the next step boundary
-        self.export = BackgroundExport(config, self.directory, self._notes.append)
+        self.export = BackgroundExport(config.run_dir, self.directory, self._notes.append)
         self._retention = CheckpointRetention(self.directory, self.settings, self._notes.append)
         self.newest: int | None = None
         self.failure: str | None = None  # why the last save failed; None if it succeeded. The same on every rank
@@ -211,7 +210,7 @@ class Checkpointer:
         """
 
         def prepare() -> tuple[bytes, str | None]:
-            return run_secret(self.config.run_dir), store_address(self.config) if self._rank == 0 else None
+            return run_secret(self.config.run_dir), store_address(self.config.ray) if self._rank == 0 else None
 
         def share(text: str | None) -> str:
             return broadcast(text, TEXT, 0, self._group)

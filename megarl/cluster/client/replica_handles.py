@@ -11,7 +11,7 @@ from megarl.cluster.pool.pool_process import SupervisorHandle
 from megarl.common.errors import PoolEnded, ReplicaFailed
 from megarl.config.schema import Config
 from megarl.rollout.engine.replica import replica_name
-from megarl.rollout.fleet.replica_actors import as_rollout_error
+from megarl.rollout.fleet.replica_client import as_rollout_error
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -45,6 +45,7 @@ REMOVED: dict[str, Advice] = {
     "monitor.max_skipped_steps": "remove it: alarms may skip five steps of a start",
     **{f"telemetry.{name}_gib": "write telemetry.keep_gib" for name in ("metrics", "samples", "tensorboard")},
     "telemetry.events": "write telemetry.events_mib: the MiB of each process, 0 for none",
+    "queue.capacity": "remove it: admission.max_staleness bounds what is generated ahead, and so the queue",
     "timeouts.queue_s": "write timeouts.rpc_s, which bounds reads and writes of the queue too",
     "timeouts.ray_start_s": "remove it: Ray's start may take a third of timeouts.engine_start_s",
     "timeouts.collective_s": "write timeouts.save_s, which bounds a collective of the trainer too",

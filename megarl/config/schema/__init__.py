@@ -337,13 +337,6 @@ class QueueConfig(Section):
     """The trajectory queue (TransferQueue)."""
 
     storage_units: int = Field(1, ge=1, description="Storage actors, on the pool's nodes only.")
-    capacity: int | None = Field(
-        None,
-        ge=1,
-        description="The most samples in the queue, those that are being generated or trained included; at least one "
-        "step's. Groups that wait for a further use (`admission.max_uses`) count, and make room for new ones. Default: "
-        "as many as `admission.max_staleness` allows.",
-    )
 
 
 class Config(Section):

@@ -85,6 +85,12 @@ class DataConfig(Section):
     )
     prompt_field: str = Field("prompt", description="With `fields`: a string, or a list of chat messages.")
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
+    tools_field: str | None = Field(
+        None,
+        description="A field with the row's own tools (a list of OpenAI's schemas, or its JSON text), which its prompt "
+        "shows to the model instead of those of `tools`; with `tools` each has to be one of them by its name. null: "
+        "rows with a column `tools` are refused.",
+    )
     demonstration_field: str | None = Field(
         None,
         description="A field with a response that the model learns as it is (supervised fine-tuning, by the loss term "

@@ -6,9 +6,10 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import yaml
@@ -50,10 +51,10 @@ def status_of(run_dir: Path, silent_s: float) -> tuple[str, str]:
 
 
 MOST_NOTICES = 60  # that are shown, the newest
+NOTICE_BYTES = 256 << 10  # of each file of notices that are read
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(NamedTuple):
     """A line that a process of the pool has shown to the user. `at`: Unix seconds; NaN in files that lack it."""
 
     at: float
@@ -122,7 +123,7 @@ def read_run(run_dir: Path, name: str, *, buckets: int, samples: int) -> Reporte
         metrics=read_metrics(metrics_file, buckets),
         samples=read_samples(run_dir, samples),
         events=read_run_events(run_dir),
-        notices=_notices(run_dir),
+        notices=read_notices(run_dir),
     )
 
 
@@ -172,13 +173,19 @@ def layout_of(tree: Mapping[str, object]) -> GpuLayout | None:
     return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync")
 
 
-def _notices(run_dir: Path) -> list[Notice]:
-    """Return the newest notices of the pool."""
-    found = []
+def read_notices(run_dir: Path) -> list[Notice]:
+    """Return the newest notices of the pool, the newest last. A file that cannot be read now has none."""
+    found: list[Notice] = []
     for path in (older_notices_file(run_dir), notices_file(run_dir)):
-        for _, content in read_json_lines(path, msgspec.json.Decoder(dict[str, Any])):
-            if isinstance(content.get("text"), str):
-                at = content.get("wall_time")
-                found.append(Notice(float(at) if isinstance(at, int | float) else math.nan, content["text"]))
-        del found[:-MOST_NOTICES]
-    return found
+        with suppress(OSError):
+            start = max(0, path.stat().st_size - NOTICE_BYTES)
+            found += [Notice(line.wall_time, line.text) for _, line in read_json_lines(path, _NOTICE, start)]
+    return found[-MOST_NOTICES:]
+
+
+class _NoticeLine(msgspec.Struct):
+    text: str
+    wall_time: float = math.nan
+
+
+_NOTICE = msgspec.json.Decoder(_NoticeLine)

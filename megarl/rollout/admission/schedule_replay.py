@@ -114,10 +114,10 @@ class _Replay:
 
     def begin(self, event: Event) -> None:
         pace = Pace(**event["pace"])
-        self._current = Admission(
-            event["groups"], pace, refill=event["refill"], capacity=event["capacity"], steps=event["steps"],
-            max_uses=event.get("max_uses", 1),
-        )  # fmt: skip
+        if event.get("capacity") is not None:
+            raise ScheduleMismatch("it was recorded with queue.capacity, and can be replayed by that version only")
+        uses = event.get("max_uses", 1)
+        self._current = Admission(event["groups"], pace, refill=event["refill"], steps=event["steps"], max_uses=uses)
         self._current.load_state_dict(event["state"], event["attempts"])
         steps = event["state"]["steps"]
         self.batches = {step: batch for step, batch in self.batches.items() if step < steps}

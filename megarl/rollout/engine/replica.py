@@ -32,7 +32,7 @@ from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.transport.rpc import AnsweredCalls, CallResults, RpcServer, SharedCall
+from megarl.rollout.transport.rpc import AnsweredCalls, Answers, RpcServer, SharedCall
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import replica_process
 
@@ -207,7 +207,7 @@ class EngineReplica:
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
-        events.open_events(self.config, Path(spec.run_dir), replica_process(index))
+        events.open_events(self.config.telemetry.events_mib, Path(spec.run_dir), replica_process(index))
         os.environ.update(engine_environment(self.config, cuda=spec.cuda))
         name_shared_memory()
         spec.watch_supervisor()
@@ -220,7 +220,7 @@ class EngineReplica:
         """Start calls of methods of this replica, see `RpcServer.begin`."""
         self._desk.begin(link, calls)
 
-    async def take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
+    async def take_answers(self, link: str, seen: int, wait_s: float) -> Answers:
         """Return the answers to such calls that have come, see `RpcServer.take`."""
         return await self._desk.take(link, seen, wait_s)
 

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from megarl.common.errors import RequestFailed, RolloutError, clear_text
@@ -27,6 +28,7 @@ from megarl.rollout.engine.response_parts import ResponsePart, tokens_from
 from megarl.rollout.fleet.calls import CallTerms
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.background import cancel_all
+from megarl.rollout.transport.gather import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ class ExternalRequests:
         self._open: dict[str, _Open] = {}
         self._changed: set[str] = set()
         self._wake = asyncio.Event()
-        self._report = ExternalReport(0, {})
+        self._replay: Replay[dict[str, ExternalNews]] = Replay({})
         self._serves = serves
 
     def begin(self, gateway: str, requests: Sequence[ExternalRequest]) -> None:
@@ -164,23 +166,21 @@ class ExternalRequests:
         """Wait for news, `wait_s` at most, and return them. `seen`: the number of the last report that the gateway
         has."""
         self._greet(gateway)
+        number, news = await self._replay.take(seen, partial(self._collect, gateway, wait_s))
+        return ExternalReport(number, news) if gateway == self._gateway else ExternalReport(seen, {})
+
+    async def _collect(self, gateway: str, wait_s: float) -> dict[str, ExternalNews]:
+        """Wait for news, `wait_s` at most, and return those since the report before."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._changed and not self._unseen(seen) and gateway == self._gateway:
+                while not self._changed and gateway == self._gateway:
                     self._wake.clear()
                     await self._wake.wait()
         if gateway != self._gateway:
-            return ExternalReport(seen, {})
-        if not self._unseen(seen) and self._changed:
-            news = {name: each for name in self._changed if (each := self._news(name)) is not None}
-            self._changed.clear()
-            self._report = ExternalReport(self._report.number + 1, news)
-            self._wake.set()  # of a call whose caller has gone there may be a second one
-        return self._report if self._unseen(seen) else ExternalReport(seen, {})
-
-    def _unseen(self, seen: int) -> bool:
-        """Tell whether the gateway does not have the last report: it is new, or was lost on its way."""
-        return seen != self._report.number
+            return {}
+        news = {name: each for name in self._changed if (each := self._news(name)) is not None}
+        self._changed.clear()
+        return news
 
     async def hold(self) -> None:
         """Keep all requests back until `serve`. When this returns, none is on its way to a replica."""
@@ -208,7 +208,7 @@ class ExternalRequests:
         if gateway == self._gateway:
             return
         self._drop_all()
-        self._gateway, self._report = gateway, ExternalReport(0, {})
+        self._gateway, self._replay = gateway, Replay({})
         self._changed.clear()
         self._wake.set()
 

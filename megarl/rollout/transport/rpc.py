@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.transport.gather import Outbox, gathering_s
+from megarl.rollout.transport.gather import Outbox, Replay, gathering_s
 
 # Calls that a client may send several times and that run once: an idempotency key names each of them.
 
@@ -77,19 +77,7 @@ class CallResult:
     size: int = 1
 
 
-@dataclass(frozen=True)
-class CallResults:
-    """What the replica had answered when it was asked. `number` counts up; a link has its own numbers."""
-
-    number: int
-    answers: tuple[CallResult, ...] = ()
-
-
-class CalledActor(Protocol):
-    """The methods of a replica's actor that a link uses; each has `remote`, which returns an awaitable."""
-
-    begin_calls: Any
-    take_answers: Any
+Answers = tuple[int, list[CallResult]]  # what the replica had answered when it was asked, and its number
 
 
 class RpcServer:
@@ -103,24 +91,18 @@ class RpcServer:
         self._link = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._outbox = self._new_outbox()
-        self._last = CallResults(0)
-        self._taking = asyncio.Lock()
+        self._replay: Replay[list[CallResult]] = Replay([])
 
     def begin(self, link: str, calls: Sequence[SharedCall]) -> None:
         """Start calls in their order. `link`: the id of the one that sends them."""
         if link != self._link:
-            self._link, self._outbox, self._last, self._taking = (
-                link,
-                self._new_outbox(),
-                CallResults(0),
-                asyncio.Lock(),
-            )
+            self._link, self._outbox, self._replay = link, self._new_outbox(), Replay([])
         for each in calls:
             task = asyncio.ensure_future(self._call(each.method, each.args))
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, link, each.number))
 
-    async def take(self, link: str, seen: int, wait_s: float) -> CallResults:
+    async def take(self, link: str, seen: int, wait_s: float) -> Answers:
         """Return answers: at once if there are any, after `wait_s` at the latest.
 
         `seen`: the number of the last ones that the link has; later ones were lost on their way, and are repeated.
@@ -128,13 +110,10 @@ class RpcServer:
         """
         if link != self._link:
             raise RolloutError("another controller uses this replica")
-        async with self._taking:
-            if seen == self._last.number:
-                answers = tuple(await self._outbox.take(wait_s))
-                if link != self._link:
-                    raise RolloutError("another controller has begun to use this replica")
-                self._last = CallResults(seen + 1, answers)
-            return self._last
+        answers = await self._replay.take(seen, partial(self._outbox.take, wait_s))
+        if link != self._link:
+            raise RolloutError("another controller has begun to use this replica")
+        return answers
 
     def _ended(self, link: str, number: int, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)  # type: ignore[arg-type]
@@ -156,8 +135,11 @@ def _sendable(error: BaseException) -> Exception:
 class RpcClient:
     """The controller's side: the calls of one replica that wait for an answer. Each caller has its own time limit."""
 
-    def __init__(self, replica: CalledActor, grace_s: float) -> None:
-        """`grace_s`: how long answers may be late until they are asked for again."""
+    def __init__(self, replica: Any, grace_s: float) -> None:  # noqa: ANN401  # Ray does not know the methods of actors
+        """`replica`: an actor with `begin_calls` and `take_answers`, those of its `RpcServer`.
+
+        `grace_s`: how long answers may be late until they are asked for again.
+        """
         self.replica = replica
         self._grace_s = grace_s
         self._id = uuid.uuid4().hex
@@ -222,15 +204,15 @@ class RpcClient:
         while self._open:
             try:
                 async with asyncio.timeout(POLL_S + self._grace_s) as limit:
-                    news: CallResults = await self.replica.take_answers.remote(self._id, self._seen, POLL_S)
+                    number, answers = await self.replica.take_answers.remote(self._id, self._seen, POLL_S)
             except Exception as error:
                 if isinstance(error, TimeoutError) and limit.expired():
                     continue  # the callers know how long they wait for a replica that says nothing
                 self._fail(error)
                 return
-            if news.number != self._seen:
-                self._seen = news.number
-                for answer in news.answers:
+            if number != self._seen:
+                self._seen = number
+                for answer in answers:
                     self._settle(answer)
 
     def _settle(self, answer: CallResult) -> None:

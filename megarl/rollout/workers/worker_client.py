@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from megarl.common.errors import RolloutError
+from megarl.rollout.transport.actor_errors import fate_of_actor, own_text
 from megarl.rollout.transport.gather import Outbox
 from megarl.rollout.workers.messages import ToWorker, WorkerReport
 
@@ -128,11 +129,8 @@ class WorkerClient:
                 if isinstance(error, TimeoutError) and limit.expired():
                     waited = f"the controller waited {limit_s:.0f} s for agent worker {self.index} to {method}"
                     raise WorkerLost(waited) from None
-                kind = type(error).__name__
-                if "ActorUnavailable" not in kind:
-                    text = str(getattr(error, "cause", None) or error).strip().splitlines()
-                    raise WorkerLost(
-                        f"agent worker {self.index} has failed: {kind}: {text[0] if text else ''}"
-                    ) from error
+                if fate_of_actor(error) != "cut":
+                    what = f"{type(error).__name__}: {own_text(error)}"
+                    raise WorkerLost(f"agent worker {self.index} has failed: {what}") from error
             logger.warning("agent worker %d cannot be reached and is asked again", self.index)
             await asyncio.sleep(RETRY_S)

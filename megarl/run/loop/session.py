@@ -26,14 +26,16 @@ from megarl.models.hf.read_config import load_info
 from megarl.run.loop.batches import BatchSource
 from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import MOST_SKIPPED_BY_ALARMS, AlarmSkipsStep, AlarmStopsRun, RunMonitor
+from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.loop.stop import StopSignals, StopVote
-from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder, Stateful, collect, restore
 from megarl.run.step.plan import StepPlan
 from megarl.telemetry.trace import events
 from megarl.trainer import parallel
 from megarl.trainer.policy import Policy, StepRefused
+from megarl.weights.group.store import store_address
+from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
 
 
@@ -66,11 +68,12 @@ class Session:
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = RolloutClient(config, self.peers, self.recorder)
-        self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer)
+        self.batches = BatchSource(config, self.pool, self.peers, self.recorder)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
-        self.sender = WeightSender(config, self._exporter)
+        settings = SyncSettings.from_config(config)
+        self.sender = WeightSender(settings, self._exporter, host=store_address(config.ray))
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
         self.unsaved_steps = 0  # trained, and lost because the save at the stop failed
@@ -124,7 +127,7 @@ class Session:
         """Wait for the pool and form the weight-sync group with its engines."""
         self.recorder.say("waiting for the rollout engines")
         started = time.perf_counter()
-        self.pool.attach(launch)
+        self.batches.attach(self.pool.attach(launch))
         self.recorder.say(f"engines are up ({time.perf_counter() - started:.0f} s)")
         self.sender.connect(self.pool.engine_handles())
 

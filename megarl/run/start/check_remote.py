@@ -12,7 +12,7 @@ from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN
 from megarl.config.schema.data import RewardConfig
 from megarl.data.check_files import Tell, data_file_findings, first_prompts
-from megarl.run.start.check_rewards import reward_findings, scored_sets, trial_calls
+from megarl.run.start.checks import reward_findings, scored_sets, trial_calls
 from megarl.sandbox.availability import sandbox_problem
 
 WAY_OUT = "(--no-files of `megarl plan` and `megarl launch`, if only the machines of the run have what it needs)"

@@ -20,6 +20,8 @@ _FRAME_BYTES = 16  # of a record, beside its event: the length and two checksums
 class TensorBoardSink:
     """Writes `events.out.tfevents.*` into `directory`; one event per step with all its scalars."""
 
+    name = "TensorBoard"
+
     def __init__(self, directory: Path, limit: int = 0) -> None:
         """`limit`: most bytes of all event files in `directory`, of earlier starts too; 0: no limit.
 

@@ -7,20 +7,25 @@ the key from rank 0: engine workers in a call through Ray, trainer ranks from th
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, PrefixStore
+from torch.distributed import DistStoreError, PrefixStore, Store
 
 from megarl.common.errors import PeerTimeout
-from megarl.common.trust.run_secret import derived_key
-from megarl.common.trust.signed_store import connect_store, serve_store, sign, verify
+from megarl.common.trust.run_secret import derived_key, run_secret
+from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE, connect_store, serve_store, sign, verify
 from megarl.common.values import JsonValue
+from megarl.config.schema.job import RayConfig
+from megarl.weights.plan.settings import SyncSettings
 
 STORE_TIMEOUT_S = 30.0  # of one store request; the store answers immediately unless its owner has ended
-_POLL_S = 0.1
+_SLICE_S = 1.0  # after which a wait lets handlers of signals run
+_serial = 0
 
 
 class SyncStore:
@@ -119,19 +124,16 @@ class SyncStore:
         return [self._verified(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
 
     def wait(self, key: str, timeout_s: float, what: str) -> JsonValue:
-        """Poll until `key` is set, and return its JSON value. `what`: what is waited for, for the error.
+        """Wait until `key` is set, and return its JSON value. `what`: what is waited for, for the error.
 
-        Signal handlers of Python run meanwhile, which they do not in the `block` methods. Raises PeerTimeout if the key
-        is not set within `timeout_s` seconds.
+        Unlike in the `block` methods, Python's handlers of signals run meanwhile. Raises PeerTimeout if the key is not
+        set within `timeout_s` seconds.
         """
-        began = now = time.monotonic()
-        while (value := self.get(key)) is None:
-            if now > began + timeout_s:
-                raise PeerTimeout(f"waited {timeout_s:.0f} s for {what}")
-            # The pause grows with the time waited: a delay of a few percent, and few requests from many ranks.
-            time.sleep(min(max(0.001, 0.04 * (now - began)), _POLL_S))
-            now = time.monotonic()
-        return value
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            if (value := self.block(key, min(left, _SLICE_S))) is not None:
+                return value
+        raise PeerTimeout(f"waited {timeout_s:.0f} s for {what}")
 
 
 def open_shared_store(name: str, secret: bytes, host: str | None, share: Callable[[str | None], str]) -> SyncStore:
@@ -157,3 +159,51 @@ def open_shared_store(name: str, secret: bytes, host: str | None, share: Callabl
         raise
     share(sign(secret, name, json.dumps([store.host, store.port, nonce])))
     return store
+
+
+def open_trainer_store(settings: SyncSettings, host: str | None, ranks: int) -> SyncStore:
+    """Open the store of the syncs of `ranks` trainer ranks; each of them calls it.
+
+    `host`: the address at which this rank, rank 0, serves it; None on the other ranks. Raises as `open_shared_store`
+    does, and ValueError if several ranks have no run directory, whose secret authenticates them.
+    """
+    global _serial
+    _serial += 1
+    if ranks == 1:
+        assert host is not None
+        return SyncStore(host, 0, server=True)
+    if settings.run_dir is None:
+        raise ValueError("SyncSettings.run_dir is needed with several trainer ranks: its secret authenticates them")
+    name = f"weights/{_serial}"
+    return open_shared_store(name, run_secret(settings.run_dir), host, lambda text: _share(name, text, settings.rpc_s))
+
+
+def _share(name: str, text: str | None, wait_s: float) -> str:
+    """Give rank 0's text to all trainer ranks, and return it, over their rendezvous store, which any backend has."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    rendezvous: Store = _get_default_store()
+    if text is not None:
+        rendezvous.set(name, text)
+        return text
+    rendezvous.wait([name], timedelta(seconds=wait_s))
+    return rendezvous.get(name).decode()
+
+
+def store_address(ray: RayConfig) -> str:
+    """Return the address at which this process serves a store: that of its node, as the node's launcher has set it.
+
+    Without one the run has one node, so it is 127.0.0.1, unless the engines are in a Ray cluster of the user's.
+    """
+    address = os.environ.get(NODE_ADDRESS_VARIABLE)
+    if address is not None:
+        return address
+    return "127.0.0.1" if ray.address is None else reachable_address()
+
+
+def reachable_address() -> str:
+    """Return an address of this host that the engines can reach: Ray's, or 127.0.0.1 if Ray is not connected."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
+    return "127.0.0.1"

@@ -2,7 +2,7 @@
 
 The group is independent of torch's default group and exists for one *generation*: after any failure it is aborted, and
 the remaining members form the next one. Its ranks are the sending trainer ranks first, then the workers of each replica
-in turn. A member keeps its progress to itself, and waits in a thread for the end of the sync (`stage_end.py`). A member
+in turn. A member keeps its progress to itself, and waits in a thread for the end of the sync (`stage.py`). A member
 that fails, or whose deadline passes, ends the sync for all. Every wait has a deadline.
 
 Tensors that are broadcast may have any shape.
@@ -25,8 +25,7 @@ from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
 from megarl.weights.group.backends import BACKENDS, Backend, MemberPlace
-from megarl.weights.group.member_progress import MemberProgress
-from megarl.weights.group.stage_end import StageWatch, end_key
+from megarl.weights.group.stage import MemberProgress, StageWatch, end_key
 from megarl.weights.group.store import STORE_TIMEOUT_S, SyncStore
 
 logger = logging.getLogger(__name__)
@@ -61,10 +60,9 @@ class GroupMembers:
 
     def replica_of(self, member: int) -> int | None:
         """Return the index of the replica that a group rank belongs to; None for trainer ranks."""
-        for replica, count in enumerate(self.workers):
-            if self.offset(replica) <= member < self.offset(replica) + count:
-                return replica
-        return None
+        if member < len(self.senders):
+            return None
+        return next(replica for replica in range(len(self.workers)) if member < self.offset(replica + 1))
 
     def to_json(self) -> str:
         """Return the text that the leader publishes in the store."""
@@ -79,6 +77,10 @@ class GroupMembers:
 class Group:
     """This process's membership in one generation of the group.
 
+    `stage`: the prefix of the current stage's keys; `buckets`: the number of broadcasts of the current sync;
+    `deadline`: the time at which all waits of the stage end, by `time.monotonic`; `on_streams`: operations run on
+    streams, and their end is observed by polling.
+
     Every method that waits may raise PeerTimeout (this member's deadline has passed), SyncAborted (another member
     failed first) or ConnectionLost.
     """
@@ -90,15 +92,16 @@ class Group:
         self.rank = rank
         self.names = members.names
         self._kind = BACKENDS[members.backend]
+        self.on_streams = self._kind.on_streams
         self.name = name or self.names[rank if rank is not None else 0]
         self.progress = MemberProgress(self.name)
         self._backend: Backend | None = None
         self._prefix = f"g{members.generation}"
-        self._stage = f"{self._prefix}/join"
+        self.stage = f"{self._prefix}/join"
         self._connection: SyncStore | None = None
         self._watch: StageWatch | None = None
-        self._buckets = 0
-        self._deadline = self._started = time.monotonic()
+        self.buckets = 0
+        self.deadline = self._started = time.monotonic()
 
     def aborted(self) -> bool:
         """Tell whether a member has ended the current stage because it failed."""
@@ -122,22 +125,19 @@ class Group:
         The leader ends the stage `ready` when all members have come (`await_members`), or names the absent ones.
         If it raises, the group was aborted: a half-made NCCL group would block its process when it is destroyed.
         """
+        assert self.rank is not None, "a trainer rank that broadcasts nothing is not a member"
         try:
-            self._join(timeout_s, loads_in_place)
+            self.enter("ready", timeout_s + OPERATION_SLACK_S)  # the leader's own wait ends first, and names the absent
+            self.store.put(self.key("ready", self.rank), {"loads_in_place": loads_in_place})
+            while (end := self.wait_end(POLL_S)) is None:
+                self.check("the leader to see all members of the weight-sync group")
+            if "abort" in end:
+                raise SyncAborted(end["abort"])
+            self.enter("connect", self._remaining())
+            self._connect(max(1.0, self._remaining()))
         except BaseException:
             self.abort()
             raise
-
-    def _join(self, timeout_s: float, loads_in_place: bool) -> None:
-        assert self.rank is not None, "a trainer rank that broadcasts nothing is not a member"
-        self.enter("ready", timeout_s + OPERATION_SLACK_S)  # the leader's own wait ends first, and names the absent
-        self.store.put(self.key("ready", self.rank), {"loads_in_place": loads_in_place})
-        while (end := self.wait_end(POLL_S)) is None:
-            self.check("the leader to see all members of the weight-sync group")
-        if "abort" in end:
-            raise SyncAborted(end["abort"])
-        self.enter("connect", self._remaining())
-        self._connect(max(1.0, self._remaining()))
 
     def _connect(self, timeout_s: float) -> None:
         """Make the process group, and broadcast once, with which NCCL makes its communicator.
@@ -192,7 +192,7 @@ class Group:
 
     def begin(self, sync: int, buckets: int, timeout_s: float) -> None:
         """Enter sync number `sync` of this generation, of `buckets` broadcasts. All its waits have one deadline."""
-        self._buckets = buckets
+        self.buckets = buckets
         self.enter(f"s{sync}", timeout_s)
 
     def enter(self, stage: str, timeout_s: float) -> None:
@@ -200,44 +200,20 @@ class Group:
         if self._watch is not None:
             self._watch.join()
         self._connection = self._connection or self.store.connection()
-        self._stage = f"{self._prefix}/{stage}"
-        self.set_deadline(timeout_s)
+        self.stage = f"{self._prefix}/{stage}"
+        self._started = time.monotonic()
+        self.deadline = self._started + timeout_s
         self.progress = MemberProgress(self.name)
         # After its own deadline a member ends the stage itself; the slack is for the leader's last calls.
         limit = timeout_s + self.members.timeout_s + OPERATION_SLACK_S
-        self._watch = StageWatch(self._connection, self._stage, self.progress, self.name, limit)
-
-    @property
-    def on_streams(self) -> bool:
-        """True if operations run on streams, and their end is observed by polling."""
-        return self._kind.on_streams
-
-    def set_deadline(self, timeout_s: float) -> None:
-        """End all waits from here on `timeout_s` seconds from now."""
-        self._started = time.monotonic()
-        self._deadline = self._started + timeout_s
-
-    @property
-    def buckets(self) -> int:
-        """The number of broadcasts of the current sync."""
-        return self._buckets
-
-    @property
-    def stage(self) -> str:
-        """The prefix of the current stage's keys."""
-        return self._stage
-
-    @property
-    def deadline(self) -> float:
-        """The time at which all waits of the current stage end, by `time.monotonic`."""
-        return self._deadline
+        self._watch = StageWatch(self._connection, self.stage, self.progress, self.name, limit)
 
     def key(self, *parts: str | int | None) -> str:
         """Return the store's key of `parts` for the current stage."""
-        return "/".join([self._stage, *map(str, parts)])
+        return "/".join([self.stage, *map(str, parts)])
 
     def _remaining(self) -> float:
-        return self._deadline - time.monotonic()
+        return self.deadline - time.monotonic()
 
     def broadcast(self, tensor: torch.Tensor, root: int, bucket: int | None = None) -> PendingBroadcast:
         """Start one broadcast from group rank `root`. Do not touch the tensor until `wait` of the result returns."""
@@ -266,7 +242,7 @@ class Group:
     def post_abort(self, reason: str) -> None:
         """End the stage for all members. A later reason does not replace the first one."""
         self.progress.freeze()
-        self.store.put_once(end_key(self._stage), {"abort": reason})
+        self.store.put_once(end_key(self.stage), {"abort": reason})
 
     def abort(self) -> None:
         """Leave this generation after a failure. Running operations end by themselves, at their deadline."""
@@ -275,7 +251,7 @@ class Group:
             self._abort_backend(backend)
 
     def _abort_backend(self, backend: Backend) -> None:
-        if self._kind.on_streams:
+        if self.on_streams:
             backend.abort()
         _ABORTED.append(backend)
 
@@ -285,7 +261,7 @@ class Group:
         NCCL's orderly shutdown would wait for all members, of which some may have aborted.
         """
         if self._backend is not None:
-            if self._kind.on_streams:
+            if self.on_streams:
                 self._backend.abort()
             else:
                 self._backend.shutdown()
@@ -294,7 +270,7 @@ class Group:
     def _expired(self, waiting_for: str, bucket: int | None) -> PeerTimeout:
         """Return the error of an expired wait. The leader finds out which member was missing."""
         self.progress.freeze(expired=True)
-        where = "" if bucket is None else f" in bucket {bucket + 1} of {self._buckets}"
+        where = "" if bucket is None else f" in bucket {bucket + 1} of {self.buckets}"
         return PeerTimeout(f"{self.name} waited {time.monotonic() - self._started:.1f} s for {waiting_for}{where}")
 
     def broken(self, error: Exception, bucket: int | None = None) -> ConnectionLost | PeerTimeout:
@@ -302,7 +278,7 @@ class Group:
         if self._remaining() <= 0:
             return self._expired("a broadcast", bucket)
         self.progress.freeze()
-        where = "" if bucket is None else f" in bucket {bucket + 1} of {self._buckets}"
+        where = "" if bucket is None else f" in bucket {bucket + 1} of {self.buckets}"
         return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}")
 
 

@@ -21,7 +21,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.models.hf.export import ExportedTensor
 
 ALIGNMENT = 16  # bytes: any dtype can be viewed in place, and no int64 word contains bytes of two pieces
 TRAILER_BYTES = 8  # one int64 digest after the payload
@@ -42,26 +45,6 @@ ITEM_BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-
-
-class ManifestEntry(Protocol):
-    """An entry of `HFExporter.manifest()`; `dtype` is a torch dtype or its name."""
-
-    @property
-    def name(self) -> str:
-        """The Hugging Face name."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """The shape of the whole tensor."""
-
-    @property
-    def dtype(self) -> object:
-        """A torch dtype, or its name without `torch.`."""
-
-    @property
-    def owner(self) -> int:
-        """The global trainer rank that sends the tensor."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +123,7 @@ class BucketPlan:
         return hashlib.sha256(document.encode()).hexdigest()[:32]
 
 
-def specs_of(manifest: Sequence[ManifestEntry]) -> tuple[TensorSpec, ...]:
+def specs_of(manifest: Sequence[ExportedTensor | TensorSpec]) -> tuple[TensorSpec, ...]:
     """Convert the manifest to entries of plain, serialisable fields.
 
     Raises:
@@ -161,7 +144,7 @@ def specs_of(manifest: Sequence[ManifestEntry]) -> tuple[TensorSpec, ...]:
 
 
 def bucket_plan(
-    manifest: Sequence[ManifestEntry], bucket_bytes: int, layer_span: int | None = RELOAD_LAYER_SPAN
+    manifest: Sequence[ExportedTensor | TensorSpec], bucket_bytes: int, layer_span: int | None = RELOAD_LAYER_SPAN
 ) -> BucketPlan:
     """Pack the manifest into buckets of at most `bucket_bytes` (trailer included).
 

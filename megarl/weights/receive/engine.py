@@ -13,6 +13,8 @@ later session has brought all of them; whoever calls the engine must not let it 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,21 +125,19 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         if self._receiver is None:
             raise WeightSyncError("update_weights was called before init_weight_transfer_engine")
         self._loads = True
-        try:
-            self.loader.start()
-            self._receiver.receive(
-                update_info.sync,
-                update_info.version,
-                update_info.timeout_s,
-                layer_span=update_info.layer_span,
-                plan_hash=update_info.plan_hash,
-            )
-        except (SyncAborted, ConnectionLost, PeerTimeout) as error:
-            self._interrupted = str(error)
-            logger.warning("the weights of version %d have not all come: %s", update_info.version, error)
-        except BaseException as error:
-            self._needs_restart = str(error) or repr(error)
-            raise
+        with self._breaks_model():
+            try:
+                self.loader.start()
+                self._receiver.receive(
+                    update_info.sync,
+                    update_info.version,
+                    update_info.timeout_s,
+                    layer_span=update_info.layer_span,
+                    plan_hash=update_info.plan_hash,
+                )
+            except (SyncAborted, ConnectionLost, PeerTimeout) as error:
+                self._interrupted = str(error)
+                logger.warning("the weights of version %d have not all come: %s", update_info.version, error)
 
     def abandon(self) -> None:
         """Give up the session, whose weights have not all come: `finish_weight_update` then ends it without effect.
@@ -145,12 +145,9 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         Raises WeightSyncError if the model cannot be loaded again.
         """
         self._refuse_if_broken()
-        try:
-            if self._loads:
+        if self._loads:
+            with self._breaks_model():
                 self.loader.abandon()
-        except BaseException as error:
-            self._needs_restart = str(error) or repr(error)
-            raise
         self._loads, self._interrupted = False, None
 
     def finish_weight_update(self) -> None:
@@ -158,19 +155,24 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self._refuse_if_broken()
         if self._interrupted is not None:
             raise WeightSyncError(f"the weights have not all come, so they cannot be completed: {self._interrupted}")
-        if not self._loads:
-            return
-        try:
-            self.loader.finish()
-        except BaseException as error:
-            self._needs_restart = str(error) or repr(error)
-            raise
+        if self._loads:
+            with self._breaks_model():
+                self.loader.finish()
 
     def shutdown(self) -> None:
         """Leave the group. The model keeps its weights."""
         if self._receiver is not None:
             self._receiver.group.close()
             self._receiver = None
+
+    @contextmanager
+    def _breaks_model(self) -> Iterator[None]:
+        """Note that an exception of the block leaves the model partly loaded."""
+        try:
+            yield
+        except BaseException as error:
+            self._needs_restart = str(error) or repr(error)
+            raise
 
     def _refuse_if_broken(self) -> None:
         if self._needs_restart is not None:

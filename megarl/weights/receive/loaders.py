@@ -4,6 +4,14 @@ The reload calls each weight loader twice (once on meta tensors, to count elemen
 layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, for the model or
 for its embeddings alone, and `recorded_copies.py` then spares the loaders too.
 
+vLLM has no call that ends a reload which did not get all tensors, so that another one can begin. A reload (vLLM 0.32,
+model_executor/model_loader/reload/layerwise.py) sets each module's live tensors aside, puts tensors on the meta device
+in their place, and gives these loaders that keep what they are given. As soon as a module has all of its tensors, they
+are processed and copied into the live ones, which are put back. So after an interruption between two calls of the
+loaders a module either has its live tensors, with the new weights, or they are set aside with the old ones. The latter
+are put back by `undo_reload` as vLLM does it for a module that got no tensor, and what was kept for the module is
+dropped. The weights are then a mixture, of which a later reload overwrites every module.
+
 Shapes: B bytes of a flat uint8 buffer; tensors without a suffix may have any shape.
 """
 
@@ -13,13 +21,12 @@ import contextlib
 import functools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from megarl.common.errors import WeightSyncError
 from megarl.common.process.memory_tuning import MMAP_OTHERWISE, map_blocks_from
-from megarl.weights.receive.abandoned_reload import LiveTensors, live_tensors, put_back, undo_reload
 from megarl.weights.receive.coverage import LoadCoverage, missing_message
 from megarl.weights.receive.in_place import embeddings_in_place, in_place_obstacle
 from megarl.weights.receive.recorded_copies import RecordedCopies
@@ -29,10 +36,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MMAP_DURING_SYNC = 2**20
+# Its identity, address, shape and strides, which CUDA graphs and kernels may have kept.
+LiveTensor: TypeAlias = tuple[int, int, torch.Size, tuple[int, ...]]
 
 
 class ModelLoader:
-    """The `Loader` of one engine worker. One sync is `start`, `load` for every bucket, `finish`.
+    """Loads the tensors of one engine worker. One sync is `start`, `load` for every bucket, `finish`.
 
     If any of them raises, the model is partly loaded, whichever way is taken, and of no use any more. If the buckets do
     not all come, `abandon` ends the sync; the model is of use again after a later sync, which brings every weight.
@@ -49,7 +58,7 @@ class ModelLoader:
         self._read_at_start = read_at_start
         self._check_next = True
         self._coverage: LoadCoverage | None = None
-        self._before: LiveTensors = {}  # of a reload that has begun
+        self._before: dict[str, LiveTensor] = {}  # of a reload that has begun
 
     @property
     def way(self) -> str:
@@ -162,6 +171,56 @@ class ModelLoader:
                 f"{missing_message(missing)}; the engine started with random weights and has no others for them (if "
                 "the trainer does not hold them, set rollout.load_weights: true, with which engines read the files)"
             )
+
+
+def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
+    """Return what identifies the tensors with which a model computes, by name. Call it before a reload begins."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: (id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in named}
+
+
+@torch.no_grad()
+def undo_reload(model: Any, before: dict[str, LiveTensor]) -> None:  # noqa: ANN401  # its attributes are vLLM's
+    """Put back the live tensors of all modules that a reload has not completed. `before`: those of the whole model.
+
+    It must not be called after an exception of a loader, or of a module's processing.
+
+    Raises:
+        WeightSyncError: the model does not compute with the same tensors as before. It must not be used any more.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, get_layerwise_info
+
+    for module in model.modules():
+        if get_layerwise_info(module).can_load():
+            put_back(module)
+    LOADING_LAYERS.clear()
+    if hasattr(model, "_original_do_torchao_reload"):  # vLLM sets it when a reload begins
+        model._do_torchao_reload = model._original_do_torchao_reload
+    now = live_tensors(model)
+    wrong = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    wrong += [name for name, module in model.named_modules() if get_layerwise_info(module).can_load()]
+    if wrong:
+        raise WeightSyncError(
+            f"an interrupted reload left {len(wrong)} tensors or modules that the engine cannot use: {wrong[:10]}"
+        )
+
+
+def put_back(module: torch.nn.Module) -> None:
+    """Give a module of a reload that has begun its live tensors and their loaders again: it takes no part any more."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _get_original_loader,
+        _place_kernel_tensors,
+        get_layerwise_info,
+    )
+    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+    info = get_layerwise_info(module)
+    for tensor in get_layer_tensors(module).values():
+        if not tensor.is_meta:  # a reload leaves some where they are, such as a bias, and changes their loader only
+            tensor.weight_loader = _get_original_loader(tensor)
+    if info.kernel_tensors is not None:
+        _place_kernel_tensors(module, info)
+    info.reset()
 
 
 def prepack_updated_experts() -> None:

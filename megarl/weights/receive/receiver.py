@@ -2,7 +2,7 @@
 
 While one bucket is checked and loaded, the next one is received; after a part of a split tensor only when the part has
 left its buffer, because the whole tensor takes memory too. A bucket whose digest differs from its trailer is
-never loaded. Independent of vLLM: a `Loader` loads the tensors.
+never loaded. Independent of vLLM: the loader (`loaders.py`) loads the tensors.
 
 Shapes: B bytes of a flat uint8 buffer.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,32 +19,18 @@ from megarl.common.errors import ConnectionLost, DigestMismatch, PeerTimeout, Sy
 from megarl.weights.group.transport import Group, PendingBroadcast
 from megarl.weights.plan.buckets import Bucket, BucketPlan, bucket_plan
 from megarl.weights.plan.digest import digest
+from megarl.weights.receive.recorded_copies import tensors_on
+
+if TYPE_CHECKING:
+    from megarl.weights.receive.loaders import ModelLoader
 
 logger = logging.getLogger(__name__)
-
-
-class Loader(Protocol):
-    """Loads received tensors into a model."""
-
-    @property
-    def way(self) -> str:
-        """The way in which the tensors of this sync are loaded, for the report."""
-
-    @property
-    def obstacle(self) -> str | None:
-        """The reason why the tensors of this sync must come layer by layer; None if they may come mixed."""
-
-    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Load whole tensors, in the manifest's order. They may be views of a receive buffer."""
-
-    def detach(self, buffer_B: torch.Tensor) -> None:
-        """Replace all references to parts of `buffer_B` by copies: the buffer is about to be overwritten."""
 
 
 class Receiver:
     """Receives syncs on one engine worker."""
 
-    def __init__(self, group: Group, plan: BucketPlan, loader: Loader, device: torch.device) -> None:
+    def __init__(self, group: Group, plan: BucketPlan, loader: ModelLoader, device: torch.device) -> None:
         self.group, self.plan, self._loader, self._device = group, plan, loader, device
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
@@ -96,7 +81,7 @@ class Receiver:
         except RuntimeError:
             logger.exception("%s could not report to the leader", self.group.name)
 
-    def _receive_all(self, version: int, loader: Loader) -> dict[str, Any]:
+    def _receive_all(self, version: int, loader: ModelLoader) -> dict[str, Any]:
         """Receive, check and load every bucket in the plan's order. Return digests and seconds for the report."""
         seconds = {"wait": 0.0, "digest": 0.0, "load": 0.0}
         digests: list[int] = []
@@ -192,7 +177,7 @@ class ReceiveBuffers:
     buffer, a new buffer replaces it.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, loader: Loader) -> None:
+    def __init__(self, nbytes: int, device: torch.device, loader: ModelLoader) -> None:
         self._nbytes, self._device, self._loader = nbytes, device, loader
         self._free: list[torch.Tensor] = []
 
@@ -211,8 +196,3 @@ class ReceiveBuffers:
     def clear(self) -> None:
         """Free the memory, which belongs to the engine between syncs."""
         self._free.clear()
-
-
-def tensors_on(buffer_B: torch.Tensor) -> int:
-    """Return the number of tensors that share the buffer's storage, the buffer included."""
-    return int(torch._C._storage_Use_Count(buffer_B.untyped_storage()._cdata)) - 1

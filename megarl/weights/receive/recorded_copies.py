@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megarl.weights.receive.coverage import LoadCoverage
-from megarl.weights.receive.receiver import tensors_on
 
 NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 Span: TypeAlias = tuple[int, int]  # the address of the first byte, and of the byte after the last one
@@ -244,3 +243,8 @@ def _tensors(*containers: object) -> Iterator[torch.Tensor]:
 def _span(tensor: torch.Tensor) -> Span:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def tensors_on(buffer_B: torch.Tensor) -> int:
+    """Return the number of tensors that share the buffer's storage, the buffer included."""
+    return int(torch._C._storage_Use_Count(buffer_B.untyped_storage()._cdata)) - 1

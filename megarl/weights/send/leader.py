@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any
 
 from megarl.common.errors import DigestMismatch, PeerTimeout, SyncAborted, WeightSyncError
 from megarl.common.process.threads import call_in_thread
@@ -23,75 +24,11 @@ from megarl.weights.group.store import SyncStore
 from megarl.weights.group.transport import POLL_S, Group, GroupMembers, end_forming, forming_failed
 from megarl.weights.plan.buckets import BucketPlan, pack_manifest
 from megarl.weights.plan.settings import SyncReport
-from megarl.weights.send.parallel_calls import EXTRA_WAIT_S, CallsFailed, CutShort, Release, Returned, brief, call_all
-from megarl.weights.send.sync_failure import STAGE, FailureReader
+from megarl.weights.send.failure import STAGE, CallsFailed, CutShort, brief, explain
 
 logger = logging.getLogger(__name__)
 
-
-class LoadingWays:
-    """The way in which each worker has loaded last (in place, or why not), logged when it changes."""
-
-    def __init__(self) -> None:
-        self._ways: dict[str, str] = {}
-
-    def note(self, version: int, reports: Sequence[dict[str, Any]]) -> None:
-        """Log in which ways the engines load, if that of a worker differs from its last one.
-
-        `reports`: those of all workers on the sync of `version`.
-        """
-        before, self._ways = self._ways, {each["member"]: each["loaded"] for each in reports}
-        if self._ways != before:
-            logger.info("weights of version %d: %s", version, _by_way(self._ways))
-
-
-def _by_way(ways: Mapping[str, str]) -> str:
-    """Return which engine workers load in which way as text, `ways` by worker."""
-    workers: dict[str, list[str]] = {}
-    for member, way in ways.items():
-        workers.setdefault(way, []).append(member)
-    if len(workers) == 1:
-        return f"{next(iter(workers))} (all {len(ways)} engine workers)"
-    return "; ".join(f"{way} ({', '.join(names)})" for way, names in workers.items())
-
-
-# The part of a sync that each call to the replicas belongs to.
-_PHASES = {
-    "pause": "pause",
-    "start_weight_update": "start",
-    "update_weights": "update",
-    "finish_weight_update": "finish",
-    "resume": "resume",
-}
-
-
-class _SyncCalls:
-    """The calls of one sync to all replicas. `phase`: that of the last one; `seconds`: what each took, by method."""
-
-    def __init__(self, replicas: Sequence[ReplicaHandle], group: Group, version: int, rpc_s: float) -> None:
-        """`rpc_s`: the bound of a call that has no other one."""
-        self._replicas, self._group, self._version = replicas, group, version
-        self._rpc_s = rpc_s
-        self._release = Release(group.aborted, group.post_abort)
-        self.phase = STAGE
-        self.seconds: dict[str, float] = {}
-
-    def make(self, method: str, *args: object, limit: float | None = None) -> list[Returned]:
-        """Call `method` with `args` on every replica.
-
-        Raises SyncAborted, and calls nothing, if another member has failed; CallsFailed as `call_all` does.
-        """
-        if self._group.aborted() and method != "resume":  # another member failed: go no further
-            raise SyncAborted(self._group.abort_reason or "")
-        self.phase = _PHASES[method]
-        begun = time.monotonic()
-        arguments = [args] * len(self._replicas)
-        timeout_s = limit or self._rpc_s
-        returned = call_all(self._replicas, method, arguments, timeout_s=timeout_s, release=self._release)
-        ended = time.monotonic()
-        self.seconds[method] = ended - begun
-        events.record(f"sync_{self.phase}", begun, ended, version=self._version)
-        return returned
+EXTRA_WAIT_S = 3.0  # after the first failure, in which the calls to the other replicas can end
 
 
 class EngineCalls:
@@ -103,30 +40,29 @@ class EngineCalls:
         """`store`: a connection of its own; `trainer_ranks`: how many there are."""
         self.handles = handles
         self._store = store
-        self._failures = FailureReader(store, trainer_ranks)
+        self._trainer_ranks = trainer_ranks
         self._rpc_s = rpc_s
         self._recompute_kv = recompute_kv
         # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
-        self._phase = STAGE  # in which the last sync has ended
-        self._ways = LoadingWays()
+        self._phase = STAGE  # of the last sync: what was called last
+        self._ways: dict[str, str] = {}  # by worker: how it has loaded last (in place, or why not)
 
     def members(self, generation: int, senders: Sequence[int], backend: str, sync_s: float) -> GroupMembers:
         """Return the members of a new generation. Asks every replica for its number of workers."""
         replicas = self._replicas = list(self.handles.replicas())
         try:
-            sizes = call_all(replicas, "world_size", timeout_s=self._rpc_s)
+            workers = call_all(replicas, "world_size", timeout_s=self._rpc_s)
         except CallsFailed as error:
             # None waits for another one, so that each has failed by itself, but those that had no time to answer.
             failed = {i: each for i, each in error.failures.items() if not isinstance(each, CutShort)}
-            raise self._not_reached(error, replicas, failed) from error
+            raise self._not_reached(error, failed) from error
         names = tuple(replica.name for replica in replicas)
-        workers = tuple(cast("int", each.value) for each in sizes)
-        return GroupMembers(generation, tuple(senders), names, workers, backend, sync_s)
+        return GroupMembers(generation, tuple(senders), names, tuple(workers), backend, sync_s)
 
     def connect(self, members: GroupMembers, plan: BucketPlan, timeout_s: float) -> None:
         """Make every engine worker join the group, while the senders join it too. Raises WeightSyncError."""
-        replicas, store, generation = self._replicas, self._store, members.generation
+        store, generation = self._store, members.generation
         common = {
             "host": store.host,
             "port": store.port,
@@ -137,24 +73,20 @@ class EngineCalls:
             # The leader's wait for all members must end first: its error names those that are missing.
             "timeout_s": timeout_s + EXTRA_WAIT_S,
         }
-        arguments = [({**common, "replica": index},) for index in range(len(replicas))]
-        release = Release(
-            lambda: forming_failed(store, generation), lambda reason: end_forming(store, generation, reason)
-        )
         try:
-            limit = timeout_s + 2 * EXTRA_WAIT_S
-            call_all(replicas, "init_weight_transfer", arguments, timeout_s=limit, release=release)
+            call_all(
+                self._replicas,
+                "init_weight_transfer",
+                [({**common, "replica": index},) for index in range(len(self._replicas))],
+                timeout_s=timeout_s + 2 * EXTRA_WAIT_S,
+                aborted=lambda: forming_failed(store, generation),
+                abort=lambda reason: end_forming(store, generation, reason),
+            )
         except CallsFailed as error:
-            raise self._not_reached(error, replicas, error.first) from error
+            raise self._not_reached(error, error.first) from error
 
     def publish(
-        self,
-        group: Group,
-        plan: BucketPlan,
-        sync: int,
-        version: int,
-        timeout_s: float,
-        staged: threading.Event,
+        self, group: Group, plan: BucketPlan, sync: int, version: int, timeout_s: float, staged: threading.Event
     ) -> SyncReport:
         """Take all replicas through one sync, in which `group` has begun. Does not end the sync if it succeeds.
 
@@ -163,31 +95,50 @@ class EngineCalls:
         Raises:
             WeightSyncError: with the failed members, and the replicas that must be replaced even if it is repeated.
         """
+        self._phase = STAGE
+        seconds: dict[str, float] = {}
         started = time.monotonic()
         deadline = started + timeout_s
-        calls = _SyncCalls(self._replicas, group, version, self._rpc_s)
-        info = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
+
+        def call(method: str, *args: object, limit_s: float = self._rpc_s) -> None:
+            """Call `method` on every replica, unless another member has failed. The phase is its first word."""
+            if group.aborted() and method != "resume":
+                raise SyncAborted(group.abort_reason or "")
+            self._phase = method.partition("_")[0]
+            begun = time.monotonic()
+            arguments = [args] * len(self._replicas)
+            call_all(
+                self._replicas, method, arguments, timeout_s=limit_s, aborted=group.aborted, abort=group.post_abort
+            )
+            seconds[method] = time.monotonic() - begun
+            events.record(f"sync_{self._phase}", begun, time.monotonic(), version=version)
+
         try:
             _await_staged(staged, group, timeout_s)
-            pause_begun = time.monotonic()
-            calls.seconds[STAGE] = pause_begun - started
-            events.record("sync_stage", started, pause_begun, version=version)
-            calls.make("pause", self._recompute_kv)
-            calls.make("start_weight_update")
-            remaining = max(0.1, deadline - time.monotonic())
-            calls.make("update_weights", {**info, "timeout_s": remaining}, limit=remaining + EXTRA_WAIT_S)
+            paused_at = time.monotonic()
+            seconds[STAGE] = paused_at - started
+            events.record("sync_stage", started, paused_at, version=version)
+            call("pause", self._recompute_kv)
+            call("start_weight_update")
+            left = max(0.1, deadline - time.monotonic())
+            update = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
+            call("update_weights", {**update, "timeout_s": left}, limit_s=left + EXTRA_WAIT_S)
             reports = self._await_reports(group, plan, deadline)
-            calls.make("finish_weight_update", str(version))
-            resumed = calls.make("resume")
+            call("finish_weight_update", str(version))
+            call("resume")
         except (CallsFailed, WeightSyncError) as error:
-            raise self._failures.explain(error, group, self._replicas, version, calls.phase) from error
-        finally:
-            self._phase = calls.phase
-        total = time.monotonic() - started
-        pause_s = max(each.at for each in resumed) - pause_begun
-        digest_s = _digest_seconds(group.members, reports)
-        self._ways.note(version, reports[len(group.members.senders) :])
-        return SyncReport(version, total, plan.total_bytes, len(plan.buckets), digest_s, pause_s, calls.seconds)
+            ranks = self._trainer_ranks
+            raise explain(error, group, self._store, ranks, self._replicas, version, self._phase) from error
+        ended = time.monotonic()
+        senders = len(group.members.senders)
+        self._log_ways(version, reports[senders:])
+        # Of the slowest sender and of the slowest receiver.
+        digest_s = sum(
+            max((report.get("seconds", {}).get("digest", 0.0) for report in of), default=0.0)
+            for of in (reports[:senders], reports[senders:])
+        )
+        buckets = len(plan.buckets)
+        return SyncReport(version, ended - started, plan.total_bytes, buckets, digest_s, ended - paused_at, seconds)
 
     def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
         """Return every member's report, after comparing all digests with the senders'. Raises DigestMismatch."""
@@ -198,11 +149,12 @@ class EngineCalls:
         for report in reports:
             if report["failure"] is not None:
                 raise WeightSyncError(f"{report['member']}: {report['failure']}")
+        senders = len(group.members.senders)
         sent: dict[int, int] = {}
-        for report in reports[: len(group.members.senders)]:
+        for report in reports[:senders]:
             sent |= {int(index): value for index, value in (report.get("digests") or {}).items()}
         expected = [sent.get(bucket.index) for bucket in plan.buckets]
-        for report in reports[len(group.members.senders) :]:
+        for report in reports[senders:]:
             received = report.get("digests") or []
             if received != expected:
                 wrong = [i + 1 for i, pair in enumerate(zip(expected, received, strict=False)) if pair[0] != pair[1]]
@@ -212,6 +164,18 @@ class EngineCalls:
                     failed_members=[report["member"]],
                 )
         return list(reports)
+
+    def _log_ways(self, version: int, reports: Sequence[dict[str, Any]]) -> None:
+        """Log in which ways the engines load, if that of a worker differs from its last one."""
+        before, self._ways = self._ways, {report["member"]: report["loaded"] for report in reports}
+        if self._ways == before:
+            return
+        workers: dict[str, list[str]] = {}
+        for member, way in self._ways.items():
+            workers.setdefault(way, []).append(member)
+        everyone = f"all {len(reports)} engine workers"
+        ways = [f"{way} ({', '.join(names) if len(workers) > 1 else everyone})" for way, names in workers.items()]
+        logger.info("weights of version %d: %s", version, "; ".join(ways))
 
     def forget(self, group: Group, stage: str) -> None:
         """Delete what a sync has left in the store: all members' reports of this stage."""
@@ -227,7 +191,7 @@ class EngineCalls:
         hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` otherwise.
         """
         replicas = self._replicas if self._phase != STAGE else []
-        calls = [call_in_thread(self._release_replica, replica, failure, repeats) for replica in replicas]
+        calls = [call_in_thread(self._release, replica, failure, repeats) for replica in replicas]
         return [replica.name for replica, call in zip(replicas, calls, strict=True) if call.result()]
 
     @property
@@ -235,7 +199,7 @@ class EngineCalls:
         """Whether the replicas may have begun to load in the last sync."""
         return self._phase not in (STAGE, "pause")
 
-    def _release_replica(self, replica: ReplicaHandle, failure: WeightSyncError, repeats: bool) -> bool:
+    def _release(self, replica: ReplicaHandle, failure: WeightSyncError, repeats: bool) -> bool:
         """Do what `after_failure` says with one replica; tell whether it must be replaced."""
         reason = f"was left in the middle of a failed weight sync: {failure}"
         replaced = replica.name in failure.needs_restart or (self.loading and not repeats)
@@ -255,18 +219,62 @@ class EngineCalls:
             logger.warning("engine %s after a failed sync: %s", replica.name, brief(error))
         return replaced
 
-    def _not_reached(
-        self, error: CallsFailed, replicas: list[ReplicaHandle], failures: Mapping[int, BaseException]
-    ) -> WeightSyncError:
+    def _not_reached(self, error: CallsFailed, failures: Mapping[int, BaseException]) -> WeightSyncError:
         """Return the error of a group that could not be formed. `failures`: its causes, by index of the replica."""
-        failed = [replicas[index].name for index in failures]
-        names = [f"engine {name}" for name in failed]
-        reasons = [f"engine {replicas[i].name}: {brief(each)}" for i, each in failures.items()]
+        failed = [self._replicas[index].name for index in failures]
+        reasons = [f"engine {self._replicas[i].name}: {brief(each)}" for i, each in failures.items()]
         return WeightSyncError(
             f"could not connect the weight-sync group, {error.method} failed: {'; '.join(reasons)}",
-            failed_members=names,
+            failed_members=[f"engine {name}" for name in failed],
             needs_restart=failed,
         )
+
+
+def call_all(
+    replicas: Sequence[ReplicaHandle],
+    method: str,
+    arguments: Sequence[tuple[object, ...]] | None = None,
+    *,
+    timeout_s: float,
+    aborted: Callable[[], bool] = lambda: False,
+    abort: Callable[[str], None] = lambda reason: None,
+) -> list[Any]:
+    """Call `method` on all replicas, each in a thread, and return the results in their order.
+
+    `arguments`: one tuple per replica; None: none. The first failure, of a call or (`aborted`) of another member, cuts
+    the other calls short, which may wait for that member: they have EXTRA_WAIT_S to end. `abort` releases all members.
+
+    Raises:
+        CallsFailed: with all failures, and those that came first.
+    """
+    calls = [
+        call_in_thread(
+            lambda replica, args: replica.call(method, *args, timeout_s=timeout_s), *each, name=f"{method}-{index}"
+        )
+        for index, each in enumerate(zip(replicas, arguments or [()] * len(replicas), strict=True))
+    ]
+    first: dict[int, BaseException] = {}
+    cut_short = False
+    deadline = time.monotonic() + timeout_s + EXTRA_WAIT_S
+    pending = set(calls)
+    while pending and time.monotonic() < deadline:
+        _, pending = wait(pending, POLL_S, FIRST_COMPLETED)
+        failures = {i: error for i, call in enumerate(calls) if call.done() and (error := call.exception()) is not None}
+        if not cut_short and (failures or aborted()):
+            cut_short, first = True, failures
+            deadline = min(deadline, time.monotonic() + EXTRA_WAIT_S)
+            for index, failure in list(failures.items())[:1]:
+                abort(f"engine {replicas[index].name} failed in {method}: {brief(failure)}")
+    late = (
+        CutShort(f"no answer to {method} within {EXTRA_WAIT_S:.1f} s after the failure of another member")
+        if cut_short
+        else TimeoutError(f"no answer to {method} within {timeout_s:.1f} s")
+    )
+    ends = [call.exception() if call.done() else late for call in calls]
+    failures = {index: error for index, error in enumerate(ends) if error is not None}
+    if failures:
+        raise CallsFailed(method, failures, first)
+    return [call.result() for call in calls]
 
 
 def _await_staged(staged: threading.Event, group: Group, timeout_s: float) -> None:
@@ -285,10 +293,3 @@ def _await_staged(staged: threading.Event, group: Group, timeout_s: float) -> No
             raise SyncAborted(group.abort_reason or "")
         if time.monotonic() > deadline:
             raise PeerTimeout(f"{group.name} waited {wait_s:.1f} s for its own first buckets to be gathered")
-
-
-def _digest_seconds(members: GroupMembers, reports: list[dict[str, Any]]) -> float:
-    """Return the digest time of the slowest sender plus that of the slowest receiver, in seconds."""
-    seconds = [report.get("seconds", {}).get("digest", 0.0) for report in reports]
-    count = len(members.senders)
-    return max(seconds[:count], default=0.0) + max(seconds[count:], default=0.0)

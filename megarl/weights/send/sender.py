@@ -4,75 +4,67 @@ There are three roles, often in one process. Ranks that hold parts of tensors ta
 tensors also pack them into buckets and broadcast these (`sync_attempt.py`). The leader, rank 0, calls the engines in a
 second thread, through `leader.py`, once it has staged its first buckets, and sends the outcome to all ranks. If
 engines failed, the trainer ranks complete the gathers that are left, so that their groups stay in step and the sync can
-be repeated. The members of each sync are a group that `group_former.py` forms.
+be repeated.
+
+The members of a sync are a group: the ranks that own tensors, and all engine workers. There is one generation after the
+other. The leader asks the pool for its replicas, has failed ones replaced, and sends the names of all members to all
+ranks. Those that send join the group, while the leader has the engines join it, and all learn whether that succeeded.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import DistNetworkError
 
-from megarl.common.errors import PeerTimeout, WeightSyncError
+from megarl.common.errors import PeerTimeout, SyncAborted, WeightSyncError
 from megarl.common.process.threads import call_in_thread
-from megarl.config.schema import Config
-from megarl.models.hf.gather import GatherRequest
+from megarl.common.values import JsonValue
 from megarl.telemetry.trace import events
 from megarl.weights.group.backends import BACKENDS
 from megarl.weights.group.protocols import EngineHandles
-from megarl.weights.group.stage_end import end_key
-from megarl.weights.group.store import SyncStore
-from megarl.weights.group.trainer_store import open_trainer_store, reachable_address, store_address
-from megarl.weights.group.transport import Group
+from megarl.weights.group.stage import end_key
+from megarl.weights.group.store import SyncStore, open_trainer_store, reachable_address
+from megarl.weights.group.transport import Group, GroupMembers, await_members, end_forming, names_of
 from megarl.weights.plan.bucket_packer import BucketPacker
-from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, BucketPlan, ManifestEntry, bucket_plan
+from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, BucketPlan, bucket_plan
 from megarl.weights.plan.operation_order import Order, buffers_within, schedule
 from megarl.weights.plan.settings import SyncReport, SyncSettings
-from megarl.weights.send.group_former import GroupFormer
 from megarl.weights.send.leader import EngineCalls
-from megarl.weights.send.sync_attempt import RowGather, SyncAttempt
+from megarl.weights.send.sync_attempt import SyncAttempt
+
+if TYPE_CHECKING:
+    from megarl.models.hf.export import HFExporter
+    from megarl.models.hf.gather import Gather
 
 logger = logging.getLogger(__name__)
-
-
-class Exporter(Protocol):
-    """The methods of `megarl.models.hf.export.HFExporter` that a sync uses."""
-
-    def manifest(self) -> Sequence[ManifestEntry]:
-        """Return all tensors of the model in layer order, equal on all ranks. The first call is a world collective."""
-
-    def connect(self, timeout_s: float) -> None:
-        """Connect the ranks that exchange messages in gathers. Raises PeerTimeout if one does not come in time."""
-
-    def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> Sequence[RowGather | None]:
-        """Return this rank's part in each request's gather, None where it has none. `device`: that of the targets."""
 
 
 class WeightSender:
     """Publishes the trainer's weights to all engines. Create it, and call `connect` and `publish`, on every rank."""
 
-    def __init__(self, config: Config | SyncSettings, exporter: Exporter, *, host: str | None = None) -> None:
-        """`host`: the address at which rank 0 serves the store; None: `store_address` or `reachable_address`."""
-        self.settings = config if isinstance(config, SyncSettings) else SyncSettings.from_config(config)
+    def __init__(self, settings: SyncSettings, exporter: HFExporter, *, host: str | None = None) -> None:
+        """`host`: the address at which rank 0 serves the store; None: `reachable_address`."""
+        self.settings = settings
         self._exporter = exporter
-        self._host = host or (None if isinstance(config, SyncSettings) else store_address(config))
+        self._host = host
         distributed = torch.distributed.is_initialized()
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world = torch.distributed.get_world_size() if distributed else 1
         self._plan: BucketPlan | None = None
         self._store: SyncStore | None = None
-        self._engines: EngineCalls | None = None
-        self._former: GroupFormer | None = None
+        self._engines: EngineCalls | None = None  # on the leader
         self._group: Group | None = None
+        self._generation = -1  # that of the last group that was formed, or was to be
         self._packer: BucketPacker | None = None
         self._order: Order = ()
-        self._gathers: Sequence[RowGather | None] = ()
+        self._gathers: Sequence[Gather | None] = ()
         self._sync = 0
 
     @property
@@ -81,6 +73,13 @@ class WeightSender:
         if self._plan is None:
             raise RuntimeError("WeightSender.connect has not been called")
         return self._plan
+
+    @property
+    def store(self) -> SyncStore:
+        """The store, which `connect` opens. Raises RuntimeError before that."""
+        if self._store is None:
+            raise RuntimeError("WeightSender.connect has not been called")
+        return self._store
 
     def connect(self, pool: EngineHandles | None) -> None:
         """Make the plan and form the group with all engine workers. Collective. Rank 0 passes the pool, others None.
@@ -92,12 +91,12 @@ class WeightSender:
         if (pool is None) == (self._rank == 0):
             raise ValueError("WeightSender.connect needs the pool on trainer rank 0 and None on all other ranks")
         self._plan = bucket_plan(self._exporter.manifest(), self.settings.bucket_bytes)
-        settings, rank, world = self.settings, self._rank, self._world
-        host = (self._host or reachable_address()) if rank == 0 else None
-        store = self._store = open_trainer_store(settings, host, world)
+        settings = self.settings
+        host = (self._host or reachable_address()) if self._rank == 0 else None
+        self._store = open_trainer_store(settings, host, self._world)
         if pool is not None:
-            self._engines = EngineCalls(pool, store.connection(), world, settings.rpc_s, settings.recompute_kv)
-        self._former = GroupFormer(settings, store, self._engines, rank, world, self._exporter.connect)
+            calls = self._store.connection()
+            self._engines = EngineCalls(pool, calls, self._world, settings.rpc_s, settings.recompute_kv)
         self._form()
 
     def publish(self, version: int) -> SyncReport:
@@ -112,10 +111,8 @@ class WeightSender:
         Raises:
             WeightSyncError: on every rank, with the members that failed. No replica then serves the version.
         """
-        if self._former is None:
-            raise RuntimeError("WeightSender.connect has not been called")
         restarted: tuple[str, ...] = ()
-        if self._group is None or self._former.members_differ(self._group.members, self._sync):
+        if self._group is None or self._group.members.replicas != self._names():
             self.close()
             restarted = self._form()
         begun = time.monotonic()
@@ -139,12 +136,135 @@ class WeightSender:
             needs_restart=outcome["needs_restart"],
         )
 
+    def _from_leader(self, key: str, wait_s: float, what: str, make: Callable[[EngineCalls], JsonValue]) -> JsonValue:
+        """Have rank 0 call `make`, and return its result on every rank, under `key` of this generation in the store.
+
+        Raises WeightSyncError on every rank if `make` raises, and PeerTimeout on others than rank 0 after `wait_s`.
+        `what`: what rank 0 does, for the error.
+        """
+        key = f"g{self._generation}/{key}"
+        if self._engines is None:
+            answer = self.store.wait(key, wait_s, f"trainer rank 0 to {what}")
+            if "value" in answer:
+                return answer["value"]
+            message, failed_members, needs_restart = answer["error"]
+            raise WeightSyncError(message, failed_members=failed_members, needs_restart=needs_restart)
+        try:
+            value = make(self._engines)
+        except Exception as failure:
+            error = failure
+            if not isinstance(error, WeightSyncError):
+                error = WeightSyncError(f"trainer rank 0 could not {what}: {failure}")
+            self.store.put(key, {"error": [str(error), error.failed_members, error.needs_restart]})
+            raise error from failure
+        if self._world > 1:
+            self.store.put(key, {"value": value})
+        return value
+
+    @property
+    def _controller_s(self) -> float:
+        """Seconds in which rank 0 reaches the controller, which may have to be found dead and started again first."""
+        return 8 * self.settings.rpc_s + self.settings.restart_s
+
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the replicas that the pool has now. Raises WeightSyncError if it does not answer."""
+        what = "ask the pool for its replicas"
+        names = self._from_leader(
+            f"s{self._sync}/names", self._controller_s, what, lambda engines: list(engines.handles.names())
+        )
+        if self._world > 1 and self._rank == 0:  # every rank has read that one
+            self.store.drop(f"g{self._generation}/s{self._sync - 3}/names")
+        return tuple(names)
+
     def _form(self, replace: Sequence[str] = (), *, later: bool = False) -> tuple[str, ...]:
-        """Form the next group (`GroupFormer.form`) and enter it; return the replicas that were restarted for that."""
-        assert self._former is not None
-        self._group, in_place, restarted = self._former.form(self.plan, replace, later=later)
+        """Form the next generation's group and enter it; if replicas fail to join, restart them and form it once more.
+
+        Replaces the replicas `replace` first, or `later` without waiting for the new ones. Returns the replicas that
+        were restarted because they did not join. Raises WeightSyncError on every rank if the group is not formed.
+        """
+        restarted: tuple[str, ...] = ()
+        try:
+            in_place = self._form_once(replace, later)
+        except WeightSyncError as error:
+            if not error.needs_restart or set(replace) & set(error.needs_restart) or self.settings.restarts == 0:
+                raise
+            restarted = error.needs_restart
+            logger.warning("restarting %s: %s", ", ".join(restarted), error)
+            in_place = self._form_once(restarted)
         self._lay_out_buckets(None if in_place else RELOAD_LAYER_SPAN)
         return restarted
+
+    def _form_once(self, replace: Sequence[str], later: bool = False) -> bool:
+        """Form the next generation's group; return whether all engine workers load in place."""
+        self._generation += 1
+        settings = self.settings
+
+        def find_members(engines: EngineCalls) -> str:
+            if replace:
+                (engines.handles.replace_later if later else engines.handles.restart)(replace, settings.restart_s)
+            senders = self.plan.owners
+            return engines.members(self._generation, senders, settings.backend, settings.sync_s).to_json()
+
+        wait_s = self._controller_s + (settings.restart_s if replace else 0.0)
+        members = GroupMembers.from_json(
+            self._from_leader("members", wait_s, "reach all engine replicas", find_members)
+        )
+        rank = members.senders.index(self._rank) if self._rank in members.senders else None
+        group = Group(self.store, members, rank, f"trainer rank {self._rank}")
+        in_place, error = False, None
+        try:
+            in_place = self._join(group)
+        except Exception as failure:
+            error = failure
+
+        def end(engines: EngineCalls) -> bool:
+            end_forming(self.store, self._generation, None if error is None else str(error))
+            if error is not None:
+                raise error
+            return in_place
+
+        try:
+            in_place = self._from_leader("formed", 2 * settings.rpc_s, "form the weight-sync group", end)
+            if error is not None:
+                raise error
+        except BaseException:
+            group.abort()
+            raise
+        self._group = group
+        return bool(in_place)
+
+    def _join(self, group: Group) -> bool:
+        """Join the group if this rank sends. On the leader, also make the engines join, and wait for all members.
+
+        Returns whether all engine workers load in place, which only the leader knows.
+        """
+        members, timeout_s = group.members, self.settings.rpc_s
+        leading: list[Future[Any]] = []
+        if self._engines is not None:
+            leading = [
+                call_in_thread(await_members, self.store.connection(), members, timeout_s),
+                call_in_thread(self._engines.connect, members, self.plan, timeout_s),
+            ]
+        error: Exception | None = None
+        try:
+            self._exporter.connect(0.9 * timeout_s)  # ends before the leader's wait for all members
+            if group.rank is not None:
+                group.join(timeout_s)
+        except Exception as failure:
+            error = failure
+            if not isinstance(failure, SyncAborted):
+                end_forming(self.store, members.generation, f"{group.name}: {failure}")
+        answers = []
+        for each in leading:  # their errors are more precise: who did not come, which engine failed, and how
+            try:
+                answers.append(each.result())
+            except WeightSyncError as failure:
+                if failure.failed_members and not failure.needs_restart:
+                    failure.needs_restart = tuple(names_of(members, failure.failed_members))
+                raise
+        if error is not None:
+            raise error
+        return bool(answers and answers[0])
 
     def _record(self, report: SyncReport, begun: float) -> None:
         """Record a publication, on the leader. `begun`: the beginning of its first attempt, by `time.monotonic`."""
@@ -176,7 +296,7 @@ class WeightSender:
         buffers = buffers_within(self.plan, self.settings.staging_bytes)  # the same on all ranks
         packer = BucketPacker(self.plan, self._rank, device, buffers)
         self._order = schedule(self.plan, buffers)
-        # The exporter is told the order of the gathers: in each second one a rank sends from the same memory.
+        # The exporter needs the order of the gathers: in each second one a rank sends from the same memory.
         requests = packer.requests()
         gathered = [operation.bucket.index for operation in self._order if operation.kind == "gather"]
         gathers = self._exporter.gathers([requests[index] for index in gathered], device)
@@ -186,19 +306,18 @@ class WeightSender:
 
     def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
         """Make one attempt to publish. Return its outcome, which the leader determines for all ranks."""
-        if self._store is None or self._group is None:
-            raise RuntimeError("WeightSender.connect has not been called")
+        assert self._group is not None  # connected
         sync, self._sync = self._sync, self._sync + 1
         group, started, limit_s = self._group, time.perf_counter(), self.settings.sync_s
         group.begin(sync, len(self.plan.buckets), limit_s)
-        sending = SyncAttempt(group, self._order, self._gathers, self._packer, self._rank, version)
+        own = SyncAttempt(group, self._order, self._gathers, self._packer, self._rank, version)
         engines = None
         if self._engines is not None:
             publish = self._engines.publish
-            engines = call_in_thread(publish, group, self.plan, sync, version, limit_s, sending.staged)
+            engines = call_in_thread(publish, group, self.plan, sync, version, limit_s, own.staged)
         error: Exception | None = None
         try:
-            sending.run()
+            own.run()
         except Exception as failure:
             error = failure
         if engines is None:
@@ -212,7 +331,7 @@ class WeightSender:
             return outcome
         try:
             if not any(name.startswith("trainer rank") for name in outcome["failed_members"]):
-                sending.finish_gathers(self.settings.rpc_s)
+                own.finish_gathers(self.settings.rpc_s)
         except WeightSyncError as failure:
             outcome = {**outcome, "status": "failed", "message": f"{outcome['message']}; then {failure}"}
         self._leave_group()
@@ -222,7 +341,7 @@ class WeightSender:
 
     def _await_outcome(self, version: int) -> dict[str, Any]:
         """Wait until the leader has ended the sync, and return its outcome."""
-        assert self._group is not None and self._store is not None
+        assert self._group is not None
         group, what = self._group, f"trainer rank 0 to end the sync of version {version}"
         wait_s = self.settings.sync_s + 3 * self.settings.rpc_s
         end = group.wait_end(wait_s)
@@ -230,7 +349,7 @@ class WeightSender:
             raise PeerTimeout(f"trainer rank {self._rank} waited {wait_s:.0f} s for {what}")
         if "abort" in end:  # the leader finds the cause, and releases the engines
             try:
-                return dict(self._store.wait(group.key("outcome"), 3 * self.settings.rpc_s, what))
+                return dict(self.store.wait(group.key("outcome"), 3 * self.settings.rpc_s, what))
             except DistNetworkError as error:
                 raise WeightSyncError(end["abort"], version=version, failed_members=["trainer rank 0"]) from error
         return dict(end)
@@ -239,19 +358,19 @@ class WeightSender:
         self, engines: Future[SyncReport], error: Exception | None, may_repeat: bool, seconds: float
     ) -> dict[str, Any]:
         """On the leader, wait for the engines and end the sync for all members. Return the outcome."""
-        assert self._store is not None and self._group is not None and self._engines is not None
+        assert self._group is not None and self._engines is not None
         stage = self._group.stage
         outcome = self._outcome(engines, error, may_repeat, seconds)
         if outcome["status"] == "published":
-            end = self._store.put_once(end_key(stage), outcome)
+            end = self.store.put_once(end_key(stage), outcome)
         else:
             self._group.post_abort(outcome["message"])
             end = {"abort": outcome["message"]}
         if "abort" in end:
-            self._store.put(self._group.key("outcome"), outcome)
+            self.store.put(self._group.key("outcome"), outcome)
         self._engines.forget(self._group, stage)
         # Every member has seen the end of the sync before the last one.
-        self._store.drop(end_key(f"g{self._group.members.generation}/s{self._sync - 3}"))
+        self.store.drop(end_key(f"g{self._group.members.generation}/s{self._sync - 3}"))
         return outcome
 
     def _outcome(

@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -44,33 +44,13 @@ from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import Bucket
 from megarl.weights.plan.operation_order import Order
 
+if TYPE_CHECKING:
+    from megarl.models.hf.gather import Gather
+
 logger = logging.getLogger(__name__)
 
 
-class RowGather(Protocol):
-    """The part of one rank in the gather of one bucket, see `megarl.models.hf.gather.Gather`."""
-
-    @property
-    def owned(self) -> bool:
-        """True if this rank receives the rows; else it sends."""
-
-    def copy(self) -> None:
-        """Copy what this rank holds: into the targets, or into the messages that it sends."""
-
-    def post(self) -> None:
-        """Start to receive, or to send."""
-
-    def done(self, timeout_s: float | None) -> bool:
-        """Wait at most `timeout_s` seconds (None: as the group allows) and tell whether all messages have ended."""
-
-    def finish(self) -> None:
-        """Copy what was received to the targets. Call it after `done`."""
-
-    def unfinished_peers(self) -> Sequence[int]:
-        """Return the global ranks whose messages have not been transferred. Any thread may ask."""
-
-
-Check: TypeAlias = Callable[[str, RowGather], None]  # raises to end the wait for a gather, at the named place
+Check: TypeAlias = Callable[[str, "Gather"], None]  # raises to end the wait for a gather, at the named place
 
 
 class SyncAttempt:
@@ -80,7 +60,7 @@ class SyncAttempt:
         self,
         group: Group,
         order: Order,
-        gathers: Sequence[RowGather | None],
+        gathers: Sequence[Gather | None],
         packer: BucketPacker | None,
         rank: int,
         version: int,
@@ -91,7 +71,7 @@ class SyncAttempt:
         """
         self._group, self._order, self._gathers, self._packer = group, order, gathers, packer
         self._rank, self._version = rank, version
-        self._posted: deque[tuple[int, RowGather]] = deque()  # gathers in which this rank sends, by bucket
+        self._posted: deque[tuple[int, Gather]] = deque()  # gathers in which this rank sends, by bucket
         self._broadcasts: deque[tuple[Bucket, PendingBroadcast]] = deque()  # at most two
         self._next = 0  # the place in the order from which on no gather has been posted
         self.staged = threading.Event()  # this rank has sealed its buckets that are gathered before all broadcasts
@@ -132,7 +112,7 @@ class SyncAttempt:
         """
         deadline = time.monotonic() + timeout_s
 
-        def check(place: str, gather: RowGather) -> None:
+        def check(place: str, gather: Gather) -> None:
             if time.monotonic() > deadline:
                 peers = ", ".join(_names(gather.unfinished_peers()))
                 waited = f"{self._group.name} waited {timeout_s:.0f} s after a failed weight sync"
@@ -166,7 +146,7 @@ class SyncAttempt:
             self._post(place, gather)
         self.seconds["gather"] += time.perf_counter() - start
 
-    def _post(self, place: int, gather: RowGather) -> None:
+    def _post(self, place: int, gather: Gather) -> None:
         try:
             gather.post()
         except RuntimeError as error:
@@ -180,7 +160,7 @@ class SyncAttempt:
             self._await_gather(self._posted[0], check)
             self._posted.popleft()
 
-    def _await_gather(self, posted: tuple[int, RowGather], check: Check) -> None:
+    def _await_gather(self, posted: tuple[int, Gather], check: Check) -> None:
         bucket, gather = posted
         place = f"the gather of bucket {bucket + 1} of {len(self._gathers)}"
         self._group.progress.wait(place, lambda: _names(gather.unfinished_peers()))
@@ -192,7 +172,7 @@ class SyncAttempt:
                 raise
             raise self._group.broken(error) from error
 
-    def _check_gather(self, place: str, gather: RowGather) -> None:
+    def _check_gather(self, place: str, gather: Gather) -> None:
         self._group.check(f"{', '.join(_names(gather.unfinished_peers()))} in {place}")
 
     def _seal(self, bucket: Bucket) -> None:

@@ -56,7 +56,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         "monitor.rules.ess.action: a step that trains groups again (admission.max_uses=2) cannot be skipped",
     ),
     ({"trainer__mini_batches": 5}, "trainer.mini_batches: 5 updates from 4 groups"),
-    ({"queue__capacity": 15}, "queue.capacity: 15 samples hold 3 groups of 4, but a step takes batch.groups=4 at once"),
     (
         {"admission__refill": True, "algorithm__filter_zero_variance": False},
         "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops",

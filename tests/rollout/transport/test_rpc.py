@@ -11,7 +11,7 @@ import pytest
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.rollout.transport import rpc
 from megarl.rollout.transport.gather import Outbox
-from megarl.rollout.transport.rpc import CallResults, RpcClient, RpcServer, SharedCall
+from megarl.rollout.transport.rpc import Answers, RpcClient, RpcServer, SharedCall
 from tests.support.engines.fake_replicas import Method
 
 
@@ -34,7 +34,7 @@ class Actor:
         self.ray_calls.append("begin")
         self.desk.begin(link, calls)
 
-    async def _take(self, link: str, seen: int, wait_s: float) -> CallResults:
+    async def _take(self, link: str, seen: int, wait_s: float) -> Answers:
         self._check()
         self.ray_calls.append("take")
         answers = await self.desk.take(link, seen, wait_s)

@@ -21,7 +21,7 @@ LEFT = "left to the start where the run will be: tokenizer and chat template, le
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("absent", f"reward.function '{FUNCTIONS}:absent': '{FUNCTIONS}' has no 'absent'"),
+        ("absent", f"reward.function '{FUNCTIONS}:absent' cannot be imported: AttributeError"),
         ("by_response", "a reward must be a number or a RewardResult, not None"),
     ],
 )

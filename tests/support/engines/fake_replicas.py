@@ -13,7 +13,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, Samp
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.gather import Outbox
-from megarl.rollout.transport.rpc import CallResults, RpcServer, SharedCall
+from megarl.rollout.transport.rpc import Answers, RpcServer, SharedCall
 
 SPEC = SamplingSpec(4, 1.0, (2,))
 
@@ -45,7 +45,7 @@ class SharesCalls:
             self._desk = RpcServer(make_call, lambda _: Outbox(gather_s=0.0))
         self._desk.begin(link, calls)
 
-    async def _take_answers(self, link: str, seen: int, wait_s: float) -> CallResults:
+    async def _take_answers(self, link: str, seen: int, wait_s: float) -> Answers:
         assert self._desk is not None
         return await self._desk.take(link, seen, wait_s)
 

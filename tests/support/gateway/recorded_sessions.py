@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from megarl.gateway.recording import session_content
-from megarl.gateway.sessions import GatewaySession
+from megarl.gateway.sessions import GatewaySession, session_content
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 

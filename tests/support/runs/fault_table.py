@@ -16,7 +16,6 @@ from benchmarks.lib.chaos import (
     Fault,
     Happened,
     Kind,
-    RunPlace,
     SoakOutcome,
     Tempo,
     accounting_rows,
@@ -31,7 +30,7 @@ FIRST_STEP = 3  # before the first fault: engines are warm
 LAST_STEP = 12  # before all faults are due. Each waits until the run is over the one before
 GROUPS = 24
 SEED_VARIABLE = "MEGARL_FAULT_SEED"
-TEMPO = Tempo(rpc_s=10.0, weight_sync_s=20.0, slower=True)
+TEMPO = Tempo(rpc_s=10.0, weight_sync_s=20.0)
 GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent one is noticed
 
 
@@ -39,7 +38,7 @@ GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent o
 class FaultRuns:
     """Runs of the quickstart's task with the same seed, of which one is undisturbed.
 
-    `kinds`: of the faults of all of them, which have the same config. `place`: where they run; None: on this machine.
+    `kinds`: of the faults of all of them, which have the same config.
     """
 
     assets: Path
@@ -47,7 +46,6 @@ class FaultRuns:
     steps: int
     minutes: float
     kinds: Sequence[Kind]
-    place: RunPlace | None = None
     replicas: int = REPLICAS
 
     @property
@@ -61,7 +59,7 @@ class FaultRuns:
     def run(self, name: str, faults: Sequence[Fault] = ()) -> SoakOutcome:
         """Make one run. The faults happen one after another; each waits until the run has got over the one before."""
         until = time.monotonic() + 60 * self.minutes
-        return run_once(name, self.options, self.directory, until, faults, 0.0, self.kinds, TEMPO, self.place)
+        return run_once(name, self.options, self.directory, until, faults, 0.0, self.kinds, TEMPO)
 
     def draw(self, kinds: Sequence[str]) -> list[Fault]:
         """Return faults of these kinds, in an order and at moments of a seed that is printed."""

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from benchmarks.lib.accounting import check_run
-from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
+from tests.support.runs.hosts import Hosts
 from tests.support.runs.run import step_records, tiny_config
 from tests.support.trainer.configs import with_sections
 

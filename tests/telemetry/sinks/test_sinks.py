@@ -524,6 +524,8 @@ def test_tensorboard_begins_a_new_file_after_a_failure(tmp_path: Path, monkeypat
 class HeldSink:
     """A service that takes nothing until it is released."""
 
+    name = "HeldSink"
+
     def __init__(self) -> None:
         self.released, self.entered = threading.Event(), threading.Event()
         self.steps: list[int] = []

@@ -17,7 +17,7 @@ from megarl.telemetry.trace import writer as event_writer_module
 from megarl.telemetry.trace.chrome_trace import TraceWindow, trace_events
 from megarl.telemetry.trace.clock_alignment import OffsetBounds, host_offsets
 from megarl.telemetry.trace.files import read_events
-from megarl.telemetry.trace.lanes import ROUNDING_US, Placed, nest, share_lines
+from megarl.telemetry.trace.lanes import ROUNDING_US, Placed, share_lines
 from megarl.telemetry.trace.lines import CONTROLLER, rank_process, replica_process
 from tests.support.telemetry.event_runs import SimulatedClock, event_writer
 from tests.support.telemetry.perfetto import ask_perfetto
@@ -35,22 +35,14 @@ def properly_nested(placed: list[Placed[Any]]) -> bool:
     return True
 
 
-@given(SPANS)
-def test_spans_of_a_line_are_nested_or_apart_and_none_is_lost(spans: list[tuple[int, int]]) -> None:
-    given_ = [(begin, begin + length, number) for number, (begin, length) in enumerate(spans)]
-    placed = nest(given_)
-    assert properly_nested(placed)
-    assert sorted(each.item for each in placed) == list(range(len(spans)))
-    for each in placed:
-        begin, end, _ = given_[each.item]
-        assert each.begin == begin and end - ROUNDING_US <= each.end <= end and each.end >= each.begin
-
-
 @given(SPANS, st.integers(1, 8))
 def test_units_share_lines_without_overlap(spans: list[tuple[int, int]], units: int) -> None:
     given_ = [(begin, begin + length, number % units, number) for number, (begin, length) in enumerate(spans)]
     placed = share_lines(given_)
     assert properly_nested(placed) and sorted(each.item for each in placed) == list(range(len(spans)))
+    for each in placed:
+        begin, end, *_ = given_[each.item]
+        assert each.begin == begin and end - ROUNDING_US <= each.end <= end and each.end >= each.begin
 
 
 def test_nested_spans_stay_on_one_line_and_units_that_follow_each_other_use_it_again() -> None:

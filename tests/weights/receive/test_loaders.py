@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.lib.vllm_model import vllm_model
 from megarl.common.errors import WeightSyncError
-from megarl.weights.receive import abandoned_reload, loaders
+from megarl.weights.receive import loaders
 from megarl.weights.receive.loaders import ModelLoader
 from tests.support.engines.engine_worker import bits
+from tests.support.engines.vllm_model import vllm_model
 from tests.support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -171,6 +171,6 @@ def test_a_reload_that_cannot_be_undone_is_an_error(tmp_path: Path, monkeypatch:
         loader = ModelLoader(model, config, CPU)
         loader.start()
         loader.load(tensors[:7])
-        monkeypatch.setattr(abandoned_reload, "put_back", lambda module: get_layerwise_info(module).reset())
+        monkeypatch.setattr(loaders, "put_back", lambda module: get_layerwise_info(module).reset())
         with pytest.raises(WeightSyncError, match=r"an interrupted reload left \d+ tensors or modules"):
             loader.abandon()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.common.errors import WeightSyncError
-from megarl.weights.group.member_progress import Answer
-from megarl.weights.group.stage_end import answer_key
+from megarl.weights.group.stage import Answer, answer_key
 from megarl.weights.group.transport import GroupMembers
 from megarl.weights.plan.buckets import TensorSpec, bucket_plan
-from megarl.weights.send import parallel_calls
+from megarl.weights.send import leader
+from megarl.weights.send.failure import unusable
 from megarl.weights.send.leader import EngineCalls
-from megarl.weights.send.sync_failure import unusable
 
 
 class Replica:
@@ -108,7 +108,7 @@ class Sync:
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.members = GroupMembers(0, (0, 1), ("replica 0", "replica 1"), (1, 1), "gloo", timeout_s=60.0)
-        kept = {answer_key("g0/s0", answer.member): answer.to_json() for answer in answers}
+        kept = {answer_key("g0/s0", answer.member): asdict(answer) for answer in answers}
         self.store = SimpleNamespace(get=kept.get, block_all=lambda keys, timeout_s: None)
         self.failed = threading.Event()  # set when a member has failed
         self.group: Any = SimpleNamespace(
@@ -154,7 +154,7 @@ def test_a_pause_that_the_failure_of_another_member_cuts_short_is_no_cause(
     engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replica 1 needs longer for its pause than is left after the failure; it is healthy, and goes on."""
-    monkeypatch.setattr(parallel_calls, "EXTRA_WAIT_S", 0.2)
+    monkeypatch.setattr(leader, "EXTRA_WAIT_S", 0.2)
     sync, go = Sync(BEHIND_RANK_2), threading.Event()
 
     def slow(method: str) -> None:
@@ -174,7 +174,7 @@ def test_a_replica_that_does_not_pause_in_time_is_the_cause(
     engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pause it waits for no other member, unlike in its update: its silence is its own failure."""
-    monkeypatch.setattr(parallel_calls, "EXTRA_WAIT_S", 0.2)
+    monkeypatch.setattr(leader, "EXTRA_WAIT_S", 0.2)
     sync, go = Sync(BEHIND_RANK_2), threading.Event()
     silent = Replica("replica 1", lambda method: go.wait(60) if method == "pause" else None)
     calls = engine_calls([Replica("replica 0", lambda _: None), silent], sync.store, trainer_ranks=3, rpc_s=0.3)
@@ -182,35 +182,3 @@ def test_a_replica_that_does_not_pause_in_time_is_the_cause(
     go.set()
     assert error.failed_members == ("engine replica 1",) and error.needs_restart == ("replica 1",), str(error)
     assert "no answer to pause within 0.3 s" in str(error)
-
-
-def test_engines_that_are_only_paused_when_a_member_fails_are_resumed(engine_calls: Callable[..., EngineCalls]) -> None:
-    sync = Sync(BEHIND_RANK_2)
-    paused: list[str] = []
-
-    def pause(method: str) -> None:
-        paused.append(method)
-        if paused.count("pause") == 2:
-            sync.failed.set()
-
-    replicas = [Replica(f"replica {index}", pause) for index in range(2)]
-    error = sync.error(engine_calls(replicas, sync.store, trainer_ranks=3), staged=True)
-    assert error.failed_members == ("trainer rank 2",) and error.needs_restart == ()
-    assert [each.ended for each in replicas] == [["pause", "resume"]] * 2
-
-
-def test_a_pause_without_an_answer_is_the_failure_of_its_replica(
-    engine_calls: Callable[..., EngineCalls], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parallel_calls, "EXTRA_WAIT_S", 0.2)
-    go = threading.Event()
-    replicas = [
-        Replica("replica 0", lambda _: None),
-        Replica("replica 1", lambda method: method == "pause" and go.wait(60)),
-    ]
-    sync = Sync([])
-    calls = engine_calls(replicas, sync.store, trainer_ranks=2)
-    calls._rpc_s = 0.2
-    error = sync.error(calls, staged=True)
-    go.set()
-    assert "no answer to pause within 0.2 s" in str(error) and error.needs_restart == ("replica 1",)

@@ -1,4 +1,4 @@
-"""The weight sync of a real Megatron exporter on simulated streams: the new way of sending, and one that hangs."""
+"""The weight sync of a real Megatron exporter on simulated streams."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from megarl.weights.group.backends import BACKENDS, BackendKind, MemberPlace
 from megarl.weights.plan.digest import digest
 from megarl.weights.plan.operation_order import LEAST_BUFFERS
 from megarl.weights.plan.settings import SyncSettings
-from megarl.weights.send import sender as sender_module
 from megarl.weights.send.sender import WeightSender
 from tests.support.engines.fake_engines import FakePool
 from tests.support.ranks.models.layouts import make_layout, use_layout
 from tests.support.ranks.models.models import load
 from tests.support.streams.simulated_nccl import SimulatedNCCL
 from tests.support.streams.simulated_streams import Device, on
-from tests.support.streams.two_thread_sending import TwoThreadSending
 
 BUCKET_BYTES = 20_000
 
@@ -37,21 +35,19 @@ def publish(
     *,
     single_queue: bool,
     buffers: int = LEAST_BUFFERS,
-    old_way: bool = False,
-    sync_s: float = 60.0,
 ) -> dict[str, Any]:
     """Publish two versions to two workers. Rank 0 checks that what arrives is what is in the files."""
     rank = torch.distributed.get_rank()
     layout = make_layout(**sizes)
     result: dict[str, Any] = {"error": None}
-    with use_layout(layout), simulated(single_queue, sync_s + 4.0) as device:
+    with use_layout(layout), simulated(single_queue, 64.0) as device:
         info, _, chunks = load(model, layout)
         exporter = HFExporter(chunks, info, torch.float32)
         pool = FakePool(2) if rank == 0 else None
         settings = SyncSettings(
             bucket_bytes=BUCKET_BYTES,
             staging_bytes=buffers * BUCKET_BYTES,
-            sync_s=sync_s,
+            sync_s=60.0,
             rpc_s=30.0,
             restarts=0,
             transport="simulated",
@@ -62,10 +58,9 @@ def publish(
         result["connected"] = sum(len(group.connected) for group in device_groups(device))
         result["senders"] = sender.plan.owners
         result["buckets"] = [sum(b.owner == owner for b in sender.plan.buckets) for owner in sender.plan.owners]
-        sending = TwoThreadSending.on(device) if old_way else sender_module.SyncAttempt
         try:
             for version in range(2):
-                with on(device), patch.object(sender_module, "SyncAttempt", sending):
+                with on(device):
                     sender.publish(version)
                 if pool is not None:
                     assert_files_arrived(pool, model)
