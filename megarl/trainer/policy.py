@@ -138,17 +138,13 @@ class Policy:
         """The steps after which the reference model has taken the policy's weights; 0: it has those it began with."""
         return 0 if self.reference is None else self.reference.refreshed
 
-    def reference_due(self, steps_done: int) -> bool:
-        """Tell whether the reference model takes the policy's weights after `steps_done` steps."""
-        every = self.config.reference.refresh_steps
-        return self.reference is not None and every is not None and steps_done > 0 and steps_done % every == 0
-
     def refresh_reference(self, steps_done: int) -> bool:
         """Give the reference model the policy's weights if that is due after `steps_done` steps; tell whether it was.
 
         Collective only in that every rank must call it: each copies its own shards.
         """
-        if self.reference is None or not self.reference_due(steps_done):
+        every = self.config.reference.refresh_steps
+        if self.reference is None or every is None or steps_done == 0 or steps_done % every:
             return False
         self.reference.take_weights(self.module_chunks, steps_done)
         return True
