@@ -47,8 +47,11 @@ def run_units(units: Sequence[int], work: Work, workers: int, report: ReportByte
     try:
         _await({pool.submit(_do_here, number): number for number in units}, reports, report)
     except BaseException:
-        for process in set(multiprocessing.active_children()) - others:
+        killed = set(multiprocessing.active_children()) - others
+        for process in killed:
             process.kill()
+        for process in killed:
+            process.join(10)  # until then it holds the lock of the output
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     pool.shutdown()
