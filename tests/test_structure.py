@@ -114,8 +114,7 @@ def test_every_wait_has_a_bound() -> None:
 # Likewise, of those that block a thread.
 BLOCKING_BOUNDED_ELSEWHERE = {
     "checkpoint/convert/hf_to_megatron.py:HFToMegatron.write_unit": "the parent, which ends a worker that is silent",
-    "checkpoint/convert/workers.py:_Pool._receive": "no wait: the connection has a message, of a few bytes",
-    "checkpoint/convert/workers.py:_serve": "nobody waits for it; it dies with its parent",
+    "checkpoint/convert/workers.py:_await": "no wait: the queue has a message, and the future is done",
     "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
     "cluster/pool/actors.py:PoolActors._await": "no wait: `ray.wait` has found that it has ended",
     "cli/launch.py:run_script": "sbatch, and the user who ends it",
@@ -145,7 +144,11 @@ BLOCKING_BOUNDED_ELSEWHERE = {
 }
 
 
-SEVERAL_BLOCKING_WAITS = {"models/hf/gather.py:Gather.done": 2, "rollout/transport/rpc.py:RpcServer._ended": 2}
+SEVERAL_BLOCKING_WAITS = {
+    "checkpoint/convert/workers.py:_await": 2,
+    "models/hf/gather.py:Gather.done": 2,
+    "rollout/transport/rpc.py:RpcServer._ended": 2,
+}
 
 
 def test_every_wait_that_blocks_a_thread_has_a_bound() -> None:

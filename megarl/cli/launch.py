@@ -130,7 +130,7 @@ def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
     """
     from megarl.common.errors import Findings
     from megarl.config.checks.sections import absent_files
-    from megarl.run.start.check_remote import elsewhere_findings
+    from megarl.run.start.dry_run import elsewhere_findings
 
     found = Findings()
     if not dry_run:
