@@ -197,10 +197,12 @@ class HFToMegatron:
         (step / HF_FILES).mkdir()
         with writing(step / HF_FILES):
             copy_side_files(self.source.path, step / HF_FILES, self.dtype or self._dtypes[self.stored[0].key])
-        Output.sync((step / HF_FILES).iterdir())
+        side_files = sorted((step / HF_FILES).rglob("*"))
+        Output.sync(side_files)
         write_durably(step / FORMAT_FILE, json.dumps(_FORMAT).encode())
         files = {result["file"]: FileEntry(result["bytes"], result["blake3"]) for result in results.values()}
-        others = [step / name for name in (SHARD_INDEX, COMMON_FILE, FORMAT_FILE)] + sorted((step / HF_FILES).iterdir())
+        others = [step / name for name in (SHARD_INDEX, COMMON_FILE, FORMAT_FILE)]
+        others += [path for path in side_files if path.is_file()]
         files |= {str(path.relative_to(step)): FileEntry.of(path) for path in others}
         Manifest(0, files).write(step)
         write_durably(partial / TRACKER, f"{RELEASE}\n".encode())

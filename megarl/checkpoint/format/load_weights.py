@@ -21,9 +21,8 @@ from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.common.values import MIB
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.hf.directory import HFDirectory, check_tensors, left_out_note
+from megarl.models.hf.directory import HFDirectory, left_out_note
 from megarl.models.hf.model_files import megatron_step
-from megarl.models.hf.safetensors import read_records
 from megarl.models.megatron.shards import Shard, local_shards, table
 
 # The check of a run's weight files before anything starts: from their headers, no tensor is read.
@@ -42,7 +41,7 @@ def weight_problems(config: Config, info: ModelInfo) -> Iterator[str]:
             if megatron_step(path) is not None:
                 MegatronDirectory(path)
                 continue
-            check_tensors(path, read_records(path), table(info), info)
+            HFDirectory(path, info)
         except (ValueError, OSError) as error:
             yield f"{key}: {error}"
 

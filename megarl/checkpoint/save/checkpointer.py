@@ -244,7 +244,9 @@ class Checkpointer:
         if record is None:
             raise ResumeError(error)
         same_layout = record["layout"] == layout_record(self.policy.layout)
-        load_trainer_state(self.policy, chosen.path, record["trainer"], with_rng=same_layout)
+        # Checkpoints of b761bc2e have the number of mini-batches in their config only.
+        numbers = {"mini_batches": record["config"]["trainer"]["mini_batches"], **record["trainer"]}
+        load_trainer_state(self.policy, chosen.path, numbers, with_rng=same_layout)
         if not same_layout:
             self._notify("another layout than the checkpoint's: the random states start from run.seed")
         self.newest = chosen.step if chosen.own else None
@@ -299,10 +301,13 @@ class Checkpointer:
         (partial / STATE_FILE).write_text(json.dumps(pending.record, indent=1) + "\n")
         (partial / CONFIG_FILE).write_text(to_yaml(self.config))
         small = [partial / name for name in (COMMON_FILE, FORMAT_FILE, SHARD_INDEX, STATE_FILE, CONFIG_FILE)]
-        for path in (*small, *(partial / HF_FILES).iterdir()):
+        side_files = [partial / HF_FILES, *(partial / HF_FILES).rglob("*")]
+        for path in (*small, *side_files):
+            if path.is_dir():
+                fsync_directory(path)
+                continue
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        fsync_directory(partial / HF_FILES)
 
     def _copy_hf_files(self, target: Path) -> None:
         """Copy config and tokenizer, so that `model.path` and the converter can use the checkpoint alone."""

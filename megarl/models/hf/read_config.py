@@ -65,11 +65,18 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "max_positions": int(raw["max_position_embeddings"]),
+        "max_positions": _positions(raw, scaling),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         "raw": dict(given),
     }
     return ModelInfo(**{**fields, **family.read(raw)})
+
+
+def _positions(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> int:
+    """Return the longest sequence, as vLLM has it: linear scaling extends what config.json says, other kinds do not."""
+    positions = int(raw["max_position_embeddings"])
+    linear = scaling is not None and scaling["rope_type"] == "linear"
+    return int(positions * float(scaling["factor"])) if scaling is not None and linear else positions
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:
