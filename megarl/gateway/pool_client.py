@@ -17,7 +17,7 @@ from typing import Any
 from megarl.gateway.request_fields import ApiError, not_generated
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
 from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, Failure
-from megarl.rollout.transport.actor_errors import fate_of_actor, own_text
+from megarl.rollout.transport.link import fate_of_actor, own_text
 
 logger = logging.getLogger(__name__)
 
