@@ -245,11 +245,19 @@ class MetricsReader:
                 del points[1:-1:2]  # every second one; the first and the last stay
 
 
+def is_graded(points: Sequence[Mapping[str, float]]) -> bool:
+    """Tell whether a set's scores are no shares of correct responses; metrics of older runs tell it by their range."""
+    return any(
+        values.get("graded") or any(not 0 <= values.get(kind, 0.0) <= 1 for kind in ("greedy", "sampled"))
+        for values in points
+    )
+
+
 def no_signal(column: Mapping[str, Floats]) -> Floats:
     """Return the share of each step's groups [N] that teach nothing, as far as metrics tell: the larger of two shares.
 
     Groups that were filtered, because their rewards are equal; and those whose samples all were right or all were
-    wrong, which is the same for rewards of 0 and 1 and also known where nothing is filtered.
+    wrong, which is known for rewards of 0 and 1, also where nothing is filtered.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         filtered = column["groups/filtered"] / column["groups/admitted"]
