@@ -323,6 +323,6 @@ class Checkpointer:
         if self._rank == 0:
             events.fault("checkpoint", self.failure, step=step)
         self._notify(
-            f"the checkpoint of step {step} could NOT be saved: {error}. Training continues; newest checkpoint: "
-            f"{kept}; the next due save will try again"
+            f"the checkpoint of step {step} could NOT be saved: {error}; newest checkpoint: {kept}; the next save, if "
+            "one is due, tries again"
         )

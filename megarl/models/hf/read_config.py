@@ -35,6 +35,17 @@ def load_info(model_dir: Path | str) -> ModelInfo:
         raise ValueError(f"{path}: {what}") from error
 
 
+# Far beyond any model: a file that says more would take all memory where its sizes are used first.
+_LARGEST = {
+    "num_hidden_layers": 10**4,
+    "hidden_size": 10**6,
+    "intermediate_size": 10**7,
+    "num_attention_heads": 10**5,
+    "vocab_size": 10**8,
+    "max_position_embeddings": 10**9,
+}
+
+
 def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     """Return the ModelInfo of a parsed `config.json`.
 
@@ -48,6 +59,9 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         raise ValueError(f"architecture {names} is not supported; supported: {supported}")
     given, raw = raw, {**family.defaults, **raw}
     _refuse(raw)
+    for name, most in _LARGEST.items():
+        if not 0 < int(raw[name]) <= most:
+            raise ValueError(f"{name}={raw[name]!r} must be between 1 and {most}")
     theta, scaling = read_rope(raw)
     heads = int(raw["num_attention_heads"])
     fields: dict[str, Any] = {

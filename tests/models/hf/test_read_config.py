@@ -279,6 +279,18 @@ def test_the_longest_sequence_is_that_of_vllm(scaling: dict[str, Any] | None, po
     assert info_from_config({**LLAMA, "rope_scaling": scaling}).max_positions == positions
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", -4), ("num_attention_heads", 0), ("num_hidden_layers", 10**9), ("vocab_size", 10**15),
+        ("intermediate_size", 0), ("max_position_embeddings", -1),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_model_has_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value} must be between 1 and"):
+        info_from_config(LLAMA | {name: value})
+
+
 @pytest.mark.parametrize(("changes", "fits"), [({"norm_topk_prob": True}, False), ({"norm_topk_prob": False}, True)])
 def test_a_single_expert_with_weight_1_is_refused(changes: dict[str, Any], fits: bool) -> None:
     raw = QWEN3_MOE | {"num_experts_per_tok": 1} | changes
