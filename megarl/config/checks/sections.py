@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -288,8 +289,11 @@ def _files(config: Config) -> Iterator[str]:
         models.append(("reference.path", config.reference.path, True))
     for key, path, weights in models:
         if not path.is_dir():
+            hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
+            command = f"; get a model of the hub by `hf download {path} --local-dir models/{path.name}`" if hub else ""
             yield (
                 f"{key}: no such directory: {path} {here}; it must be a Hugging Face directory or a Megatron checkpoint"
+                f"{command}"
             )
             continue
         try:

@@ -198,6 +198,12 @@ def test_model_without_weights_or_tokenizer(models: Models, data: Path, tmp_path
     assert any("no tokenizer.json" in problem for problem in found)
 
 
+def test_a_name_of_the_hub_gets_the_command_that_fetches_it(data: Path) -> None:
+    found = " ".join(problems(Path("Qwen/Qwen3-0.6B"), data))
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`" in found
+    assert "hf download" not in " ".join(problems(Path("/nowhere/model"), data))
+
+
 def test_a_tokenizer_that_is_code_is_never_run(models: Models, data: Path, tmp_path: Path) -> None:
     shutil.copytree(models["qwen3"], tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
