@@ -25,7 +25,7 @@ class ActorUnavailableError(Exception):
 
 
 class Actor:
-    """An actor that is called by a link. `ray_calls`: their names. `lost`: how many of them are lost on their way back."""
+    """An actor that is called by a link. `ray_calls`: their names. `lost`: how many are lost on their way back."""
 
     def __init__(self) -> None:
         self.ray_calls: list[str] = []
