@@ -114,11 +114,10 @@ def test_every_wait_has_a_bound() -> None:
 # Likewise, of those that block a thread.
 BLOCKING_BOUNDED_ELSEWHERE = {
     "checkpoint/convert/hf_to_megatron.py:HFToMegatron.write_unit": "the parent, which ends a worker that is silent",
-    "checkpoint/convert/workers.py:_Pool._receive": "no wait: the connection has a message, of a few bytes",
-    "checkpoint/convert/workers.py:_serve": "nobody waits for it; it dies with its parent",
+    "checkpoint/convert/workers.py:_await": "no wait: the queue has a message, and the future is done",
     "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
     "cluster/pool/actors.py:PoolActors._await": "no wait: `ray.wait` has found that it has ended",
-    "cli/launch.py:run_script": "the user's script, and the user who ends it",
+    "cli/launch.py:run_script": "sbatch, and the user who ends it",
     "common/process/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",  # noqa: E501
     "models/hf/gather.py:Gather.done": "no wait, or the time-out of the process group",
     "models/hf/gather.py:GlooWaiter._run": "the time-out of the process group; whoever waits for the thread has a bound",  # noqa: E501
@@ -139,12 +138,17 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "weights/send/leader.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
     "weights/send/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
     "weights/send/sync_attempt.py:SyncAttempt._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/group/transport.py:Group._connect": "no wait: the call has ended",
     "weights/group/transport.py:Group.enter": "`StageWatch.join`, a bound of its own",
     "weights/group/transport.py:PendingBroadcast.wait": "no wait: the broadcast has ended",
 }
 
 
-SEVERAL_BLOCKING_WAITS = {"models/hf/gather.py:Gather.done": 2, "rollout/transport/rpc.py:RpcServer._ended": 2}
+SEVERAL_BLOCKING_WAITS = {
+    "checkpoint/convert/workers.py:_await": 2,
+    "models/hf/gather.py:Gather.done": 2,
+    "rollout/transport/rpc.py:RpcServer._ended": 2,
+}
 
 
 def test_every_wait_that_blocks_a_thread_has_a_bound() -> None:
