@@ -58,15 +58,14 @@ def run(options: argparse.Namespace) -> int:
     """
 
     from megarl.checkpoint.format.manifest import already_finished
-    from megarl.cluster.nodes.commands import user_environment
-    from megarl.cluster.nodes.scripts import local_script, slurm_script
+    from megarl.cluster.nodes.commands import local_script, slurm_script, user_environment
     from megarl.config.loading.load import load_config
     from megarl.config.memory_plan.plan import print_dry_run
 
     config = load_config(options.config, options.overrides)
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
     plan, notes = _plan(config, options, slurm=slurm)
-    user_environment(config.launch)
+    user_environment(config.launch.runtime_env)
     if not options.dry_run and (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
         return 0
@@ -131,7 +130,7 @@ def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
     """
     from megarl.common.errors import Findings
     from megarl.config.checks.sections import absent_files
-    from megarl.run.start.check_remote import elsewhere_findings
+    from megarl.run.start.dry_run import elsewhere_findings
 
     found = Findings()
     if not dry_run:

@@ -187,11 +187,10 @@ class Session:
 
     def refresh_reference(self, steps_done: int) -> None:
         """Give the reference policy the weights after `steps_done` steps, if due. Called before the next step."""
-        if not self.policy.reference_due(steps_done):
-            return
         with self.recorder.phase("update"):
-            self.policy.refresh_reference(steps_done)
-        self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
+            refreshed = self.policy.refresh_reference(steps_done)
+        if refreshed:
+            self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
 
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""
