@@ -81,7 +81,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
     It raises EOFError when the terminal has gone. Without a terminal at stdin there are no keys.
     """
     if sys.stdin is None or not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield _nothing_after
         return
     file = sys.stdin.fileno()
     before = termios.tcgetattr(file)
@@ -98,3 +98,8 @@ def _keys() -> Iterator[Callable[[float], str]]:
         yield pressed
     finally:
         termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+def _nothing_after(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
