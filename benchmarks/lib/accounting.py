@@ -111,7 +111,8 @@ def _check_step(
     ends = Counter(group.end for group in groups)
     ends["filtered"] += len(taken["replaced"])
     report.ends += ends
-    for name, told in (("controller", rollout.commits.get(step, {})), ("metrics", _group_metrics(record))):
+    metrics = {end: record.get(f"groups/{end}") for end in ENDS}
+    for name, told in (("controller", rollout.commits.get(step, {})), ("metrics", metrics)):
         for end in ENDS:
             report.expect("counts", f"step {step}, {end}: {name} say", told.get(end), ends[end])
     if (admitted := record.get("groups/admitted")) != len(ids) + len(taken["replaced"]):
@@ -128,10 +129,6 @@ def _check_skipped(step: int, record: Mapping[str, Any], report: AccountingRepor
     for name in ("groups/trained", "policy/grad_norm"):
         if record.get(name):
             report.problems["finite"].append(f"step {step} was skipped, and {name} is {record[name]}")
-
-
-def _group_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {end: record.get(f"groups/{end}") for end in ENDS}
 
 
 def _check_age(
