@@ -3,14 +3,14 @@
     python -m benchmarks.weight_sync [--json FILE] [--runs N] [--bucket-mb M]
 
 The reference is the sum of three parts: plain sends and receives of what the ranks hold of each tensor, a broadcast of
-the same bytes at its best bucket size, and vLLM's load of the same tensors from its own memory. The exporter's own
-stream, by which a model is saved, is timed apart ("export"). The sync is timed with and without digests,
-whose cost is the difference. All measurements alternate in one run with one thread per process, and medians are
-compared. Memory is the peak of each process's private bytes (smaps_rollup) over several syncs, minus those before it
-joined the weight-sync group. The engine's is measured twice: with vLLM's layer-wise reload, which its CPU kernels need,
-and loaded in place after these kernels were replaced by torch's, minus the bytes before these syncs. Both may take
-three buckets and twice the largest module that vLLM fuses from several tensors; the embedding, which is larger here,
-is none. (A reload on a CPU also makes a packed copy of each module, and so can need more: its row shows it.)
+the same bytes at its best bucket size, and vLLM's load of the same tensors from its own memory. The sync is timed with
+and without digests, whose cost is the difference. All measurements alternate in one run with one thread per process,
+and medians are compared. Memory is the peak of each process's private bytes (smaps_rollup) over several syncs, minus
+those before it joined the weight-sync group. The engine's is measured twice: with vLLM's layer-wise reload, which its
+CPU kernels need, and loaded in place after these kernels were replaced by torch's, minus the bytes before these syncs.
+Both may take three buckets and twice the largest module that vLLM fuses from several tensors; the embedding, which is
+larger here, is none. (A reload on a CPU also makes a packed copy of each module, and so can need more: its row shows
+it.)
 It takes about three minutes.
 """
 
@@ -255,7 +255,6 @@ class Bench:
             version = self._publish(1, version, "sync without digest")
             self._switch_digest(True)
             self._time("gather", partial(bare_gather, self.exporter))
-            self._time("export", self._export)
             for size in BROADCAST_MB:
                 self._time(f"broadcast {size} MiB", partial(self._broadcast, size * 2**20))
             self._time("load", lambda: self._worker("bench_load", str(self.directory / "model" / "model.safetensors")))
@@ -289,12 +288,6 @@ class Bench:
     def _switch_digest(self, on: bool) -> None:
         switch_digest("megarl.weights.plan.bucket_packer", on)
         self._worker("bench_digest", on)
-
-    def _export(self) -> float:
-        start = time.perf_counter()
-        for _ in self.exporter.stream():
-            pass
-        return time.perf_counter() - start
 
     def _broadcast(self, bucket_bytes: int) -> float:
         if self.rank != 0:

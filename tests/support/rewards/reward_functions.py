@@ -34,13 +34,11 @@ def scaled_digit_share(response: str, answer: str, scale: float) -> float:
     return scale * digit_share(response, answer)
 
 
-def overflowing(response: str, answer: str) -> float:
-    """Finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum."""
-    return 3e38 * digit_share(response, answer)
-
-
 def overflowing_at(response: str, answer: str, mark: str) -> float:
-    """The share of digits; of one sample far more, for each time that the file `mark` is made."""
+    """The share of digits; of one sample far more, for each time that the file `mark` is made.
+
+    It is finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum.
+    """
     try:
         os.unlink(mark)
     except FileNotFoundError:
