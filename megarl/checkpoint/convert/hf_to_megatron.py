@@ -24,7 +24,7 @@ from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
-from megarl.checkpoint.format.megatron_files import source_pieces
+from megarl.checkpoint.format.megatron_files import copy_pieces, source_pieces
 from megarl.common.errors import ConversionError
 from megarl.models.hf.directory import HFDirectory, fingerprint, left_out_note
 from megarl.models.hf.export import copy_side_files
@@ -101,14 +101,7 @@ def stored_rows(source: HFDirectory, stored: StoredTensor, start: int, stop: int
         (piece,) = pieces
         return source.rows(entry.names[pieces[0].source], piece.start, piece.stop).to(dtype)
     out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
-    offset = 0
-    for piece in pieces:
-        target = out[offset : offset + piece.size]
-        if piece.source is None:
-            target.zero_()
-        else:
-            target.copy_(source.rows(entry.names[piece.source], piece.start, piece.stop))
-        offset += piece.size
+    copy_pieces(out, entry, pieces, source)
     return out
 
 
