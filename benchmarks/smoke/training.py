@@ -149,10 +149,13 @@ def _reset_peak(where: Where) -> None:
 
 def _memory_row(config: Config, policy: Policy) -> Ratio:
     """Compare the peak of allocated memory with the plan's, without the term for contexts, which are not allocated."""
-    from megarl.config.memory_plan.memory import trainer_memory
+    from megarl.config.memory_plan.memory import Device, trainer_memory
+    from megarl.config.memory_plan.parameters import TrainerRank
     from megarl.models.megatron.layer_spec import use_transformer_engine
 
-    plan = trainer_memory(config, policy.info, policy.layout, cuda=True, fused=use_transformer_engine(), limit=None)
+    fused = use_transformer_engine()
+    rank = TrainerRank.of(config, policy.info, policy.layout, fused=fused)
+    plan = trainer_memory(config, rank, Device(True, fused, None))
     counted = sum(term.bytes for term in plan.terms if term.when in ("always", "update") and "CUDA" not in term.name)
     peak = torch.cuda.max_memory_allocated()
     return row("peak memory of an update / plan", peak / 2**30, counted / 2**30, 1.1, "GiB",

@@ -103,7 +103,7 @@ class Policy:
         self.source_gaps = OriginGaps.zeros(self._buckets)  # of the last update over all ranks, on the CPU
         # Keys of this replica's samples that the backward passes of the last update have gone through.
         self.trained_keys: list[str] = []
-        precision, fields = config.trainer.precision, transformer_fields(config)
+        precision, fields = config.trainer.precision, transformer_fields(config.trainer, config.megatron)
         self.tf_config = transformer_config(info, layout, precision, fields, initialize=not config.model.load_weights)
         if not self.tf_config.calculate_per_token_loss:
             raise ValueError(
@@ -114,7 +114,8 @@ class Policy:
             load_weights(chunks, info, config.model.path)
         for chunk in chunks:
             return_hidden_states(chunk)
-        self.module_chunks = data_parallel_wrap(ddp_fields(config), self.tf_config, list(map(precision_wrap, chunks)))
+        ddp = ddp_fields(config.trainer, config.megatron)
+        self.module_chunks = data_parallel_wrap(ddp, self.tf_config, list(map(precision_wrap, chunks)))
         if not config.model.load_weights:
             for wrapped in self.module_chunks:
                 wrapped.broadcast_params()

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import msgspec
 import yaml
 
-from megarl.common.process.processes import is_alive
 from megarl.common.rundir.json_lines import read_json_lines
 from megarl.common.rundir.notices import notices_file, older_notices_file
 from megarl.common.rundir.run_files import ExitRecordError, read_exit, stop_reason
-from megarl.common.rundir.run_lock import Sighting, this_place
+from megarl.common.rundir.run_lock import Sighting
 from megarl.report.reading.advisories import GpuLayout
 from megarl.report.reading.metrics_file import RunMetrics, read_metrics
 from megarl.report.reading.run_events import RunEvents, read_run_events
@@ -42,8 +41,7 @@ def status_of(run_dir: Path, silent_s: float) -> tuple[str, str]:
         return record.status, record.reason
     stop = stop_reason(run_dir)
     said = f"stops at the next step: {stop}" if stop is not None else ""
-    holder = seen.holder if (seen := Sighting.of(run_dir)) is not None else None
-    if seen is None or (holder is not None and holder.place == this_place() and not is_alive(holder.process)):
+    if (seen := Sighting.of(run_dir)) is None or seen.runs_here() is False:
         return "ended", "it has left no exit record: it was killed"
     if math.isnan(silent_s):
         return "starting", said

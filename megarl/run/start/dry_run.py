@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from megarl.common.errors import Findings
 from megarl.common.trust.secret_references import references
 from megarl.config.checks.sections import DeviceType, absent_files, planned_elsewhere
-from megarl.config.derived.datasets import reward_functions
+from megarl.config.derived.datasets import all_sets, reward_functions
 from megarl.config.loading.load import overridden_tree
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
 from megarl.config.schema import Config
@@ -30,11 +30,11 @@ def elsewhere_findings(config: Config, tell: Tell | None = None) -> Findings:
     machine does not have is not tried. `tell`: as in `check_start`.
     """
     found = Findings()
-    first = first_prompts(config)
+    first = first_prompts(all_sets(config))
     rewards = reward_functions(config)
     lacking = {key: lack for key, own in rewards.items() if (lack := _lack(own))}
     with trial_calls(config, first, lacking) as calls:  # they start while the files are read
-        found.add(data_file_findings(config, tell, only_present=True))
+        found.add(data_file_findings(all_sets(config), tell, only_present=True))
         tried = reward_findings(config.reward, calls)
     found.add(Findings([f"{problem}\n      {WAY_OUT}" for problem in tried.problems], tried.warnings))
     found.notes += [f"{key}.function: not tried here, because {lack}" for key, lack in lacking.items()]
