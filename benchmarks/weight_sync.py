@@ -201,7 +201,7 @@ def bare_gather(exporter: HFExporter) -> float:
 def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     """Run one of the two trainer ranks; rank 0 also runs the front end of the engine."""
     join_ranks()
-    from megarl.checkpoint.format.load_weights import load_hf_weights
+    from megarl.checkpoint.format.load_weights import load_weights
     from megarl.models.hf.export import HFExporter
     from megarl.models.hf.read_config import load_info
     from megarl.models.megatron.build_model import build_model, transformer_config
@@ -213,7 +213,7 @@ def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     info = load_info(directory / "model")
     config = transformer_config(info, layout, "fp32", {}, initialize=False)
     chunks = build_model(info, config, layout)
-    load_hf_weights(chunks, info, str(directory / "model"))
+    load_weights(chunks, info, str(directory / "model"))
     Bench(directory, HFExporter(chunks, info, torch.float32), bucket_mb).run(runs)
     torch.distributed.barrier()
 

@@ -22,8 +22,8 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed import ProcessGroup
 
+from megarl.checkpoint.format.keys import content_metadata
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
-from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
 from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
