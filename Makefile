@@ -168,7 +168,7 @@ nightly-stops: setup-test  ## Runs that are killed or stopped at any moment.
 	  tests/system/test_stopped_twice.py tests/system/test_one_directory.py tests/system/test_ends_of_runs.py
 
 nightly-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained.
-	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/gateway/test_verifiers_client.py tests/environments \
+	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/environments \
 	  tests/system/test_verifiers_training.py
 
 nightly-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core, NEXT=0.19.2.
@@ -194,10 +194,11 @@ lint: setup-test  ## ruff, mypy, the layers (import-linter), and what the tree, 
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
+	$(PY) -m tools.docs --check
 	$(PY) -m pytest tests/test_*.py -n 2
 
 docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and docs/images.
-	$(VENV)/bin/megarl docs
+	$(PY) -m tools.docs
 	$(PY) -m tools.images
 
 # Without a server, build/site/index.html shows everything but the search. The variable silences a notice about the future of MkDocs, which is no warning of the build.

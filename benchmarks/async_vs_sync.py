@@ -43,6 +43,8 @@ BALANCE = 1.35  # the longer of generation and training over the shorter one
 CLASSES = (LengthClass(0.7, 12), LengthClass(0.2, 40), LengthClass(0.1, 200))
 SAMPLES_PER_GROUP = 8
 CALIBRATIONS = 4
+MAX_TOKENS, MAX_NUM_SEQS = 512, 256
+RUN_S = 900.0  # that one run may take
 
 # The sections in which the modes differ. The first two are in the bounds; the third shows what is lost if generation
 # does not go on through a publication.
@@ -67,10 +69,10 @@ def run_config(options: argparse.Namespace, directory: Path, mode: str, groups: 
         # All groups are trained, so that a step has the same work in all modes.
         "algorithm": {"filter_zero_variance": False},
         "batch": {"groups": groups, "samples_per_group": SAMPLES_PER_GROUP},
-        "sampling": {"max_tokens": options.max_tokens},
+        "sampling": {"max_tokens": MAX_TOKENS},
         "data": {"path": str(directory / "prompts.jsonl")},
         "reward": {"function": "benchmarks.lib.length_model:letter_share"},
-        "rollout": {"max_num_seqs": options.max_num_seqs},
+        "rollout": {"max_num_seqs": MAX_NUM_SEQS},
         "telemetry": {"samples_per_step": groups * SAMPLES_PER_GROUP, "tensorboard": False},
     }
     return config | {name: config.get(name, {}) | fields for name, fields in MODES[mode].items()}
@@ -83,7 +85,7 @@ def run_mode(
     run_dir = fresh(directory, mode.replace(", ", "-").replace(" ", "-"))
     config = run_config(options, directory, mode, groups, skip + steps)
     config["run"]["dir"] = str(run_dir)
-    window, _ = measure(config, skip, steps, cores=Cores.one_each(), timeout_s=options.timeout)
+    window, _ = measure(config, skip, steps, cores=Cores.one_each(), timeout_s=RUN_S)
     print(f"{mode}, {groups} groups: {window.tokens_per_s:.0f} tokens/s, {window.details()['seconds per step']}")
     return window, response_lengths(run_dir)
 
@@ -161,26 +163,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=16, help="steps of a run that are measured, a multiple of 4")
     parser.add_argument("--skip", type=int, default=8, help="steps that are not measured, at the start of a run")
     parser.add_argument("--groups", type=int, default=20, help="groups per step at which the calibration starts")
-    parser.add_argument("--no-calibration", action="store_true", help="use --groups as it is")
-    parser.add_argument("--hidden", type=int, default=320, help="width of the model")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="concurrent responses of the engine")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one run may take")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.steps, options.skip, options.groups, options.no_calibration = 1, 4, 1, 2, True
-        options.hidden, options.layers = 128, 2
+        options.rounds, options.steps, options.skip, options.groups = 1, 4, 1, 2
     with tempfile.TemporaryDirectory(prefix="async-vs-sync-") as name:
         directory = (options.keep or Path(name)).resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        parameters = write_model(directory / "model", CLASSES, hidden=options.hidden, layers=options.layers)
+        size = {"hidden": 128, "layers": 2} if options.quick else {"hidden": 320, "layers": 4}
+        parameters = write_model(directory / "model", CLASSES, **size)
         print(f"model: {parameters} parameters")
         write_prompts(directory / "prompts.jsonl", CLASSES, 2000)
         # Refuses a number of steps that cannot be measured before anything runs.
         steps_after(run_config(options, directory, "async", options.groups, options.steps), options.steps)
-        groups = options.groups if options.no_calibration else calibrate(options, directory)
+        groups = options.groups if options.quick else calibrate(options, directory)
         windows: dict[str, list[Window]] = {mode: [] for mode in MODES}
         lengths: list[int] = []
         for _ in range(options.rounds):

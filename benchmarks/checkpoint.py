@@ -19,49 +19,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
+from benchmarks.lib.random_model import make_model
+from benchmarks.lib.ranks import MEASURED, RANKS, join_ranks, ranks_parser, run_ranks
+from benchmarks.lib.report import Ratio, finish
 
 if TYPE_CHECKING:
     from megarl.checkpoint.save.checkpointer import Checkpointer
     from megarl.trainer.policy import Policy, TrainSample
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
 CHUNK = 8 * 2**20
-RANKS = 2
 DISK_BOUND = 0.5  # of the speed of plain I/O
 STALL_BOUND, BARE_BOUND = 0.10, 1.2
 RESPONSE = 8
 TIMEOUT_S = 3000
 KINDS = ("alone", "save", "bare")
-
-
-def make_model(directory: Path, args: argparse.Namespace) -> None:
-    """Write a model of about `--hidden`^2 x 12 x `--layers` parameters."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    shape = Qwen3Config(
-        vocab_size=4096, hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 32, num_key_value_heads=args.hidden // 64, head_dim=32,
-        max_position_embeddings=2048, tie_word_embeddings=False,
-    )  # fmt: skip
-    Qwen3ForCausalLM(shape).save_pretrained(directory / "model")
 
 
 def make_policy(directory: Path, step_tokens: int) -> tuple[Policy, list[TrainSample]]:
@@ -197,7 +179,7 @@ class SaveBench:
             for kind in KINDS:
                 self._measure_updates(kind, 1000 + number, bare)
         measured = {"seconds": self.seconds, "bytes": self.nbytes, "overlapped": self.overlapped}
-        on_rank_0((self.directory / "measured.json").write_text, json.dumps(measured))
+        on_rank_0((self.directory / MEASURED).write_text, json.dumps(measured))
 
     def _add(self, name: str, seconds: float) -> None:
         self.seconds.setdefault(name, []).append(seconds)
@@ -276,55 +258,30 @@ def stall_row(measured: dict[str, Any]) -> Ratio:
     return Ratio("checkpoint_stall", slowed, max(STALL_BOUND, BARE_BOUND * bare), details=details)
 
 
-def rank_main(directory: Path, args: argparse.Namespace) -> None:
-    """Run one of the two trainer ranks."""
-    from megarl import platforms
-
-    platform = platforms.activate(int(os.environ["LOCAL_RANK"]))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(platform.backend, timeout=timedelta(seconds=600))
-    SaveBench(directory, args).run()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def run_ranks(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Run both ranks; return what they have measured. Raises SystemExit if one fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS),
-               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-               "-m", "benchmarks.checkpoint", "--rank-of", str(directory),
-               "--rounds", str(args.rounds), "--step-tokens", str(args.step_tokens)]  # fmt: skip
-    environment = dict(os.environ, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    done = subprocess.run(
-        command, env=environment, text=True, timeout=TIMEOUT_S, check=False, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise SystemExit(f"a rank failed:\n{done.stdout[-6000:]}")
-    measured: dict[str, Any] = json.loads((directory / "measured.json").read_text())
-    return measured
-
-
 def main() -> int:
-    parser = new_parser(__doc__)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--dir", type=Path, help="directory to write to (default: the system's temporary directory)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--step-tokens", type=int, default=4096, help="tokens of one update")
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of is not None:
-        rank_main(args.rank_of, args)
+        join_ranks()
+        SaveBench(args.rank_of, args).run()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
         return 0
     if args.quick:
         args.rounds, args.hidden, args.layers, args.step_tokens = 1, 64, 2, 256
-    directory = Path(tempfile.mkdtemp(dir=args.dir, prefix="checkpoint-"))
-    try:
-        make_model(directory, args)
-        measured = run_ranks(directory, args)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="checkpoint-", ignore_cleanup_errors=True) as name:
+        make_model(
+            Path(name, "model"), vocab_size=4096, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
+            num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32,
+            num_key_value_heads=args.hidden // 64, head_dim=32, max_position_embeddings=2048,
+        )  # fmt: skip
+        options = {"rounds": args.rounds, "step-tokens": args.step_tokens}
+        measured = run_ranks("checkpoint", Path(name), options, TIMEOUT_S)
     return finish([*disk_rows(measured), stall_row(measured)], args)
 
 

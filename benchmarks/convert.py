@@ -1,6 +1,6 @@
 """Checkpoint conversion compared with `cp -r` of the same bytes: speed and private memory, for dense and MoE models.
 
-    python -m benchmarks.convert [--json FILE] [--layers N] [--rounds N] [--workers N] [--dir DIR] [--quick]
+    python -m benchmarks.convert [--json FILE] [--layers N] [--rounds N] [--dir DIR] [--quick]
 
 The bf16 weights are generated: `dense` in the real shape of a 4B model (36 layers, 8.0 GB), `moe` with the 18,867
 tensors of a 30B-A3B (48 layers, 128 experts) at a width that gives 8.4 GB. Numbers are medians of rounds in which the
@@ -36,7 +36,7 @@ from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.export import ExportedTensor, plan_files
 from megarl.models.hf.read_config import info_from_config
-from megarl.models.hf.safetensors import SafetensorsWriter, TensorHeader, write_index
+from megarl.models.hf.safetensors import SafetensorsWriter, write_index
 from megarl.models.megatron.shards import table
 
 COMMAND_TIMEOUT_S = 3600.0  # ends a command that hangs; the slowest one takes minutes
@@ -52,7 +52,6 @@ class BenchModel:
     name: str
     info: ModelInfo
     work: Path
-    workers: int
 
     def source(self, kind: str) -> Path:
         """The directory that a conversion reads."""
@@ -65,8 +64,7 @@ class BenchModel:
     def command(self, kind: str) -> list[str]:
         """The conversion."""
         read, write = ("--hf", "--out") if kind == "import" else ("--megatron", "--hf")
-        arguments = (kind, read, self.source(kind), write, self.target(kind), "--workers", self.workers)
-        return convert_command(*arguments)
+        return convert_command(kind, read, self.source(kind), write, self.target(kind))
 
 
 def dense_config(layers: int) -> dict[str, Any]:
@@ -119,8 +117,7 @@ def generate(directory: Path, config: dict[str, Any]) -> ModelInfo:
         for entry in table(info).values()
         for name, shape in zip(entry.names, entry.shapes, strict=True)
     ]
-    files = plan_files(tensors, 4 * 2**30)
-    specs = [(name, [TensorHeader(t.name, t.shape, t.dtype) for t in part]) for name, part in files]
+    specs = plan_files(tensors, 4 * 2**30)
     for number, (name, part) in enumerate(specs):
         writer = SafetensorsWriter(directory / name, part)
         for offset, spec in enumerate(part):
@@ -194,7 +191,6 @@ def measure_speed(kind: str, models: Sequence[BenchModel], rounds: int) -> list[
             "cp_seconds": copied[model.name],
             "warm_ratio": warm / warm_copy,
             "caches": how,
-            "workers": model.workers,
             "load": os.getloadavg()[0],
         }
     return speed_rows(kind, found)
@@ -209,9 +205,7 @@ def speed_rows(kind: str, measured: dict[str, dict[str, Any]]) -> list[Ratio]:
         details = {**found, "gb_per_s": found["bytes"] / seconds / 1e9}
         ratio = seconds / statistics.median(found["cp_seconds"])
         rows.append(Ratio(f"{name}_{kind}", ratio, SPEED_BOUND, details=details))
-    if per_byte.keys() >= {"dense", "moe"}:
-        rows.append(Ratio(f"moe_{kind}_per_byte of dense", per_byte["moe"] / per_byte["dense"], MOE_BOUND))
-    return rows
+    return [*rows, Ratio(f"moe_{kind}_per_byte of dense", per_byte["moe"] / per_byte["dense"], MOE_BOUND)]
 
 
 def private_memory(command: list[str]) -> int:
@@ -263,11 +257,6 @@ def largest_tensor(info: ModelInfo) -> int:
     return max(2 * torch.Size(entry.shard_shape(0, 1)).numel() for entry in table(info).values())
 
 
-def make(name: str, config: dict[str, Any], work: Path, workers: int) -> BenchModel:
-    """Generate a model."""
-    return BenchModel(name, generate(work / "hf", config), work, workers)
-
-
 def measure(kind: str, models: Sequence[BenchModel], rounds: int) -> list[Ratio]:
     """Measure one conversion of all models, and leave what it makes in place of its source; return the rows."""
     rows = measure_speed(kind, models, rounds)
@@ -283,18 +272,16 @@ def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=DENSE_LAYERS, help="of the dense model; moe scales with it")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=4, help="default: the converter's own default")
     parser.add_argument("--dir", type=Path, help="directory for up to 26 GB (default: a temporary directory)")
-    parser.add_argument("--only", choices=["dense", "moe"])
     options = parser.parse_args()
     if options.quick:
         options.layers, options.rounds = 2, 1
-    shapes = {"dense": dense_config, "moe": moe_config}
-    layers = {"dense": options.layers, "moe": max(1, options.layers * MOE_LAYERS // DENSE_LAYERS)}
-    names = [name for name in shapes if options.only in (None, name)]
+    moe_layers = max(1, options.layers * MOE_LAYERS // DENSE_LAYERS)
+    configs = {"dense": dense_config(options.layers), "moe": moe_config(moe_layers)}
     rows: list[Ratio] = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="convert-") as directory:
-        models = [make(name, shapes[name](layers[name]), Path(directory, name), options.workers) for name in names]
+        works = {name: Path(directory, name) for name in configs}
+        models = [BenchModel(name, generate(works[name] / "hf", each), works[name]) for name, each in configs.items()]
         for kind in KINDS:
             rows += measure(kind, models, options.rounds)
     return finish(rows, options)

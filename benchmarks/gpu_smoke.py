@@ -15,10 +15,9 @@ shows before its end where it is):
 - head: the chunked log-probs at Qwen3's vocabulary against torch.compile
 - state: save and resume, pinned copies, the reference model's offload
 - two_ranks: TP 2 on one device, over gloo
-- te: Transformer Engine's packed attention, grouped product and fused weight gradient (left out if not installed)
 
 `--device cpu`, or `--quick`, runs the same code with tiny shapes on the CPU platform, in five minutes, without the
-steps `streams` and `te`; its times say nothing about a GPU. `--append` adds the table with the device, the date and
+step `streams`; its times say nothing about a GPU. `--append` adds the table with the device, the date and
 the versions to a page. Exit status: 0 if all bounds hold, 1 if not, 2 without a CUDA device.
 """
 
@@ -71,7 +70,6 @@ STEPS = {
     "head": Step("head:run", 180),
     "state": Step("state:run", 240),
     "two_ranks": Step("training:two_ranks", 180),
-    "te": Step("te:run", 120),
 }  # their limits add up to half an hour
 
 
@@ -176,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{name}: {'ok' if results[-1].ok else 'FAILED'} in {results[-1].seconds:.0f} s\n")
     sys.stdout.write(f"{heading(options.device)}\n{table(results)}")
     if options.json:
-        rows = [{**row.to_json(), "name": f"gpu_smoke {result.step}: {row.name}"}
+        rows = [{**row.record(measured=True), "name": f"gpu_smoke {result.step}: {row.name}"}
                 for result in results for row in result.rows]  # fmt: skip
         rows += [{"name": f"gpu_smoke {result.step}", "ratio": None, "bound": None, "ok": False,
                   "details": {"error": result.error}} for result in results if result.error]  # fmt: skip

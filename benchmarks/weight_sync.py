@@ -16,28 +16,28 @@ It takes about three minutes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from benchmarks.lib.live_engine import EngineWorker
-from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
+from benchmarks.lib.random_model import make_model
+from benchmarks.lib.ranks import MEASURED, join_ranks, ranks_parser, run_ranks
+from benchmarks.lib.report import Ratio, finish
 
 if TYPE_CHECKING:
     from megarl.models.hf.export import HFExporter
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 RATIO_BOUND = 1.5
 DIGEST_BOUND = 0.25
 # 128 M parameters; the tied embedding is larger than a bucket.
-DIMS = {
+DIMS: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
@@ -55,60 +55,37 @@ DIMS = {
     "head_dim": 64,
     "vocab_size": 32000,
     "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
 }
-QUICK_DIMS = {**DIMS, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+QUICK_DIMS: dict[str, Any] = {
+    **DIMS,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+}
 BROADCAST_MB = (8, 16, 32, 64, 128)
 TIMEOUT_S = 1500
 
 
 def main() -> int:
-    parser = new_parser(__doc__)
+    parser = ranks_parser(__doc__)
     parser.add_argument("--runs", type=int, default=7, help="alternating repetitions (median)")
     parser.add_argument("--bucket-mb", type=float, default=64.0)
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.runs, options.bucket_mb = 1, 1.0
     if options.rank_of is not None:
         rank_main(options.rank_of, options.runs, options.bucket_mb)
         return 0
-    with tempfile.TemporaryDirectory(prefix="weight-sync-") as directory:
-        measured, memory = run_world(Path(directory), options)
+    with tempfile.TemporaryDirectory(prefix="weight-sync-") as name:
+        make_model(Path(name, "model"), **(QUICK_DIMS if options.quick else DIMS))
+        arguments = {"runs": options.runs, "bucket-mb": options.bucket_mb}
+        measured = run_ranks("weight_sync", Path(name), arguments, TIMEOUT_S)
     print(f"{measured['bytes'] / 2**20:.0f} MiB in {measured['buckets']} buckets; medians in ms:")
     for name, value in measured["seconds"].items():
         print(f"  {name:<28} {value * 1e3:9.1f}")
-    return finish(make_rows(measured, memory), options)
-
-
-def run_world(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make the model, run the two ranks and watch their memory from this process; return times and memory."""
-    make_model(directory / "model", QUICK_DIMS if options.quick else DIMS)
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), MEGARL_BENCHMARK="1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-               "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "benchmarks.weight_sync",
-               "--rank-of", str(directory),
-               "--runs", str(options.runs), "--bucket-mb", str(options.bucket_mb)]  # fmt: skip
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        watcher = MemoryWatcher(directory)
-        try:
-            process.wait(TIMEOUT_S)
-        finally:
-            watcher.stop()
-            process.kill()
-            process.wait(30)
-    if process.returncode != 0:
-        raise SystemExit(f"a rank failed:\n{(directory / 'log').read_text()[-6000:]}")
-    return json.loads((directory / "measured.json").read_text()), watcher.peaks()
-
-
-def make_model(directory: Path, dims: dict[str, Any]) -> None:
-    """Write a random Qwen3 without a tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(**dims, initializer_range=0.02, max_position_embeddings=512, dtype="float32")
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return finish(make_rows(measured), options)
 
 
 class WorkerExtension(EngineWorker):
@@ -116,8 +93,12 @@ class WorkerExtension(EngineWorker):
 
     vllm_config: Any  # an attribute of vLLM's worker
 
-    def bench_pid(self) -> int:
-        return os.getpid()
+    def bench_memory(self, begin: bool) -> int:
+        """Begin to watch the private memory of this process, or end it and return the peak above the beginning."""
+        if begin:
+            self._bench_memory = PrivateMemory()
+            return 0
+        return self._bench_memory.stop()
 
     def bench_broadcast(self, bucket_bytes: int, total: int) -> float:
         return bare_broadcast(self.weight_transfer_engine._receiver.group, bucket_bytes, total)
@@ -143,53 +124,29 @@ class WorkerExtension(EngineWorker):
         switch_digest("megarl.weights.receive.receiver", on)
 
 
-class MemoryWatcher:
-    """A thread that samples the private bytes of each process in the phases that the ranks announce by files.
+class PrivateMemory:
+    """Samples the private bytes of this process (smaps_rollup) in a thread, until `stop`."""
 
-    The phase `idle NAME` comes before the phase `memory NAME`.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._idle: dict[str, int] = {}
-        self._peak: dict[str, int] = {}
+    def __init__(self) -> None:
+        self._before = self._peak = private_bytes()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self) -> int:
+        """Return the peak above the bytes at the beginning."""
         self._stopped.set()
         self._thread.join(10)
-
-    def peaks(self) -> dict[str, int]:
-        """Return the bytes above the phase `idle`, by process and name of the phase."""
-        return {name: self._peak[name] - self._idle[name] for name in self._peak}
+        return self._peak - self._before
 
     def _watch(self) -> None:
         while not self._stopped.wait(0.01):
-            phase = self._directory / "phase"
-            pids = self._directory / "pids.json"
-            if not phase.exists() or not pids.exists():
-                continue
-            for process, pid in json.loads(pids.read_text()).items():
-                kind, _, name = phase.read_text().partition(" ")
-                if process != "engine" and name == "in place":
-                    continue  # the trainer does the same either way
-                name = f"{process}, {name}" if process == "engine" else process
-                if kind == "idle":
-                    self._idle[name] = private_bytes(pid)
-                elif kind == "memory":
-                    self._peak[name] = max(self._peak.get(name, 0), private_bytes(pid))
+            self._peak = max(self._peak, private_bytes())
 
 
-def private_bytes(pid: int) -> int:
-    """Return Private_Clean + Private_Dirty of a process in bytes; 0 if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    lines = [line.split() for line in text.splitlines() if line.startswith(("Private_Clean:", "Private_Dirty:"))]
-    return sum(int(fields[1]) for fields in lines) * 1024
+def private_bytes() -> int:
+    """Return the bytes that this process has for itself alone."""
+    return int(psutil.Process().memory_full_info().uss)
 
 
 def switch_digest(module: str, on: bool) -> None:
@@ -243,20 +200,14 @@ def bare_gather(exporter: HFExporter) -> float:
 
 def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     """Run one of the two trainer ranks; rank 0 also runs the front end of the engine."""
-    from datetime import timedelta
-
-    from megarl import platforms
-
-    platforms.activate()
+    join_ranks()
+    from megarl.checkpoint.format.load_weights import load_hf_weights
     from megarl.models.hf.export import HFExporter
-    from megarl.models.hf.load import load_hf_weights
     from megarl.models.hf.read_config import load_info
     from megarl.models.megatron.build_model import build_model, transformer_config
     from megarl.models.megatron.layout import Layout
     from megarl.trainer import parallel
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=600))
     layout = Layout(tensor=2, world_size=2)
     parallel.initialize(layout, seed=0, timeout_s=600)
     info = load_info(directory / "model")
@@ -283,25 +234,20 @@ class Bench:
         self.sender = WeightSender(settings, exporter)
         self.engine: Any = None
         self.times: dict[str, list[float]] = {}
+        self.memory: dict[str, int] = {}
 
     def run(self, runs: int) -> None:
+        pool = None
         if self.rank == 0:
-            from benchmarks.lib.live_engine import LiveReplica
+            from benchmarks.lib.live_engine import LivePool, LiveReplica
 
             self.engine = LiveReplica(
                 self.directory / "model", worker_extension_cls="benchmarks.weight_sync.WorkerExtension"
             )
-        self._write_pids()
-        self._phase("idle layer-wise reload", 2.0)
-        if self.rank == 0:
-            from benchmarks.lib.live_engine import LivePool
-
-            self.sender.connect(LivePool(self.engine))
-        else:
-            self.sender.connect(None)
-        self._phase("memory layer-wise reload", 0.5)
-        version = self._publish(11, 0)
-        self._phase("other", 0.5)
+            pool = LivePool(self.engine)
+        with self._watched("layer-wise reload"):
+            self.sender.connect(pool)
+            version = self._publish(11, 0)
         self.times.clear()
         for _ in range(runs):
             version = self._publish(1, version)
@@ -335,10 +281,8 @@ class Bench:
         """Watch the memory of syncs that are loaded in place. The sync before them rebuilds the weights' layout."""
         self._worker("unpack")
         version = self._publish(1, version, "other")
-        self._phase("idle in place", 2.0)
-        self._phase("memory in place", 0.5)
-        self._publish(6, version, "sync in place")
-        self._phase("other", 0.5)
+        with self._watched("in place"):
+            self._publish(6, version, "sync in place")
         if self.rank == 0 and self._worker("loaded") != "in place by recorded copies":
             raise SystemExit(f"the engine was not loaded in place: {self._worker('loaded')}")
 
@@ -373,22 +317,20 @@ class Bench:
         torch.distributed.barrier()
         self.times.setdefault(name, []).append(function())
 
-    def _phase(self, name: str, seconds: float) -> None:
-        """Announce a phase to the watcher and wait in it with all ranks."""
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Note the peak of private bytes of each process within the block; the trainer's, which is the same, once."""
         torch.distributed.barrier()
-        if self.rank == 0:
-            (self.directory / "phase.new").write_text(name)
-            (self.directory / "phase.new").rename(self.directory / "phase")
-        time.sleep(seconds)
+        own = PrivateMemory()
+        self._worker("bench_memory", True)
         torch.distributed.barrier()
-
-    def _write_pids(self) -> None:
-        pids: list[Any] = [None, None]
-        torch.distributed.all_gather_object(pids, os.getpid())
-        if self.rank == 0:
-            names = {"trainer rank 0": pids[0], "trainer rank 1": pids[1], "engine": self._worker("bench_pid")}
-            (self.directory / "pids.new").write_text(json.dumps(names))
-            (self.directory / "pids.new").rename(self.directory / "pids.json")
+        yield
+        torch.distributed.barrier()
+        peaks: list[Any] = [None, None]
+        torch.distributed.all_gather_object(peaks, own.stop())
+        self.memory[f"engine, {name}"] = self._worker("bench_memory", False)
+        for rank, peak in enumerate(peaks):
+            self.memory.setdefault(f"trainer rank {rank}", peak)
 
     def _write_results(self) -> None:
         plan = self.sender.plan
@@ -403,17 +345,18 @@ class Bench:
             fused |= {module} if kind in group else set()
         measured = {
             "seconds": {name: statistics.median(values) for name, values in self.times.items()},
+            "memory": self.memory,
             "bytes": plan.total_bytes,
             "buckets": len(plan.buckets),
             "bucket_bytes": plan.bucket_bytes,
             "largest_tensor": max(sizes.values()),
             "largest_fused": max(modules[module] for module in fused),
         }
-        (self.directory / "measured.json").write_text(json.dumps(measured))
+        (self.directory / MEASURED).write_text(json.dumps(measured))
 
 
-def make_rows(measured: dict[str, Any], memory: dict[str, int]) -> list[Ratio]:
-    """Return the rows of the report. `memory`: peak bytes of each process."""
+def make_rows(measured: dict[str, Any]) -> list[Ratio]:
+    """Return the rows of the report from what rank 0 has written."""
     seconds = measured["seconds"]
     broadcasts = {name: value for name, value in seconds.items() if name.startswith("broadcast")}
     best = min(broadcasts, key=broadcasts.__getitem__)
@@ -433,7 +376,7 @@ def make_rows(measured: dict[str, Any], memory: dict[str, int]) -> list[Ratio]:
         Ratio("weight_sync_time", without_digest / reference, RATIO_BOUND, details=details),
         Ratio("weight_sync_digest_cost", digest_cost, DIGEST_BOUND),
     ]
-    for name, peak in sorted(memory.items()):
+    for name, peak in sorted(measured["memory"].items()):
         bound = buckets + (2 * measured["largest_fused"] if name.startswith("engine") else measured["largest_tensor"])
         facts = {"peak_mib": round(peak / 2**20, 1), "bound_mib": round(bound / 2**20, 1)}
         rows.append(Ratio(f"weight_sync_memory {name}", peak / bound, 1.0, details=facts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,26 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megarl.config.loading.load import config_from_tree
 from tests.support.checkout import ROOT
-from tests.support.repository.compare_trees import DifferenceError, compare_replays, compare_runs, records_of
+from tests.support.repository.compare_trees import (
+    DifferenceError,
+    compare_replays,
+    compare_runs,
+    declare_entry_points,
+    records_of,
+)
 from tests.support.repository.older_configs import REMOVED_VALUES, for_this_tree, keys_of, known_part, renamed_for
 from tests.support.trainer.configs import tree, with_sections
+
+
+def test_an_older_checkout_finds_its_own_plugins(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "megarl"\n[project.entry-points."torchrun.handlers"]\nmegarl = "megarl.older:handler"\n'
+    )
+    declare_entry_points(tmp_path)
+    (found,) = Distribution.discover(name="megarl", path=[str(tmp_path)])
+    assert [(point.group, point.value) for point in found.entry_points] == [
+        ("torchrun.handlers", "megarl.older:handler")
+    ]
 
 
 def write_run(directory: Path) -> Path:

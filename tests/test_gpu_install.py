@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -42,16 +41,6 @@ def steps(target: str, tmp_path: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if not line.startswith(("touch", "echo"))]
 
 
-def test_steps_of_setup_gpu(tmp_path: Path) -> None:
-    venv, packages, te, kernels, package, doctor = steps("setup-gpu", tmp_path)
-    python = f"{tmp_path}/venv/bin/python"
-    assert venv.endswith(f"-m venv {tmp_path}/venv")
-    assert "requirements/gpu.lock" in packages and "--no-deps" in packages
-    assert te == f"{python} tools/build_te.py"
-    assert f"{python} -m flashinfer download-kernels" in kernels
-    assert package.endswith("--no-build-isolation -e .") and doctor == f"{python} -m megarl doctor --installation"
-
-
 def test_packages_are_the_lock_without_the_extension_and_never_a_cpu_build(tmp_path: Path) -> None:
     (packages,) = [line for line in steps("gpu-packages", tmp_path) if "gpu.lock" in line]
     command = packages.partition(" | ")[0]
@@ -83,13 +72,6 @@ def test_every_step_of_the_image_is_a_step_of_make(tmp_path: Path) -> None:
         if line == "RUN make gpu-te":
             assert "tools/build_te.py" in copied
     assert all((ROOT / source).exists() for source in copied)
-
-
-def test_the_base_image_is_pinned_and_has_the_locked_python() -> None:
-    (base,) = re.findall(r"^FROM (\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
-    assert re.fullmatch(r"python:3\.11\.\d+-bookworm", base)
-    assert "Python 3.11" in (ROOT / "requirements" / "gpu.lock").read_text().splitlines()[1]
-    assert "never been built" in DOCKERFILE.read_text()
 
 
 def write_site(site: Path, release: str | None = "13.0") -> None:
@@ -132,17 +114,12 @@ def test_without_nvcc_of_the_right_version(tmp_path: Path, monkeypatch: pytest.M
     real = build_te._release
     monkeypatch.setattr(build_te, "_release", lambda nvcc: "12.8" if real(nvcc) else None)
     write_nvcc(tmp_path / "toolkit", "12.8")
-    told = check_message_without_nvcc(tmp_path, {"CUDA_HOME": str(tmp_path / "toolkit")})
-    assert f"CUDA_HOME: CUDA 12.8 at {tmp_path / 'toolkit'}" in told
-
-
-def check_message_without_nvcc(site: Path, environment: dict[str, str]) -> str:
-    write_site(site, release=None)
+    write_site(tmp_path, release=None)
     with pytest.raises(build_te.MissingPartError) as caught:
-        build_te.build_environment(site, {"PATH": "", **environment}, 2, 8.0)
+        build_te.build_environment(tmp_path, {"PATH": "", "CUDA_HOME": str(tmp_path / "toolkit")}, 2, 8.0)
     told = str(caught.value)
-    assert "package nvidia-cuda-nvcc: no nvcc" in told and "Fix: pip install" in told and "CUDA_HOME" in told
-    return told
+    assert "package nvidia-cuda-nvcc: no nvcc" in told and "Fix: pip install" in told
+    assert f"CUDA_HOME: CUDA 12.8 at {tmp_path / 'toolkit'}" in told
 
 
 @pytest.mark.parametrize("package", ["cudnn", "nccl"])

@@ -46,14 +46,12 @@ def _has_slow_tests(path: Path) -> bool:
 
 # The waits without a bound where they stand, and who bounds them.
 BOUNDED_ELSEWHERE = {
-    "rollout/fleet/request_coalescer.py:RequestCoalescer.generate": "the call to the fleet, which has bounds of its own",  # noqa: E501
     "rollout/orchestrator/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
     "rollout/orchestrator/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
     "rollout/fleet/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/agents/eval_context.py:Share.generate": "whoever waits for the evaluation, timeouts.generate_s",
-    "rollout/orchestrator/evaluation.py:evaluate_on_fleet.respond": "who waits for the evaluation, timeouts.generate_s",
+    "rollout/orchestrator/evaluation.py:evaluate_on_fleet.generate": "the evaluation's wait, timeouts.generate_s",
     "rollout/orchestrator/evaluator.py:Evaluator._evaluate": "whoever waits for the evaluation, timeouts.generate_s",
-    "rollout/agents/group_runner.py:_ended_in_time": "without a deadline the trainer's wait, timeouts.generate_s",
+    "rollout/agents/loop_run.py:RunningGroups.run": "no wait: whoever holds the lock only draws a prompt",
     "rollout/resume/journal.py:RolloutJournal.begin": "the trainer that begins, timeouts.engine_start_s and rpc_s",
     "rollout/resume/journal.py:RolloutJournal.candidates": "the trainer's set_version, timeouts.rpc_s",
     "rollout/resume/journal.py:RolloutJournal.write": "the trainer that begins or sets a version; else nobody waits for it",  # noqa: E501
@@ -63,25 +61,22 @@ BOUNDED_ELSEWHERE = {
     "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
-    "rollout/transport/rpc.py:RpcServer.take": "the controller's link, POLL_S and timeouts.rpc_s",
-    "rollout/transport/rpc.py:RpcClient.call": "`ReplicaActors.call`, the time limit of each call",
+    "rollout/transport/batch_decoder.py:BatchDecoder._decode": "`BatchDecoder.text`, timeouts.rpc_s",
+    "rollout/transport/gather.py:Replay.take": "whoever takes, timeouts.rpc_s after it is due",
+    "rollout/transport/rpc.py:RpcClient.call": "`ReplicaClient.call`, the time limit of each call",
+    "rollout/transport/link.py:LinkClient._take": "whoever gives the actor something to do, or closes the link",
+    "rollout/transport/link.py:LinkClient._give": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/transport/link.py:LinkClient.drop": "whoever holds the lock, timeouts.rpc_s",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
-    "rollout/engine/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
-    "rollout/engine/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
+    "rollout/engine/teachers/teacher_client.py:_asking.ask": "TeacherClient.score, timeouts.generate_s",
+    "rollout/engine/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_asking`",
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": "the controller, a part of timeouts.shutdown_s",
-    "rollout/workers/worker_groups.py:WorkerGroups.put": "the worker's put, timeouts.rpc_s, or its loss",
-    "rollout/workers/worker_groups.py:WorkerGroups.respond": "the evaluation's wait, timeouts.generate_s, or its loss",
-    "rollout/workers/worker_groups.py:WorkerGroups.run": "the group's deadline, without one the trainer; or its loss",
-    "rollout/workers/worker_client.py:WorkerClient._give": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/workers/worker_client.py:WorkerClient.drop": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/workers/worker_loops.py:WorkerLoops.take": "the controller's call, timeouts.rpc_s after it is due",
-    "rollout/workers/worker_runs.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
-    "rollout/workers/worker_runs.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
+    "rollout/workers/worker_pool.py:WorkerPool._run": "the group's deadline, without one the trainer; or its loss",
+    "rollout/workers/worker_loops.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
+    "rollout/workers/worker_loops.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
     "common/process/threads.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
-    "gateway/app.py:background_items": "the task, which was cancelled",
-    "gateway/pool_client.py:Generation.more_than": "`Generations.open`, gateway.request_timeout_s",
-    "gateway/pool_client.py:Generation.end": "`Generations.open`, gateway.request_timeout_s",
-    "gateway/pool_client.py:_quietly": "nobody waits for it",
+    "gateway/app.py:GatewayRoutes._stream": "the task, which was cancelled",
+    "gateway/pool_client.py:ControllerClient._send": "nobody: it waits for requests of clients",
     "gateway/actor.py:GatewayActor.start": "the supervisor's gateway keeper, its time for a start",
     "gateway/actor.py:GatewayActor._find_controller": "`ControllerClient._connect`, timeouts.rpc_s",
     "gateway/text.py:ModelText._run": "the thread, which renders or reads one request of bounded size",
@@ -108,8 +103,6 @@ SEVERAL_WAITS = {
     "rollout/resume/journal.py:RolloutJournal._write_urgent": 2,
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": 2,
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": 2,
-    "rollout/workers/worker_groups.py:WorkerGroups.put": 2,
-    "rollout/workers/worker_groups.py:WorkerGroups.run": 2,
 }
 
 
@@ -121,11 +114,10 @@ def test_every_wait_has_a_bound() -> None:
 # Likewise, of those that block a thread.
 BLOCKING_BOUNDED_ELSEWHERE = {
     "checkpoint/convert/hf_to_megatron.py:HFToMegatron.write_unit": "the parent, which ends a worker that is silent",
-    "checkpoint/convert/workers.py:_Pool._receive": "no wait: the connection has a message, of a few bytes",
-    "checkpoint/convert/workers.py:_serve": "nobody waits for it; it dies with its parent",
+    "checkpoint/convert/workers.py:_await": "no wait: the queue has a message, and the future is done",
     "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
     "cluster/pool/actors.py:PoolActors._await": "no wait: `ray.wait` has found that it has ended",
-    "cli/launch.py:run_script": "the user's script, and the user who ends it",
+    "cli/launch.py:run_script": "sbatch, and the user who ends it",
     "common/process/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",  # noqa: E501
     "models/hf/gather.py:Gather.done": "no wait, or the time-out of the process group",
     "models/hf/gather.py:GlooWaiter._run": "the time-out of the process group; whoever waits for the thread has a bound",  # noqa: E501
@@ -134,15 +126,12 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "queue/transfer.py:_Client.call": "no wait: the future is done",
     "report/reading/metrics_file.py:metrics_of": "no wait: what `MetricsReader` has read",
     "rewards/builtin/code.py:CodeReward._of_pieces": "the program, which was cancelled, END_S of the sandbox",
-    "rollout/transport/batch_decoder.py:_settle": "no wait: the task has ended",
     "rollout/engine/engine_requests.py:EngineRequests._part": "no wait: the task has ended",
     "rollout/engine/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",  # noqa: E501
     "rollout/transport/rpc.py:RpcServer._ended": "no wait: the task has ended",
-    "rollout/workers/remote_run.py:RemoteRun._answer": "no wait: the task has ended",
-    "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BackgroundChannel.wait`, then timeouts.rpc_s",  # noqa: E501
-    "telemetry/sinks/remote_sink.py:RemoteSink._run": "nobody waits for it: it has nothing to send; `close` wakes it up",  # noqa: E501
+    "rollout/workers/worker_pool.py:RemoteRun._answer": "no wait: the task has ended",
+    "run/loop/batches.py:BatchSource._await_next": "timeouts.generate_s of `BatchChannel.wait`, then timeouts.rpc_s",
     "telemetry/sinks/writer_thread.py:WriterThread._run": "nobody waits for it: it has nothing to write; `close` wakes it up",  # noqa: E501
-    "tools/process_tool.py:_Place._started": "no wait: the task has ended",
     "weights/send/sender.py:WeightSender._join": "`await_members` and `EngineCalls.connect`, `timeout_s` of the join",
     "weights/receive/receiver.py:Receiver._receive_all": "`PendingBroadcast.wait`, the deadline of the sync",
     "weights/send/leader.py:call_all": "no wait: all calls have ended",
@@ -155,7 +144,11 @@ BLOCKING_BOUNDED_ELSEWHERE = {
 }
 
 
-SEVERAL_BLOCKING_WAITS = {"models/hf/gather.py:Gather.done": 2, "rollout/transport/rpc.py:RpcServer._ended": 2}
+SEVERAL_BLOCKING_WAITS = {
+    "checkpoint/convert/workers.py:_await": 2,
+    "models/hf/gather.py:Gather.done": 2,
+    "rollout/transport/rpc.py:RpcServer._ended": 2,
+}
 
 
 def test_every_wait_that_blocks_a_thread_has_a_bound() -> None:

@@ -1,8 +1,7 @@
 """The quickstart's loss and agent loop, until an order of the soak (chaos/orders.py) comes.
 
 After it, the gradient of one micro-batch is NaN on one rank, or the last log-prob of one response is; or the agent loop
-floods the output of its worker. While the order SLOWER is there,
-each micro-batch takes longer; after the order HOLD one micro-batch takes longer than a run may need to be aborted.
+floods the output of its worker. While the order SLOWER is there, each micro-batch takes longer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from benchmarks.chaos.kinds import FLOODED
-from benchmarks.chaos.orders import HOLD, SLOWER, take
+from benchmarks.chaos.orders import SLOWER, take
 from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import PPOOptions, ppo
 from megarl.queue.trajectory import Trajectory
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLOWER_S = 1.5  # beyond what a micro-batch takes
-HOLD_S = 45.0  # more than the bound of an abort, and less than the other rank waits for this one
 FLOOD_LINES = ["x" * 2**16] * 512  # 32 MiB: the log's bound is that of another test, and the disk may be a small one
 
 
@@ -41,10 +39,8 @@ class OrderedOptions(PPOOptions):
 def ordered_ppo(inputs: TokenInputs, options: OrderedOptions) -> TokenLoss:
     """Return the loss of `ppo`; after the order `gradient` the gradient of its log-probs is NaN, on this rank alone.
 
-    While the order SLOWER is there, it returns SLOWER_S later; after the order HOLD once HOLD_S later.
+    While the order SLOWER is there, it returns SLOWER_S later.
     """
-    if take(Path(options.orders), HOLD):
-        time.sleep(HOLD_S)
     if (Path(options.orders) / SLOWER).exists():
         time.sleep(SLOWER_S)
     if inputs.logprobs_R.requires_grad and inputs.logprobs_R.numel() and take(Path(options.orders), "gradient"):

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
-ANY_NUMBER = 99  # of restarts, of which torchrun has a limit of its own, and of steps
-Consequence = Literal["replaced", "same", "survived", "exchanged"]
+ANY_NUMBER = 99  # of steps
+Consequence = Literal["replaced", "same", "survived"]
 Moment = Literal["busy", "idle", "in-sync"]
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The end of a run that a fault ends, as failed and with exit code 1.
-
-    `reasons`: one of them is a part of that in exit.json. `aborted`: a second stop signal has ended the job, and all
-    its processes with it. `within_s`: the seconds in which the job must have ended; torchrun may first start it again.
-    """
-
-    reasons: tuple[str, ...]
-    aborted: bool = False
-    within_s: float = 600.0
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of fault: what happens (`action`) to which part of the run (`target`), and what the run must do.
 
-    `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "exchanged": it leaves
-    on request and another one is added; "survived": the part is there again and two more steps are done, after
-    `restarts` restarts of the ranks and `starts` starts of the job at most, and `redone` steps were made again at most.
+    `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "survived": the part is
+    there again and two more steps are done, after `restarts` restarts of the ranks and `starts` starts of the job at
+    most, and `redone` steps were made again at most.
     `metric`, `told`: a metric that has then counted the fault, a text that the run has then printed once more, on the
     terminal or in the log of an agent worker. `seconds`: how long it lasts at least and at most, 0 if it is over at
     once. `moment`: what a replica does when it is hit: it works on requests, it has none, or it takes part in a
-    publication of the weights. `ending`: how the run must end, before the same command starts it again.
+    publication of the weights.
     """
 
     action: str
@@ -49,7 +36,6 @@ class Kind:
     metric: str = ""
     told: str = ""
     redone: int = ANY_NUMBER
-    ending: Ending | None = None
 
     @property
     def name(self) -> str:
@@ -59,34 +45,11 @@ class Kind:
     @property
     def has_processes(self) -> bool:
         """True if the fault hits processes from outside."""
-        elsewhere = self.target in {"disk", "checkpoint-disk", "files"} or self.needs_hosts
-        return not elsewhere and not self.order and self.ending is None
-
-    @property
-    def may_cost_replicas(self) -> bool:
-        """True if the fault may make a publication fail, and so cost replicas that it does not hit."""
-        return self.ends or self.needs_hosts
-
-    @property
-    def needs_hosts(self) -> bool:
-        """True if the fault needs a run on several hosts."""
-        return self.target in {"link", "node"}
-
-    @property
-    def happens_on_hosts(self) -> bool:
-        """True if the fault can happen to a run on several hosts: it needs nothing of this machine alone."""
-        return self.needs_hosts or self.name in ON_HOSTS
-
-    @property
-    def checkpoints(self) -> int:
-        """The complete checkpoints that the run must have: it resumes one, and another one if that is damaged."""
-        return 2 if self.action == "damage" else int(self.ending is not None)
+        return self.target != "files" and not self.order
 
     @property
     def order(self) -> str:
         """The order (chaos/orders.py) by which the fault happens; "" if it happens otherwise."""
-        if self.ending is not None:
-            return ""
         if self.action == "spoil":
             return self.target
         return self.name if self.action in ("fork", "flood") else ""
@@ -102,21 +65,10 @@ class Kind:
         return bool(self.restarts or self.starts) or self.target in {"controller", "queue"}
 
 
-# Those that hit processes by signals, or the run by its own functions, wherever they are. None of them needs a restart
-# of the ranks: ranks that are started again while the link stays cut do not say why the first ones ended.
-ON_HOSTS = {"kill-engine", "pause-engine", "kill-reward", "fork-reward", "spoil-gradient", "spoil-logprob"}
-LONG_S = (90.0, 90.0)  # or until the run has ended the process, or has told a failed save
+LONG_S = (90.0, 90.0)  # or until the run has ended the process
 LOST_WORKER = "rollout/workers_lost"
 FLOODED = "the output of this worker was flooded"
 SKIPPED = "the step is skipped"
-UNSAVED = "could NOT be saved"
-FULL_END = Ending(("No space left on device",))
-# torchrun passes the first signal on as it is, and any second one as SIGTERM.
-ABORTED_END = Ending(("aborted by a second stop signal (SIGTERM)",), aborted=True, within_s=30.0)
-# Ray notices within 300 s, and then the bound of a call counts (HOSTS_RPC_S of chaos/place.py); then all must end. The
-# second reason is that of a call that was under way and has reached its own bound, if Ray has noticed nothing before.
-SEVERED_S = 300.0 + 60.0 + 60.0
-SEVERED_END = Ending(("could not reach the rollout controller for", "trainer rank 0 waited"), within_s=SEVERED_S)
 KINDS = {
     kind.name: kind
     for kind in (
@@ -128,9 +80,6 @@ KINDS = {
         Kind("hang", "engine", "replaced", seconds=LONG_S, moment="in-sync"),
         Kind("hang", "replica", "replaced", seconds=LONG_S),
         Kind("crawl", "engine", "replaced", seconds=LONG_S),
-        Kind("drain", "replica", "same"),
-        Kind("add", "replica", "same"),
-        Kind("remove", "replica", "exchanged"),
         Kind("pause", "engine", "same", seconds=(2.0, 5.0)),
         Kind("pause", "replica", "same", seconds=(2.0, 5.0)),
         Kind("slow", "engine", "same", seconds=(8.0, 15.0)),
@@ -156,13 +105,6 @@ KINDS = {
         Kind("terminate", "job", "survived", starts=1),
         Kind("limit", "job", "survived", starts=1, redone=0, told="stopping after"),
         Kind("stale", "files", "survived", seconds=(10.0, 20.0)),
-        Kind("fill", "checkpoint-disk", "survived", seconds=LONG_S, told=UNSAVED),
-        Kind("fill", "disk", "survived", seconds=(20.0, 20.0), restarts=ANY_NUMBER, starts=1),
-        Kind("exhaust", "disk", "survived", starts=1, ending=FULL_END),
-        Kind("abort", "job", "survived", starts=1, ending=ABORTED_END),
-        Kind("cut", "link", "survived", seconds=(30.0, 30.0)),
-        Kind("sever", "link", "survived", starts=1, ending=SEVERED_END),
-        Kind("lose", "node", "survived"),
     )
 }
 
@@ -189,8 +131,6 @@ class Fault:
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
-        if self.kind.action == "add":
-            return "add a replica for a while"
         where = {"engine": f"the engine of replica {self.index}", "replica": f"replica {self.index}"}
         when = "" if self.kind.moment == "busy" else f" ({self.kind.moment})"
         return f"{self.kind.action} {where.get(self.kind.target, f'the {self.kind.target}')}{when}{lasting}"
@@ -238,11 +178,9 @@ class Happened:
 
     `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
     replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
-    what was lost. `new_pid`, `new_since`, `start_s`: the process of the replica in place of a lost one, when it began,
-    and how long it took to start. `beside`: a publication has noticed the loss and has gone on without the replica, so
-    that the new one started beside training and joined a later publication. `redone_steps`: steps that a resume has
-    gone back. `spoiled`: numbers that it has made not finite. `told_before`: how often the run had told what it tells
-    of such a fault; `left_out_before`: how often publications had left a replica out.
+    what was lost. `redone_steps`: steps that a resume has gone back. `spoiled`: numbers that it has
+    made not finite. `damaged`: the checkpoint that it has changed. `told_before`: how often the run had told what it
+    tells of such a fault.
     """
 
     fault: Fault
@@ -254,15 +192,10 @@ class Happened:
     continued: int = 0
     restarted: int = 0
     recovered_s: float = 0.0
-    new_pid: int = 0
-    new_since: float = 0.0
-    start_s: float = 0.0
-    beside: bool = False
-    longest_gap_s: float = 0.0
     redone_steps: int = 0
     spoiled: int = 0
     told_before: int = 0
-    left_out_before: int = 0
+    damaged: Path | None = None
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -273,12 +206,3 @@ class Happened:
 def lethal(happened: Sequence[Happened]) -> list[Happened]:
     """Return the faults that cost a replica."""
     return [each for each in happened if each.fault.kind.loses]
-
-
-def longest_gap(records: Sequence[Mapping[str, Any]], since: int, at: float) -> float:
-    """Return the longest time in seconds without the end of a step, from a fault on that came after step `since`.
-
-    `at`: when it came, in seconds since the epoch.
-    """
-    ends = [at, *(record["wall_time"] for record in records[since:])]
-    return max((after - before for before, after in itertools.pairwise(ends)), default=0.0)

@@ -2,7 +2,7 @@
 
 An order is a file with the order's name in a directory beside the run. The process that removes the file takes the
 order, so that one process obeys it, once, and notes that in the file TAKEN before it does so. SLOWER is for all
-processes, until it is withdrawn. HOLD holds up one step.
+processes, until it is withdrawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.rewards.types import RewardInput, RewardResult
 
 TAKEN = "taken.jsonl"
 SLOWER = "slower"
-HOLD = "hold"
+LATE = "late"  # no order: what is noted of a sample that was late
 
 
 def give(orders: Path, name: str) -> None:
@@ -48,6 +48,7 @@ def take(orders: Path, name: str) -> bool:
 
 def _append(path: Path, content: dict[str, Any]) -> None:
     """Append one line in a single write: several processes write to the file, and each may be killed."""
+    path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(descriptor, (json.dumps(content) + "\n").encode())
@@ -60,27 +61,27 @@ def _appended(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]] if path.is_file() else []
 
 
-def taken(orders: Path, name: str) -> list[int]:
-    """Return the pids of the processes that have taken the orders of a name, oldest first."""
-    return [each["pid"] for each in _appended(orders / TAKEN) if each["order"] == name]
+def taken(orders: Path, name: str) -> list[dict[str, Any]]:
+    """Return what the processes have noted that have taken the orders of a name, oldest first: their `pid`."""
+    return [each for each in _appended(orders / TAKEN) if each["order"] == name]
 
 
 FORGED = 1000.0  # the reward that a forked child gives
 FLOOD_BYTES = 3_000_000
 
 
-def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, marks: str, orders: str) -> RewardResult:
+def late_math(sample: RewardInput, share: float, seed: int, sleep_s: float, orders: str) -> RewardResult:
     """Return `math` of the sample; a `share` of the different answers sleeps for `sleep_s` seconds first, once.
 
-    `marks`: the file to which each of them appends a line. `orders`: the directory of the orders to fork and to flood.
+    Each of them is noted in the file TAKEN of `orders`, the directory of the orders to fork and to flood.
     """
     if take(Path(orders), "fork-reward") and os.fork() == 0:
         return RewardResult(FORGED)
     if take(Path(orders), "flood-reward"):
         os.write(int(sys.argv[1]), b"x" * FLOOD_BYTES)  # the socket of the worker, which is its first argument
-    if is_late(sample.prompt, sample.response, share, seed) and not was_late(Path(marks), sample):
-        late = {"time": time.time(), "pid": os.getpid(), "prompt": sample.prompt, "response": sample.response}
-        _append(Path(marks), late)
+    if is_late(sample.prompt, sample.response, share, seed) and not was_late(Path(orders), sample):
+        late = {"order": LATE, "pid": os.getpid(), "prompt": sample.prompt, "response": sample.response}
+        _append(Path(orders) / TAKEN, late)
         time.sleep(sleep_s)
     return math(sample)
 
@@ -94,11 +95,6 @@ def is_late(prompt: str, response: str, share: float, seed: int) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def was_late(path: Path, sample: RewardInput) -> bool:
+def was_late(orders: Path, sample: RewardInput) -> bool:
     """Tell whether the same answer was late before."""
-    return any((each["prompt"], each["response"]) == (sample.prompt, sample.response) for each in _appended(path))
-
-
-def marked(path: Path) -> int:
-    """Return the number of samples that were late."""
-    return len(_appended(path))
+    return (sample.prompt, sample.response) in {(each["prompt"], each["response"]) for each in taken(orders, LATE)}

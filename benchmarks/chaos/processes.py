@@ -8,16 +8,15 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from benchmarks.chaos.kinds import Happened
-
 POLL_S = 0.2
+_Told = TypeVar("_Told")
 WORKER_STARTED_S = 15.0  # after which an agent worker has loops; one that is stopped in its start has none to lose
 STARTED_S = 6.0  # after which a reward worker scores; late rewards replace workers every few seconds
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
@@ -45,13 +44,8 @@ def find_replicas(run_dir: Path) -> dict[int, Replica]:
 
     An actor is known by its engine, because Ray changes its title with each call.
     """
-    return replicas_among(below_supervisor(run_dir))
-
-
-def replicas_among(processes: Iterable[psutil.Process]) -> dict[int, Replica]:
-    """Return the replicas whose engines are among the processes of a run."""
     found: dict[int, Replica] = {}
-    for process in processes:
+    for process in below_supervisor(run_dir):
         try:
             if _is_engine(process):
                 actor = psutil.Process(process.ppid())
@@ -83,19 +77,15 @@ def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
     if target == "agent":
         return [agent] if agent is not None else []
     if target == "rank":
-        return [] if agent is None else with_title(_children(agent, recursive=False), "train_rl.py")
+        return [] if agent is None else with_title(_children(agent), "train_rl.py")
     if target == "job":
         ranks = [] if agent is None else [agent, *_children(agent, recursive=True)]
         found = {*ranks, *below_supervisor(run_dir, itself=True), *printing_to(run_dir)} - {psutil.Process()}
         return sorted(found, key=lambda process: process.pid) if agent is not None else []
-    return parts_among(below_supervisor(run_dir), target)
-
-
-def parts_among(processes: Sequence[psutil.Process], target: str) -> list[psutil.Process]:
-    """Return those of a run's processes that are a part of TITLES, in the order of their pids."""
+    below = below_supervisor(run_dir)
     if target == "reward":  # one that is being started is noticed only after timeouts.engine_start_s
-        return [each for each in _scorers(processes) if age(each) > STARTED_S]
-    parts = with_title(processes, TITLES[target])
+        return [each for each in _scorers(below) if age(each) > STARTED_S]
+    parts = with_title(below, TITLES[target])
     if target == "agent-worker":  # as with rewards: the others work on while one is being started
         return [each for each in parts if age(each) > WORKER_STARTED_S]
     return parts
@@ -105,23 +95,25 @@ def _scorers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that score the run's samples. With agent workers, the controller's own have no work."""
     found = with_title(processes, TITLES["reward"])
     workers = {each.pid for each in with_title(processes, TITLES["agent-worker"])}
-    return [each for each in found if not workers or _parent(each) in workers]
+    return [each for each in found if not workers or _ask(each.ppid, 0) in workers]
 
 
-def _parent(process: psutil.Process) -> int:
-    """Return the pid of the parent; 0 if the process has ended."""
+def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:
+    none: list[psutil.Process] = []
+    return _ask(lambda: process.children(recursive=recursive), none)
+
+
+def _ask(call: Callable[[], _Told], otherwise: _Told) -> _Told:
+    """Return what a process tells of itself; `otherwise` if it has ended."""
     try:
-        return int(process.ppid())
+        return call()
     except psutil.Error:
-        return 0
+        return otherwise
 
 
 def age(process: psutil.Process) -> float:
     """Return the seconds since the start of a process; 0 if it has ended."""
-    try:
-        return time.time() - float(process.create_time())
-    except psutil.Error:
-        return 0.0
+    return _ask(lambda: time.time() - float(process.create_time()), 0.0)
 
 
 def find_agent(run_dir: Path) -> psutil.Process | None:
@@ -132,24 +124,12 @@ def find_agent(run_dir: Path) -> psutil.Process | None:
     return None
 
 
-def is_ready(run_dir: Path) -> bool:
-    """Tell whether the pool of a run says that all of it has started."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return bool(_state(run_dir)["state"] == "ready")
-    return False
-
-
-def restarts_among(ranks: Sequence[psutil.Process]) -> tuple[int, int] | None:
-    """Return how often torchrun has restarted these ranks since its start, and how often it still may.
-
-    None if no rank runs.
-    """
+def restarts_among(ranks: Sequence[psutil.Process]) -> int:
+    """Return how often torchrun has restarted these ranks since its start; 0 if none runs."""
     for rank in ranks:
         with contextlib.suppress(psutil.Error, KeyError):
-            told = rank.environ()
-            made, most = (int(told[f"TORCHELASTIC_{name}"]) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-            return made, most - made
-    return None
+            return int(rank.environ()["TORCHELASTIC_RESTART_COUNT"])
+    return 0
 
 
 def below_supervisor(run_dir: Path, *, itself: bool = False) -> list[psutil.Process]:
@@ -164,13 +144,6 @@ def below_supervisor(run_dir: Path, *, itself: bool = False) -> list[psutil.Proc
 def _state(run_dir: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((run_dir / "supervisor.json").read_text(encoding="utf-8"))
     return state
-
-
-def _children(process: psutil.Process, *, recursive: bool) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=recursive)
-    except psutil.Error:
-        return []
 
 
 def with_title(processes: Sequence[psutil.Process], text: str) -> list[psutil.Process]:
@@ -217,10 +190,7 @@ def ended(processes: Sequence[psutil.Process]) -> bool:
 
 def is_running(process: psutil.Process) -> bool:
     """Tell whether a process runs, or is stopped; one that has ended and is not yet waited for does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return _ask(lambda: bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE), False)
 
 
 def send(processes: Sequence[psutil.Process], number: int) -> None:
@@ -232,19 +202,12 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
 
 def is_stopped(processes: Sequence[psutil.Process]) -> bool:
     """Tell whether all processes are stopped by a signal."""
-    try:
-        return all(process.status() == psutil.STATUS_STOPPED for process in processes)
-    except psutil.NoSuchProcess:
-        return False
+    return all(_ask(process.status, "") == psutil.STATUS_STOPPED for process in processes)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
     """Return the processor time that a process has used; 0 if it has ended."""
-    try:
-        times = process.cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
+    return _ask(lambda: float(sum(process.cpu_times()[:2])), 0.0)
 
 
 def hold(processes: Sequence[psutil.Process], seconds: float, until: Callable[[], bool]) -> float:
@@ -277,29 +240,3 @@ def throttle(
         stopped += hold(processes, duty[0], lambda: False)
         time.sleep(duty[1])
     return stopped
-
-
-def strike(
-    event: Happened,
-    hit: Sequence[psutil.Process],
-    *,
-    over: Callable[[], bool],
-    works: psutil.Process,
-) -> bool:
-    """Send the fault's signals; note how long a process was stopped. False if there was none to be hit.
-
-    `over()`: the run, or the process that is stopped, has ended. `works`: the process that uses the core.
-    """
-    fault = event.fault
-    if fault.kind.action in ("kill", "damage"):
-        there = not ended(hit[:1])
-        send(hit if fault.kind.target == "job" else hit[:1], signal.SIGKILL)
-        return there
-    used, begun = cpu_seconds(works), time.monotonic()
-    if fault.kind.action in ("slow", "crawl"):
-        stopped = throttle(hit, fault.seconds, over, DUTY if fault.kind.action == "slow" else CRAWL)
-    else:
-        stopped = hold(hit, fault.seconds, over)
-    lasted, used = time.monotonic() - begun, cpu_seconds(works) - used
-    event.notes.append(f"stopped for {stopped:.1f} of {lasted:.1f} s, {max(used, 0.0):.1f} s of its core used")
-    return stopped > 0.0

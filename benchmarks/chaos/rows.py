@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.kinds import Fault, Happened, lethal, missing
@@ -27,7 +25,6 @@ class SoakOutcome:
     happened: list[Happened] = field(default_factory=list)
     late_rewards: int = 0
     rolled_back: list[dict[str, Any]] = field(default_factory=list)  # records of steps that a resume has discarded
-    engine_start_s: float | None = None  # see Injector
     left: list[str] = field(default_factory=list)
     failure: str = ""
 
@@ -126,10 +123,10 @@ def explained(event: Happened) -> int:
     """Return how many of the replicas that were restarted after a fault it explains.
 
     A fault of one replica explains that one. In a weight sync it may be in doubt which replica has made it fail, so all
-    are replaced; and ranks, a controller or a link that a fault takes away may leave any number of them unusable.
+    are replaced; and ranks or a controller that a fault takes away may leave any number of them unusable.
     """
     kind = event.fault.kind
-    any_number = kind.may_cost_replicas or (kind.loses and kind.moment == "in-sync")
+    any_number = kind.ends or (kind.loses and kind.moment == "in-sync")
     return min(REPLICAS if any_number else int(kind.loses), event.restarted)
 
 
@@ -161,19 +158,3 @@ def skipped_row(outcome: SoakOutcome) -> Ratio:
 def ratio(value: float, of: float) -> float:
     """Return value / of; nan, which misses every bound, if there is nothing to compare with."""
     return value / of if of else float("nan")
-
-
-def start_seconds(run_dir: Path, pid: int, created: float) -> float:
-    """Return the seconds from `created` until the replica of process `pid` joined; 0 if its events do not tell.
-
-    `created`: seconds since the epoch. An engine that starts beside training may be ready before that.
-    """
-    for path in sorted((run_dir / "events").glob("replica-*.steps.*.jsonl")):
-        header, *events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        if header["pid"] != pid:
-            continue
-        for event in events:
-            if event["n"] == "join_group":
-                since_header = event["t"] / 1e6 - header["monotonic_ns"] / 1e9
-                return float(header["wall_ns"] / 1e9 + since_header - created)
-    return 0.0

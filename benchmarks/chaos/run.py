@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,14 @@ import yaml
 
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.kinds import Fault, Kind
-from benchmarks.chaos.orders import marked
-from benchmarks.chaos.place import RunPlace, SeveralHosts
+from benchmarks.chaos.orders import LATE, taken
 from benchmarks.chaos.processes import processes_left
-from benchmarks.chaos.rows import STALENESS, SoakOutcome, start_seconds
-from benchmarks.chaos.watch import checkpoints_of, orders_of
+from benchmarks.chaos.rows import STALENESS, SoakOutcome
+from benchmarks.chaos.watch import orders_of
 from benchmarks.lib.accounting import check_run
-from benchmarks.lib.file_faults import preloading, small_disk
-from benchmarks.lib.hosts import Hosts
+from benchmarks.lib.file_faults import preloading
 from benchmarks.lib.recount import UnreadableRun
-from benchmarks.lib.whole_run import QUICKSTART, environment, run_command, step_records
+from benchmarks.lib.whole_run import QUICKSTART, environment, run_command, step_records, torchrun
 from megarl.checkpoint.save.history import ROLLED_BACK
 from megarl.common.rundir.rotating_lines import read_lines
 
@@ -36,22 +32,15 @@ LEAVE_S = 60.0  # for the processes of a job that has ended, before it is starte
 
 @dataclass(frozen=True)
 class Tempo:
-    """The time limits for silent parts of a run, and the length of its steps under a fault.
-
-    `rpc_s`: the limit for engines. `weight_sync_s`: the limit for publications, which takes longer if an engine is
-    silent in one. `slower`: while a fault lasts, the trainer takes its time with each step, so that a fast machine does
-    not reach the last step before the run is over the last fault.
-    """
+    """The time limits for silent parts of a run: engines, and publications, in which an engine may be silent."""
 
     rpc_s: float = 20.0
     weight_sync_s: float = 40.0
-    slower: bool = False
 
 
 REWARD_TIMEOUT_S = 3.0
 REPORT_S = 0.5  # between reports of engines: short, so that lost responses go on from their middle
 LEAST_S = 30.0  # no run is started with less time left
-RESTARTS = 5  # of the ranks by torchrun at most: a full disk would use up any number
 SAVE_EVERY = 5  # steps: as many are lost at most when the ranks or the job are started again
 COLLECTIVE_S = 120.0  # after which a rank takes another one that is stopped for lost
 SOAK_TEMPO = Tempo()
@@ -64,16 +53,14 @@ def run_config(
     late_share: float,
     kinds: Collection[Kind] = (),
     tempo: Tempo = SOAK_TEMPO,
-    place: ConfigTree | None = None,
 ) -> ConfigTree:
     """Return the quickstart's config with the changes of the soak.
 
-    `late_share`: of the answers, see chaos/orders.py. `kinds`: of the faults that shall be able to happen. `place`:
-    what the place of the run changes, see chaos/place.py.
+    `late_share`: of the answers, see chaos/orders.py. `kinds`: of the faults that shall be able to happen.
     """
     config: ConfigTree = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
-    late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S, "marks": str(marks(run_dir))}
-    late["orders"] = str(orders_of(run_dir))
+    orders = {"orders": str(orders_of(run_dir))}
+    late = {"share": late_share, "seed": options.seed, "sleep_s": 30 * REWARD_TIMEOUT_S}
     heldout = {"name": "additions", "path": str(options.assets / "heldout.jsonl"), "reward": {"function": "math"}}
     changes: ConfigTree = {
         "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
@@ -82,13 +69,21 @@ def run_config(
         "data": {"path": str(options.assets / "train.jsonl")},
         "reward": {
             "function": "benchmarks.chaos.orders:late_math",
-            "kwargs": late,
+            "kwargs": late | orders,
             "workers": 2,
             "timeout_s": REWARD_TIMEOUT_S,
         },
         "evaluation": {"sets": [heldout | ({"limit": 100} if options.quick else {})]},
         "admission": {"mode": "async", "sync_interval": 2, "max_staleness": STALENESS},
-        "rollout": {"replicas": options.replicas, "report_interval_s": REPORT_S},
+        "rollout": {
+            "replicas": options.replicas,
+            "max_replicas": options.replicas + 1,
+            "report_interval_s": REPORT_S,
+            "agent_workers": AGENT_WORKERS if any(kind.target == "agent-worker" for kind in kinds) else 0,
+        },
+        "agent": {"loop": "benchmarks.chaos.hooks:OrderedTurn", "kwargs": orders},
+        "algorithm": {"loss": "benchmarks.chaos.hooks:ordered_ppo", "loss_options": orders},
+        "trainer": {"max_skipped_steps": max(LEAST_SKIPPED, sum(kind.action == "spoil" for kind in kinds))},
         "weight_sync": {"restarts": 3},
         "checkpoint": {"every": SAVE_EVERY},
         "telemetry": {"dump_batches": True, "tensorboard": False},
@@ -97,20 +92,10 @@ def run_config(
             "weight_sync_s": tempo.weight_sync_s,
             "engine_start_s": 300.0,
             "generate_s": 300.0,
-            "collective_s": COLLECTIVE_S,
+            "save_s": COLLECTIVE_S,
         },
     }
-    layers = [config, changes, changes_for(kinds, run_dir, options.replicas, tempo), place or {}]
-    merged: ConfigTree = {}
-    for layer in layers:
-        for name, section in layer.items():
-            merged[name] = merged.get(name, {}) | section
-    return merged
-
-
-def marks(run_dir: Path) -> Path:
-    """Return the file in which the reward function notes the samples that are late."""
-    return run_dir.with_suffix(".late")
+    return {name: config.get(name, {}) | changes.get(name, {}) for name in config | changes}
 
 
 def run_once(
@@ -122,14 +107,11 @@ def run_once(
     late_share: float,
     kinds: Collection[Kind] | None = None,
     tempo: Tempo = SOAK_TEMPO,
-    place: RunPlace | None = None,
 ) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
 
-    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own. `place`: where
-    it runs; None: on this machine.
+    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own.
     """
-    place = place or RunPlace()
     kinds = [fault.kind for fault in faults] if kinds is None else kinds
     outcome = SoakOutcome(name)
     run_dir = directory / name
@@ -143,28 +125,27 @@ def run_once(
         say(f"NOT STARTED: {outcome.failure}")
         return outcome
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
-    injector = Injector(run_dir, faults, replicas=options.replicas, say=say, slower=tempo.slower, place=place)
-    restarts = min(sum(fault.kind.restarts for fault in faults), RESTARTS)
+    injector = Injector(run_dir, faults, replicas=options.replicas, say=say)
+    restarts = sum(fault.kind.restarts for fault in faults)
     starts = sum(fault.kind.starts for fault in faults)
     try:
         outcome.records = run_job(
-            run_config(options, run_dir, late_share, kinds, tempo, place.changes(restarts)),
-            ranks=2, restarts=restarts, starts=starts,
-            timeout_s=until - time.monotonic(), say=say, variables=variables_for(run_dir, faults),
-            ended=injector.ends.ended, place=place,
-        )  # fmt: skip
+            run_config(options, run_dir, late_share, kinds, tempo),
+            restarts=restarts,
+            starts=starts,
+            until=until,
+            say=say,
+            variables=variables_for(run_dir, faults),
+        )
     except SystemExit as error:
         outcome.failure = str(error)
         say(f"FAILED: {outcome.failure}")
     finally:
         problem = injector.stop()
-    outcome.happened, outcome.late_rewards = injector.happened, marked(marks(run_dir))
-    outcome.engine_start_s = injector.engine_start_s
+    outcome.happened, outcome.late_rewards = injector.happened, len(taken(orders_of(run_dir), LATE))
     outcome.left = processes_left(run_dir, LEAVE_S)
     outcome.rolled_back = read_rolled_back(run_dir)
     note_effects(outcome)
-    for event in outcome.happened:
-        event.start_s = start_seconds(run_dir, event.new_pid, event.new_since)
     if not outcome.failure:
         outcome.summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         count(outcome, run_dir)
@@ -210,81 +191,28 @@ def count(outcome: SoakOutcome, run_dir: Path) -> None:
     print("\n".join(outcome.report.lines()), flush=True)
 
 
-@contextmanager
-def place_of(kinds: Collection[Kind]) -> Iterator[RunPlace]:
-    """Yield where both runs are: on several hosts if a fault needs them."""
-    if not any(kind.needs_hosts for kind in kinds):
-        yield RunPlace()
-        return
-    with tempfile.TemporaryDirectory(prefix="soak-hosts-") as directory:
-        hosts = Hosts(SeveralHosts.COUNT, Path(directory))
-        try:
-            hosts.open()
-            yield SeveralHosts(hosts)
-        finally:
-            hosts.close()
-
-
-@contextmanager
-def disks_of(run_dir: Path, kinds: Collection[Kind]) -> Iterator[None]:
-    """Give a run directory, or that of its checkpoints, a file system of its own if a fault fills its disk."""
-    targets = {kind.target for kind in kinds}
-    with ExitStack() as disks:
-        if "disk" in targets:
-            disks.enter_context(small_disk(run_dir))
-        if "checkpoint-disk" in targets:
-            disks.enter_context(small_disk(checkpoints_of(run_dir, kinds)))
-        yield
-
-
-def changes_for(kinds: Collection[Kind], run_dir: Path, replicas: int, tempo: Tempo) -> dict[str, dict[str, Any]]:
-    """Return the changes of the config by which faults of these kinds can happen to a run of `replicas` at a tempo."""
-    targets, orders = {kind.target for kind in kinds}, str(orders_of(run_dir))
-    spoiled = sum(kind.action == "spoil" for kind in kinds)
-    changes: dict[str, dict[str, Any]] = {}
-    if "agent-worker" in targets:
-        changes.setdefault("rollout", {})["agent_workers"] = AGENT_WORKERS
-    if any(kind.action == "add" for kind in kinds):
-        changes.setdefault("rollout", {})["max_replicas"] = replicas + 1
-    if "checkpoint-disk" in targets:
-        changes["checkpoint"] = {"dir": str(checkpoints_of(run_dir, kinds))}
-    if "gradient" in targets or tempo.slower or any(kind.action == "abort" for kind in kinds):
-        changes["algorithm"] = {"loss": "benchmarks.chaos.hooks:ordered_ppo", "loss_options": {"orders": orders}}
-    if "logprob" in targets or any(kind.target == "agent-worker" and kind.order for kind in kinds):
-        changes["agent"] = {"loop": "benchmarks.chaos.hooks:OrderedTurn", "kwargs": {"orders": orders}}
-    if spoiled:
-        changes["trainer"] = {"max_skipped_steps": max(LEAST_SKIPPED, spoiled)}
-    return changes
-
-
 def run_job(
     config: dict[str, Any],
     *,
-    ranks: int,
     restarts: int,
     starts: int,
-    timeout_s: float,
+    until: float,
     say: Callable[[str], None],
-    variables: Mapping[str, str] | None = None,
-    ended: Callable[[int], object] = lambda code: None,
-    place: RunPlace | None = None,
+    variables: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """Run a config to its end and return its steps; torchrun may restart the ranks, and this function the job.
 
-    `starts`: the most starts after the first one. `variables`: added to the environment. `ended`: is called with the
-    exit code of each job that has ended, before another one is started. `place`: where it runs; None: on this machine.
+    `starts`: the most starts after the first one. `variables`: added to the environment.
 
     Raises SystemExit with the end of the output if that is not enough, if a job that has ended leaves processes behind,
-    or after `timeout_s`.
+    or when `time.monotonic()` is `until`.
     """
-    place = place or RunPlace()
-    directory, until = Path(config["run"]["dir"]), time.monotonic() + timeout_s
+    directory = Path(config["run"]["dir"])
     path, log = directory.with_suffix(".yaml"), directory.with_suffix(".log")
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command, told = place.command(path, ranks, restarts), {**place.variables(), **(variables or {})}
+    command = torchrun(path, ranks=2, restarts=restarts)
     for start in range(starts + 1):
-        code = run_command(command, log, max(0.0, until - time.monotonic()), {**environment(), **told})
-        ended(code)
+        code = run_command(command, log, max(0.0, until - time.monotonic()), {**environment(), **variables})
         if code == 0 and _status(directory) != "preempted":  # a stop request may have ended it before its last step
             return step_records(directory)
         tail = log.read_text(errors="replace")[-3000:]

@@ -4,8 +4,8 @@
 
 Both runs are asynchronous, and have the same seed and two engines, or one. In the second run faults happen, drawn from
 a table (benchmarks/chaos/kinds.py) by a seed that is printed; docs/benchmarks.md says what each is and what the run
-must do. Some end the run, which says why, and is started again when their cause has gone. Reward functions do not
-answer in time now and then (benchmarks/chaos/orders.py). What a kind needs in the config, both runs have.
+must do. Reward functions do not answer in time now and then (benchmarks/chaos/orders.py). What a kind needs in the
+config, both runs have.
 
 Rows, for both runs where it makes sense:
 
@@ -26,27 +26,20 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.chaos.kinds import KINDS, Fault, draw, schedule
 from benchmarks.chaos.rows import REPLICAS, rows_of
-from benchmarks.chaos.run import disks_of, place_of, run_once
-from benchmarks.lib.file_faults import why_no_disk, why_no_handles
-from benchmarks.lib.hosts import why_no_hosts
+from benchmarks.chaos.run import run_once
+from benchmarks.lib.file_faults import why_no_handles
 from benchmarks.lib.report import ROOT, finish, new_parser
 from benchmarks.lib.whole_run import make_assets
 
 FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
-HOSTS_SHARE = 0.2  # of the soaks whose faults are drawn, that are on several hosts
-ONE_ENGINE_SHARE = 0.25  # of the others, that have one engine
+ONE_ENGINE_SHARE = 0.25  # of the soaks whose faults are drawn, that have one engine
 LAST_ONE = "this soak has one engine, which has to serve on"
-ALONE = "this soak is on one machine; another --fault-seed, or --faults with one of them, has it on several hosts"
-TOGETHER = "this soak is on several hosts"
 QUICK_FAULTS = ["kill-engine", "pause-replica"]
-# The only engine is neither drained nor removed, whether by a command or because it is slow.
-NEED_ANOTHER_ENGINE = ("drain-replica", "remove-replica", "crawl-engine")
 
 
 def plan_faults(options: argparse.Namespace) -> list[Fault]:
@@ -59,10 +52,10 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
     named = None if options.faults is None else [name for name in options.faults.split(",") if name]
     if named is None and options.quick:
         named = QUICK_FAULTS
-    no_hosts = why_no_hosts() if wants_hosts(options.fault_seed, named) else ALONE
     if options.replicas is None:
-        options.replicas = 1 if no_hosts and wants_one_engine(options.fault_seed, named) else REPLICAS
-    impossible = why_impossible(no_hosts, options.replicas)
+        alone = random.Random(f"soak-engines-{options.fault_seed}").random() < ONE_ENGINE_SHARE
+        options.replicas = 1 if named is None and alone else REPLICAS
+    impossible = why_impossible(options.replicas)
     wanted = draw(options.fault_seed, options.count, list(impossible)) if named is None else named
     last = max(FIRST_STEP + 1, options.steps - QUIET_END)
     try:
@@ -77,31 +70,10 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
     return faults
 
 
-def wants_hosts(fault_seed: int, named: Sequence[str] | None) -> bool:
-    """Tell whether the soak is to be on several hosts: if a fault that is named needs them, or else by the seed."""
-    if named is not None:
-        return any(name in KINDS and KINDS[name].needs_hosts for name in named)
-    return random.Random(f"soak-place-{fault_seed}").random() < HOSTS_SHARE
-
-
-def wants_one_engine(fault_seed: int, named: Sequence[str] | None) -> bool:
-    """Tell whether a soak on one machine is to have one engine only, by the seed of drawn faults."""
-    return named is None and random.Random(f"soak-engines-{fault_seed}").random() < ONE_ENGINE_SHARE
-
-
-def why_impossible(no_hosts: str, replicas: int = REPLICAS) -> dict[str, str]:
-    """Return the faults that cannot happen here, with the reasons.
-
-    `no_hosts`: why the soak is on one machine; "" if it is on several hosts.
-    """
-    disk, handles = why_no_disk(), why_no_handles()
-    by_target = {"disk": disk, "checkpoint-disk": disk, "files": handles, "node": no_hosts, "link": no_hosts}
-    reasons = {name: by_target.get(kind.target, "") for name, kind in KINDS.items()}
-    if not no_hosts:
-        reasons |= {name: reasons[name] or TOGETHER for name, kind in KINDS.items() if not kind.happens_on_hosts}
-    if replicas == 1:
-        reasons |= {name: reasons[name] or LAST_ONE for name in NEED_ANOTHER_ENGINE}
-    return {name: reason for name, reason in reasons.items() if reason}
+def why_impossible(replicas: int) -> dict[str, str]:
+    """Return the faults that cannot happen here, with the reasons."""
+    handles = why_no_handles()
+    return ({"stale-files": handles} if handles else {}) | ({"crawl-engine": LAST_ONE} if replicas == 1 else {})
 
 
 def main() -> int:
@@ -133,10 +105,8 @@ def main() -> int:
             raise SystemExit(f"{directory} is not empty: give --keep a new directory")
         until = begun + 60.0 * options.minutes
         kinds = [fault.kind for fault in faults]
-        with place_of(kinds) as place:
-            calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds, place=place)
-            with disks_of(directory / "disturbed", kinds):
-                disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds, place=place)
+        calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds)
+        disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds)
         minutes = (time.monotonic() - begun) / 60.0
     rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
     code = finish(rows, options)

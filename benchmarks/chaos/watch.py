@@ -7,30 +7,31 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 
-from benchmarks.chaos.kinds import Fault, Happened, Kind, longest_gap
-from benchmarks.chaos.place import RunPlace
-from benchmarks.chaos.processes import Replica, cpu_seconds, ended, is_stopped, restarts_among, send
+from benchmarks.chaos.kinds import Fault, Happened
+from benchmarks.chaos.processes import (
+    Replica,
+    cpu_seconds,
+    find_agent,
+    find_processes,
+    find_replicas,
+    is_stopped,
+    restarts_among,
+    send,
+)
 from megarl.common.rundir.rotating_lines import read_lines
+
+_Found = TypeVar("_Found")
 
 
 def orders_of(run_dir: Path) -> Path:
     """Return the directory in which orders are given (chaos/orders.py)."""
     return run_dir.with_suffix(".orders")
-
-
-def checkpoints_of(run_dir: Path, kinds: Collection[Kind]) -> Path:
-    """Return the directory of a run's checkpoints: beside its own if their disk is to be full alone."""
-    alone = any(kind.target == "checkpoint-disk" for kind in kinds)
-    return run_dir.with_suffix(".checkpoints") if alone else run_dir / "checkpoints"
-
-
-WENT_ON = "in whose place a new one is started"  # told by the controller of each replica that a publication leaves out
 
 
 class WatchedRun:
@@ -47,19 +48,15 @@ class WatchedRun:
     def __init__(
         self,
         run_dir: Path,
-        faults: Sequence[Fault],
         *,
         replicas: int,
         say: Callable[[str], None],
         end: threading.Event,
-        place: RunPlace | None = None,
     ) -> None:
-        """`place`: where it runs; None: on this machine."""
         self.happened: list[Happened] = []
         self.run_dir, self.replicas, self.say, self.end = run_dir, replicas, say, end
-        self._place = place or RunPlace()
         self.orders, self.log = orders_of(run_dir), run_dir.with_suffix(".log")
-        self.checkpoints = checkpoints_of(run_dir, [fault.kind for fault in faults])
+        self.checkpoints = run_dir / "checkpoints"
         self._begun = time.monotonic()
 
     # --- faults
@@ -67,48 +64,53 @@ class WatchedRun:
     def begin(self, fault: Fault, pid: int, note: str, *, busy: bool = False) -> Happened:
         """Note that a fault happens now, and tell it."""
         event = Happened(fault, pid, self.step, self.seconds, busy=busy, notes=[note])
-        event.told_before, event.left_out_before = self.told(fault.kind.told), self.left_out
+        event.told_before = self.told(fault.kind.told)
         self.happened.append(event)
         self.say(f"step {event.step}: {fault} (pid {pid}), {note}")
         return event
 
-    def found(self, fault: Fault, look: Callable[[], object]) -> bool:
-        """Wait until `look` finds what a fault is to hit; tell it if there is none."""
-        if self.wait(lambda: bool(look()), self.FIND_S) and not self.end.is_set():
-            return True
+    def found(self, fault: Fault, look: Callable[[], _Found | None]) -> _Found | None:
+        """Wait until `look` finds what a fault is to hit, and return it; tell it if there is none."""
+        found: _Found | None = None
+
+        def there() -> bool:
+            nonlocal found
+            found = look()
+            return found is not None
+
+        if self.wait(there, self.FIND_S) and not self.end.is_set():
+            return found
         self.say(f"{fault}: no process was found")
-        return False
+        return None
 
     # --- processes
 
     def find_replicas(self) -> dict[int, Replica]:
         """Return the replicas that have an engine, by number."""
-        return self._place.find_replicas(self.run_dir)
+        return find_replicas(self.run_dir)
 
     def find_processes(self, target: str) -> list[psutil.Process]:
         """Return the processes of a part of the run that is no replica."""
-        return self._place.find_processes(self.run_dir, target)
+        return find_processes(self.run_dir, target)
 
     def find_agent(self) -> psutil.Process | None:
         """Return the process that has started the ranks."""
-        return self._place.find_agent(self.run_dir)
+        return find_agent(self.run_dir)
 
     @property
     def restarts(self) -> int:
         """The number of times that torchrun has restarted the ranks since its start; 0 if no rank runs."""
-        made = restarts_among(self.find_processes("rank"))
-        return 0 if made is None else made[0]
-
-    @property
-    def restarts_left(self) -> int:
-        """The number of times that torchrun may still restart the ranks; 0 if no rank runs."""
-        made = restarts_among(self.find_processes("rank"))
-        return 0 if made is None else made[1]
+        return restarts_among(self.find_processes("rank"))
 
     @property
     def complete(self) -> bool:
         """True if all replicas have an engine."""
         return len(self.find_replicas()) == self.replicas
+
+    @property
+    def all_serve(self) -> bool:
+        """True if all replicas have served in the latest step."""
+        return bool(self.records[-1].get("rollout/replicas_alive") == self.replicas)
 
     # --- steps, and what is told
 
@@ -140,11 +142,6 @@ class WatchedRun:
         told = event.fault.kind.told
         return not told or self.told(told) > event.told_before
 
-    @property
-    def left_out(self) -> int:
-        """The number of times that a publication has gone on without a replica that it has found lost."""
-        return _count(self.run_dir / "logs" / "controller.log", WENT_ON)
-
     # --- waits
 
     def wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -163,11 +160,6 @@ class WatchedRun:
         """Wait for what shows that the run is over a fault."""
         return self.wait(condition, self.RECOVER_S)
 
-    def goes_on(self) -> bool:
-        """Wait until two more steps are done."""
-        since = self.step
-        return self.notices(lambda: self.step >= since + 2)
-
 
 def _count(log: Path, text: str) -> int:
     """Return how often a log has a text; 0 if there is no log, or no text."""
@@ -180,118 +172,6 @@ def read_so_far(run_dir: Path) -> list[dict[str, Any]]:
         return [record for record in map(json.loads, read_lines(run_dir / "metrics.jsonl")) if "time/step" in record]
     except OSError:  # a part has just become an older one
         return []
-
-
-REBUILT = {"controller", "queue"}  # each is started anew with the other one
-AHEAD = 2  # steps of the new controller, with a publication in one of them, after the two for which there were batches
-
-
-class Judge:
-    """Judges what a fault has cost a run, which it knows as it was before: torchrun's process, how often that had
-    restarted the ranks, and the replica that is hit.
-    """
-
-    def __init__(self, watch: WatchedRun, replica: Replica | None = None) -> None:
-        self._watch, self._replica = watch, replica
-        self._agent, self._restarts = watch.find_agent(), watch.restarts
-        self._least = watch.step
-
-    def judge(self, event: Happened, hit: Sequence[psutil.Process] = (), wanted: int = 0) -> bool:
-        """Wait until what was hit is there again and the run goes on; compare what that cost with the fault's kind.
-
-        `hit`: the processes that the fault has ended. `wanted`: how many processes of the target there are to be.
-        """
-        watch, kind = self._watch, event.fault.kind
-        self._least = watch.step
-        used = 0.0 if self._replica is None else cpu_seconds(self._replica.engine)
-
-        def back() -> bool:
-            self._least = min(self._least, watch.step)  # a resume goes back to its checkpoint
-            if self._replica is None:
-                return ended(hit) and (not wanted or len(watch.find_processes(kind.target)) >= wanted)
-            if kind.outcome == "replaced":
-                return self._replaced(event, self._replica)
-            if kind.outcome == "exchanged":
-                return ended([self._replica.engine]) and watch.complete
-            return cpu_seconds(self._replica.engine) > used
-
-        if not watch.recovers(back):
-            event.notes.append(f"the {kind.target} was not there again within {watch.RECOVER_S:.0f} s")
-            return False
-        if kind.outcome == "replaced":
-            self._note_new(event)
-            return True
-        return self._two_more_steps(event) and self._served(event) and self._allowed(event)
-
-    def _replaced(self, event: Happened, old: Replica) -> bool:
-        """Tell whether a publication has replaced the replica, and all serve.
-
-        If a publication has noticed the loss, the new engine starts while the run goes on, and joins a later one.
-        """
-        watch = self._watch
-        found = [replica.engine.pid for replica in watch.find_replicas().values()]
-        complete = len(found) == watch.replicas and old.engine.pid not in found
-        return complete and watch.sum("sync/restarted_replicas", event.step) >= 1 and _all_serve(watch)
-
-    def _note_new(self, event: Happened) -> None:
-        """Note what the replacement of a replica has taken."""
-        watch, since = self._watch, event.step
-        newest = max((each.actor for each in watch.find_replicas().values()), key=psutil.Process.create_time)
-        event.new_pid, event.new_since = newest.pid, newest.create_time()
-        event.recovered_s = watch.seconds - event.at_s
-        event.longest_gap_s = longest_gap(watch.records, since, time.time() - event.recovered_s)
-        event.beside = watch.left_out > event.left_out_before
-        event.notes.append(
-            f"replaced {event.recovered_s:.0f} s after it began, {watch.step - since} steps later; "
-            f"{watch.sum('sync/restarted_replicas', since):.0f} replicas restarted; {event.longest_gap_s:.0f} s "
-            f"without a step at most{'; a publication has gone on without it' if event.beside else ''}"
-        )
-
-    def _two_more_steps(self, event: Happened) -> bool:
-        watch = self._watch
-        since = watch.step
-
-        def done() -> bool:
-            nonlocal since
-            self._least, since = min(self._least, watch.step), min(since, watch.step)
-            return watch.step >= since + 2
-
-        if not watch.recovers(done):
-            event.notes.append(f"no two more steps were done within {watch.RECOVER_S:.0f} s, or the run ended")
-            return False
-        event.recovered_s = watch.seconds - event.at_s
-        return True
-
-    def _served(self, event: Happened) -> bool:
-        """Wait for all replicas after a fault of what is rebuilt with the pool."""
-        watch, since = self._watch, self._watch.step
-        if event.fault.kind.target not in REBUILT:
-            return True
-        if watch.recovers(lambda: watch.step >= since + AHEAD and _all_serve(watch)):
-            return True
-        event.notes.append(f"not all replicas served {AHEAD} steps later within {watch.RECOVER_S:.0f} s")
-        return False
-
-    def _allowed(self, event: Happened) -> bool:
-        """Compare restarts and steps that were made again with what the kind allows."""
-        watch, kind = self._watch, event.fault.kind
-        starts = int(watch.find_agent() != self._agent)
-        again = watch.restarts - (0 if starts else self._restarts)
-        replicas = 0.0 if self._replica is None else watch.sum("sync/restarted_replicas", event.step)
-        event.redone_steps = max(0, event.step - self._least)
-        event.notes.append(
-            f"two more steps {event.recovered_s:.0f} s after it began, from step {self._least} on; the ranks were "
-            f"restarted {again} times ({kind.restarts} are allowed), the job {starts} times ({kind.starts})"
-        )
-        if replicas:
-            event.notes.append(f"{replicas:.0f} replicas restarted, none is allowed")
-        if event.redone_steps > kind.redone:
-            event.notes.append(f"{event.redone_steps} steps were made again, {kind.redone} are allowed")
-        return again <= kind.restarts and starts <= kind.starts and event.redone_steps <= kind.redone and not replicas
-
-
-def _all_serve(watch: WatchedRun) -> bool:
-    return watch.records[-1].get("rollout/replicas_alive") == watch.replicas
 
 
 WAIT_S = {"busy": 10.0, "idle": 30.0, "in-sync": 60.0}  # for the moment, before the fault comes all the same

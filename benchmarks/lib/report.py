@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout
@@ -19,12 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]  # of the checkout
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 NOT_MEASURED = "not measured: a quick run only shows that everything runs; its numbers mean nothing"
-
-
-def load_script(name: str) -> ModuleType:
-    """Return the module of a benchmark, as "load.control_plane" or "gateway", for tests of its rows."""
-    main = (ROOT / "benchmarks" / name / "__main__.py").is_file()
-    return importlib.import_module(f"benchmarks.{name}.__main__" if main else f"benchmarks.{name}")
 
 
 @dataclass(frozen=True)

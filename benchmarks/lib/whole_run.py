@@ -83,6 +83,13 @@ def make_assets(directory: Path) -> None:
         raise SystemExit(f"the quickstart's data and model could not be made in {directory}")
 
 
+def torchrun(config: Path, ranks: int, restarts: int = 0) -> list[str]:
+    """Return the command of a run on this machine, as a user would give it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl"]
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    return [*command, str(SCRIPT), "--config", str(config)]
+
+
 def train(
     config: dict[str, Any], *, ranks: int = 1, cores: Cores | None = None, timeout_s: float
 ) -> list[dict[str, Any]]:
@@ -94,9 +101,7 @@ def train(
     path = directory.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     log = directory.with_suffix(".log")
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "megarl"]
-    command += ["--nproc-per-node", str(ranks), str(SCRIPT), "--config", str(path)]
-    code = run_command(command, log, timeout_s, environment(), cores)
+    code = run_command(torchrun(path, ranks), log, timeout_s, environment(), cores)
     if code:
         raise SystemExit(f"{directory.name} failed:\n{log.read_text(errors='replace')[-3000:]}")
     return step_records(directory)

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.smoke.rows import Row, Where
+from benchmarks.lib.report import Ratio
+from benchmarks.smoke.rows import Where, row
 from benchmarks.smoke.transfers import median_s
 
 CHUNK = 1024
@@ -25,7 +26,7 @@ def plain(hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tuple[Tens
     return logprobs_RV.gather(1, targets_R[:, None])[:, 0], entropy_R
 
 
-def run(where: Where) -> tuple[list[Row], list[str]]:
+def run(where: Where) -> tuple[list[Ratio], list[str]]:
     """Compare values, gradients and time of forward and backward, with entropies, at Qwen3's vocabulary."""
     rows, hidden, vocabulary = (64, 64, 1000) if where.tiny else (1024, 4096, 151936)
     dtype = torch.float32 if where.tiny else torch.bfloat16
@@ -59,13 +60,13 @@ def run(where: Where) -> tuple[list[Row], list[str]]:
     ours, theirs = both_ways(chunked), both_ways(compiled)
     names, allowed = ("log-probs", "entropies", "gradients"), 1e-4 if where.tiny else 5e-2
     rows_of_table = [
-        Row(f"{name}: largest difference / allowed", float((a.float() - b.float()).abs().max()), allowed, 1.0, "")
+        row(f"{name}: largest difference / allowed", float((a.float() - b.float()).abs().max()), allowed, 1.0, "")
         for name, a, b in zip(names, ours, theirs, strict=True)
     ]
     for name, a, b in zip(names, both_ways(eager), theirs, strict=True):
         difference = float((a.float() - b.float()).abs().max())
         rows_of_table.append(
-            Row(f"{name}, head not compiled: largest difference / allowed", difference, allowed, 1.0, "")
+            row(f"{name}, head not compiled: largest difference / allowed", difference, allowed, 1.0, "")
         )
     seconds = median_s(where, lambda: both_ways(chunked))
     reference = median_s(where, lambda: both_ways(compiled))
@@ -76,6 +77,6 @@ def run(where: Where) -> tuple[list[Row], list[str]]:
     }
     bound = 10.0 if where.tiny else 1.5
     rows_of_table.append(
-        Row("forward and backward / torch.compile of the plain formula", seconds, reference, bound, "s", details)
+        row("forward and backward / torch.compile of the plain formula", seconds, reference, bound, "s", details)
     )
     return rows_of_table, []

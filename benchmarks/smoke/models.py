@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.lib.random_model import make_model
+
 if TYPE_CHECKING:  # megarl's modules are imported after `platforms.activate`
     from megarl.config.schema import Config
     from megarl.trainer.batch import TrainSample
@@ -25,20 +27,12 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "
 # A layer of Qwen3-8B; its vocabulary, and so few layers that weights, gradients and Adam's state fit 80 GB.
 LAYER_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4, "head_dim": 128,
             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}  # fmt: skip
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 Pairs = list[tuple[list[int], list[int]]]
 
 
-def make_model(directory: Path, *, moe: bool = False, **sizes: float) -> None:
-    """Write a seeded random Qwen3 (dense or mixture of experts) in Hugging Face format."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    fields: dict[str, Any] = {**SMALL, "initializer_range": 0.1, "tie_word_embeddings": False, **sizes}
-    if moe:
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**EXPERTS, **fields})).save_pretrained(directory)
-    else:
-        Qwen3ForCausalLM(Qwen3Config(**fields)).save_pretrained(directory)
+def small_model(directory: Path, *, moe: bool = False, **sizes: float) -> None:
+    """Write a small random model whose log-probs differ from token to token."""
+    make_model(directory, moe=moe, **{**SMALL, "initializer_range": 0.1, **sizes})
 
 
 def write_config(directory: Path, sizes: dict[str, int]) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.smoke.rows import Row, Where
+from benchmarks.lib.report import Ratio
+from benchmarks.smoke.rows import Where, row
 from megarl.common.errors import PeerTimeout
 from megarl.models.hf.gather import GatherRequest
 from megarl.weights.group.stage import end_key
@@ -61,7 +62,7 @@ class OwnRows:
         return ()
 
 
-def rows(where: Where, streams: Streams, occupied_s: float) -> list[Row]:
+def rows(where: Where, streams: Streams, occupied_s: float) -> list[Ratio]:
     """Publish alone, and behind `occupied_s` seconds of work that ends by writing the weights; then miss a deadline."""
     size = 2**12 if where.tiny else 2**24  # elements of 4 bytes: 200 KiB, or 800 MiB, in all
     updated = [torch.full((size // 64, 64), float(number + 1)) for number in range(TENSORS)]
@@ -95,14 +96,14 @@ def rows(where: Where, streams: Streams, occupied_s: float) -> list[Row]:
     wrong = sum(digests[bucket] != value for bucket, value in expected.items())
     details = {"alone_s": alone_s, "buckets": len(plan.buckets), "bytes": plan.total_bytes}
     return [
-        Row("publish behind pending work / that work and a publish alone", behind_s, occupied_s + alone_s,
+        row("publish behind pending work / that work and a publish alone", behind_s, occupied_s + alone_s,
             slack, "s", details),
-        Row("buckets without the bytes that the pending work wrote", float(wrong), 1.0, 0.0, ""),
+        row("buckets without the bytes that the pending work wrote", float(wrong), 1.0, 0.0, ""),
         deadline_row,
     ]  # fmt: skip
 
 
-def missed_deadline(streams: Streams, group: Group, deadline_s: float, bound: float) -> Row:
+def missed_deadline(streams: Streams, group: Group, deadline_s: float, bound: float) -> Ratio:
     """Wait for a broadcast behind work that is longer than the stage's deadline, and leave the group."""
     tensor = streams.tensor()
     group.begin(3, 1, deadline_s)
@@ -118,7 +119,7 @@ def missed_deadline(streams: Streams, group: Group, deadline_s: float, bound: fl
     group.abort()
     left = time.perf_counter() - started
     streams.synchronize()
-    return Row("a publish's broadcast behind longer work, until the group is left / deadline", left if raised
+    return row("a publish's broadcast behind longer work, until the group is left / deadline", left if raised
                else float("inf"), deadline_s, bound, "s", {"raised": raised, "waited_s": waited})  # fmt: skip
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.lib.report import Ratio
 
 
 @dataclass(frozen=True)
@@ -24,39 +26,16 @@ class Where:
             torch.cuda.synchronize()
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. It is good if `measured / reference` is at most `bound`; both are in `unit`."""
+def row(
+    name: str, measured: float, reference: float, bound: float, unit: str, details: dict[str, Any] | None = None
+) -> Ratio:
+    """Return one line of the table. It is good if `measured / reference` is at most `bound`; both are in `unit`.
 
-    name: str
-    measured: float
-    reference: float
-    bound: float
-    unit: str
-    details: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float:
-        """The measured value over the reference; infinite if the reference is 0 and the measured value is not."""
-        if self.reference:
-            return self.measured / self.reference
-        return 0.0 if not self.measured else float("inf")
-
-    @property
-    def ok(self) -> bool:
-        """True if the bound holds; false for NaN too."""
-        return self.ratio <= self.bound
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields that all benchmarks of this repository write."""
-        values = {"measured": self.measured, "reference": self.reference, "unit": self.unit}
-        return {"name": self.name, "ratio": self.ratio, "bound": self.bound, "ok": self.ok,
-                "details": {**values, **self.details}}  # fmt: skip
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Row:
-        """Return the row of `asdict`."""
-        return cls(**content)
+    If the reference is 0 and the measured value is not, the ratio is infinite.
+    """
+    ratio = measured / reference if reference else float("inf") if measured else 0.0
+    values = {"measured": measured, "reference": reference, "unit": unit}
+    return Ratio(name, ratio, bound, details={**values, **(details or {})})
 
 
 @dataclass(frozen=True)
@@ -64,7 +43,7 @@ class StepResult:
     """The rows of one step, how long it took, and why something was left out or failed (empty if nothing)."""
 
     step: str
-    rows: tuple[Row, ...]
+    rows: tuple[Ratio, ...]
     seconds: float
     left_out: tuple[str, ...] = ()
     error: str = ""
@@ -75,7 +54,7 @@ class StepResult:
         return not self.error and all(row.ok for row in self.rows)
 
 
-def write_step(path: Path, rows: Sequence[Row], left_out: Sequence[str]) -> None:
+def write_step(path: Path, rows: Sequence[Ratio], left_out: Sequence[str]) -> None:
     """Write what a step's own process has measured."""
     path.write_text(json.dumps({"rows": [asdict(row) for row in rows], "left_out": list(left_out)}), encoding="utf-8")
 
@@ -83,7 +62,7 @@ def write_step(path: Path, rows: Sequence[Row], left_out: Sequence[str]) -> None
 def read_step(path: Path, step: str, seconds: float, error: str) -> StepResult:
     """Read the file of `write_step`. A step without rows has failed, unless it says what it left out."""
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": [], "left_out": []}
-    rows, left_out = tuple(Row.from_json(row) for row in content["rows"]), tuple(content["left_out"])
+    rows, left_out = tuple(Ratio(**row) for row in content["rows"]), tuple(content["left_out"])
     return StepResult(step, rows, seconds, left_out, error or ("" if rows or left_out else "it measured nothing"))
 
 
@@ -93,8 +72,9 @@ def table(results: Sequence[StepResult]) -> str:
     for result in results:
         for row in result.rows:
             lines.append(
-                f"| {result.step} | {row.name} | {row.measured:.4g} {row.unit} | {row.reference:.4g} {row.unit} "
-                f"| {row.ratio:.3f} | {row.bound:g} | {'yes' if row.ok else '**NO**'} |"
+                f"| {result.step} | {row.name} | {row.details['measured']:.4g} {row.details['unit']} "
+                f"| {row.details['reference']:.4g} {row.details['unit']} | {row.ratio:.3f} | {row.bound:g} "
+                f"| {'yes' if row.ok else '**NO**'} |"
             )
         if result.error:
             lines.append(f"| {result.step} | **failed** | | | | | **NO** |")

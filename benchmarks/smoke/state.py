@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.lib.report import Ratio
 from benchmarks.smoke import models
-from benchmarks.smoke.rows import Row, Where
+from benchmarks.smoke.rows import Where, row
 from benchmarks.smoke.transfers import median_s
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from megarl.trainer.policy import Policy
 
 
-def run(where: Where) -> tuple[list[Row], list[str]]:
+def run(where: Where) -> tuple[list[Ratio], list[str]]:
     """Save, change and resume a policy; time the copies against plain ones."""
     sizes = {} if where.tiny else {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8}
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +55,7 @@ def _tensors(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: each.detach() for name, each in found.items()}
 
 
-def _save_rows(where: Where, config: Config, policy: Policy) -> tuple[list[Row], list[str]]:
+def _save_rows(where: Where, config: Config, policy: Policy) -> tuple[list[Ratio], list[str]]:
     from megarl.checkpoint.save.checkpointer import Checkpointer
     from megarl.checkpoint.save.training_state import load_trainer_state, trainer_numbers
 
@@ -82,10 +83,10 @@ def _save_rows(where: Where, config: Config, policy: Policy) -> tuple[list[Row],
     homes = [torch.empty_like(each, device="cpu", pin_memory=where.device.type == "cuda") for each in everything]
     plain = median_s(where, lambda: [h.copy_(e, non_blocking=True) for h, e in zip(homes, everything, strict=True)])
     rows = [
-        Row("tensors that differ after a resume", float(wrong), 1.0, 0.0, "", {"tensors": len(saved)}),
-        Row("tensors that an update left as they were / all", float(len(saved) - changed), float(len(saved)), 0.5, ""),
+        row("tensors that differ after a resume", float(wrong), 1.0, 0.0, "", {"tensors": len(saved)}),
+        row("tensors that an update left as they were / all", float(len(saved) - changed), float(len(saved)), 0.5, ""),
         # Planning a save takes fixed time, which the small state of a CPU does not hide.
-        Row("a save's stall / plain copy to pinned host memory", stall, plain, 1000.0 if where.tiny else 5.0, "s",
+        row("a save's stall / plain copy to pinned host memory", stall, plain, 1000.0 if where.tiny else 5.0, "s",
             {"bytes": state_B}),
     ]  # fmt: skip
     return rows, []
@@ -96,7 +97,7 @@ def _require(saved: bool, said: list[str]) -> None:
         raise RuntimeError(f"a save failed: {'; '.join(said)}")
 
 
-def _offload_rows(where: Where, policy: Policy) -> list[Row]:
+def _offload_rows(where: Where, policy: Policy) -> list[Ratio]:
     """Move frozen modules to host memory and back, as the reference model does around its forward passes."""
     from megarl.trainer.reference_policy import Placement
 
@@ -120,14 +121,14 @@ def _offload_rows(where: Where, policy: Policy) -> list[Row]:
     wrong += outside != {"cpu"}
     plain = median_s(where, lambda: [home.to(where.device, non_blocking=True) for home in homes])
     return [
-        Row("offloaded tensors in the wrong place or changed", float(wrong), 1.0, 0.0, ""),
-        Row("reference to the device and back / plain copies", seconds, plain, 100.0 if where.tiny else 1.5, "s"),
+        row("offloaded tensors in the wrong place or changed", float(wrong), 1.0, 0.0, ""),
+        row("reference to the device and back / plain copies", seconds, plain, 100.0 if where.tiny else 1.5, "s"),
     ]
 
 
-def _pinned_row(where: Where) -> Row:
+def _pinned_row(where: Where) -> Ratio:
     nbytes = 2**20 if where.tiny else 2**30
     source = torch.empty(nbytes, dtype=torch.uint8, device=where.device)
     pinned, pageable = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.empty(nbytes, dtype=torch.uint8)
     fast, slow = (median_s(where, partial(home.copy_, source)) for home in (pinned, pageable))
-    return Row("copy to pinned / to pageable host memory", fast, slow, 0.7, "s", {"gb_per_s": nbytes / fast / 1e9})
+    return row("copy to pinned / to pageable host memory", fast, slow, 0.7, "s", {"gb_per_s": nbytes / fast / 1e9})

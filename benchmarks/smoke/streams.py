@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch.distributed import BroadcastOptions, TCPStore, Work
 
+from benchmarks.lib.report import Ratio
 from benchmarks.smoke import publish
-from benchmarks.smoke.rows import Row, Where
+from benchmarks.smoke.rows import Where, row
 
 if TYPE_CHECKING:
     from megarl.weights.group.backends import Backend
@@ -107,7 +108,7 @@ class CudaStreams:
         return torch.ones(1024, device=self.device)
 
 
-def run(where: Where, streams: Streams | None = None) -> tuple[list[Row], list[str]]:
+def run(where: Where, streams: Streams | None = None) -> tuple[list[Ratio], list[str]]:
     """Measure what a broadcast of another thread and the weight sync wait for. `streams`: those of tests."""
     if streams is None:
         if where.device.type != "cuda":
@@ -116,9 +117,9 @@ def run(where: Where, streams: Streams | None = None) -> tuple[list[Row], list[s
     group = streams.group(timeout_s=GIVE_UP_S, blocking=False)
     rows = [
         # The premise of all this: if it does not hold, the other rows prove nothing.
-        Row("pending work / wait of a broadcast on the default stream", OCCUPIED_S,
+        row("pending work / wait of a broadcast on the default stream", OCCUPIED_S,
             broadcast_beside_work(streams, group, own=False), 1.1, "s"),
-        Row("wait of a broadcast on a stream of its own / pending work",
+        row("wait of a broadcast on a stream of its own / pending work",
             broadcast_beside_work(streams, group, own=True), OCCUPIED_S, 0.5, "s"),
     ]  # fmt: skip
     rows += blocking_rows(streams)
@@ -157,7 +158,7 @@ def wait_until_complete(work: Work) -> None:
         time.sleep(POLL_S)
 
 
-def blocking_rows(streams: Streams) -> list[Row]:
+def blocking_rows(streams: Streams) -> list[Ratio]:
     """Measure the timeout of a group in blocking mode, and how long an abort of a pending broadcast takes.
 
     In this mode no watchdog ends the process. NCCL ignores `BroadcastOptions.timeout`: the group's timeout counts.
@@ -183,6 +184,6 @@ def blocking_rows(streams: Streams) -> list[Row]:
     streams.synchronize()
     details = {"raised": raised, "operation_timeout_s": asked_s, "ignored": waited > 2 * asked_s}
     return [
-        Row("blocking wait / timeout of the group", waited if raised else float("inf"), limit_s, 1.5, "s", details),
-        Row("abort of a pending broadcast / timeout of the group", aborted, limit_s, 3.0, "s"),
+        row("blocking wait / timeout of the group", waited if raised else float("inf"), limit_s, 1.5, "s", details),
+        row("abort of a pending broadcast / timeout of the group", aborted, limit_s, 3.0, "s"),
     ]

@@ -8,19 +8,17 @@ from __future__ import annotations
 import faulthandler
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.lib.report import Ratio
 from benchmarks.smoke import models
-from benchmarks.smoke.rows import Row, Where
+from benchmarks.smoke.rows import Where, row
 from benchmarks.smoke.transfers import median_s
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ RAGGED = 50
 RANKS_S = 140.0  # for both ranks together; the step that starts them has longer, and ends them
 
 
-def parity(where: Where) -> tuple[list[Row], list[str]]:
+def parity(where: Where) -> tuple[list[Ratio], list[str]]:
     """Compare log-probs with transformers in fp32 on the CPU, dense and MoE, and train a few updates.
 
     Two layers of Qwen3-8B's sizes are compared only: a GPU has other kernels for them than for small ones.
@@ -44,11 +42,11 @@ def parity(where: Where) -> tuple[list[Row], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         reference = {}
         for family in ("dense", "moe"):
-            models.make_model(Path(folder, family), moe=family == "moe")
+            models.small_model(Path(folder, family), moe=family == "moe")
             reference[family] = models.reference_logprobs(Path(folder, family), pairs)
         large = Path(folder, "large")
         large_pairs = models.make_pairs(4, range(8, 42, 9) if where.tiny else range(64, 257, 64))
-        models.make_model(large, **large_layers(where))
+        models.small_model(large, **large_layers(where))
         large_reference = models.reference_logprobs(large, large_pairs)
         models.join(models.free_address(), 0, 1)
         for family, old in reference.items():
@@ -76,14 +74,16 @@ def large_layers(where: Where) -> dict[str, Any]:
 def _differences(policy: Policy, pairs: models.Pairs, old: list[torch.Tensor]) -> torch.Tensor:
     """Return |log-prob - old log-prob| of all response tokens."""
     found = policy.compute_logprobs(models.make_samples(pairs, old))
-    return torch.cat([(new.logprobs_R - each).abs() for new, each in zip(found, old, strict=True)])
+    return torch.cat([(new - each).abs() for new, each in zip(found, old, strict=True)])
 
 
-def _difference_row(name: str, worst: float, allowed: float) -> Row:
-    return Row(f"{name}: difference from transformers' log-probs / allowed", worst, allowed, 1.0, "nat")
+def _difference_row(name: str, worst: float, allowed: float) -> Ratio:
+    return row(f"{name}: difference from transformers' log-probs / allowed", worst, allowed, 1.0, "nat")
 
 
-def _parity_rows(name: str, policy: Policy, pairs: models.Pairs, old: list[torch.Tensor], allowed: float) -> list[Row]:
+def _parity_rows(
+    name: str, policy: Policy, pairs: models.Pairs, old: list[torch.Tensor], allowed: float
+) -> list[Ratio]:
     samples = models.make_samples(pairs, old)
     differences = _differences(policy, pairs, old)
     losses = [policy.update(samples)["loss"] for _ in range(UPDATES)]
@@ -92,11 +92,11 @@ def _parity_rows(name: str, policy: Policy, pairs: models.Pairs, old: list[torch
     worst = float(differences.quantile(0.5 if name == "moe bf16" else 1.0))
     return [
         _difference_row(name, worst, allowed),
-        Row(f"{name}: updates whose loss did not fall", float(not fell > 0), 1.0, 0.0, "", {"losses": losses}),
+        row(f"{name}: updates whose loss did not fall", float(not fell > 0), 1.0, 0.0, "", {"losses": losses}),
     ]
 
 
-def speed(where: Where) -> tuple[list[Row], list[str]]:
+def speed(where: Where) -> tuple[list[Ratio], list[str]]:
     """Measure bf16 updates at the layer sizes of Qwen3-8B: against a bare matrix product, the plan, and ragged T."""
     sizes = models.SMALL if where.tiny else models.LAYER_8B
     tokens = 256 if where.tiny else 8192
@@ -117,7 +117,7 @@ def speed(where: Where) -> tuple[list[Row], list[str]]:
     return rows, left_out
 
 
-def _speed_rows(where: Where, config: Config, policy: Policy, tokens: int) -> list[Row]:
+def _speed_rows(where: Where, config: Config, policy: Policy, tokens: int) -> list[Ratio]:
     from megarl.run.record.performance import Performance
 
     length = tokens // 4
@@ -130,7 +130,7 @@ def _speed_rows(where: Where, config: Config, policy: Policy, tokens: int) -> li
     details = {"update_s": median, "tokens_per_s": trained / median}
     # Bounds of the device are estimates until the first run: 40% of what one large product reaches.
     return [
-        Row("rate of a bf16 matrix product / rate of an update", product, flops / median / 1e12,
+        row("rate of a bf16 matrix product / rate of an update", product, flops / median / 1e12,
             200.0 if where.tiny else 2.5, "TFLOP/s", details),
     ]  # fmt: skip
 
@@ -147,19 +147,22 @@ def _reset_peak(where: Where) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _memory_row(config: Config, policy: Policy) -> Row:
+def _memory_row(config: Config, policy: Policy) -> Ratio:
     """Compare the peak of allocated memory with the plan's, without the term for contexts, which are not allocated."""
-    from megarl.config.memory_plan.memory import trainer_memory
+    from megarl.config.memory_plan.memory import Device, trainer_memory
+    from megarl.config.memory_plan.parameters import TrainerRank
     from megarl.models.megatron.layer_spec import use_transformer_engine
 
-    plan = trainer_memory(config, policy.info, policy.layout, cuda=True, fused=use_transformer_engine(), limit=None)
+    fused = use_transformer_engine()
+    rank = TrainerRank.of(config, policy.info, policy.layout, fused=fused)
+    plan = trainer_memory(config, rank, Device(True, fused, None))
     counted = sum(term.bytes for term in plan.terms if term.when in ("always", "update") and "CUDA" not in term.name)
     peak = torch.cuda.max_memory_allocated()
-    return Row("peak memory of an update / plan", peak / 2**30, counted / 2**30, 1.1, "GiB",
+    return row("peak memory of an update / plan", peak / 2**30, counted / 2**30, 1.1, "GiB",
                {"terms": {f"{term.name} ({term.when})": term.bytes for term in plan.terms}})  # fmt: skip
 
 
-def _ragged_rows(where: Where, policy: Policy, tokens: int) -> list[Row]:
+def _ragged_rows(where: Where, policy: Policy, tokens: int) -> list[Ratio]:
     """Update on micro-batches of ever new lengths: kernels that are compiled for each of them would show."""
     from torch._dynamo.utils import counters
 
@@ -173,65 +176,40 @@ def _ragged_rows(where: Where, policy: Policy, tokens: int) -> list[Row]:
     half = len(seconds) // 2
     late = seconds[half:]
     return [
-        Row("slowest / median of late updates on new lengths", max(late), statistics.median(late),
+        row("slowest / median of late updates on new lengths", max(late), statistics.median(late),
             20.0 if where.tiny else 3.0, "s"),
-        Row("graphs compiled in late updates on new lengths", float(graphs[-1] - graphs[half - 1]), 1.0, 0.0, ""),
+        row("graphs compiled in late updates on new lengths", float(graphs[-1] - graphs[half - 1]), 1.0, 0.0, ""),
     ]  # fmt: skip
 
 
-def two_ranks(where: Where) -> tuple[list[Row], list[str]]:
+def two_ranks(where: Where) -> tuple[list[Ratio], list[str]]:
     """Compare log-probs under TP 2 with transformers: two ranks on one device.
 
     NCCL refuses two ranks on one GPU, so they use gloo, which copies tensors through host memory.
     """
     pairs = models.make_pairs(8, range(8, 42, 3))
     with tempfile.TemporaryDirectory() as folder:
-        models.make_model(Path(folder, "model"))
+        models.small_model(Path(folder, "model"))
         old = models.reference_logprobs(Path(folder, "model"), pairs)
-        address = models.free_address()
-        ranks = [start_rank(where.device.type, folder, address, rank) for rank in range(2)]
+        arguments = (where.device.type, folder, models.free_address())
+        ranks = torch.multiprocessing.spawn(_one_of_two, arguments, nprocs=2, join=False)
         try:
-            await_ranks(ranks, RANKS_S)
+            deadline = time.monotonic() + RANKS_S
+            while not ranks.join(1.0):  # it raises when a rank has failed, and ends the other one
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"waited {RANKS_S:.0f} s for two ranks to end")
         finally:
-            for rank in ranks:
+            for rank in ranks.processes:
                 rank.kill()
-                rank.wait()
         found: list[torch.Tensor] = torch.load(Path(folder, "logprobs.pt"))
     worst = float(torch.stack([(new - each).abs().max() for new, each in zip(found, old, strict=True)]).max())
     return [
-        Row("TP 2 on one device, fp32: difference from transformers' log-probs / allowed", worst, 1e-3, 1.0, "nat")
+        row("TP 2 on one device, fp32: difference from transformers' log-probs / allowed", worst, 1e-3, 1.0, "nat")
     ], []
 
 
-def start_rank(device: str, folder: str, address: str, rank: int) -> subprocess.Popen[bytes]:
-    """Start the process of one of two ranks, which ends with this one."""
-    command = [sys.executable, "-m", "benchmarks.smoke.training", device, folder, address, str(rank), str(os.getpid())]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
-
-
-def await_ranks(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Wait until all ranks have ended, at most `timeout_s` seconds in all.
-
-    Raises:
-        RuntimeError: a rank has failed; the others, which may wait for it, are not waited for.
-        TimeoutError: some ranks have not ended in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while None in (statuses := [rank.poll() for rank in ranks]) and not any(statuses):
-        if time.monotonic() > deadline:
-            late = [rank for rank, status in enumerate(statuses) if status is None]
-            raise TimeoutError(f"waited {timeout_s:.0f} s for ranks {late} of {len(ranks)} to end")
-        time.sleep(0.05)
-    if any(statuses):
-        raise RuntimeError(f"exit statuses of the two ranks: {statuses}")
-
-
-def _one_of_two(device: str, folder: str, address: str, rank: int, parent: int) -> None:
-    """Compute log-probs as one of two tensor ranks; rank 0 writes them. Process `parent` has started this one."""
-    from megarl.common.process.processes import die_with_parent
-
-    die_with_parent(parent)
+def _one_of_two(rank: int, device: str, folder: str, address: str) -> None:
+    """Compute log-probs as one of two tensor ranks; rank 0 writes them."""
     faulthandler.dump_traceback_later(RANKS_S - 10)
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -243,9 +221,5 @@ def _one_of_two(device: str, folder: str, address: str, rank: int, parent: int) 
     with models.built_policy(config, tensor=2) as policy:
         found = policy.compute_logprobs(models.make_samples(models.make_pairs(8, range(8, 42, 3))))
     if rank == 0:
-        torch.save([each.logprobs_R for each in found], Path(folder, "logprobs.pt"))
+        torch.save(list(found), Path(folder, "logprobs.pt"))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _one_of_two(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

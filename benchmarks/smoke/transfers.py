@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.lib.report import Ratio
 from benchmarks.smoke import models
-from benchmarks.smoke.rows import Row, Where
+from benchmarks.smoke.rows import Where, row
 
 if TYPE_CHECKING:
     from megarl.weights.plan.buckets import Bucket
@@ -37,7 +38,7 @@ def median_s(where: Where, function: Callable[[], object], repeats: int = REPEAT
     return statistics.median(seconds)
 
 
-def digest_step(where: Where) -> tuple[list[Row], list[str]]:
+def digest_step(where: Where) -> tuple[list[Ratio], list[str]]:
     """Compare the digest of a bucket on the device with that on the CPU, and its time with a copy of the bucket."""
     from megarl.weights.plan.digest import digest
 
@@ -54,19 +55,19 @@ def digest_step(where: Where) -> tuple[list[Row], list[str]]:
     per_gb = seconds / nbytes * 1e9
     # Each word is read twice and multiplied into a temporary: about ten passes over the data.
     return [
-        Row("digests that differ from the CPU's", float(wrong), 1.0, 0.0, ""),
-        Row("digest of a bucket / copy of a bucket", seconds, copy, 100.0 if where.tiny else 25.0, "s",
+        row("digests that differ from the CPU's", float(wrong), 1.0, 0.0, ""),
+        row("digest of a bucket / copy of a bucket", seconds, copy, 100.0 if where.tiny else 25.0, "s",
             {"seconds_per_gb": per_gb, "bytes": nbytes}),
     ], []  # fmt: skip
 
 
-def export_step(where: Where) -> tuple[list[Row], list[str]]:
+def export_step(where: Where) -> tuple[list[Ratio], list[str]]:
     """Export a mixture of experts from the device, pack it into buckets and compare every byte with the files."""
     from safetensors.torch import load_file
 
     sizes = {} if where.tiny else {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 32}
     with tempfile.TemporaryDirectory() as folder:
-        models.make_model(Path(folder), moe=True, **sizes)
+        models.small_model(Path(folder), moe=True, **sizes)
         files = {name: each for path in Path(folder).glob("*.safetensors") for name, each in load_file(path).items()}
         models.join(models.free_address(), 0, 1)
         config = models.make_config(Path(folder), trainer={"precision": "fp32"})
@@ -106,8 +107,8 @@ def export_step(where: Where) -> tuple[list[Row], list[str]]:
             copying = median_s(where, lambda: [each.clone() for each in parts])
     total = sum(each.numel() * each.element_size() for each in files.values())
     return [
-        Row("exported tensors that differ from the files", float(wrong), 1.0, 0.0, "", {"tensors": len(expected)}),
+        row("exported tensors that differ from the files", float(wrong), 1.0, 0.0, "", {"tensors": len(expected)}),
         # The digest of each bucket costs about ten copies of it.
-        Row("gathering and packing / copies of the tensors", packing, copying, 60.0 if where.tiny else 25.0, "s",
+        row("gathering and packing / copies of the tensors", packing, copying, 60.0 if where.tiny else 25.0, "s",
             {"seconds_per_gb": packing / total * 1e9, "bytes": total}),
     ], []  # fmt: skip

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer against megarl, `sync` and `async`, on the same two cores. At most 12 minutes on an idle machine.
 
-    python -m benchmarks.trl_race [--json FILE] [--quick] [--task NAME ...] [--trl DIR]
+    python -m benchmarks.trl_race [--json FILE] [--quick] [--task NAME ...]
 
 Same model, data, batch, reward, optimizer and loss on all sides, everything in fp32. TRL generates by transformers and
 computes with two threads, in one process. It runs with three micro-batches, and the best counts; between its runs those
@@ -13,26 +13,20 @@ which rollout is ahead: as many samples are generated in what is measured as are
   lengths come from lib/length_model.py, and the reward is the share of one letter. The learning rate is so low that
   the lengths stay what they are: at 1e-4 the policy wrote 256 tokens each time after twelve steps.
 
-TRL 1.16 is not part of megarl's environment. Install it, and what it needs besides that environment, into a directory
-of its own:
-
-    pip install --target DIR --no-deps trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 multiprocess==0.70.19 \\
-        pandas==3.1.1 python-dateutil==4.0.0 tzdata==2026.6 xxhash==4.1.0
-
-and give it as `--trl DIR`; without `--trl` TRL must be importable, as it is after `make setup-test`.
+TRL 1.16 comes with the packages of tests (`make setup-test`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +38,7 @@ from benchmarks.lib.whole_run import Cores, environment, fresh, measure
 
 MINUTES = 12.0
 TRL_VERSION = "1.16"
+TRL_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 RUN_LIMIT_S = 900.0
 
 
@@ -145,7 +140,7 @@ class Race:
         }  # fmt: skip
         place = fresh(self.directory, f"trl-{micro_batch}")
         place.with_suffix(".json").write_text(json.dumps(spec))
-        found = child("grpo", [str(place.with_suffix(".json"))], place, trl_environment(self.options.trl))
+        found = child("grpo", [str(place.with_suffix(".json"))], place, TRL_ENVIRONMENT)
         ends = found["ends"][task.trl_skip :]
         seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
         length = statistics.fmean(found["lengths"][task.trl_skip :])
@@ -194,7 +189,7 @@ class Race:
         path.write_text(yaml.safe_dump(self.config("async")))
         responses = self.task.samples * max(2, (self.task.skip + self.task.steps) // 2)
         cores = Cores.one_each().engine
-        found = child("engine", [str(path), str(responses)], place, environment(), cores)
+        found = child("engine", [str(path), str(responses)], place, {}, cores)
         print(f"{self.task.name}: bare engine: {found['responses_per_s']:.1f} samples/s")
         return float(found["responses_per_s"])
 
@@ -251,9 +246,11 @@ def rows_of(
 
 
 def child(
-    script: str, arguments: list[str], place: Path, env: dict[str, str], cores: frozenset[int] | None = None
+    script: str, arguments: list[str], place: Path, variables: dict[str, str], cores: frozenset[int] | None = None
 ) -> dict[str, Any]:
     """Run a module of this folder, whose last argument is its result file; return the result.
+
+    `variables`: added to the environment.
 
     Raises SystemExit with the end of its output if it fails.
     """
@@ -264,7 +261,13 @@ def child(
     with log.open("wb") as output:
         try:
             done = subprocess.run(
-                command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, timeout=RUN_LIMIT_S, check=False
+                command,
+                cwd=ROOT,
+                env=environment() | variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=RUN_LIMIT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise SystemExit(f"{script} did not end within {RUN_LIMIT_S:.0f} s; see {log}") from None
@@ -274,29 +277,15 @@ def child(
     return content
 
 
-def trl_environment(directory: Path | None) -> dict[str, str]:
-    """Return the environment of TRL's process: two threads, and TRL's directory after megarl's environment."""
-    env = environment() | {"OMP_NUM_THREADS": "2", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    if directory is not None:
-        env["PYTHONPATH"] = os.pathsep.join((env["PYTHONPATH"], str(directory.resolve())))
-    return env
-
-
-def require_trl(directory: Path | None) -> None:
-    """Raise SystemExit with the way to install it if TRL cannot be imported, or is another version."""
-    check = "import accelerate, datasets, importlib.metadata as m; print(m.version('trl'))"
-    env = trl_environment(directory)
-    done = subprocess.run(
-        [sys.executable, "-c", check], env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    version = done.stdout.strip()
-    if done.returncode or not version.startswith(TRL_VERSION):
-        last = done.stderr.strip().splitlines()[-1:]
-        reason = f"TRL {version} was found" if not done.returncode else (last or ["it cannot be imported"])[0]
-        where = "this environment" if directory is None else directory
+def require_trl() -> None:
+    """Raise SystemExit with the way to install it if TRL is not here, or is another version."""
+    try:
+        found = version("trl")
+    except PackageNotFoundError:
+        found = ""
+    if not found.startswith(TRL_VERSION):
         raise SystemExit(
-            f"trl_race needs TRL {TRL_VERSION} in {where}: {reason}. Install it into a directory of its own by the "
-            "command that --help shows, and give the directory as --trl DIR"
+            f"trl_race needs TRL {TRL_VERSION}, and {found or 'none'} is here: make setup-test installs it"
         )
 
 
@@ -307,14 +296,13 @@ def quick(task: Task) -> Task:
 
 def main() -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--trl", type=Path, help="directory of TRL and what it needs (see above)")
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument(
         "--assets", type=Path, default=ROOT / "runs/quickstart/assets", help="the quickstart's; made if not there"
     )
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     options = parser.parse_args()
-    require_trl(options.trl)
+    require_trl()
     from examples.quickstart.build import build_assets
     from examples.quickstart.warm_start import WarmStart
 

@@ -1,7 +1,6 @@
 """One run of TRL's GRPOTrainer: `python -m benchmarks.trl_race.grpo SPEC.json RESULT.json`.
 
-A process of its own, because TRL comes from a directory that only this process searches. The result holds the time at
-the end of each step and its mean reward.
+A process of its own, with two threads. The result holds the time at the end of each step and its mean reward.
 """
 
 from __future__ import annotations

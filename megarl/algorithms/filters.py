@@ -14,11 +14,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards, advantages_of, zero_variance
 from megarl.algorithms.interface.registry import Chosen
 from megarl.common.values import by_sample
+from megarl.queue.trajectory import SampleTag
 
 # The shaping of rewards that comes before advantages: overlong responses, truncated ones. Pure Python on floats.
 
@@ -56,62 +57,6 @@ def apply_truncation(policy: TruncatedPolicy, truncated: bool, reward: float) ->
     if not truncated or policy == "keep":
         return reward, True
     return (reward, False) if policy == "mask" else (0.0, True)
-
-
-class JudgedSample(Protocol):
-    """The fields of a row that shaping reads; `megarl.queue.trajectory.SampleTag` has them."""
-
-    @property
-    def key(self) -> str:
-        """The row's key in the queue, `group:sample`."""
-
-    @property
-    def part(self) -> int:
-        """The number of the row among those of its sample."""
-
-    @property
-    def group_id(self) -> int:
-        """The number of the prompt group."""
-
-    @property
-    def reward(self) -> float:
-        """The score of the reward function, before shaping."""
-
-    @property
-    def response_tokens(self) -> int:
-        """The number of response tokens, with those that the model did not sample."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        """The number of tokens that the model sampled."""
-
-    @property
-    def truncated(self) -> bool:
-        """Tell whether the response was cut at the token limit."""
-        ...
-
-    @property
-    def failed(self) -> bool:
-        """Tell whether the sample must never be trained on."""
-        ...
-
-    @property
-    def dataset(self) -> str:
-        """The name of its data set; "" if there is only one."""
-        ...
-
-    @property
-    def turn_rewards(self) -> Sequence[float]:
-        """The rewards of the model's turns in this row, beside that of the sample; empty for none."""
-        ...
-
-    @property
-    def demonstrated(self) -> bool:
-        """Tell whether the response was given with the data; it has no reward then."""
-        ...
-
-
-J = TypeVar("J", bound=JudgedSample)
 
 
 @dataclass(frozen=True)
@@ -164,7 +109,7 @@ class ShapedBatch:
     masked_samples: int = 0
 
 
-def shape_group(alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> list[tuple[float, bool]]:
+def shape_group(alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list[tuple[float, bool]]:
     """Return each sample's shaped reward and whether it is trained: truncation policy first, then overlong penalty.
 
     `alive`: the rows of each sample of one group that did not fail, in the order of their indices. A sample is as long
@@ -184,7 +129,7 @@ def shape_group(alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> l
     return shaped
 
 
-def shape_turns(alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> list[list[float]]:
+def shape_turns(alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list[list[float]]:
     """Return the rewards of each sample's turns, over its rows in order, for the samples of `shape_group`.
 
     A sample whose reward the truncation policy takes has 0 for each turn. Permuted are the rewards of each turn among
@@ -205,12 +150,12 @@ def shape_turns(alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> l
     ]
 
 
-def alive_samples(group: Sequence[J]) -> list[list[J]]:
+def alive_samples(group: Sequence[SampleTag]) -> list[list[SampleTag]]:
     """Return the rows of those samples of a group that did not fail. One failed row fails its sample."""
     return [rows for rows in by_sample(group) if not any(row.failed for row in rows)]
 
 
-def without_signal(group: Sequence[JudgedSample], spec: ShapingSpec) -> bool:
+def without_signal(group: Sequence[SampleTag], spec: ShapingSpec) -> bool:
     """Tell whether `spec`'s filter drops a group: it has two samples that did not fail, and equal shaped rewards.
 
     With `by_turn` also the rewards of each turn are equal. A group with fewer is not without signal but failed. The
@@ -233,7 +178,7 @@ def _turn_by_turn(samples: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def shape_batch(
-    groups: Sequence[Sequence[JudgedSample]],
+    groups: Sequence[Sequence[SampleTag]],
     spec: ShapingSpec,
     advantage: Chosen[GroupRewards, Advantages],
     limits: Sequence[int] | None = None,
@@ -271,7 +216,7 @@ def shape_batch(
     )
 
 
-def _shaped_rows(index: int, alive: Sequence[Sequence[JudgedSample]], spec: ShapingSpec) -> list[ShapedSample]:
+def _shaped_rows(index: int, alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list[ShapedSample]:
     """Return the rows of group number `index`, without advantages."""
     made = []
     for rows, (reward, trained), turns in zip(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TURN = "megarl-turn-of-the-model"  # stands for a turn of the model in the small conversation
+_THOUGHT = "megarl-thought-of-the-model"
+_PLAIN = {"content": "y", "name": "f", "tool_call_id": "call00000"}
 _FIRST = {"role": "user", "content": "x"}
 _PROBES = (
     [{"role": "user", "content": "y"}],
@@ -49,6 +51,7 @@ class Dialogue:
         self._kwargs = dict(template_kwargs or {})
         self._specials = special_texts(tokenizer)
         self._library = library_tokenizer(tokenizer)
+        self._keeps_reasoning: dict[tuple[str, ...], bool] = {}  # by the roles of the messages that follow
         self._end: str | None = None  # of a turn, as the template writes it; found when it is first needed
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -72,8 +75,10 @@ class Dialogue:
 
         `response_ids`: the turn as it was sampled. A special token's text inside the messages is broken up by a
         zero-width space, so that a tool's output cannot begin or end a turn. Raises DialogueError if the template
-        refuses the messages, or would change what stands before them.
+        refuses the messages, or would change what stands before them, such as the reasoning of the turn.
         """
+        if "</think>" in self.text(response_ids):
+            self._check_reasoning(messages)
         after = self._encode(self._after_turn([self._harmless(message) for message in messages]))
         if response_ids and response_ids[-1] in self._stops and after[:1] and after[0] in self._ends:
             return after[1:]
@@ -91,9 +96,27 @@ class Dialogue:
         return text
 
     def check(self, tools: bool = False) -> None:
-        """Raise DialogueError if a user's message, with `tools` also a tool's, cannot follow a turn of the model."""
+        """Raise DialogueError if a user's message, with `tools` also a tool's, cannot follow a turn of the model.
+
+        The one that follows most turns, a tool's if there are any, has to leave the reasoning of the turn where it is.
+        """
         for messages in _PROBES if tools else _PROBES[:1]:
             self._after_turn(messages)
+        self._check_reasoning(_PROBES[1 if tools else 0])
+
+    def _check_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DialogueError if the template removes the reasoning of a turn when `messages` follow it."""
+        kind = tuple(str(message.get("role")) for message in messages)
+        if kind not in self._keeps_reasoning:
+            turn = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{TURN}"}
+            plain = [{"role": role, **_PLAIN} for role in kind]
+            alone, followed = (self._render([_FIRST, turn, *more]) for more in ([], plain))
+            self._keeps_reasoning[kind] = _THOUGHT in followed or _THOUGHT not in alone
+        if not self._keeps_reasoning[kind]:
+            raise DialogueError(
+                f"the chat template removes the reasoning of a turn when a message of the role {kind[0]} follows, so "
+                "the model would be trained on a context that it is not used with; use a template that keeps it"
+            )
 
     @cached_property
     def _ends(self) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from megarl.config.schema.data import DataConfig
 Message = dict[str, Any]  # role, content, and what OpenAI's API has for calls of tools
 Format = Literal["gsm8k", "problem_answer", "messages", "verl", "fields"]
 VERL_ANSWER = "reward_model.ground_truth"
+_PROMPT_FIELDS = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -32,7 +34,8 @@ class RowError(ValueError):
 class Prompt:
     """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged.
 
-    `demonstration`: the text of the response that is to be learnt; "" if the model answers itself.
+    `demonstration`: the text of the response that is to be learnt; "" if the model answers itself. `tools`: schemas
+    of the row's own tools, which the prompt shows instead of the run's.
     """
 
     index: int
@@ -40,6 +43,7 @@ class Prompt:
     answer: str
     row: dict[str, Any]
     demonstration: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def text(self) -> str:
@@ -87,22 +91,43 @@ def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig)
 
     With `demonstration_field` the row need not have a reference answer: there is nothing to score.
     """
+    field = _PROMPT_FIELDS.get(kind, config.prompt_field)
+    given = _text(row, field) if kind in ("gsm8k", "problem_answer") else _required(row, field)
+    messages, tools = _messages(given, field, config), _own_tools(row, config.tools_field)
     if config.demonstration_field:
-        shown = _text(row, config.demonstration_field)
-        fields = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
-        field = fields.get(kind, config.prompt_field)
-        return Prompt(index, _messages(_required(row, field), field, config), "", row, shown)
+        return Prompt(index, messages, "", row, _text(row, config.demonstration_field), tools)
     if kind == "gsm8k":
-        question, answer = _text(row, "question"), _text(row, "answer")
+        answer = _text(row, "answer")
         reference = answer.rpartition("####")[2].strip()
         if "####" not in answer or not reference:
             raise RowError("field 'answer' has no number after '####', as GSM8K's answers have")
-        return Prompt(index, _messages(question, "question", config), reference, row)
-    if kind == "problem_answer":
-        return Prompt(index, _messages(_text(row, "problem"), "problem", config), _answer(row, "answer"), row)
-    field = {"messages": "messages", "verl": "prompt"}.get(kind, config.prompt_field)
-    messages = _messages(_required(row, field), field, config)
-    return Prompt(index, messages, _answer(row, VERL_ANSWER if kind == "verl" else config.answer_field), row)
+        return Prompt(index, messages, reference, row, tools=tools)
+    answer_field = {"problem_answer": "answer", "verl": VERL_ANSWER}.get(kind, config.answer_field)
+    return Prompt(index, messages, _answer(row, answer_field), row, tools=tools)
+
+
+def _own_tools(row: dict[str, Any], field: str | None) -> tuple[dict[str, Any], ...]:
+    """Return the schemas of a row's own tools, which may be JSON text. Raises RowError, also for unused tools."""
+    given = row.get(field or "tools")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            if field is None:
+                return ()  # a text that only has the name of such a column
+            raise RowError(f"field {field!r} must be a list of tools, or its JSON text", f": {error}") from error
+    schemas = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    described = [each for each in schemas if isinstance((each.get("function") or {}).get("name"), str)]
+    if field is None:
+        if described:
+            raise RowError(
+                "the row has its own `tools`; set data.tools_field: tools, which shows them to the model, or remove "
+                "the column"
+            )
+        return ()
+    if given is not None and (not isinstance(given, list) or len(described) < len(given)):
+        raise RowError(f"field {field!r} must be a list of tools with function.name", f", not {given!r:.60}")
+    return tuple(described)
 
 
 def _lookup(row: dict[str, Any], field: str) -> object:
@@ -139,6 +164,8 @@ def _answer(row: dict[str, Any], field: str) -> str:
     value = _required(row, field)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(f"field {field!r} must be a string or a number", f", not {value!r:.60}")
+    if isinstance(value, float) and not math.isfinite(value):  # pandas writes NaN for what is missing
+        raise RowError(f"field {field!r} is no number", f", but {value}")
     return str(value)
 
 
@@ -175,17 +202,14 @@ def _message(message: object, field: str) -> Message:
         raise RowError(f"field {field!r}: content must be a non-empty string", f", not {content!r:.60}")
     checked = {**message, "content": content}
     if "tool_calls" in message:
-        checked["tool_calls"] = [_called(call, field) for call in _list(message["tool_calls"], field)]
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise RowError(f"field {field!r}: tool_calls must be a list", f", not {calls!r:.60}")
+        checked["tool_calls"] = [_called(call, field) for call in calls]
     return checked
 
 
 _OWN_FIELDS = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
-
-
-def _list(value: object, field: str) -> list[object]:
-    if not isinstance(value, list):
-        raise RowError(f"field {field!r}: tool_calls must be a list", f", not {value!r:.60}")
-    return value
 
 
 def _called(call: object, field: str) -> Message:

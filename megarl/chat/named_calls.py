@@ -14,16 +14,15 @@ from typing import Any
 
 from megarl.chat.tool_calls import (
     MalformedCall,
-    ParsedTurn,
     ToolCall,
+    ToolFormat,
     ToolSchemas,
     call_of,
-    content_before,
+    json_values,
     loose,
     malformed,
     no_constant,
     short,
-    split_thought,
     unclosed,
 )
 
@@ -35,7 +34,7 @@ _JSON = json.JSONDecoder(parse_constant=no_constant)
 
 
 @dataclass(frozen=True)
-class NamedFormat:
+class NamedFormat(ToolFormat):
     """The texts around names and arguments: `opening` NAME `separator` JSON `between` NAME `separator` JSON `closing`.
 
     White space after the opening may differ from the template's. If `between` is empty, there is one call after an
@@ -47,27 +46,8 @@ class NamedFormat:
     between: str = ""
     closing: str = ""
 
-    def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
-        """See `ToolFormat.parse`."""
-        thought, rest = split_thought(text, self.opening)
-        content: list[str] = [thought]
-        calls: list[ToolCall | MalformedCall] = []
-        more = False
-        while True:
-            if not more:
-                before, found, rest = rest.partition(self.opening)
-                content.append(before)
-                if not found:
-                    return ParsedTurn("".join(content).strip(), tuple(calls))
-            call, rest, more = self._call(rest)
-            calls.append(call)
-
-    def certain_content(self, text: str) -> str:
-        """See `ToolFormat.certain_content`."""
-        return content_before(text, self.opening)
-
-    def _call(self, text: str) -> tuple[ToolCall | MalformedCall, str, bool]:
-        """Read the call at the beginning of `text`; return it, what follows it, and whether that is another call."""
+    def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
+        """See `ToolFormat.read`."""
         head = self._head.match(text)
         if head is None:
             return self._unreadable(text, f"it does not begin with the name of a tool and {self.separator}")
@@ -79,14 +59,14 @@ class NamedFormat:
         if after is None:
             return self._unreadable(text, f"its arguments do not go on with {self.closing}")
         call = call_of({"name": head[1], "arguments": arguments}, text[: after.end()])
-        return call, text[after.end() :], after["next"] is not None
+        return [call], text[after.end() :], after["next"] is not None
 
-    def _unreadable(self, text: str, reason: str) -> tuple[MalformedCall, str, bool]:
+    def _unreadable(self, text: str, reason: str) -> tuple[list[ToolCall | MalformedCall], str, bool]:
         """Return the error of a call, what follows its end, and whether that is another call."""
         end = self._end.search(text)
         if end is None:
-            return (unclosed(text, self.closing) if self.closing else malformed(text, reason)), "", False
-        return malformed(text[: end.end()], reason), text[end.end() :], end["next"] is not None
+            return [unclosed(text, self.closing) if self.closing else malformed(text, reason)], "", False
+        return [malformed(text[: end.end()], reason)], text[end.end() :], end["next"] is not None
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
@@ -111,7 +91,7 @@ def learned_by_name(one: str, two: str, name: str, arguments: Mapping[str, Any],
     id, which must not be a part of its form.
     """
     before, found, rest = one.partition(name)
-    start, end = _span_of(rest, arguments)
+    start, end = next(((first, last) for first, last, value in json_values(rest) if value == arguments), (0, 0))
     separator, closing = rest[:start].strip(), rest[end:].strip()
     if not found or not end or not separator or not _MARK.match(before.strip()) or call_id in one:
         return None
@@ -122,15 +102,3 @@ def learned_by_name(one: str, two: str, name: str, arguments: Mapping[str, Any],
     if not two.startswith(first) or last != rest or not between.strip():
         return None
     return NamedFormat(before.strip(), separator, between.strip(), closing)
-
-
-def _span_of(text: str, value: object) -> tuple[int, int]:
-    """Return where a JSON value stands in a text; (0, 0) if it is not there."""
-    for found in re.finditer("{", text):
-        try:
-            read, end = _JSON.raw_decode(text, found.start())
-        except ValueError:
-            continue
-        if read == value:
-            return found.start(), end
-    return 0, 0

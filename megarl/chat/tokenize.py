@@ -133,7 +133,7 @@ class PromptEncoder:
                 "tokenizer of the instruction-tuned variant"
             )
         self.template_kwargs = dict(template_kwargs or {})
-        self.tools = [dict(tool) for tool in tools] or None
+        self.tools = [dict(tool) for tool in tools]
         _check_template_kwargs(tokenizer, self.template_kwargs)
         self.tokenizer = tokenizer
         self._specials = special_texts(tokenizer)
@@ -141,11 +141,8 @@ class PromptEncoder:
         self.overlong = overlong
         self.setting = setting
         self.skipped = 0
-        if self.tools and "tools" not in tokenizer.get_chat_template(tools=self.tools):
-            raise ValueError(
-                "the chat template does not show tools to the model; use the template of a variant that was trained "
-                "with tools, or write one that renders the variable `tools`"
-            )
+        if self.tools:
+            self._check_shows(self.tools)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, special tokens of the template included, those in what tools have said not.
@@ -153,7 +150,8 @@ class PromptEncoder:
         Raises PromptTooLongError (a ValueError) above `max_prompt_tokens`, whatever `overlong` is; prompts at
         positions that `valid_indices` returned never raise it. Raises ValueError if the template refuses the messages.
         """
-        ids = self._ids(with_harmless_tools(prompt.messages, self._specials), f"prompt {prompt.index}")
+        messages = with_harmless_tools(prompt.messages, self._specials)
+        ids = self._ids(messages, f"prompt {prompt.index}", self._tools_of(prompt))
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise PromptTooLongError(
                 f"prompt {prompt.index} has {len(ids)} tokens, more than {self.setting} = "
@@ -171,12 +169,13 @@ class PromptEncoder:
             return range(len(prompts))
         # Upper bound of the tokens without tokenizing: a token stands for at least one byte of text, and the template
         # adds to each message at most what it adds to a conversation of one message.
-        overhead = len(self._ids([{"role": "user", "content": "x"}], "a one-letter prompt"))
+        overhead = len(self._ids([{"role": "user", "content": "x"}], "a one-letter prompt", self.tools))
         valid = array("q")
         self.skipped = 0
         for position, prompt in enumerate(prompts):
             messages = with_harmless_tools(prompt.messages, self._specials)
-            bound = sum(len(json.dumps(m, ensure_ascii=False).encode()) + overhead for m in messages)
+            shown = [*messages, *(self._tools_of(prompt) if prompt.tools else [])]
+            bound = sum(len(json.dumps(each, ensure_ascii=False).encode()) + overhead for each in shown)
             try:
                 if bound > self.max_prompt_tokens:
                     self.encode(prompt)
@@ -194,12 +193,33 @@ class PromptEncoder:
             log.warning("%d of %d prompts skipped as too long", self.skipped, len(prompts))
         return valid
 
-    def _ids(self, messages: list[Message], what: str) -> list[int]:
+    def _tools_of(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Return the tools that a prompt shows. Raises ValueError for one of its own that the run does not have."""
+        if not prompt.tools:
+            return self.tools
+        names = {tool["function"]["name"] for tool in self.tools}
+        missing = [each["function"]["name"] for each in prompt.tools if each["function"]["name"] not in names]
+        if names and missing:
+            raise ValueError(
+                f"prompt {prompt.index} has the tool {missing[0]!r}, which is none of the run's: {sorted(names)}"
+            )
+        tools = [dict(tool) for tool in prompt.tools]
+        self._check_shows(tools)
+        return tools
+
+    def _check_shows(self, tools: list[dict[str, Any]]) -> None:
+        if "tools" not in self.tokenizer.get_chat_template(tools=tools):
+            raise ValueError(
+                "the chat template does not show tools to the model; use the template of a variant that was trained "
+                "with tools, or write one that renders the variable `tools`"
+            )
+
+    def _ids(self, messages: list[Message], what: str, tools: list[dict[str, Any]]) -> list[int]:
         from jinja2 import TemplateError
 
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tools=self.tools, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self.template_kwargs
             )
         except TemplateError as error:
             raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error

@@ -11,11 +11,12 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 _THINK, _THOUGHT = "<think>", "</think>"
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63
+_ARGUMENTS = ("arguments", "parameters")  # keys of a call's arguments
 _QUOTED = 200  # characters of a malformed call that its error repeats
 
 
@@ -47,23 +48,45 @@ ToolSchemas = Sequence[Mapping[str, Any]]
 """Tools as OpenAI's API describes them (`megarl.tools.tool.schema_of`)."""
 
 
-class ToolFormat(Protocol):
-    """The way in which a model writes its calls."""
+class ToolFormat:
+    """The way in which a model writes its calls: each one, or several of them, after the text `opening`."""
+
+    opening: str
+
+    def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
+        """Read what stands after an opening; return its calls, what follows them, and whether that is another call."""
+        raise NotImplementedError
 
     def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
         """Read the text of a whole turn; special tokens may be part of it, the end of the turn is not.
 
         `tools`: those that the model was shown, for a format that does not tell the types of arguments itself.
         """
-        ...
+        thought, rest = split_thought(text, self.opening)
+        content: list[str] = [thought]
+        calls: list[ToolCall | MalformedCall] = []
+        more = False
+        while True:
+            if not more:
+                before, found, rest = rest.partition(self.opening)
+                content.append(before)
+                if not found:
+                    return ParsedTurn("".join(content).strip(), tuple(calls))
+            read, rest, more = self.read(rest, tools)
+            calls += read
 
     def certain_content(self, text: str) -> str:
         """Return what is content of an unfinished turn, whatever follows: the beginning of the whole turn's content."""
-        ...
+        thought, rest = split_thought(text, self.opening)
+        before, found, _ = rest.partition(self.opening)
+        if not found:
+            before = before[: len(before) - overlap(before, self.opening)]
+        # A call may follow white space that is no content then.
+        return (thought + before).strip()
 
 
 @dataclass(frozen=True)
-class TaggedFormat:
+class TaggedFormat(ToolFormat):
     """Calls between an opening and a closing text, each one JSON object; `<tool_call>` is that of Hermes and Qwen.
 
     `name_key` and `arguments_key`: of the object. An empty `closing` ends a call with its object.
@@ -74,40 +97,26 @@ class TaggedFormat:
     name_key: str = "name"
     arguments_key: str = "arguments"
 
-    def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
-        """See `ToolFormat.parse`."""
-        thought, rest = split_thought(text, self.opening)
-        content: list[str] = [thought]
-        calls: list[ToolCall | MalformedCall] = []
-        while True:
-            before, found, rest = rest.partition(self.opening)
-            content.append(before)
-            if not found:
-                return ParsedTurn("".join(content).strip(), tuple(calls))
-            body, rest, ended = self._body(rest)
-            calls += self._calls(body) if ended else [unclosed(body, self.closing)]
-
-    def _body(self, text: str) -> tuple[str, str, bool]:
-        """Return the text of a call, what follows it, and whether it is complete."""
-        if self.closing:
-            body, found, rest = text.partition(self.closing)
-            return body, rest, bool(found)
+    def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
+        """See `ToolFormat.read`."""
         end = _json_end(text)
-        return text[:end], text[end:], True
-
-    def _calls(self, body: str) -> list[ToolCall | MalformedCall]:
-        return read_calls(body, self.name_key, self.arguments_key)
-
-    def certain_content(self, text: str) -> str:
-        """See `ToolFormat.certain_content`."""
-        return content_before(text, self.opening)
+        body, rest = text[:end], text[end:]
+        # The closing text may also stand in a string of the call.
+        if self.closing and rest.lstrip().startswith(self.closing):
+            rest = rest.lstrip().removeprefix(self.closing)
+        elif self.closing:
+            body, found, rest = text.partition(self.closing)
+            if not found:
+                return [unclosed(body, self.closing)], rest, False
+        return read_calls(body, self.name_key, self.arguments_key), rest, False
 
 
 @dataclass(frozen=True)
-class BareFormat:
+class BareFormat(ToolFormat):
     """The whole turn is one JSON object, as in Llama 3; `opening`, such as `<|python_tag|>`, may stand before it.
 
-    Several objects may follow each other, with a semicolon in between.
+    Several objects may follow each other, with a semicolon in between; what stands behind them is content. An object
+    without arguments is a call only if it names a tool: an answer may be JSON as well.
     """
 
     opening: str = "<|python_tag|>"
@@ -122,10 +131,25 @@ class BareFormat:
         body = body.removeprefix(self.opening).strip() if opened else body
         if not opened and not body.startswith("{"):
             return ParsedTurn(text.strip())
-        calls = [call for part in _objects(body) for call in read_calls(part, self.name_key, self.arguments_key)]
-        if not opened and f'"{self.name_key}"' not in body:
-            return ParsedTurn(text.strip())  # an answer that happens to be JSON
-        return ParsedTurn(thought.strip(), tuple(calls))
+        parts, behind = _objects(body)
+        if not opened and not any(self._is_call(part, tools) for part in parts):
+            return ParsedTurn(text.strip())
+        calls = [call for part in parts for call in read_calls(part, self.name_key, self.arguments_key)]
+        return ParsedTurn(f"{thought}{behind}".strip(), tuple(calls))
+
+    def _is_call(self, body: str, tools: ToolSchemas) -> bool:
+        """Tell whether an object is meant as a call; one that cannot be read is, if it has the two keys of one."""
+        keys = {self.arguments_key, *_ARGUMENTS}
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError):
+            return f'"{self.name_key}"' in body and any(f'"{key}"' in body for key in keys)
+        names = {tool.get("function", tool).get("name") for tool in tools}
+        return (
+            isinstance(value, dict)
+            and self.name_key in value
+            and bool(keys & value.keys() or value[self.name_key] in names)
+        )
 
     def certain_content(self, text: str) -> str:
         """See `ToolFormat.certain_content`."""
@@ -154,29 +178,25 @@ def call_of(
     """Return the call that a JSON value is, or a malformed one; `body`: its text, for the error."""
     if not isinstance(value, dict):
         return malformed(body, "it is no JSON object")
-    name, arguments = value.get(name_key), value.get(arguments_key, {})
+    name = value.get(name_key)
     if not isinstance(name, str) or not name:
         return malformed(body, f'it has no "{name_key}" that is a string')
+    # Models confuse the keys of the two common forms.
+    arguments_key = next((key for key in (arguments_key, *_ARGUMENTS) if key in value), arguments_key)
+    others = sorted(value.keys() - {name_key, arguments_key, "id", "type"})
+    if others and arguments_key not in value:
+        return malformed(body, f'it has "{others[0]}" instead of "{arguments_key}"')
+    arguments = value.get(arguments_key, {})
     if isinstance(arguments, str):  # some models write the object as a JSON text, as in OpenAI's API
         try:
             arguments = json.loads(arguments, parse_constant=no_constant)
         except (ValueError, RecursionError):
-            return malformed(body, f'"{arguments_key}" is a string and no JSON object')
+            arguments = None
     if not isinstance(arguments, dict):
         return malformed(body, f'"{arguments_key}" is no JSON object')
     if reason := unusable({name: arguments}):
         return malformed(body, reason)
     return ToolCall(name, arguments)
-
-
-def content_before(text: str, opening: str) -> str:
-    """Return the certain content of an unfinished turn whose calls begin with the text `opening`."""
-    thought, rest = split_thought(text, opening)
-    before, found, _ = rest.partition(opening)
-    if not found:
-        before = before[: len(before) - _overlap(before, opening)]
-    # A call may follow white space that is no content then.
-    return (thought + before).strip()
 
 
 def unusable(value: object) -> str:
@@ -239,7 +259,7 @@ def split_thought(text: str, opening: str = "<tool_call>") -> tuple[str, str]:
     return "", text
 
 
-def _overlap(text: str, opening: str) -> int:
+def overlap(text: str, opening: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of `opening`."""
     most = min(len(text), len(opening) - 1)
     return next((size for size in range(most, 0, -1) if opening.startswith(text[-size:])), 0)
@@ -259,9 +279,23 @@ def _json_end(text: str) -> int:
         return len(text)
 
 
-def _objects(body: str) -> Iterator[str]:
-    """Yield the JSON values of a text, which semicolons or white space may separate."""
-    while body:
+def json_values(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield (start, end, value) for each place of a text where an object or a list in JSON begins."""
+    for found in re.finditer(r"[{\[]", text):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, found.start())
+        except ValueError:
+            continue
+        yield found.start(), end, value
+
+
+def _objects(body: str) -> tuple[list[str], str]:
+    """Return the JSON objects at the beginning of a text, which semicolons may separate, and what follows them."""
+    found: list[str] = []
+    while not found or body.startswith("{"):
         end = _json_end(body)
-        yield body[:end]
+        found.append(body[:end])
         body = body[end:].lstrip("; \n\t\r")
+        if not body:
+            break
+    return found, body

@@ -10,18 +10,16 @@ import argparse
 import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cli.standalone import ANY_STOP, dtype_of, interrupted_once, model_config_of, refuse_megatron
+from megarl.cli import standalone
 from megarl.common.errors import ConfigError
 from megarl.config.derived.datasets import HeldOutSet, held_out_sets
 
 if TYPE_CHECKING:
-    from megarl.common.rundir.run_lock import Holder
     from megarl.config.schema import Config
     from megarl.evaluation.harness import SetReport
 
@@ -29,14 +27,12 @@ LABEL = "standalone"
 # Larger than any batch: there is no trainer here, so its limits must not refuse an evaluation.
 NO_LIMIT = 1 << 40
 DEFAULT_MAX_TOKENS = 1024
-# The options by which the user sets these keys, for error messages.
-OPTION_OF = {
+# The options that set these keys.
+_SET_BY_OPTION = {
     "model.path": "--model",
-    "data.path": "--data",
-    "data.limit": "--limit",
     "reward.function": "--reward",
-    "sampling.max_tokens": "--max-tokens",
-    "evaluation.max_tokens": "--max-tokens",
+    "data.system_prompt": "--system-prompt",
+    "data.suffix": "--suffix",
     "evaluation.sampling.samples": "--samples",
     "evaluation.sampling.temperature": "--temperature",
     "evaluation.sampling.top_p": "--top-p",
@@ -45,6 +41,14 @@ OPTION_OF = {
     "rollout.tensor_parallel": "--tensor-parallel",
     "rollout.replicas": "--replicas",
     "run.seed": "--seed",
+}
+# For error messages: those of other keys too.
+OPTION_OF = {
+    **_SET_BY_OPTION,
+    "data.path": "--data",
+    "data.limit": "--limit",
+    "sampling.max_tokens": "--max-tokens",
+    "evaluation.max_tokens": "--max-tokens",
 }
 
 
@@ -103,24 +107,10 @@ def run(options: argparse.Namespace) -> int:
     It is 0 on success, 1 (with one message) if the pool or every response of a set failed, 130 after Ctrl-C or SIGTERM.
     Raises ConfigError for a mistake in options, model or data, or if another run holds the run directory.
     """
-    from megarl.common.process.processes import ProcessId
-    from megarl.common.rundir.run_lock import Holder, claim
-
     config = eval_config(options)
     _check(config)
-    mine = Holder.here("megarl eval", ProcessId.own())
-    held = claim(config.run_dir, mine, config.timeouts.node_s, lambda text: sys.stderr.write(f"megarl: {text}\n"))
-    held.renew_in_background(lambda other: _end_at_once(other, config))
-    try:
+    with standalone.holding(config.run_dir, config.timeouts.node_s, "megarl eval"):
         return _report(config, options)
-    finally:
-        held.release()
-
-
-def _end_at_once(other: Holder, config: Config) -> None:
-    """End this process, and with it its pool: another run has taken the directory while this one was silent."""
-    sys.stderr.write(f"megarl: {config.run_dir} was taken by {other.describe()}; this evaluation ends\n")
-    os._exit(1)
 
 
 def _report(config: Config, options: argparse.Namespace) -> int:
@@ -128,21 +118,21 @@ def _report(config: Config, options: argparse.Namespace) -> int:
     from megarl.common.errors import RolloutError
 
     try:
-        with interrupted_once(ANY_STOP):
+        with standalone.interrupted_once(standalone.ANY_STOP):
             reports = _evaluate(config)
     except (RolloutError, ValueError, TimeoutError) as error:
-        sys.stderr.write(f"megarl: {error}\n")
+        standalone.tell(str(error))
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("megarl: interrupted; the engines were shut down\n")
+        standalone.tell("interrupted; the engines were shut down")
         return 130
-    _show(reports, config)
+    _show(reports, responses_file(config.run_dir))
     if options.json is not None:
         from megarl.common.files import write_json
 
         write_json(options.json, report_content(reports, config))
     if failed := [report.nothing_judged for report in reports if report.nothing_judged is not None]:
-        sys.stderr.write(f"megarl: {'; '.join(failed)}\n")
+        standalone.tell("; ".join(failed))
         return 1
     return 0
 
@@ -151,46 +141,31 @@ def eval_config(options: argparse.Namespace) -> Config:
     """Return the config of a run without a trainer, for this evaluation. Raises ConfigError naming wrong options."""
     from megarl.config.loading.load import apply_overrides, config_from_tree
 
-    run_dir = options.run_dir or Path("runs") / f"eval-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names, model_config = _names(options.data), model_config_of(Path(options.model))
+    names, model_config = _names(options.data), standalone.model_config_of(Path(options.model))
     tree: dict[str, Any] = {
-        "run": {"name": "eval", "dir": str(run_dir), "steps": 1, "seed": options.seed},
-        "model": {"path": options.model},
+        "run": {"name": "eval", "dir": str(standalone.run_dir_of(options, "eval")), "steps": 1},
         "trainer": {"precision": "fp32", "micro_batch_tokens": NO_LIMIT},
         "batch": {"groups": 1, "samples_per_group": 2},
         "sampling": {"max_tokens": _max_tokens(options.max_tokens, options.max_model_len, model_config)},
-        "data": {
-            "path": options.data[0],
-            "system_prompt": options.system_prompt,
-            "suffix": options.suffix,
-            # Problems beyond --limit may be too long; a problem that is evaluated may not.
-            "overlong_prompts": "skip",
-        },
-        "reward": {"function": options.reward, "workers": os.cpu_count() or 1},
+        # Problems beyond --limit may be too long; a problem that is evaluated may not.
+        "data": {"path": options.data[0], "overlong_prompts": "skip"},
+        "reward": {"workers": os.cpu_count() or 1},
         "evaluation": {
             "sets": [
                 {"name": name, "path": path, "limit": options.limit}
                 for name, path in zip(names, options.data, strict=True)
             ],
-            "sampling": {
-                "temperature": options.temperature,
-                "top_p": options.top_p,
-                "top_k": options.top_k,
-                "samples": options.samples,
-            },
         },
+        # There is no trainer: the pool may use every GPU, and no sync brings the weights.
         "rollout": {
-            "replicas": options.replicas,
-            "tensor_parallel": options.tensor_parallel,
-            "max_model_len": options.max_model_len,
-            "dtype": dtype_of(options.dtype, model_config),
-            # There is no trainer: the pool may use every GPU, and no sync brings the weights.
+            "dtype": standalone.dtype_of(options.dtype, model_config),
             "nodes": "separate",
             "load_weights": True,
         },
     }
+    given = [*standalone.overrides_of(options, _SET_BY_OPTION), *options.overrides]
     try:
-        return config_from_tree(apply_overrides(tree, options.overrides))
+        return config_from_tree(apply_overrides(tree, given))
     except ConfigError as error:
         raise _by_option(error) from None
 
@@ -201,7 +176,7 @@ def report_content(reports: Sequence[SetReport], config: Config) -> dict[str, An
     return {
         "model": str(config.model.path),
         "seed": config.run.seed,
-        "responses": str(responses_file(config)),
+        "responses": str(responses_file(config.run_dir)),
         "sets": [{**report.to_dict(), **_conditions(sets[report.name])} for report in reports],
     }
 
@@ -214,9 +189,9 @@ def _conditions(chosen: HeldOutSet) -> dict[str, Any]:
     }
 
 
-def responses_file(config: Config) -> Path:
+def responses_file(run_dir: Path) -> Path:
     """Return the file to which the controller writes every response of the evaluation."""
-    return config.run_dir / f"eval_{LABEL}.jsonl"
+    return run_dir / f"eval_{LABEL}.jsonl"
 
 
 def _evaluate(config: Config) -> list[SetReport]:
@@ -228,15 +203,15 @@ def _evaluate(config: Config) -> list[SetReport]:
     from megarl.config.checks.sections import detect_device
     from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 
-    sys.stderr.write(f"megarl: starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}\n")
-    with closing(NoticeWatch(config.run_dir, _tell)):
+    standalone.tell(f"starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}")
+    with closing(NoticeWatch(config.run_dir, standalone.tell)):
         handle = launch_supervisor(
             config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda"
         )
         client = None
         try:
             client = PoolClient.connect(handle, config)
-            sys.stderr.write("megarl: evaluating\n")
+            standalone.tell("evaluating")
             reports = client.evaluate(0, LABEL)
             if isinstance(reports, PublicationNeeded):  # the controller says that to a trainer only
                 raise RolloutError(reports.reason)
@@ -248,15 +223,11 @@ def _evaluate(config: Config) -> list[SetReport]:
                 stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(f"megarl: {text}\n")
-
-
 def _check(config: Config) -> None:
     """Check model, tokenizer and data before any process starts. Raises ConfigError naming what is wrong."""
     from megarl.config.checks.sections import check
 
-    refuse_megatron(config.model.path)
+    standalone.refuse_megatron(config.model.path)
     try:
         check(config)
     except ConfigError as error:
@@ -269,14 +240,14 @@ def _check(config: Config) -> None:
         raise ConfigError([str(error)]) from None
 
 
-def _show(reports: Sequence[SetReport], config: Config) -> None:
+def _show(reports: Sequence[SetReport], responses: Path) -> None:
     from rich.console import Console
 
     from megarl.evaluation.table import report_table
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
     console.print(report_table([each for report in reports for each in (report.greedy, report.sampled)]))
-    sys.stdout.write(f"responses: {responses_file(config)}\n")
+    sys.stdout.write(f"responses: {responses}\n")
 
 
 def _names(paths: Sequence[str]) -> list[str]:

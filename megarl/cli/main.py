@@ -81,7 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_plan(commands)
     _add_doctor(commands)
-    _add_docs(commands)
     train.add_parser(commands)
     launch.add_parser(commands)
     standalone.add_parser(commands)
@@ -139,18 +138,6 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.set_defaults(run=_doctor)
 
 
-def _add_docs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    docs = commands.add_parser(
-        "docs",
-        help="write docs/configuration.md, docs/metrics.md and docs/grafana.json from the code",
-        description="Write the two reference pages and the dashboard for Grafana, which are generated from the config "
-        "classes and the metric declarations.",
-    )
-    docs.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: %(default)s)")
-    docs.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
-    docs.set_defaults(run=_docs)
-
-
 def _plan(options: argparse.Namespace) -> int:
     from megarl.config.loading.load import load_config
     from megarl.run.start.dry_run import dry_run
@@ -190,7 +177,7 @@ def _sandbox_users(options: argparse.Namespace) -> list[str]:
 
 
 def _doctor_of_nodes(options: argparse.Namespace) -> int:
-    from megarl.cli.doctor.nodes.between_nodes import try_nodes
+    from megarl.cli.doctor.between_nodes import try_nodes
 
     return try_nodes(
         interface=options.interface,
@@ -199,23 +186,3 @@ def _doctor_of_nodes(options: argparse.Namespace) -> int:
         as_json=options.json,
         write=sys.stdout.write,
     )
-
-
-def _docs(options: argparse.Namespace) -> int:
-    from megarl.config.loading.options_page import configuration_page
-    from megarl.telemetry.metrics.metrics_page import metrics_page
-    from megarl.telemetry.sinks.grafana import dashboard
-
-    pages = {"configuration.md": configuration_page(), "metrics.md": metrics_page(), "grafana.json": dashboard()}
-    stale = []
-    for name, text in pages.items():
-        path = options.out / name
-        if path.is_file() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(str(path))
-        if not options.check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    verb = "out of date (run megarl docs)" if options.check else "written"
-    sys.stdout.write("".join(f"{path}: {verb}\n" for path in stale) or "docs are up to date\n")
-    return 1 if stale and options.check else 0

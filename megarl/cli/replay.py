@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -30,6 +31,7 @@ from megarl.rollout.admission.schedule_replay import ScheduledBatch, ScheduleMis
 if TYPE_CHECKING:
     from megarl.common.rundir.run_lock import RunClaim
     from megarl.config.schema import Config
+    from megarl.config.schema.job import RayConfig
     from megarl.run.step.plan import StepPlan
     from megarl.trainer.policy import Policy
 
@@ -90,10 +92,22 @@ def _run(options: argparse.Namespace) -> int:
 
     held = claim_for_ranks(config.run_dir, config.timeouts.node_s, int(os.environ.get("RANK", "0")), "megarl replay")
     try:
-        return _run_rank(config, batches, steps, schedule, options.checkpoint, held, export=options.export)
+        return _run_rank(_Replay(config, batches, steps, schedule, options.checkpoint, options.export), held)
     finally:
         if held is not None:
             held.release()
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """What is replayed: `steps` of `batches`, from `checkpoint` or `model.path` on."""
+
+    config: Config
+    batches: Path
+    steps: Sequence[int]
+    schedule: Mapping[int, ScheduledBatch]
+    checkpoint: Path | None
+    export: bool
 
 
 def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> Config:
@@ -187,7 +201,7 @@ def replay_steps(
     for step in steps:
         with timer.phase("queue"):
             batch, replaced, reused, skipped = read_batch(batches, step), [], [], False
-            _check_sets({tag.dataset for tag in batch.tags}, config, batches, step)
+            _check_sets({tag.dataset for tag in batch.tags}, {each.name for each in train_sets(config)}, batches, step)
             if schedule is not None and (scheduled := schedule.get(step)) is not None:
                 scheduled.check(batch)
                 replaced = scheduled.replaced if refill_groups(config) else []
@@ -221,9 +235,8 @@ def _plan(batch: DumpedBatch, config: Config, replaced: list[int], reused: list[
         ) from error
 
 
-def _check_sets(found: set[str], config: Config, batches: Path, step: int) -> None:
+def _check_sets(found: set[str], own: set[str], batches: Path, step: int) -> None:
     """Raise DumpError unless the config has the data sets of a recorded batch: limits and temperatures are theirs."""
-    own = {each.name for each in train_sets(config)}
     if other := sorted(found - own):
         raise DumpError(
             f"{batches}: step {step} has samples of data set {other[0]!r}, but the config has {sorted(own)} ('' is "
@@ -231,16 +244,7 @@ def _check_sets(found: set[str], config: Config, batches: Path, step: int) -> No
         )
 
 
-def _run_rank(
-    config: Config,
-    batches: Path,
-    steps: Sequence[int],
-    schedule: Mapping[int, ScheduledBatch],
-    checkpoint: Path | None,
-    held: RunClaim | None,
-    *,
-    export: bool,
-) -> int:
+def _run_rank(replay: _Replay, held: RunClaim | None) -> int:
     """Run the whole replay of one rank: process group, policy, steps, export. After Ctrl-C the process ends with 130.
 
     `held`: the claim of the output directory, if this rank holds it.
@@ -248,15 +252,15 @@ def _run_rank(
     from megarl.common.process.output import redirect_output
     from megarl.run.ranks.failure import FailureReport, set_aside
 
-    rank = int(os.environ.get("RANK", "0"))
-    log_file = config.run_dir / "logs" / f"replay-rank-{rank}.log"
+    rank, run_dir = int(os.environ.get("RANK", "0")), replay.config.run_dir
+    log_file = run_dir / "logs" / f"replay-rank-{rank}.log"
     terminal = redirect_output(log_file)
-    failure = FailureReport(config.run_dir, rank)
+    failure = FailureReport(run_dir, rank)
     if rank == 0:
-        set_aside(config.run_dir)
+        set_aside(run_dir)
     try:
         with interrupted_once(CTRL_C):
-            _train(config, batches, steps, schedule, checkpoint, terminal, export=export)
+            _train(replay, terminal)
     except KeyboardInterrupt:
         if rank == 0:  # standard error is the log file by now
             terminal.write("megarl: interrupted; the same command begins anew\n")
@@ -274,16 +278,7 @@ def _run_rank(
     return 0
 
 
-def _train(
-    config: Config,
-    batches: Path,
-    steps: Sequence[int],
-    schedule: Mapping[int, ScheduledBatch],
-    checkpoint: Path | None,
-    terminal: TextIO,
-    *,
-    export: bool,
-) -> None:
+def _train(replay: _Replay, terminal: TextIO) -> None:
     from megarl.common.process.processes import die_with_parent
 
     if "RANK" in os.environ:
@@ -299,25 +294,26 @@ def _train(
     from megarl.trainer import parallel
     from megarl.trainer.policy import Policy
 
+    config, steps, schedule = replay.config, replay.steps, replay.schedule
     info = check(config, files=False)
-    _init_process_group(platform.backend, config)
+    _init_process_group(platform.backend, config.ray, config.timeouts.collective_s, config.run_dir)
     layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
     parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
     leads = torch.distributed.get_rank() == 0
     policy = Policy(config, layout, info)
-    if checkpoint is not None:
+    if replay.checkpoint is not None:
         from megarl.checkpoint.save.training_state import load_trainer_state
 
-        record = json.loads((checkpoint / "state.json").read_text())
-        load_trainer_state(policy, checkpoint, record["trainer"], with_rng=False)
+        record = json.loads((replay.checkpoint / "state.json").read_text())
+        load_trainer_state(policy, replay.checkpoint, record["trainer"], with_rng=False)
     writer = MetricsWriter.open(config, terminal) if leads else None
     try:
         if writer is not None:
-            writer.progress.message(f"replaying {len(steps)} steps of {batches} on {layout.world_size} rank(s)")
+            writer.progress.message(f"replaying {len(steps)} steps of {replay.batches} on {layout.world_size} rank(s)")
             if schedule:
                 writer.progress.message(f"the schedule of {len(schedule)} steps gives the recorded batches")
-        replay_steps(policy, config, batches, steps, None if writer is None else writer.write, schedule)
-        if export:
+        replay_steps(policy, config, replay.batches, steps, None if writer is None else writer.write, schedule)
+        if replay.export:
             _export(policy, config)
         if writer is not None:
             writer.progress.message(f"metrics: {config.run_dir / 'metrics.jsonl'}")
@@ -339,15 +335,15 @@ def _export(policy: Policy, config: Config) -> None:
     save_hf(exporter, config.model.path, config.run_dir / "hf", overwrite=True)
 
 
-def _init_process_group(backend: str, config: Config) -> None:
+def _init_process_group(backend: str, ray: RayConfig, collective_s: float, run_dir: Path) -> None:
     import torch
 
     if "RANK" in os.environ:
         from megarl.cluster.pool.network import one_node_environment
         from megarl.run.ranks.control_group import join_peers
 
-        os.environ.update(one_node_environment(config.ray))
-        join_peers(backend, config.timeouts.collective_s, config.run_dir)
+        os.environ.update(one_node_environment(ray))
+        join_peers(backend, collective_s, run_dir)
     else:
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 

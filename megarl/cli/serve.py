@@ -9,22 +9,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megarl.cli.standalone import dtype_of, model_config_of, refuse_megatron
+from megarl.cli import standalone
 from megarl.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from megarl.cluster.pool.pool_process import SupervisorHandle
-    from megarl.common.rundir.run_lock import Holder
     from megarl.config.schema import Config
 
+# The options that set these keys.
+SET_BY_OPTION = {
+    "model.path": "--model",
+    "rollout.replicas": "--replicas",
+    "rollout.tensor_parallel": "--tensor-parallel",
+    "rollout.max_model_len": "--max-model-len",
+    "gateway.host": "--host",
+    "gateway.port": "--port",
+}
 LOOK_S = 0.5  # between two looks at whether the pool lives
 
 
@@ -63,43 +69,23 @@ def run(options: argparse.Namespace) -> int:
     It is 0 after Ctrl-C or SIGTERM, and 1 (with one message) if the pool failed. Raises ConfigError for a mistake in
     options, config, model or token file, or if another run holds the run directory.
     """
-    from megarl.common.process.processes import ProcessId
-    from megarl.common.rundir.run_lock import Holder, claim
-
     config = serve_config(options)
     max_model_len = _check(config, options.token_file)
     if options.dry_run:
         sys.stdout.write(_plan(config, max_model_len))
         return 0
-    mine = Holder.here("megarl serve", ProcessId.own())
-    held = claim(config.run_dir, mine, config.timeouts.node_s, _tell)
-    held.renew_in_background(lambda other: _end_at_once(other, config))
-    try:
+    with standalone.holding(config.run_dir, config.timeouts.node_s, "megarl serve"):
         return _serve(config, options.token_file)
-    finally:
-        held.release()
 
 
 def serve_config(options: argparse.Namespace) -> Config:
     """Return the config of a pool that only serves. Raises ConfigError naming what is wrong."""
     from megarl.config.loading.load import load_config
 
-    run_dir = options.run_dir or Path("runs") / f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    chosen: dict[str, Any] = {
-        "model.path": options.model,
-        "run.dir": str(run_dir),
-        "rollout.replicas": options.replicas,
-        "rollout.tensor_parallel": options.tensor_parallel,
-        "rollout.max_model_len": options.max_model_len,
-        "gateway.host": options.host,
-        "gateway.port": options.port,
-        "gateway.enabled": True,
-        # There is no trainer: the pool may use every GPU, and no sync brings the weights.
-        "rollout.nodes": "separate",
-        "rollout.load_weights": True,
-        "run.deterministic": False,
-    }
-    given = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
+    # There is no trainer: the pool may use every GPU, and no sync brings the weights.
+    fixed = ["gateway.enabled=true", "rollout.nodes=separate", "rollout.load_weights=true", "run.deterministic=false"]
+    run_dir = json.dumps(str(standalone.run_dir_of(options, "serve")))
+    given = [*standalone.overrides_of(options, SET_BY_OPTION), f"run.dir={run_dir}", *fixed]
     if options.config is not None:
         return load_config(options.config, [*options.overrides, *given])
     return _plain_config([*given, *options.overrides], options)
@@ -116,7 +102,7 @@ def _plain_config(overrides: list[str], options: argparse.Namespace) -> Config:
         "batch": {"groups": 1, "samples_per_group": 2},
         "sampling": {"max_tokens": 1},
         "data": {},
-        "rollout": {"dtype": dtype_of(options.dtype, model_config_of(Path(options.model)))},
+        "rollout": {"dtype": standalone.dtype_of(options.dtype, standalone.model_config_of(Path(options.model)))},
     }
     return config_from_tree(apply_overrides(tree, overrides))
 
@@ -131,7 +117,7 @@ def _check(config: Config, token_file: Path | None) -> int:
     from megarl.gateway.token_file import read_token
     from megarl.models.hf.read_config import load_info
 
-    refuse_megatron(config.model.path)
+    standalone.refuse_megatron(config.model.path)
     problems = list(serving_problems(config))
     try:
         info = load_info(config.model.path)
@@ -170,42 +156,41 @@ def _serve(config: Config, token_file: Path | None) -> int:
     from megarl.common.rundir.notices import NoticeWatch
     from megarl.config.checks.sections import detect_device
 
-    # SIGINT too: a shell lets the processes that it starts in the background ignore it.
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
     handle: SupervisorHandle | None = None
-    try:
-        with closing(NoticeWatch(config.run_dir, _tell)):
-            _tell(f"starting {config.rollout.replicas} engines for {config.model.path}; logs in {config.run_dir}/logs")
-            handle = launch_supervisor(
-                config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda", serves=True,
-                gateway_token_file=None if token_file is None else str(token_file.resolve()),
-            )  # fmt: skip
-            handle = wait_ready(handle, config.timeouts.engine_start_s)
-            sys.stdout.write(_welcome(config))
-            sys.stdout.flush()
-            while True:
-                handle.check()
-                time.sleep(LOOK_S)
-    except KeyboardInterrupt:
-        _tell("ending the engines")
-        return 0
-    except (RolloutError, ValueError) as error:
-        _tell(str(error))
-        return 1
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tear-down is bounded, and must not be cut short
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if handle is not None:
-            stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
+    with standalone.interrupted_once(standalone.ANY_STOP) as ignore_signals:
+        try:
+            with closing(NoticeWatch(config.run_dir, standalone.tell)):
+                standalone.tell(
+                    f"starting {config.rollout.replicas} engines for {config.model.path}; logs in {config.run_dir}/logs"
+                )
+                handle = launch_supervisor(
+                    config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda", serves=True,
+                    gateway_token_file=None if token_file is None else str(token_file.resolve()),
+                )  # fmt: skip
+                handle = wait_ready(handle, config.timeouts.engine_start_s)
+                sys.stdout.write(_welcome(config.run_dir, config.model.path))
+                sys.stdout.flush()
+                while True:
+                    handle.check()
+                    time.sleep(LOOK_S)
+        except KeyboardInterrupt:
+            standalone.tell("ending the engines")
+            return 0
+        except (RolloutError, ValueError) as error:
+            standalone.tell(str(error))
+            return 1
+        finally:
+            ignore_signals()  # the tear-down is bounded, and must not be cut short
+            if handle is not None:
+                stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
 
 
-def _welcome(config: Config) -> str:
+def _welcome(run_dir: Path, model: Path) -> str:
     """Return what the user needs in order to use the gateway."""
     from megarl.gateway.actor import model_names
     from megarl.gateway.token_file import read_gateway_file
 
-    gateway, name = read_gateway_file(config.run_dir), model_names(config.model.path)[0]
+    gateway, name = read_gateway_file(run_dir), model_names(model)[0]
     asked = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return (
         f"url          {gateway['url']}\n"
@@ -213,17 +198,3 @@ def _welcome(config: Config) -> str:
         f'curl {gateway["base_url"]}/chat/completions -H "Authorization: Bearer $(cat {gateway["token_file"]})" '
         f"-H 'Content-Type: application/json' -d '{asked}'\n"
     )
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _end_at_once(other: Holder, config: Config) -> None:
-    """End this process, and with it its pool: another run has taken the directory while this one was silent."""
-    _tell(f"{config.run_dir} was taken by {other.describe()}; the gateway closes")
-    os._exit(1)
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"megarl: {text}\n")

@@ -1,15 +1,58 @@
-"""Reads what commands without a trainer need of the checkpoint that `--model` names."""
+"""What commands without a trainer share: options that set keys, the claim of the directory, signals, the checkpoint."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megarl.common.errors import ConfigError
+
+
+def tell(text: str) -> None:
+    """Write a message to the user."""
+    sys.stderr.write(f"megarl: {text}\n")
+
+
+def run_dir_of(options: argparse.Namespace, command: str) -> Path:
+    """Return the directory that `--run-dir` names, or a new one below `runs`."""
+    return options.run_dir or Path("runs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def overrides_of(options: argparse.Namespace, keys: Mapping[str, str]) -> list[str]:
+    """Return `section.key=value` for each option that was given. `keys`: the options, as `--name`, by their keys."""
+    values = {key: getattr(options, flag[2:].replace("-", "_")) for key, flag in keys.items()}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+
+
+@contextmanager
+def holding(run_dir: Path, node_s: float, command: str) -> Iterator[None]:
+    """Hold the run directory in the block. If another run takes it, this process ends, and with it its pool.
+
+    `node_s`: seconds of silence after which a holder counts as lost. Raises ConfigError if another run holds it.
+    """
+    from megarl.common.process.processes import ProcessId
+    from megarl.common.rundir.run_lock import Holder, claim
+
+    def end_at_once(other: Holder) -> None:
+        tell(f"{run_dir} was taken by {other.describe()}; this {command} ends")
+        os._exit(1)
+
+    held = claim(run_dir, Holder.here(command, ProcessId.own()), node_s, tell)
+    held.renew_in_background(end_at_once)
+    try:
+        yield
+    finally:
+        held.release()
+
 
 # Ctrl-C and SIGTERM of a command that has something to tear down: the first one ends its work, none the tear-down.
 
@@ -18,23 +61,27 @@ ANY_STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def interrupted_once(signals: Sequence[signal.Signals]) -> Iterator[None]:
+def interrupted_once(signals: Sequence[signal.Signals]) -> Iterator[Callable[[], None]]:
     """Raise KeyboardInterrupt in the block at the first of `signals`, and ignore all that follow until its end.
 
-    So the block can tear down what it has started, which must have a bound. Only the main thread may call it. Sets
-    SIGINT also where a shell has it ignored, as in processes that it starts in the background.
+    So the block can tear down what it has started, which must have a bound. Yields a function by which it ignores the
+    first one too. Only the main thread may call it. Sets SIGINT also where a shell has it ignored, as in processes that
+    it starts in the background.
     """
     before = {number: signal.getsignal(number) for number in signals}
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def ignore() -> None:
         for each in signals:
             signal.signal(each, signal.SIG_IGN)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        ignore()
         raise KeyboardInterrupt
 
     for each in signals:
         signal.signal(each, interrupt)
     try:
-        yield
+        yield ignore
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
@@ -42,8 +89,6 @@ def interrupted_once(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 def model_config_of(model: Path) -> dict[str, Any]:
     """Return the content of config.json; empty if it cannot be read (`check` reports what is wrong)."""
-    import json
-
     try:
         raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -66,7 +66,7 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
         return None
     if not options.force:
         refuse_claimed(config.run_dir)
-    check_endpoint(config)
+    check_endpoint(config.telemetry)
     for warning in check_start(config, plan.info, mistake_printer(options)):
         sys.stderr.write(f"megarl: warning: {warning}\n")
     mark_checked(os.environ)

@@ -22,7 +22,7 @@ MOVED = {
     "megarl.rewards.code": "megarl.rewards.builtin.code",
     "megarl.rewards.gsm8k": "megarl.rewards.builtin.gsm8k",
     "megarl.rewards.math": "megarl.rewards.builtin.math",
-    "megarl.rollout.agents.demonstrate": "megarl.rollout.agents.group_runner",
+    "megarl.rollout.agents.demonstrate": "megarl.rollout.agents.loop_host",
     "megarl.rollout.agents.finish": "megarl.rollout.agents.tool_agent",
     "megarl.rollout.agents.single_turn": "megarl.rollout.agents.loops",
     "megarl.rollout.requests": "megarl.rollout.engine.messages",

@@ -7,13 +7,13 @@ weights that it has returned (`mixture.py`): a resumed run draws the same groups
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.common.imports import imported
 from megarl.common.trust.secret_references import resolved
 
 KEPT_GROUPS = 256  # per set, of the latest rewards that a curriculum sees
@@ -122,12 +122,7 @@ class Curriculum:
 
 def _imported(path: str) -> Callable[..., Mapping[str, float]]:
     """Return the user's function. Raises ValueError that says what it has to be."""
-    module, _, attribute = path.partition(":")
-    try:
-        target = importlib.import_module(module)
-        function = getattr(target, attribute)
-    except Exception as error:
-        raise ValueError(f"data.curriculum {path!r}: cannot be imported: {type(error).__name__}: {error}") from error
+    function: Callable[..., Mapping[str, float]] = imported(path, "data.curriculum")
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ValueError(
             f"data.curriculum {path!r} must be a plain function of one argument "

@@ -180,12 +180,23 @@ class _Parquet:
         for batch in self._table.to_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield f"{self.path}, row {number}", partial(dict, row)
+                yield f"{self.path}, row {number}", partial(_without_nulls, row)
 
     def read(self, position: int) -> dict[str, Any]:
         """Return a row by its position, counted from 0."""
         (row,) = self._table.slice(position, 1).to_pylist()
-        return dict(row)
+        return _without_nulls(row)
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose calls have their own arguments only: Arrow adds those of all other calls, as null."""
+    return {name: _own(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+def _own(value: Any) -> Any:  # noqa: ANN401 (any value of a row)
+    if isinstance(value, dict):
+        return {key: _own(each) for key, each in value.items() if each is not None}
+    return [_own(each) for each in value] if isinstance(value, list) else value
 
 
 def _stamp(path: Path) -> tuple[int, int]:

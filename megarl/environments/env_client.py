@@ -83,7 +83,7 @@ class Traces:
 @dataclass
 class _Open:
     reply: asyncio.Future[dict[str, Any]]
-    traces: Traces | None = None
+    traces: Traces = field(default_factory=Traces)
 
 
 class EnvironmentClient:
@@ -106,7 +106,7 @@ class EnvironmentClient:
         """Tell whether the server answers within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ask("health", {}, _Open(self._future()))
+                await self._ask("health", {})
         except TimeoutError:
             return False
         return True
@@ -117,8 +117,7 @@ class EnvironmentClient:
         `request`: `task_data`, `client`, `model` and `sampling`, as verifiers' RunRequest. Raises EnvironmentLost if
         the server dies, and EnvironmentFailed if it refuses the request, or if its answer is incomplete.
         """
-        traces = Traces()
-        answer = await self._ask("run", request, _Open(self._future(), traces))
+        answer, traces = await self._ask("run", request)
         return traces.finish(answer.get("traces") or [])
 
     def lose(self, reason: str) -> None:
@@ -139,14 +138,11 @@ class EnvironmentClient:
         self._socket.close()
         self._context.term()
 
-    def _future(self) -> asyncio.Future[dict[str, Any]]:
-        return asyncio.get_running_loop().create_future()
-
-    async def _ask(self, method: str, content: Mapping[str, Any], opened: _Open) -> dict[str, Any]:
+    async def _ask(self, method: str, content: Mapping[str, Any]) -> tuple[dict[str, Any], Traces]:
         if self._lost:
             raise EnvironmentLost(self._lost)
         name = uuid.uuid4().hex
-        self._open[name] = opened
+        opened = self._open[name] = _Open(asyncio.get_running_loop().create_future())
         try:
             await self._send(name, method, content)
             answer = await opened.reply
@@ -158,7 +154,7 @@ class EnvironmentClient:
             del self._open[name]
         if not answer.get("success"):
             raise EnvironmentFailed(str(answer.get("error") or f"the server answered {method} with {answer!r}"))
-        return answer
+        return answer, opened.traces
 
     async def _send(self, name: str, method: str, content: Mapping[str, Any]) -> None:
         await self._socket.send_multipart([name.encode(), method.encode(), msgpack.packb(content, use_bin_type=True)])
@@ -186,12 +182,10 @@ class EnvironmentClient:
                 content = msgpack.unpackb(data, raw=False, strict_map_key=False)
                 if kind == b"reply":
                     opened.reply.set_result(dict(content))
-                elif kind == b"delta" and opened.traces is not None:
+                elif kind == b"delta":
                     opened.traces.apply(content)
             except Exception as error:
-                logger.warning(
-                    "a message of the environment server cannot be read: %s: %s", type(error).__name__, error
-                )
+                told = f"a message of the environment server cannot be read: {type(error).__name__}: {error}"
+                logger.warning("%s", told)
                 if opened is not None and not opened.reply.done():
-                    told = f"a message of the environment server cannot be read: {type(error).__name__}: {error}"
                     opened.reply.set_exception(EnvironmentFailed(told))

@@ -14,7 +14,7 @@ import msgspec
 
 from megarl.common.errors import RolloutError
 from megarl.environments.session_rows import SessionTurn, read_turns
-from megarl.gateway.session_terms import SessionTerms
+from megarl.gateway.request_fields import SessionTerms
 from megarl.gateway.token_file import read_gateway_file
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class GatewayClient:
         if status == 404:
             raise GatewayLost(
                 f"the gateway at {self.base_url} has no session {session}: another gateway has taken its place, or nobody "  # noqa: E501
-                "used the session for too long (gateway.session_idle_s)"
+                "used the session for too long (twice timeouts.generate_s)"
             )
         if status != 200:
             raise RolloutError(

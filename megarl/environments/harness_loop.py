@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import inspect
 import itertools
 import logging
@@ -21,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from megarl.common.errors import RolloutError, ToolFailed
+from megarl.common.imports import imported
 from megarl.common.trust.secret_references import resolved
 from megarl.config.schema.agent import LOOP_TURNS, AgentConfig
 from megarl.environments.gateway_client import AttemptLost, GatewayClient, GatewayLost, wait_for_gateway
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
-from megarl.gateway.session_terms import RUN_SESSIONS, SessionTerms
+from megarl.gateway.request_fields import RUN_SESSIONS, SessionTerms
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, RewardResult, Turn
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.trajectory_builder import defect, failed_trajectory
+from megarl.rollout.agents.trajectory_builder import defect, failed_trajectory, row_of
 from megarl.rollout.engine.messages import GenerateResult
 
 logger = logging.getLogger(__name__)
@@ -74,11 +74,7 @@ class Harness:
     def of(cls, agent: AgentConfig) -> Harness:
         """Return the loop of a config. Raises ValueError that tells what is wrong with `agent.act`."""
         path = agent.act or ""
-        module, _, name = path.partition(":")
-        try:
-            found: Any = getattr(importlib.import_module(module), name)
-        except Exception as error:
-            raise ValueError(f"agent.act: {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+        found: Any = imported(path, "agent.act:")
         if not inspect.iscoroutinefunction(found):
             raise ValueError(f"agent.act: {path!r} must be an `async def act(base_url, token, session, row)`")
         kwargs = resolved(agent.kwargs, "agent.kwargs")
@@ -260,21 +256,8 @@ def _turn_starts(row: SessionRow) -> list[int]:
 
 
 def _trajectory(ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None, failure: str) -> Trajectory:
-    by_turn = list(reward.turn_rewards) if reward is not None and not failure else []
-    return Trajectory(
-        group_id=ctx.group_id,
-        sample_index=ctx.sample_index,
-        prompt_ids=row.prompt_ids,
-        response_ids=row.response_ids,
-        rollout_logprobs=row.logprobs,
-        versions=row.versions,
-        finish_reason=row.finish_reason,
-        reward=reward.score if reward is not None else 0.0,
-        reward_components=dict(reward.components) if reward is not None else {},
-        status="failed" if failure else "ok",
-        failure=failure,
-        reward_error=(reward.error or "") if reward is not None else "",
-        response_mask=row.mask,
-        turn_rewards=by_turn,
-        turn_starts=_turn_starts(row) if by_turn else [],
-    )
+    result = GenerateResult("", row.response_ids, row.logprobs, row.versions, row.finish_reason, -1)
+    if reward is not None and failure:
+        reward = replace(reward, turn_rewards=())
+    starts = _turn_starts(row)
+    return row_of(ctx.group_id, ctx.sample_index, row.prompt_ids, result, reward, failure, starts, row.mask)

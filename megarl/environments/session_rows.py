@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from megarl.queue.trajectory import FinishReason, VersionSpan
 
 
-@dataclass(frozen=True)
-class SessionTurn:
+class SessionTurn(msgspec.Struct, frozen=True):
     """One turn of a session, as `GET /v1/sessions/ID` tells it. `prompt_ids`: all tokens before the response.
 
     Of a chat's turn there are also the `messages` after the turn that it continues, and the `calls` of its response.
@@ -21,7 +22,7 @@ class SessionTurn:
     prompt_ids: list[int]
     response_ids: list[int]
     logprobs: list[float]
-    versions: tuple[VersionSpan, ...]
+    versions: tuple[VersionSpan, ...] = msgspec.field(name="weight_versions")
     finish_reason: FinishReason
     messages: tuple[tuple[str, str], ...] = ()
     calls: tuple[dict[str, Any], ...] = ()
@@ -48,23 +49,7 @@ class SessionRow:
 
 def read_turns(content: Mapping[str, Any]) -> list[SessionTurn]:
     """Return the turns of the gateway's answer to `GET /v1/sessions/ID`."""
-    return [
-        SessionTurn(
-            number=turn["number"],
-            parent=turn["parent"],
-            prompt_ids=turn["prompt_ids"],
-            response_ids=turn["response_ids"],
-            logprobs=turn["logprobs"],
-            versions=tuple(
-                VersionSpan(int(s["version"]), s["start"], s["end"], replica=s.get("replica", -1))
-                for s in turn["weight_versions"]
-            ),
-            finish_reason=turn["finish_reason"],
-            messages=tuple((role, text) for role, text in turn["messages"]),
-            calls=tuple(turn["calls"]),
-        )
-        for turn in content["turns"]
-    ]
+    return msgspec.convert(content["turns"], list[SessionTurn], strict=False)  # versions are texts, as in vLLM
 
 
 def session_rows(turns: Sequence[SessionTurn]) -> list[SessionRow]:

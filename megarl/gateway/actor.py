@@ -19,9 +19,9 @@ from megarl.config.schema import Config
 from megarl.config.schema.job import GatewayConfig
 from megarl.gateway.app import GatewayRoutes, GatewayServer, listen
 from megarl.gateway.chats import Chats
-from megarl.gateway.pool_client import Controller, ControllerClient, Generations
+from megarl.gateway.pool_client import ControllerClient
 from megarl.gateway.request_fields import ModelLimits
-from megarl.gateway.sessions import Sessions
+from megarl.gateway.sessions import MOST_TOKENS, Sessions
 from megarl.gateway.text import ModelText
 from megarl.gateway.token_file import gateway_token, read_token, write_gateway_file, write_token
 from megarl.models.hf.read_config import load_info
@@ -79,18 +79,18 @@ class GatewayActor:
         stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
         info = load_info(model)
         limits = ModelLimits(self.spec.pool.max_model_len or info.max_positions, info.vocab_size, stops)
-        settings, rpc_s = self.config.gateway, self.config.timeouts.rpc_s
+        timeouts = self.config.timeouts
         # A name that no other gateway has: a controller forgets the requests of the gateway before.
-        self._link = ControllerClient(f"gateway-{uuid.uuid4().hex[:12]}", self._find_controller, rpc_s)
+        self._pool = ControllerClient(f"gateway-{uuid.uuid4().hex[:12]}", self._find_controller, timeouts.rpc_s)
         self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format)
-        sessions = Sessions(settings.max_sessions, settings.max_session_tokens, settings.session_idle_s)
-        generations = Generations(self._link, settings.request_timeout_s)
+        sessions = Sessions(self.config.gateway.max_sessions, MOST_TOKENS, 2 * timeouts.generate_s)
         names = model_names(model)
-        chats = Chats(self._text, limits, generations, names[0])
+        chats = Chats(self._text, limits, names[0])
         token, token_file = self._token()
-        self._server = GatewayServer(GatewayRoutes(self._link, generations, sessions, limits, chats, names, token))
+        routes = GatewayRoutes(self._pool, timeouts.generate_s, sessions, limits, chats, names, token)
+        self._server = GatewayServer(routes)
         host, port = await self._open()
-        self._pump = asyncio.create_task(self._link.run())
+        self._pump = asyncio.create_task(self._pool.run())
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         write_gateway_file(self.run_dir, url, token_file)
         exempt_present_objects()
@@ -107,7 +107,6 @@ class GatewayActor:
         """Close the gateway."""
         await self._server.close()
         self._pump.cancel()
-        self._link.close()
         self._text.close()
 
     def _token(self) -> tuple[str, Path]:
@@ -131,13 +130,10 @@ class GatewayActor:
         await self._server.start(listener)
         return host, int(listener.getsockname()[1])
 
-    async def _find_controller(self) -> Controller:
+    async def _find_controller(self) -> ActorHandle:
         import ray
 
-        found: Controller = await asyncio.to_thread(
-            ray.get_actor, self.spec.controller, namespace=self.spec.pool.namespace
-        )
-        return found
+        return await asyncio.to_thread(ray.get_actor, self.spec.controller, namespace=self.spec.pool.namespace)
 
 
 def address_of(gateway: GatewayConfig) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.chat.tool_calls import ToolFormat
+from megarl.chat.tool_calls import ToolFormat, overlap
 from megarl.gateway.chat_route import (
     ChatRequest,
     ChatText,
@@ -19,13 +19,13 @@ from megarl.gateway.chat_route import (
     message_of,
     read_turn,
     token_fields,
-    usage_of,
 )
-from megarl.gateway.pool_client import Generation, Generations, checked, ends_of
-from megarl.gateway.recording import Recording
-from megarl.gateway.request_fields import ModelLimits, SamplingChoice
-from megarl.gateway.sessions import ChatTurn, RecordedTurn, extended, keys_of, root_key
+from megarl.gateway.exchange import Exchange
+from megarl.gateway.pool_client import Generation
+from megarl.gateway.request_fields import ModelLimits
+from megarl.gateway.sessions import GatewaySession, RecordedTurn, extended, keys_of, root_key
 from megarl.gateway.text import ModelText
+from megarl.gateway.token_route import usage_of
 from megarl.rollout.engine.response_parts import ResponsePart, first_tokens, tokens_from
 
 # The text of a response that is still being made: how much of it can be sent already. Pure.
@@ -49,7 +49,8 @@ class TextStream:
         sure, stopped = cut_at(text, self._stops)
         if not stopped:
             sure = sure.rstrip(_UNFINISHED)
-            sure = sure[: len(sure) - self._may_stop(sure)]
+            may_stop = max((overlap(sure, stop) for stop in self._stops), default=0)
+            sure = sure[: len(sure) - may_stop]
         if self._tools is not None:
             sure = self._tools.certain_content(sure)
         return self._send(sure)
@@ -64,122 +65,101 @@ class TextStream:
         piece, self._sent = content[len(self._sent) :], content
         return piece
 
-    def _may_stop(self, text: str) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        return max((overlap(text, stop) for stop in self._stops), default=0)
-
-
-def overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of `text` that `stop` begins with."""
-    most = min(len(text), len(stop) - 1)
-    return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)
-
 
 STREAM_S = 0.2  # between two pieces of a streamed response
 STOPS_S = 0.5  # between two looks for stop strings in a response that is not streamed
 
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
 
 @dataclass(frozen=True)
 class _Chat:
-    """A chat on its way: its prompt, the turn that it continues, the `added` messages after it, and the key of all."""
+    """A chat whose responses are under way: the `added` messages after the turn that it continues, and the key of all.
+
+    `format`: of the calls of tools; None if the model is shown none.
+    """
 
     request: ChatRequest
-    request_id: str
-    prompt_ids: list[int]
-    parent: RecordedTurn | None
+    exchange: Exchange
     added: tuple[tuple[str, str], ...]
     key: str
-    sampling: SamplingChoice
     format: ToolFormat | None
 
 
 class Chats:
     """Answers chats by one model."""
 
-    def __init__(self, text: ModelText, limits: ModelLimits, generations: Generations, model: str) -> None:
-        self._text, self._limits, self._generations, self._model = text, limits, generations, model
+    def __init__(self, text: ModelText, limits: ModelLimits, model: str) -> None:
+        self._text, self._limits, self._model = text, limits, model
 
-    async def answer(self, request: ChatRequest, request_id: str, recording: Recording) -> dict[str, Any]:
+    async def answer(self, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
         """Return the answer to a chat that is not streamed. Raises ApiError."""
-        chat = await self._prepare(request, request_id, recording)
-        parts = await self._whole(chat, recording)
+        chat = await self._begin(request, exchange, STOPS_S if request.stops else None)
+        ends = [[end async for end in self._progress(chat, each)][-1] for each in exchange.responses]
         choices = []
-        for index, (part, stopped, replica) in enumerate(parts):
-            turn = await self._turn(chat, part, index)
-            recording.add(chat.prompt_ids, part, chat.parent, request_id, replica, _told(chat, turn))
+        for index, (part, _, stopped) in enumerate(ends):
+            turn = await self._record(chat, index, part)
             choice: dict[str, Any] = {
                 "index": index,
                 "message": message_of(turn),
                 "finish_reason": finish_of(turn, part, stopped),
                 "logprobs": await self._logprobs(chat, part),
             }
-            choices.append(choice | (token_fields(part) if request.fields.return_token_ids else {}))
-        answer = head_of(request_id, self._model, int(time.time()), chunk=False)
-        answer |= {"choices": choices, "usage": usage_of(len(chat.prompt_ids), [part for part, _, _ in parts])}
-        if request.fields.return_token_ids:
-            answer["prompt_token_ids"] = chat.prompt_ids
-        return answer | recording.fields()
+            choices.append(choice | (token_fields(part) if request.return_token_ids else {}))
+        answer = head_of(exchange.id, self._model, int(time.time()), chunk=False)
+        answer |= {"choices": choices, "usage": usage_of(len(exchange.prompt_ids), [part for part, _, _ in ends])}
+        if request.return_token_ids:
+            answer["prompt_token_ids"] = exchange.prompt_ids
+        return answer | exchange.fields()
 
-    async def stream(
-        self, request: ChatRequest, request_id: str, recording: Recording
-    ) -> AsyncGenerator[dict[str, Any] | None, None]:
-        """Yield the chunks of a streamed answer; None, which is no chunk, as soon as it is sure to begin.
-
-        Raises ApiError.
-        """
-        chat = await self._prepare(request, request_id, recording)
-        head = head_of(request_id, self._model, int(time.time()), chunk=True)
+    async def stream(self, request: ChatRequest, exchange: Exchange, send: Send) -> None:
+        """Send the chunks of a streamed answer, the first one as soon as it is sure to begin. Raises ApiError."""
+        chat = await self._begin(request, exchange, STREAM_S)
+        head = head_of(exchange.id, self._model, int(time.time()), chunk=True)
+        count = len(exchange.responses)
+        first = [delta_choice(index, {"role": "assistant", "content": ""}) for index in range(count)]
+        await send({**head, "choices": first})
         parts: list[ResponsePart] = []
-        async with self._open(chat, recording, STREAM_S) as opened:
-            yield None
-            first = [delta_choice(index, {"role": "assistant", "content": ""}) for index in range(len(opened))]
-            yield {**head, "choices": first}
-            for index, generation in enumerate(opened):
-                async for delta in self._deltas(chat, index, generation, recording, parts):
-                    last = index == len(opened) - 1 and delta["finish_reason"] is not None
-                    yield {**head, "choices": [delta]} | (recording.fields() if last else {})
-        if request.stream_usage:
-            yield {**head, "choices": [], "usage": usage_of(len(chat.prompt_ids), parts)} | recording.fields()
+        for index in range(count):
+            async for delta in self._deltas(chat, index, parts):
+                last = index == count - 1 and delta["finish_reason"] is not None
+                await send({**head, "choices": [delta]} | (exchange.fields() if last else {}))
+        if request.stream_options.include_usage:
+            usage = usage_of(len(exchange.prompt_ids), parts)
+            await send({**head, "choices": [], "usage": usage} | exchange.fields())
 
-    async def _prepare(self, request: ChatRequest, request_id: str, recording: Recording) -> _Chat:
-        """Make the prompt of a chat. Raises ApiError."""
-        keys = keys_of(root_key(request.tools, request.fields.chat_template_kwargs), request.messages)
-        parent, known = _continued(recording, keys)
+    async def _begin(self, request: ChatRequest, exchange: Exchange, interval_s: float | None) -> _Chat:
+        """Make the prompt of a chat, and ask for the responses to it. Raises ApiError."""
+        kwargs, session = request.chat_template_kwargs, exchange.session
+        keys = keys_of(root_key(request.tools, kwargs), request.messages)
+        parent, known = (None, 0) if session is None else _continued(session, keys)
         added: tuple[tuple[str, str], ...] = ()
-        if parent is None:
-            prompt = await self._text.prompt(request.messages, request.tools, request.fields.chat_template_kwargs)
+        if session is None or parent is None:
+            prompt = await self._text.prompt(request.messages, request.tools, kwargs)
         else:
-            before, messages = recording.ids_through(parent), request.messages[known:]
-            response = parent.response_ids.tolist()
-            prompt = await self._text.next_prompt(before, response, messages, request.fields.chat_template_kwargs)
+            before, messages = session.ids_through(parent.number), request.messages[known:]
+            prompt = await self._text.next_prompt(before, parent.response_ids.tolist(), messages, kwargs)
             added = tuple((each["role"], each["content"]) for each in messages)
         format_ = await self._text.tool_format() if request.tools else None
-        sampling = recording.sampling(request.sampling(self._limits, len(prompt)))
-        return _Chat(request, request_id, prompt, parent, added, keys[-1], sampling, format_)
+        exchange.begin(prompt, request.choice(self._limits, len(prompt)), parent, interval_s)
+        return _Chat(request, exchange, added, keys[-1], format_)
 
-    def _open(self, chat: _Chat, recording: Recording, interval_s: float | None) -> Any:  # noqa: ANN401  # a context
-        place = recording.place(chat.parent)
-        return self._generations.open(chat.prompt_ids, chat.sampling, place, interval_s=interval_s)
+    async def _progress(self, chat: _Chat, response: Generation) -> AsyncIterator[tuple[ResponsePart, bool, bool]]:
+        """Yield the tokens so far whenever there are more, and whether these are all of the response, by a stop string.
 
-    async def _whole(self, chat: _Chat, recording: Recording) -> list[tuple[ResponsePart, bool, int]]:
-        """Return each response, whether a stop string ended it, and its replica."""
-        stops = chat.request.stops
-        async with self._open(chat, recording, STOPS_S if stops else None) as opened:
-            if not stops:
-                parts = await ends_of(opened)
-                return [(part, False, each.replica) for part, each in zip(parts, opened, strict=True)]
-            return [await self._until_stop(chat, each) for each in opened]
-
-    async def _until_stop(self, chat: _Chat, generation: Generation) -> tuple[ResponsePart, bool, int]:
-        """Return one response up to its first stop string, or whole; see `_whole`."""
+        The last ones are the whole response, or end with its first stop string. Raises ApiError if it fails.
+        """
         known = 0
         while True:
-            await generation.more_than(known)
-            part, ended = generation.part, generation.ended  # as they are now: more may come during the search
+            await response.more_than(known)
+            part, ended = response.part, response.ended  # as they are now: more may come during the search
             if (cut := await self._cut(chat, part)) is not None:
-                return cut, True, generation.replica
+                yield cut, True, True
+                return
             if ended:
-                return checked(generation), False, generation.replica
+                yield response.result(), True, False
+                return
+            yield part, False, False
             known = len(part.response_ids)
 
     async def _cut(self, chat: _Chat, part: ResponsePart) -> ResponsePart | None:
@@ -190,61 +170,50 @@ class Chats:
         count = await self._text.cut(part.response_ids, chat.request.stops, tools=tools)
         return None if count is None else first_tokens(part, count, "stop")
 
-    async def _turn(self, chat: _Chat, part: ResponsePart, index: int) -> ChatText:
-        """Return the text of a whole response, choice number `index`. Ids of calls tell the choices apart."""
+    async def _record(self, chat: _Chat, index: int, part: ResponsePart) -> ChatText:
+        """Record a whole response, choice number `index`, and return its text. Ids of calls tell the choices apart."""
         text = await self._text.text(part.response_ids, tools=chat.format is not None)
-        name = f"{chat.request_id}_{index}"
-        return read_turn(cut_at(text, chat.request.stops)[0], chat.format, chat.request.tools, name)
+        name = f"{chat.exchange.id}_{index}"
+        turn = read_turn(cut_at(text, chat.request.stops)[0], chat.format, chat.request.tools, name)
+        key, response = extended(chat.key, message_of(turn)), chat.exchange.responses[index]
+        chat.exchange.record(response, part, key=key, messages=chat.added, calls=turn.requested)
+        return turn
 
     async def _logprobs(self, chat: _Chat, part: ResponsePart) -> dict[str, Any] | None:
-        if not chat.request.fields.logprobs:
+        if not chat.request.logprobs:
             return None
         return chat_logprobs(await self._text.token_texts(part.response_ids), part.logprobs)
 
-    async def _deltas(
-        self, chat: _Chat, index: int, generation: Generation, recording: Recording, parts: list[ResponsePart]
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _deltas(self, chat: _Chat, index: int, parts: list[ResponsePart]) -> AsyncIterator[dict[str, Any]]:
         """Yield the choices of the chunks of one response; add the response to `parts` and to the session."""
         stream, known, tools = TextStream(chat.request.stops, chat.format), 0, chat.format is not None
-        while True:
-            await generation.more_than(known)
-            part, ended = generation.part, generation.ended
-            cut = await self._cut(chat, part)
-            if ended and cut is None:
-                part = checked(generation)
-            if ended or cut is not None:
-                break
-            piece = stream.piece(await self._text.text(part.response_ids, tools=tools))
-            new, known = tokens_from(part, known), len(part.response_ids)
-            if piece or chat.request.fields.logprobs:
-                yield delta_choice(index, _content(piece)) | await self._more(chat, new)
-        whole = cut or part
-        turn = await self._turn(chat, whole, index)
-        parts.append(whole)
-        recording.add(chat.prompt_ids, whole, chat.parent, chat.request_id, generation.replica, _told(chat, turn))
-        last = delta_choice(index, _content(stream.last_piece(turn)))
-        yield last | await self._more(chat, tokens_from(whole, min(known, len(whole.response_ids))))
-        if turn.calls:
-            calls = [{"index": number, **call} for number, call in enumerate(turn.calls)]
-            yield delta_choice(index, {"tool_calls": calls})
-        end = token_fields(whole) if chat.request.fields.return_token_ids else {}
-        yield delta_choice(index, {}, finish_of(turn, whole, cut is not None), **end)
+        async for part, whole, stopped in self._progress(chat, chat.exchange.responses[index]):
+            new, known = tokens_from(part, min(known, len(part.response_ids))), len(part.response_ids)
+            if not whole:
+                piece = stream.piece(await self._text.text(part.response_ids, tools=tools))
+                if piece or chat.request.logprobs:
+                    yield delta_choice(index, _content(piece)) | await self._more(chat, new)
+                continue
+            turn = await self._record(chat, index, part)
+            parts.append(part)
+            yield delta_choice(index, _content(stream.last_piece(turn))) | await self._more(chat, new)
+            if turn.calls:
+                calls = [{"index": number, **call} for number, call in enumerate(turn.calls)]
+                yield delta_choice(index, {"tool_calls": calls})
+            end = token_fields(part) if chat.request.return_token_ids else {}
+            yield delta_choice(index, {}, finish_of(turn, part, stopped), **end)
 
     async def _more(self, chat: _Chat, new: ResponsePart) -> dict[str, Any]:
-        return {"logprobs": await self._logprobs(chat, new)} if chat.request.fields.logprobs else {}
-
-
-def _told(chat: _Chat, turn: ChatText) -> ChatTurn:
-    return ChatTurn(extended(chat.key, message_of(turn)), chat.added, turn.requested)
+        return {"logprobs": await self._logprobs(chat, new)} if chat.request.logprobs else {}
 
 
 def _content(piece: str) -> dict[str, str]:
     return {"content": piece} if piece else {}
 
 
-def _continued(recording: Recording, keys: Sequence[str]) -> tuple[RecordedTurn | None, int]:
+def _continued(session: GatewaySession, keys: Sequence[str]) -> tuple[RecordedTurn | None, int]:
     """Return the turn of the session that ends the longest beginning of a chat, and how many messages that has."""
     for known in range(len(keys) - 1, 0, -1):
-        if (turn := recording.by_key(keys[known])) is not None:
+        if (turn := session.by_key(keys[known])) is not None:
             return turn, known
     return None, 0

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from megarl.rollout.engine.messages import SamplingSpec
+from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.messages import SamplingSpec, request_seed
 from megarl.rollout.fleet.external_requests import Failure
 
 # The errors that the gateway answers with, in OpenAI's form: what was wrong, in which field, and the HTTP status.
 
 TOO_LONG, NO_TURN_LEFT = "context_length_exceeded", "no_turn_left"
 BOUNDS = (TOO_LONG, NO_TURN_LEFT)  # the codes of errors that end a trajectory
+RUN_SESSIONS = "megarl-"  # begins the names of the sessions of a run's own samples, which nothing but PUT opens
 
 
 class ApiError(Exception):
@@ -43,21 +45,18 @@ def refused(field: str, why: str) -> ApiError:
     return ApiError(400, f"{field}: {why}", field=field)
 
 
-def unauthorized() -> ApiError:
-    """Return the error of a request without the right token."""
-    told = "the bearer token is missing or wrong; the token of this gateway is in the file that gateway.json names"
-    return ApiError(401, told, kind="authentication_error", code="invalid_api_key")
+def too_many(message: str) -> ApiError:
+    """Return the error of a request for which there is no room now."""
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
 
 
-def too_long(prompt: int, most: int) -> ApiError:
-    """Return the error of a prompt after which no token fits."""
-    told = f"the prompt has {prompt} tokens; with one of a response it may have {most} (max_model_len)"
-    return ApiError(400, told, field="messages", code=TOO_LONG)
-
-
-def no_turn_left(most: int) -> ApiError:
-    """Return the error of a request beyond those that its session may make."""
-    return ApiError(400, f"the session has made the {most} requests that it may make (most_turns)", code=NO_TURN_LEFT)
+def no_session() -> ApiError:
+    """Return the error of a session that is not there."""
+    told = (
+        "there is no such session: it never began, was ended, nobody used it for too long (twice timeouts.generate_s), "
+        f"or its gateway has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
+    )
+    return ApiError(404, told, code="session_not_found")
 
 
 def not_generated(failure: Failure, message: str) -> ApiError:
@@ -125,7 +124,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Return what is asked of the engine; `max_tokens` is cut to what fits. Raises ApiError."""
         room = limits.max_model_len - prompt_tokens
         if room < 1:
-            raise too_long(prompt_tokens, limits.max_model_len)
+            told = f"the prompt has {prompt_tokens} tokens; with one of a response it may have {limits.max_model_len} (max_model_len)"  # noqa: E501
+            raise ApiError(400, told, field="messages", code=TOO_LONG)
         stops = check_tokens(f"{where}.stop_token_ids".lstrip("."), self.stop_token_ids, limits)
         if self.top_k > limits.vocabulary:
             raise refused(f"{where}.top_k".lstrip("."), f"the model has {limits.vocabulary} tokens")
@@ -175,8 +175,45 @@ def check_tokens(field: str, ids: list[int], limits: ModelLimits) -> list[int]:
     return ids
 
 
-def parse_object(content: object) -> dict[str, Any]:
-    """Return the JSON object of a request's body. Raises ApiError for anything else."""
-    if not isinstance(content, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return content
+# The terms of a session that the run itself has opened for one of its samples: they hold for all of its requests.
+#
+# The run decides what is trained on: a request of such a session is sampled as the run's other responses, whatever its
+# own sampling fields say. It may only ask for fewer tokens and for further stop tokens.
+
+
+class SessionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sampling of every request of a session, and the group that it is for: the body of `PUT /v1/sessions/ID`.
+
+    `seed`: None for responses that need none. `prefix`: equal for the sessions of a group of training, whose first
+    prompts are equal; None outside training. `deadline`: that of the group, if it has one; on its way it is as
+    `GroupDeadline.sent`. `most_turns`: the requests that the session may make; None: as many as its agent needs.
+
+    `replaces`: sessions whose names begin so are ended, because an attempt that died has left them; "": none.
+    """
+
+    sampling: SamplingSpec
+    seed: int | None = None
+    prefix: str | None = None
+    deadline: GroupDeadline | None = None
+    replaces: str = ""
+    most_turns: int | None = None
+
+    def choice(self, asked: SamplingChoice, number: int) -> SamplingChoice:
+        """Return how request `number` of the session is sampled that has asked for `asked`.
+
+        Raises ApiError if the session may not make so many.
+        """
+        if self.most_turns is not None and number >= self.most_turns:
+            told = f"the session has made the {self.most_turns} requests that it may make (most_turns)"
+            raise ApiError(400, told, code=NO_TURN_LEFT)
+        most = min(asked.spec.max_tokens, self.sampling.max_tokens)
+        stops = tuple(sorted({*asked.spec.stop_token_ids, *self.sampling.stop_token_ids}))
+        seed = None if self.seed is None else request_seed(self.seed, 0, 0, number)
+        return SamplingChoice(replace(self.sampling, max_tokens=most, stop_token_ids=stops), asked.n, seed)
+
+
+def read_terms(body: Mapping[str, Any], now: float) -> SessionTerms:
+    """Return the body of `PUT /v1/sessions/ID` that has come `now`. Raises ApiError that names what is wrong."""
+    terms = checked(body, SessionTerms)
+    deadline = None if terms.deadline is None else terms.deadline.received(now)
+    return msgspec.structs.replace(terms, deadline=deadline)

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.gateway.session_terms import RUN_SESSIONS, SessionTerms
+from megarl.gateway.request_fields import RUN_SESSIONS, ApiError, SessionTerms, no_session, too_many
+from megarl.gateway.token_route import finite, version_spans
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 
@@ -31,6 +32,7 @@ from megarl.rollout.engine.response_parts import ResponsePart
 ChatMessage = Mapping[str, Any]
 
 # Fields of a message that the prompt depends on. Others, such as `refusal` and `annotations`, come from clients.
+MOST_TOKENS = 100_000_000  # of all sessions of a gateway, 12 bytes each
 _FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 
 
@@ -77,39 +79,13 @@ def _digest(before: str, value: object) -> str:
     return hashlib.blake2b(f"{before}\n{text}".encode(), digest_size=16).hexdigest()
 
 
-class SessionExists(RuntimeError):  # noqa: N818
-    """A session of that name has begun already."""
-
-
-class NotOpened(RuntimeError):  # noqa: N818
-    """A run's own session is not there: another gateway had it, it was ended, or nobody used it for too long."""
-
-
-class NoRoom(RuntimeError):  # noqa: N818
-    """The sessions have no room for another one, or for another turn; the message names the bound."""
-
-
-@dataclass(frozen=True)
-class ChatTurn:
-    """Holds what a chat tells of a turn besides its tokens, for functions that look at the whole dialogue.
-
-    `key`: of the conversation that it ends. `messages`: role and text of those after the turn that it continues.
-    `calls`: those of its response, as `Turn.calls`.
-    """
-
-    key: str = ""
-    messages: tuple[tuple[str, str], ...] = ()
-    calls: tuple[dict[str, Any], ...] = ()
-
-
-NO_CHAT = ChatTurn()
-
-
 @dataclass(frozen=True)
 class RecordedTurn:
     """One response of a session. `added_ids`: its prompt, without the tokens of the turn `parent` that it continues.
 
-    `replica`: the one that has its tokens in its KV cache. `chat`: what is known of it if it is a chat's.
+    `replica`: the one that has its tokens in its KV cache. Of a chat there are also, for functions that look at the
+    whole dialogue, role and text of the `messages` after the turn that it continues, and the `calls` of its response,
+    as `Turn.calls`.
     """
 
     number: int
@@ -121,7 +97,8 @@ class RecordedTurn:
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     replica: int
-    chat: ChatTurn = NO_CHAT
+    messages: tuple[tuple[str, str], ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -189,9 +166,10 @@ class GatewaySession:
 
     def record(
         self, prompt_ids: Sequence[int], part: ResponsePart, *, parent: int | None = None, request_id: str = "",
-        replica: int = -1, chat: ChatTurn = NO_CHAT,
+        replica: int = -1, key: str = "", messages: tuple[tuple[str, str], ...] = (),
+        calls: tuple[dict[str, Any], ...] = (),
     ) -> RecordedTurn:  # fmt: skip
-        """Add a turn.
+        """Add a turn. `key`: of the conversation that it ends, if it is a chat's.
 
         Raises ValueError if its prompt does not begin with the tokens of `parent`, or if the response has not ended.
         """
@@ -210,14 +188,35 @@ class GatewaySession:
             versions=part.versions,
             finish_reason=part.finish_reason,
             replica=replica,
-            chat=chat,
+            messages=messages,
+            calls=calls,
         )
         self.turns.append(turn)
         self.refused = ""
         self._children.setdefault(parent, []).append(turn.number)
-        if chat.key:
-            self._by_key[chat.key] = turn.number
+        if key:
+            self._by_key[key] = turn.number
         return turn
+
+
+def session_content(session: GatewaySession) -> dict[str, Any]:
+    """Return what `GET /v1/sessions/ID` answers: every turn with its exact tokens."""
+    turns = [
+        {
+            "number": turn.number,
+            "parent": turn.parent,
+            "request_id": turn.request_id,
+            "prompt_ids": session.prompt_of(turn.number),
+            "response_ids": turn.response_ids.tolist(),
+            "logprobs": [finite(value) for value in turn.logprobs],
+            "weight_versions": version_spans(turn.versions),
+            "finish_reason": turn.finish_reason,
+            "messages": turn.messages,
+            "calls": turn.calls,
+        }
+        for turn in session.turns
+    ]
+    return {"id": session.name, "refused": session.refused or None, "turns": turns}
 
 
 class Sessions:
@@ -231,14 +230,17 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, name: str) -> GatewaySession | None:
-        """Return a session; None if there is none."""
-        return self._sessions.get(name)
+    def get(self, name: str) -> GatewaySession:
+        """Return a session. Raises ApiError if there is none."""
+        if name not in self._sessions:
+            raise no_session()
+        return self._sessions[name]
 
     def open(self, name: str, terms: SessionTerms, now: float) -> None:
-        """Begin a session that fixes `terms` for its requests. Raises SessionExists, and NoRoom as `using`."""
+        """Begin a session that fixes `terms` for its requests. Raises ApiError if it exists, and as `using`."""
         if name in self._sessions:
-            raise SessionExists(f"there is a session {name!r} already; open each session once, under a name of its own")
+            told = f"there is a session {name!r} already; open each session once, under a name of its own"
+            raise ApiError(409, told, code="session_exists")
         if terms.replaces:
             for left in [each for each in self._sessions if each.startswith(terms.replaces)]:
                 self.end(left)
@@ -249,12 +251,12 @@ class Sessions:
     def using(self, name: str, now: float) -> Iterator[GatewaySession]:
         """Give the session during the block, in which it is not forgotten; make it if there is none.
 
-        Raises NotOpened for one of a run's own that is not there: made here it would lack its terms, and the turns
-        before. Raises NoRoom if there is no room for it, or for another turn.
+        Raises ApiError for one of a run's own that is not there: made here it would lack its terms, and the turns
+        before. Raises it too if there is no room for the session, or for another turn.
         """
         self.expire(now)
         if name.startswith(RUN_SESSIONS) and name not in self._sessions:
-            raise NotOpened(name)
+            raise no_session()
         self._check_room(name, now)
         session = self._sessions.pop(name, None) or GatewaySession(name, now)
         self._sessions[name] = session
@@ -271,30 +273,27 @@ class Sessions:
     def _check_room(self, name: str, now: float) -> None:
         self.expire(now)
         if self.tokens >= self._most_tokens:
-            raise NoRoom(
-                f"the sessions have {self.tokens} tokens, and may have {self._most_tokens} (gateway.max_session_tokens): "  # noqa: E501
+            raise too_many(
+                f"the sessions have {self.tokens} tokens, and may have {self._most_tokens}: "
                 "end sessions that are finished by DELETE /v1/sessions/ID"
             )
         if name not in self._sessions and len(self._sessions) >= self._most:
-            raise NoRoom(
+            raise too_many(
                 f"there are {self._most} sessions (gateway.max_sessions), all used within {self._idle_s:.0f} s: end those "  # noqa: E501
                 "that are finished by DELETE /v1/sessions/ID"
             )
 
-    def recorded(self, session: GatewaySession, turn: RecordedTurn, now: float) -> None:
+    def count(self, session: GatewaySession, turn: RecordedTurn, now: float) -> None:
         """Count a new turn. One of a session that was ended meanwhile does not count."""
         session.used_at = now
         if self._sessions.get(session.name) is session:
             self.tokens += turn.tokens
             self._sessions[session.name] = self._sessions.pop(session.name)
 
-    def end(self, name: str) -> bool:
-        """Forget a session; False if there is none."""
-        session = self._sessions.pop(name, None)
-        if session is None:
-            return False
-        self.tokens -= session.tokens
-        return True
+    def end(self, name: str) -> None:
+        """Forget a session. Raises ApiError if there is none."""
+        self.tokens -= self.get(name).tokens
+        del self._sessions[name]
 
     def expire(self, now: float) -> list[str]:
         """Forget the sessions that nobody has used for too long; return their names."""

@@ -7,6 +7,7 @@ form read.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -64,67 +65,6 @@ class TokenRequest:
     return_prompt: bool
 
 
-class TokenLogprob(msgspec.Struct):
-    """Holds the log-prob of one sampled token."""
-
-    token_id: int
-    token: str
-    logprob: float
-    rank: int | None = None
-    top_logprobs: tuple[()] = ()
-
-
-class TokenLogprobs(msgspec.Struct):
-    """Holds the log-probs of a response."""
-
-    content: list[TokenLogprob]
-
-
-class WireSpan(msgspec.Struct, omit_defaults=True):
-    """Holds a span of tokens [start, end) that weights of one version made; the version is text, as in vLLM.
-
-    `replica`: index of the replica whose engine it was, which vLLM does not tell; left out if it is not known.
-    """
-
-    version: str
-    start: int
-    end: int
-    replica: int = -1
-
-
-class TokenChoice(msgspec.Struct):
-    """Holds one response."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: TokenLogprobs | None
-    finish_reason: str
-    weight_versions: list[WireSpan]
-    stop_reason: int | str | None = None
-    routed_experts: str | None = None
-    sampling_mask: None = None
-
-
-class TokenUsage(msgspec.Struct):
-    """Holds the numbers of tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class TokenAnswer(msgspec.Struct):
-    """Holds the answer to a request."""
-
-    request_id: str
-    model: str
-    created: int
-    choices: list[TokenChoice]
-    usage: TokenUsage
-    prompt_token_ids: list[int] | None = None
-    session: dict[str, Any] | None = None
-
-
 def read_token_request(body: Mapping[str, Any], limits: ModelLimits, new_id: str) -> TokenRequest:
     """Read a request. `new_id`: its id if it names none. Raises ApiError naming the field that is wrong."""
     given = read_fields(body, TokenFields, ignored=_IGNORED)
@@ -153,34 +93,54 @@ def read_token_request(body: Mapping[str, Any], limits: ModelLimits, new_id: str
 
 
 def token_answer(
-    request: TokenRequest, model: str, created: int, parts: Sequence[ResponsePart], session: Mapping[str, Any]
-) -> TokenAnswer:
+    request: TokenRequest, model: str, parts: Sequence[ResponsePart], session: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the answer to a request whose responses have ended. `session`: what is said about its session."""
-    prompt, made = len(request.prompt_ids), sum(len(part.response_ids) for part in parts)
-    return TokenAnswer(
-        request_id=request.request_id,
-        model=model,
-        created=created,
-        choices=[_choice(index, part, request.logprobs) for index, part in enumerate(parts)],
-        usage=TokenUsage(prompt, made, prompt + made),
-        prompt_token_ids=request.prompt_ids if request.return_prompt else None,
-        session=session.get("session"),
-    )
+    return {
+        "request_id": request.request_id,
+        "model": model,
+        "created": int(time.time()),
+        "choices": [_choice(index, part, request.logprobs) for index, part in enumerate(parts)],
+        "usage": usage_of(len(request.prompt_ids), parts),
+        "prompt_token_ids": request.prompt_ids if request.return_prompt else None,
+        "session": session.get("session"),
+    }
 
 
-def wire_spans(versions: Sequence[VersionSpan]) -> list[WireSpan]:
-    """Return version spans as they are sent."""
-    return [WireSpan(str(span.version), span.start, span.end, span.replica) for span in versions]
+def _choice(index: int, part: ResponsePart, logprobs: bool) -> dict[str, Any]:
+    more = {"stop_reason": None, "routed_experts": None, "sampling_mask": None}  # as vLLM, which may have them
+    content: list[dict[str, Any]] = [
+        {"token_id": token, "token": f"token_id:{token}", "logprob": finite(value), "rank": None, "top_logprobs": []}
+        for token, value in zip(part.response_ids, part.logprobs, strict=True)
+    ]
+    return {
+        "index": index,
+        "token_ids": part.response_ids,
+        "logprobs": {"content": content} if logprobs else None,
+        "finish_reason": part.finish_reason or "abort",
+        "weight_versions": version_spans(part.versions),
+        **more,
+    }
+
+
+def usage_of(prompt_tokens: int, parts: Sequence[ResponsePart]) -> dict[str, int]:
+    """Return the numbers of tokens of a request."""
+    made = sum(len(part.response_ids) for part in parts)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+
+
+def version_spans(versions: Sequence[VersionSpan]) -> list[dict[str, Any]]:
+    """Return the spans of tokens [start, end) that weights of one version made; the version is text, as in vLLM.
+
+    `replica`: index of the replica whose engine it was, which vLLM does not tell; left out if it is not known.
+    """
+    return [
+        {"version": str(each.version), "start": each.start, "end": each.end}
+        | ({"replica": each.replica} if each.replica >= 0 else {})
+        for each in versions
+    ]
 
 
 def finite(logprob: float) -> float:
     """Return a log-prob as it is sent: JSON knows neither infinities nor NaN."""
     return logprob if math.isfinite(logprob) else NO_LOGPROB
-
-
-def _choice(index: int, part: ResponsePart, logprobs: bool) -> TokenChoice:
-    content = None
-    if logprobs:
-        pairs = zip(part.response_ids, part.logprobs, strict=True)
-        content = TokenLogprobs([TokenLogprob(token, f"token_id:{token}", finite(value)) for token, value in pairs])
-    return TokenChoice(index, part.response_ids, content, part.finish_reason or "abort", wire_spans(part.versions))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.queue.streams import STREAMS, Stream, stream_column, stream_row
+from megarl.queue.streams import STREAMS, stream_column, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
@@ -126,6 +126,27 @@ def _parts(directory: Path) -> dict[int, dict[tuple[int, int], Path]]:
     return steps
 
 
+# The columns that are fields of a trajectory, with the names of their types; a list has those of its elements.
+_PLAIN: dict[str, str | list[str]] = {
+    "group_id": "int64",
+    "sample_index": "int32",
+    "part": "int32",
+    "prompt_ids": ["int32"],
+    "response_ids": ["int32"],
+    "response_mask": ["int8"],
+    "rollout_logprobs": ["float32"],
+    "finish_reason": "string",
+    "reward": "float64",
+    "status": "string",
+    "failure": "string",
+    "reward_error": "string",
+    "dataset": "string",
+    "demonstrated": "bool_",
+    "turn_rewards": ["float64"],
+    "turn_starts": ["int32"],
+}
+
+
 def _schema() -> pa.Schema:
     import pyarrow as pa
 
@@ -133,33 +154,22 @@ def _schema() -> pa.Schema:
     component = pa.struct([("name", pa.string()), ("value", pa.float64())])
     return pa.schema(
         [
-            ("group_id", pa.int64()),
-            ("sample_index", pa.int32()),
-            ("part", pa.int32()),
-            ("prompt_ids", pa.list_(pa.int32())),
-            ("response_ids", pa.list_(pa.int32())),
-            ("response_mask", pa.list_(pa.int8())),
-            ("rollout_logprobs", pa.list_(pa.float32())),
+            *((name, _arrow_type(kind)) for name, kind in _PLAIN.items()),
             ("versions", pa.list_(span)),
-            ("finish_reason", pa.string()),
-            ("reward", pa.float64()),
             ("reward_components", pa.list_(component)),
-            ("status", pa.string()),
-            ("failure", pa.string()),
-            ("reward_error", pa.string()),
-            ("dataset", pa.string()),
-            ("demonstrated", pa.bool_()),
-            ("turn_rewards", pa.list_(pa.float64())),
-            ("turn_starts", pa.list_(pa.int32())),
-            *((stream_column(stream), pa.list_(_arrow_type(stream))) for stream in STREAMS.from_rollout),
+            *((stream_column(stream), _arrow_type([_STREAM_TYPES[stream.dtype]])) for stream in STREAMS.from_rollout),
         ]
     )
 
 
-def _arrow_type(stream: Stream) -> pa.DataType:
+_STREAM_TYPES = {"float32": "float32", "int64": "int64", "bool": "bool_"}
+
+
+def _arrow_type(kind: str | list[str]) -> pa.DataType:
     import pyarrow as pa
 
-    return {"float32": pa.float32(), "int64": pa.int64(), "bool": pa.bool_()}[stream.dtype]
+    made: pa.DataType = pa.list_(getattr(pa, kind[0])()) if isinstance(kind, list) else getattr(pa, kind)()
+    return made
 
 
 def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa.Table:
@@ -182,26 +192,6 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
     ]
     metadata = {"megarl.format": FORMAT, "megarl.step": str(step), "megarl.version": str(version)}
     return pa.Table.from_pylist(rows, schema=_schema().with_metadata(metadata))
-
-
-_PLAIN = (
-    "group_id",
-    "sample_index",
-    "part",
-    "prompt_ids",
-    "response_ids",
-    "response_mask",
-    "rollout_logprobs",
-    "finish_reason",
-    "reward",
-    "status",
-    "failure",
-    "reward_error",
-    "dataset",
-    "demonstrated",
-    "turn_rewards",
-    "turn_starts",
-)
 
 
 def _read_part(path: Path, step: int) -> tuple[int, list[Trajectory]]:

@@ -30,6 +30,10 @@ TAG = "tag"
 _HEAD = 4  # numbers in a row's head
 _FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
 _TEXTS = ("failure", "reward_error")  # in the tags, but not of those that every rank reads
+_SCALARS = (
+    "group_id", "sample_index", "finish_reason", "reward", "reward_components", "status", *_TEXTS, "dataset", "part",
+    "demonstrated", "turn_rewards", "turn_starts",
+)  # fmt: skip
 _SPAN = 6  # version, start, end, lost, epoch, replica
 _CODES = {"int64": "q", "float32": "f", "bool": "b"}  # of `array`, by the dtype of a stream
 
@@ -132,27 +136,9 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
         values = _values(row, tag["key"])
         flat = values["versions"]
         spans = tuple(VersionSpan(*flat[start : start + _SPAN]) for start in range(0, len(flat), _SPAN))
-        own = {name: values[name] for name in _FIELDS}
-        trajectories.append(
-            Trajectory(
-                group_id=tag["group_id"],
-                sample_index=tag["sample_index"],
-                versions=spans,
-                finish_reason=tag["finish_reason"],
-                reward=tag["reward"],
-                reward_components=tag["reward_components"],
-                status=tag["status"],
-                failure=tag["failure"],
-                reward_error=tag["reward_error"],
-                streams={stream.name: values[stream.name] for stream in STREAMS.from_rollout if stream.name in values},
-                dataset=tag["dataset"],
-                part=tag["part"],
-                demonstrated=tag["demonstrated"],
-                turn_rewards=tag["turn_rewards"],
-                turn_starts=tag["turn_starts"],
-                **own,
-            )
-        )
+        own = {name: values[name] for name in _FIELDS} | {name: tag[name] for name in _SCALARS}
+        streams = {stream.name: values[stream.name] for stream in STREAMS.from_rollout if stream.name in values}
+        trajectories.append(Trajectory(versions=spans, streams=streams, **own))
     return trajectories
 
 

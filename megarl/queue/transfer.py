@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from megarl.common.errors import RolloutError
 from megarl.common.process.threads import call_in_thread
@@ -36,9 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BACKEND = "SimpleStorage"
-# Between the beginnings of two puts while more groups are to follow. Where thousands of loops are under way, each of
-# them takes many seconds, and within the shortest time a put would hardly ever have more than one group.
-PUT_INTERVAL_S, PUT_INTERVAL_EACH_S, MOST_PUT_INTERVAL_S = 0.05, 4e-5, 0.2
+PUT_INTERVAL_S = 0.05  # between the beginnings of two puts while more groups are to follow
 _RETRY_S = 0.5  # until a process that cannot be reached is asked again
 SLICE_S = 2.0  # how often a wait looks whether the queue's processes have ended
 
@@ -196,11 +194,14 @@ class _Client:
 
     @classmethod
     def attach(
-        cls, partition: str, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None, who: str = ""
-    ) -> _Client:
-        """Connect to the queue of `partition`; Ray must be initialised. `check`: see `QueueReader.attach`.
+        cls, partition: str, *, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None,
+        who: str = "",
+    ) -> Self:  # fmt: skip
+        """Connect to the queue of `partition`; Ray must be initialised.
 
-        Raises TimeoutError if the queue does not exist within `timeout_s`.
+        `check` raises if the queue's processes have ended; a call that waits then raises the same, and soon. `who`: the
+        name of this process in messages; by default its pid. Raises TimeoutError if the queue does not exist within
+        `timeout_s`.
         """
         quiet_library()
         lock()
@@ -257,6 +258,7 @@ class _Client:
         return f"{self._who} waited {self.timeout_s:.0f} s (timeouts.rpc_s) for the trajectory queue to {what}"
 
     def close(self) -> None:
+        """Close the connections to the queue; its rows stay."""
         self._client.close()
 
     async def put(self, keys: list[str], fields: TensorDict, tags: list[dict[str, str]]) -> None:
@@ -298,12 +300,9 @@ class QueueWriter:
 
     Groups that finish soon after a put began share the next one. A put takes some milliseconds and involves three
     processes, whatever its size: of one group of 16 it costs twice as much per row as of four.
-
-    `under_way`: tells how many loops make rows for this writer, by which the time between two puts grows.
     """
 
     def __init__(self, client: _Client) -> None:
-        self.under_way: Callable[[], int] = int
         self._client = client
         self._waiting: list[tuple[Sequence[EncodedRow], asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
@@ -316,7 +315,7 @@ class QueueWriter:
 
         `who`: the name of this process in messages; by default its pid.
         """
-        return cls(_Client.attach(partition, namespace, timeout_s, who=who))
+        return cls(_Client.attach(partition, namespace=namespace, timeout_s=timeout_s, who=who))
 
     async def put_group(self, trajectories: Sequence[Trajectory], *, more: bool = False) -> None:
         """Write all samples of a group, including failed ones; raises TimeoutError after the writer's `timeout_s`.
@@ -375,8 +374,7 @@ class QueueWriter:
             async with asyncio.timeout(self._next_at - time.monotonic()):
                 await self._urgent.wait()
         self._urgent.clear()
-        interval_s = min(MOST_PUT_INTERVAL_S, PUT_INTERVAL_EACH_S * self.under_way())
-        self._next_at = time.monotonic() + max(PUT_INTERVAL_S, interval_s)
+        self._next_at = time.monotonic() + PUT_INTERVAL_S
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Remove rows; unknown keys are ignored."""
@@ -403,31 +401,16 @@ class QueueWriter:
         self._client.close()
 
 
-class QueueReader:
+class QueueReader(_Client):
     """The trainer's side of the queue: each DP leader reads all tags and fetches only its own rows."""
-
-    def __init__(self, client: _Client) -> None:
-        self._client = client
-
-    @classmethod
-    def attach(
-        cls, partition: str, *, namespace: str, timeout_s: float, check: Callable[[], None] = lambda: None,
-        who: str = "",
-    ) -> QueueReader:  # fmt: skip
-        """Connect to the queue of `partition`; raises TimeoutError if it does not exist in time.
-
-        `check` raises if the queue's processes have ended; a call that waits then raises the same, and soon. `who`: the
-        name of this process in messages; by default its pid.
-        """
-        return cls(_Client.attach(partition, namespace, timeout_s, check, who))
 
     def read_tags(self, keys: Sequence[str]) -> list[SampleTag]:
         """Return the tags of `keys` in their order; raises KeyError if one is not in the queue."""
         if not keys:
             return []
-        found = self._client.call(self._client.tags_of(list(keys)), f"tell the tags of {len(keys)} rows")
+        found = self.call(self.tags_of(list(keys)), f"tell the tags of {len(keys)} rows")
         if len(found) != len(keys):
-            present = self._client.call(self._client.tags(), "list its rows")
+            present = self.call(self.tags(), "list its rows")
             missing = [key for key in keys if key not in present]
             absent = len(keys) - len(found)
             raise KeyError(f"{absent} of {len(keys)} rows are not in the trajectory queue: {missing[:4]}")
@@ -437,9 +420,5 @@ class QueueReader:
         """Return the trajectories of `keys` in their order; raises KeyError if one is missing."""
         if not keys:
             return []
-        data, tags = self._client.call(self._client.get(list(keys)), f"send {len(keys)} rows")
+        data, tags = self.call(self.get(list(keys)), f"send {len(keys)} rows")
         return decode(data, tags)
-
-    def close(self) -> None:
-        """Close the connections to the queue; its rows stay."""
-        self._client.close()

@@ -1,28 +1,65 @@
-"""The parent's side of one reward process: start, send, receive with a timeout, kill."""
+"""A reward process, seen from its parent, and the form of its answers.
+
+These are JSON that the parent checks: it decodes nothing that could run code.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from megarl.common.process.child_process import AnswerError, ChildProcess, StartError
+from pydantic import TypeAdapter
+
+from megarl.common.process.child_process import AnswerError, ChildProcess, StartError, checked_answer
+from megarl.common.process.child_program import json_bytes
 from megarl.common.process.frames import FrameError, receive_frame, send_frame
-from megarl.rewards.types import RewardSpec, Setup
-from megarl.rewards.worker_protocol import MAX_ANSWER_BYTES, RewardAnswer, decode_answer
+from megarl.rewards.types import ErrorReason, RewardResult, RewardSpec, Setup
+
+MAX_ANSWER_BYTES = 1 << 16  # of an encoded answer; a real one has a few hundred
 
 
-class WorkerDiedError(RuntimeError):
-    """The process ended before it answered."""
+@dataclass(frozen=True)
+class RewardAnswer:
+    """The answer for the sample with the number `task`: a result, or why there is none.
+
+    `message` is one line for people; `trace` is the end of the function's own traceback.
+    """
+
+    task: int
+    result: RewardResult | None
+    reason: ErrorReason | None = None
+    message: str = ""
+    trace: str = ""
 
 
-class WorkerTimeoutError(RuntimeError):
-    """No answer in time."""
+_ANSWER = TypeAdapter(RewardAnswer)
 
 
-class ForeignAnswerError(RuntimeError):
-    """The process sent what is no answer to the sample that it was given."""
+def encode_answer(answer: RewardAnswer) -> bytes:
+    """Return the bytes of an answer; one that would be too long becomes an answer that says so."""
+    encoded = json_bytes(asdict(answer))
+    if len(encoded) <= MAX_ANSWER_BYTES:
+        return encoded
+    message = f"the result has {len(encoded)} bytes as JSON, and at most {MAX_ANSWER_BYTES} are allowed: return less"
+    return json_bytes(asdict(RewardAnswer(answer.task, None, "invalid", message)))
+
+
+def decode_answer(encoded: bytes, task: int) -> RewardAnswer:
+    """Return the answer for the sample `task`. Raises AnswerError for anything else."""
+    answer = checked_answer(encoded, _ANSWER)
+    if answer.task != task:
+        raise AnswerError(f"an answer for sample {answer.task} where that for sample {task} was due")
+    if (answer.result is None) == (answer.reason is None):
+        raise AnswerError("an answer with both a result and an error, or with neither")
+    if answer.result is not None:
+        for score in (answer.result.score, *answer.result.turn_rewards):
+            if not math.isfinite(score):
+                raise AnswerError(f"an answer with the score {score}, which is no finite number")
+    return answer
 
 
 class RewardProcess:
@@ -51,32 +88,34 @@ class RewardProcess:
         except TimeoutError as error:
             raise StartError(f"{error}; raise timeouts.engine_start_s") from error
 
-    def send(self, batch: Sequence[tuple[int, bytes]], timeout_s: float) -> None:
-        """Send a batch of numbers and pickled samples; raises WorkerDiedError if the process does not take it in time.
+    def send(self, batch: Sequence[tuple[int, bytes]], timeout_s: float) -> str:
+        """Send a batch of numbers and pickled samples; return why the process does not take it, empty if it does.
 
         It waits for samples, so it takes them at once, unless it was stopped or has ended.
         """
         try:
             send_frame(self._connection, pickle.dumps(list(batch)), timeout_s)
-        except TimeoutError as error:
-            raise WorkerDiedError(f"it did not take its samples within {timeout_s:g} s and was killed") from error
-        except OSError as error:
-            raise WorkerDiedError(self._child.ending()) from error
+        except TimeoutError:
+            return f"it did not take its samples within {timeout_s:g} s and was killed"
+        except OSError:
+            return self._child.ending()
+        return ""
 
     def receive(self, task: int, timeout_s: float) -> RewardAnswer:
-        """Return the answer for the sample with the number `task`.
+        """Return the answer for the sample with the number `task`, or why the process has given none.
 
-        Raises WorkerTimeoutError after `timeout_s`, WorkerDiedError if the process ends, and ForeignAnswerError if it
-        sends anything else.
+        That is `timeout` after `timeout_s`, `crash` if it has ended, and `foreign` if it sent anything else.
         """
+        reason: ErrorReason
         try:
             return decode_answer(receive_frame(self._connection, MAX_ANSWER_BYTES, timeout_s), task)
-        except TimeoutError as error:
-            raise WorkerTimeoutError(f"no reward after {timeout_s:g} s; the process was killed") from error
-        except (EOFError, OSError) as error:
-            raise WorkerDiedError(f"the process ended: {self._child.ending()}") from error
+        except TimeoutError:
+            reason, message = "timeout", f"no reward after {timeout_s:g} s; the process was killed"
+        except (EOFError, OSError):
+            reason, message = "crash", f"the process ended: {self._child.ending()}"
         except (AnswerError, FrameError) as error:
-            raise ForeignAnswerError(f"its process sent {error}; it was killed") from error
+            reason, message = "foreign", f"its process sent {error}; it was killed"
+        return RewardAnswer(task, None, reason, message)
 
     def kill(self) -> None:
         """Kill the process and all that it started, as `ChildProcess.kill`. Any thread may call it, also repeatedly."""

@@ -6,16 +6,15 @@ number or a RewardResult. Anything else raises ValueError that states the expect
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import traceback
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from inspect import Parameter
 from typing import Any
 
+from megarl.common.imports import imported
 from megarl.rewards.types import RewardFunction, RewardInput, RewardResult
 
 SHIPPED = {
@@ -34,7 +33,10 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
     it is called here, so that slow imports do not count as the time of a sample. Raises ValueError for a path that
     cannot be imported or a signature that cannot be adapted.
     """
-    target = _import(SHIPPED.get(function, function))
+    if function not in SHIPPED and ":" not in function:
+        names = ", ".join(sorted(SHIPPED))
+        raise ValueError(f"reward.function {function!r} is neither {names} nor a path `package.module:function`")
+    target = imported(SHIPPED.get(function, function), "reward.function")
     kwargs = dict(kwargs or {})
     if inspect.isclass(target):
         try:
@@ -87,44 +89,6 @@ def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's 
     if bad := [each for each in result.turn_rewards if not math.isfinite(each)]:
         raise ValueError(f"a reward of a turn is {bad[0]}, not a finite number")
     return result
-
-
-def import_path(function: Callable[..., object] | str) -> str:
-    """Return the import path of a callable; raises ValueError if another process cannot import it by that path."""
-    if isinstance(function, str):
-        return function
-    name = getattr(function, "__qualname__", "")
-    module = getattr(function, "__module__", "")
-    if not name or "<" in name or module in ("", "__main__"):
-        raise ValueError(
-            f"reward function {function!r} cannot be imported by another process: define it at the top level "
-            "of a module and pass `package.module:function`"
-        )
-    return f"{module}:{name}"
-
-
-def _import(path: str) -> object:
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        names = ", ".join(sorted(SHIPPED))
-        raise ValueError(f"reward.function {path!r} is neither {names} nor a path `package.module:function`")
-    try:
-        target: object = importlib.import_module(module_name)
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}{_line_of(error)}"
-        raise ValueError(f"reward.function {path!r}: importing {module_name!r} failed: {cause}") from error
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise ValueError(f"reward.function {path!r}: {module_name!r} has no {attribute!r}")
-        target = getattr(target, part)
-    return target
-
-
-def _line_of(error: Exception) -> str:
-    """Return the line of the user's module that has failed, as ` (FILE:LINE)`; empty if the import found no module."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen ")]
-    own = [each for each in frames if each.filename not in (__file__, importlib.__file__)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _adapt(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:

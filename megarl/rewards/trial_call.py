@@ -7,18 +7,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
-from megarl.rewards.process import (
-    ForeignAnswerError,
-    RewardProcess,
-    StartError,
-    WorkerDiedError,
-    WorkerTimeoutError,
-)
+from megarl.common.process.child_process import StartError
+from megarl.rewards.process import RewardProcess
 from megarl.rewards.types import RewardInput, RewardSpec
 
 
@@ -42,55 +35,44 @@ class TrialProblem:
     called: bool
 
 
-class TrialCalls:
-    """The trial calls of several functions, each in a process of its own. A context manager, which ends the processes.
+@contextmanager
+def trials(
+    calls: Sequence[TrialCall], *, timeout_s: float, start_timeout_s: float, memory_bytes: int | None
+) -> Iterator[Iterator[TrialProblem]]:
+    """Make the calls, each in a process of its own, until the block ends; give what is wrong, as it is waited for.
 
     `timeout_s`, `start_timeout_s` and `memory_bytes` are those of the run's processes.
     """
-
-    def __init__(
-        self, calls: Sequence[TrialCall], *, timeout_s: float, start_timeout_s: float, memory_bytes: int | None
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._stack = ExitStack()
-        self._calls: list[tuple[TrialCall, RewardProcess]] = []
+    with ExitStack() as stack:
+        started = []
         for each in calls:
-            process = RewardProcess([each.spec], start_timeout_s, memory_bytes)
-            self._stack.callback(process.close)
-            self._calls.append((each, process))
+            started.append((each, RewardProcess([each.spec], start_timeout_s, memory_bytes)))
+            stack.callback(started[-1][1].close)
+        yield (found for call, process in started if (found := _problem(call, process, timeout_s)) is not None)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+def _problem(call: TrialCall, process: RewardProcess, timeout_s: float) -> TrialProblem | None:
+    key = f"{call.spec.key}.function"
+    try:
+        process.wait_ready()
+    except (ValueError, StartError) as error:
+        text = str(error).removeprefix(f"{call.spec.key}: ")
+        return TrialProblem(text if text.startswith(f"{key} ") else f"{key}: {text}", called=False)
+    if call.sample is None or not (problem := _call(process, call.sample, timeout_s)):
+        return None
+    tried = f"a trial call of {call.spec.function!r} failed, with {call.row}: {problem}"
+    return TrialProblem(f"{key}: {tried}", called=True)
 
-    def problems(self) -> Iterator[TrialProblem]:
-        """Wait for the results, within the bounds of the constructor, and yield what is wrong."""
-        for call, process in self._calls:
-            key = f"{call.spec.key}.function"
-            try:
-                process.wait_ready()
-            except (ValueError, StartError) as error:
-                text = str(error).removeprefix(f"{call.spec.key}: ")
-                yield TrialProblem(text if text.startswith(f"{key} ") else f"{key}: {text}", called=False)
-                continue
-            if call.sample is not None and (problem := self._call(process, call.sample)):
-                tried = f"a trial call of {call.spec.function!r} failed, with {call.row}: {problem}"
-                yield TrialProblem(f"{key}: {tried}", called=True)
 
-    def _call(self, process: RewardProcess, sample: RewardInput) -> str:
-        """Return why the sample has no reward; empty if it has one."""
-        try:
-            process.send([(1, pickle.dumps((0, sample), protocol=pickle.HIGHEST_PROTOCOL))], self._timeout_s)
-            answer = process.receive(1, self._timeout_s)
-        except WorkerTimeoutError:
-            return f"no reward after {self._timeout_s:g} s (reward.timeout_s)"
-        except (WorkerDiedError, ForeignAnswerError) as error:
-            return str(error)
-        if answer.result is not None:
-            return ""
-        trace = "".join(f"\n      {line}" for line in answer.trace.splitlines()[:-1])
-        return f"{answer.message}{trace}"
+def _call(process: RewardProcess, sample: RewardInput, timeout_s: float) -> str:
+    """Return why the sample has no reward; empty if it has one."""
+    payload = pickle.dumps((0, sample), protocol=pickle.HIGHEST_PROTOCOL)
+    if ending := process.send([(1, payload)], timeout_s):
+        return ending
+    answer = process.receive(1, timeout_s)
+    if answer.reason == "timeout":
+        return f"no reward after {timeout_s:g} s (reward.timeout_s)"
+    if answer.result is not None:
+        return ""
+    trace = "".join(f"\n      {line}" for line in answer.trace.splitlines()[:-1])
+    return f"{answer.message}{trace}"

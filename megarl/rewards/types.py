@@ -115,3 +115,20 @@ class Setup:
     functions: tuple[RewardSpec, ...]
     path: list[str]
     memory_bytes: int | None = None
+
+
+def judged_part(sample: RewardInput, answer_after: str | None) -> str:
+    """Return the part of a response that a final answer is looked for in.
+
+    That is the text after the last `answer_after`, which ends the model's reasoning (`</think>`). The start of the
+    reasoning is the same mark without its slash; a response, or the end of its prompt, that opens a reasoning and does
+    not close it has no answer: "". None and "none" take all of the response.
+    """
+    if answer_after is None or answer_after == "none":
+        return sample.response
+    before, mark, after = sample.response.rpartition(answer_after)
+    if mark:
+        return after
+    opening = answer_after.replace("/", "", 1)
+    open_reasoning = opening != answer_after and (opening in before + after or sample.prompt.rstrip().endswith(opening))
+    return "" if open_reasoning else sample.response

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
 from megarl.common.trust.secret_references import resolved
+from megarl.rewards.process import RewardAnswer, encode_answer
 from megarl.rewards.registry import as_result, resolve
 from megarl.rewards.types import ErrorReason, RewardFunction, Setup
-from megarl.rewards.worker_protocol import RewardAnswer, encode_answer
 
 Batch = list[tuple[int, bytes]]
 TRACE_FRAMES = 6

@@ -24,11 +24,9 @@ from megarl.common.errors import RolloutError
 from megarl.common.process.child_process import StartError
 from megarl.common.process.threads import ThreadResults
 from megarl.common.values import GIB
-from megarl.rewards.failures import ErrorLimit, ErrorReport
-from megarl.rewards.process import ForeignAnswerError, RewardProcess, WorkerDiedError, WorkerTimeoutError
-from megarl.rewards.registry import import_path
+from megarl.rewards.failures import Failures
+from megarl.rewards.process import RewardAnswer, RewardProcess
 from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardOutcome, RewardSpec
-from megarl.rewards.worker_protocol import RewardAnswer
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +72,7 @@ class RewardPool:
     a sample whose function hung, raised, crashed or returned no finite number. If these are more than `max_error_share`
     of a function's latest samples, and `min_errors` or more, the pool fails with the function's own message. `report`
     is given the messages that a person should see at once. All processes start at the same time, by `start()` or by the
-    first sample. Raises ValueError if another process could not import a function or receive its arguments.
+    first sample. Raises ValueError if another process could not receive a function's arguments.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class RewardPool:
                 f"a reward pool needs workers >= 1 and timeout_s > 0, not reward.workers={workers} and "
                 f"reward.timeout_s={timeout_s}"
             )
-        self.functions = tuple(replace(each, function=import_path(each.function)) for each in functions)
+        self.functions = tuple(functions)
         for each in self.functions:
             try:
                 pickle.dumps(each.kwargs)
@@ -108,8 +106,8 @@ class RewardPool:
         self._results = ThreadResults()
         self.memory_gib = memory_gib
         self.max_error_share = max_error_share
-        self._limits = [ErrorLimit(max_error_share, min_errors) for _ in self.functions]
-        self._reports = [ErrorReport(_name(each), on_error, report) for each in self.functions]
+        self._failures = [Failures(_name(each), on_error, max_error_share, min_errors) for each in self.functions]
+        self._report = report
         self._numbers = itertools.count(1)
         self._redone = 0
         self._tasks: deque[_Task] = deque()
@@ -160,8 +158,8 @@ class RewardPool:
         waiting = len(self._tasks) + len(self._running)
         parts = [f"{waiting} samples wait for their reward"] if waiting else []
         parts += [f"reward function {name} is running" for name in sorted(running)]
-        for spec, report in zip(self.functions, self._reports, strict=True):
-            counts = ", ".join(f"{reason} {count} times" for reason, count in sorted(report.by_reason.items()))
+        for spec, failures in zip(self.functions, self._failures, strict=True):
+            counts = ", ".join(f"{reason} {count} times" for reason, count in sorted(failures.by_reason.items()))
             parts += [f"reward function {_name(spec)} has failed: {counts}"] if counts else []
         return "".join(f"; {part}" for part in parts)
 
@@ -232,10 +230,9 @@ class RewardPool:
 
     def _run(self, index: int, process: RewardProcess, batch: list[_Task]) -> tuple[bool, list[_Task]]:
         """Score a batch; return (whether the process still runs, the tasks without an answer)."""
-        try:
-            process.send([(task.number, task.payload) for task in batch], min(self.timeout_s, self.start_timeout_s))
-        except WorkerDiedError as error:
-            return False, self._not_taken(batch, str(error))
+        payloads = [(task.number, task.payload) for task in batch]
+        if ending := process.send(payloads, min(self.timeout_s, self.start_timeout_s)):
+            return False, self._not_taken(batch, ending)
         for position, task in enumerate(batch):
             self._running[index] = task
             try:
@@ -269,62 +266,46 @@ class RewardPool:
     def _await_answer(self, process: RewardProcess, task: _Task) -> tuple[RewardAnswer, bool]:
         """Wait for one answer; return it, and whether the process is still usable."""
         begin = time.monotonic()
-        alive = False
-        try:
-            answer = process.receive(task.number, self.timeout_s)
-            # Memory that samples before have filled stays so: the next ones would fail as well.
-            alive = answer.reason != "memory"
-            if not alive:
-                limit = "" if self.memory_gib is None else f"; it may have {self.memory_gib:g} GiB (reward.memory_gib)"
-                answer = replace(answer, message=answer.message + limit)
-        except WorkerTimeoutError as error:
-            answer = RewardAnswer(task.number, None, "timeout", str(error))
-        except ForeignAnswerError as error:
-            answer = RewardAnswer(task.number, None, "foreign", str(error))
-        except WorkerDiedError as error:
-            answer = RewardAnswer(task.number, None, "crash", str(error))
+        answer = process.receive(task.number, self.timeout_s)
+        # Memory that samples before have filled stays so: the next ones would fail as well.
+        alive = answer.reason in (None, "exception", "invalid")
+        if answer.reason == "memory" and self.memory_gib is not None:
+            limit = f"; it may have {self.memory_gib:g} GiB (reward.memory_gib)"
+            answer = replace(answer, message=answer.message + limit)
         self._sample_seconds += 0.2 * (time.monotonic() - begin - self._sample_seconds)
         return answer, alive
 
     def _finish(self, task: _Task, answer: RewardAnswer) -> None:
         """Complete the task of an answer, and fail the pool if its function fails too often."""
-        result, spec, report = answer.result, self.functions[task.function], self._reports[task.function]
-        message = None
+        result, spec, failures = answer.result, self.functions[task.function], self._failures[task.function]
+        message, too_many, at_once = "", False, False
         with self._changed:
             failure = self._failure
             if failure is None:
-                passed = self._limits[task.function].note(failed=result is None)
+                too_many = failures.note(answer.reason)
                 if result is None:
-                    message = report.count(answer)
-        if message is not None:
-            report.tell(message)
+                    message, at_once = failures.message(answer)
+        if message:  # outside of the lock, because it may wait for a file
+            (self._report if at_once else log.warning)(message)
         if result is not None:
-            outcome = RewardOutcome(
-                result.score,
-                result.components,
-                answer=result.answer,
-                redone=task.redone,
-                turn_rewards=result.turn_rewards,
-            )
-            task.future.set_result(outcome)
+            task.future.set_result(RewardOutcome(**vars(result), redone=task.redone))
         elif failure is not None:  # close() killed the process, so the sample did not fail
             task.future.set_exception(RewardPoolError(failure))
         else:
-            if passed:
+            if too_many:
                 self._fail(
-                    f"the reward function {_name(spec)} failed for {self._limits[task.function].recent}, and "
+                    f"the reward function {_name(spec)} failed for {failures.recent}, and "
                     f"reward.max_error_share is {self.max_error_share:g}; the latest failure: {answer.reason}: "
                     + "\n".join(filter(None, [answer.message, answer.trace]))
                 )
             task.future.set_result(self._outcome_of_error(spec, answer, task.redone))
 
     def _outcome_of_error(self, spec: RewardSpec, answer: RewardAnswer, redone: int) -> RewardOutcome:
-        dropped = self.on_error == "drop"
         return RewardOutcome(
             0.0 if self.on_error == "drop" else self.on_error,
             error=f"reward function {_name(spec)}: {answer.reason}: {answer.message}",
             reason=answer.reason,
-            dropped=dropped,
+            dropped=self.on_error == "drop",
             redone=redone,
         )
 

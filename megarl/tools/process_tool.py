@@ -64,35 +64,39 @@ _REPORT, _OUTCOME = TypeAdapter(ToolReport), TypeAdapter(CallOutcome)
 
 
 class ToolProcess:
-    """A process that answers calls, any number at once. `ended`: why it answers nothing more."""
+    """A process that answers calls, once it has reported. `ended`: why it answers nothing more.
 
-    def __init__(
-        self, child: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, report: ToolReport
-    ) -> None:
-        self.report, self.ended = report, ""
-        self._child, self._reader, self._writer = child, reader, writer
+    `report`: the description of its tool, as it comes, or what `ChildProcess.handshake` raises. `retired`: no further
+    calls are to be made; it ends with those that it has.
+    """
+
+    def __init__(self, setup: Mapping[str, Any], timeout_s: float) -> None:
+        """Start it; it has `timeout_s` to report."""
+        self.ended, self.retired = "", False
+        self._alone: bool = setup["is_function"]
+        self._child = ChildProcess("megarl.tools.process_worker", f"a process of the tool {setup['path']!r}")
         self._numbers = itertools.count()
         self._open: dict[int, asyncio.Future[CallOutcome]] = {}
-        self._retired = False
-        self._reading = asyncio.ensure_future(self._read())
+        self.report = asyncio.ensure_future(self._start(json.dumps(setup).encode(), timeout_s))
+        self.report.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody may have waited
 
-    @classmethod
-    async def start(cls, setup: Mapping[str, Any], timeout_s: float) -> ToolProcess:
-        """Start a process and have it make the tool. Raises as `ChildProcess.handshake`."""
-        child = ChildProcess("megarl.tools.process_worker", f"a process of the tool {setup['path']!r}")
-        given = json.dumps(setup).encode()
-        greeting = asyncio.ensure_future(asyncio.to_thread(child.handshake, given, timeout_s))
+    async def _start(self, setup: bytes, timeout_s: float) -> ToolReport:
+        greeting = asyncio.ensure_future(asyncio.to_thread(self._child.handshake, setup, timeout_s))
         try:
             report = _REPORT.validate_python(await asyncio.shield(greeting))
-            reader, writer = await asyncio.open_connection(sock=child.connection)
+            reader, self._writer = await asyncio.open_connection(sock=self._child.connection)
         except BaseException as error:
-            child.kill()
+            self.ended = self.ended or "it did not start"
+            self._child.kill()
             await asyncio.wait([greeting], timeout=GRACE_S)  # nothing reads from a connection that is closed
-            child.close()
+            self._child.close()
+            if isinstance(error, asyncio.CancelledError):
+                raise StartError(self.ended) from error
             if isinstance(error, ValidationError):
                 raise ValueError(f"it is no tool: {error.errors()[0]['loc'][-1]} is wrong or missing") from error
             raise
-        return cls(child, reader, writer, report)
+        self._reading = asyncio.ensure_future(self._read(reader))
+        return report
 
     async def ask(self, content: Mapping[str, Any], timeout_s: float, grace_s: float = GRACE_S) -> CallOutcome:
         """Send a call and return what it came to.
@@ -108,7 +112,9 @@ class ToolProcess:
             async with asyncio.timeout(timeout_s + grace_s):
                 return await future
         except asyncio.CancelledError:
-            if not self.ended:
+            if self._alone:
+                self.kill("its call was cancelled")
+            elif not self.ended:
                 self._send({"call": number, "cancel": True})
             raise
         finally:
@@ -116,8 +122,8 @@ class ToolProcess:
             self._end_if_retired()
 
     def retire(self) -> None:
-        """End the process as soon as it has no calls; whoever has it makes no new ones."""
-        self._retired = True
+        """End the process as soon as it has no calls."""
+        self.retired = True
         self._end_if_retired()
 
     def kill(self, reason: str) -> None:
@@ -125,6 +131,9 @@ class ToolProcess:
         if self.ended:
             return
         self.ended = reason
+        if not self.report.done():
+            self.report.cancel()
+            return
         self._writer.transport.abort()
         self._child.kill()
         for future in self._open.values():
@@ -135,14 +144,14 @@ class ToolProcess:
         self._writer.write(framed(json.dumps(message).encode()))
 
     def _end_if_retired(self) -> None:
-        if self._retired and not self._open:
+        if self.retired and not self._open:
             self.kill("it was ended after a call that had taken too long")
 
-    async def _read(self) -> None:
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand out answers until the process ends, or sends something else."""
         try:
             while True:
-                outcome = checked_answer(await read_frame(self._reader, MAX_MESSAGE), _OUTCOME)
+                outcome = checked_answer(await read_frame(reader, MAX_MESSAGE), _OUTCOME)
                 future = self._open.get(outcome.call)
                 if future is not None and not future.done():
                     future.set_result(outcome)
@@ -150,50 +159,6 @@ class ToolProcess:
             self.kill(self.ended or f"its process ended during the call: {self._child.ending()}")
         except (FrameError, AnswerError) as error:
             self.kill(f"its process sent {error}")
-
-
-class _Place:
-    """The place of one process of a tool: it is started when it is needed, and another one when it has ended."""
-
-    def __init__(self, setup: Mapping[str, Any], start_timeout_s: float) -> None:
-        self._setup, self._start_timeout_s = setup, start_timeout_s
-        self.current: ToolProcess | None = None
-        self._starting: asyncio.Future[ToolProcess] | None = None
-        self._all: set[ToolProcess] = set()
-        self._closed = False
-
-    async def process(self) -> ToolProcess:
-        """Return the process that answers calls. Raises what `ToolProcess.start` raises."""
-        if self._closed:
-            raise ValueError("it is closed")
-        if self.current is not None and not self.current.ended:
-            return self.current
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(ToolProcess.start(self._setup, self._start_timeout_s))
-            self._starting.add_done_callback(self._started)
-        return await asyncio.shield(self._starting)
-
-    def _started(self, starting: asyncio.Future[ToolProcess]) -> None:
-        self._starting = None
-        if starting.cancelled() or starting.exception() is not None:
-            return
-        self.current = starting.result()
-        self._all = {each for each in self._all if not each.ended} | {self.current}
-        if self._closed:
-            self.current.kill("it was closed")
-
-    def retire(self, process: ToolProcess) -> None:
-        """Make no further calls of a process; it ends with those that it has."""
-        self.current = None if self.current is process else self.current
-        process.retire()
-
-    def close(self) -> None:
-        """Kill every process; no further one is started."""
-        self._closed = True
-        for each in self._all:
-            each.kill("it was closed")
-        if self._starting is not None:
-            self._starting.cancel()
 
 
 class ProcessTool:
@@ -210,17 +175,19 @@ class ProcessTool:
     def __init__(self, setup: Mapping[str, Any], *, processes: int, start_timeout_s: float) -> None:
         """Made by `function_tool` and `class_tool`."""
         search = [entry or os.getcwd() for entry in sys.path]
+        self._setup, self._start_timeout_s = {**setup, "search": search}, start_timeout_s
         self._path, self._alone = setup["path"], setup["is_function"]
-        self._places = [_Place({**setup, "search": search}, start_timeout_s) for _ in range(processes)]
+        self._current: list[ToolProcess | None] = [None] * processes
+        self._all: set[ToolProcess] = set()  # those that have been retired, too
         self._lock, self._closed = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"megarl-tool-{self._path}", daemon=True)
         self._thread.start()
-        self._free: asyncio.Queue[_Place] = asyncio.Queue()
-        for place in self._places:
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        for place in range(processes):
             self._free.put_nowait(place)
         try:
-            report = self._wait_for(self._places[0].process(), start_timeout_s + JOIN_S).report
+            report = self._wait_for(self._report(), start_timeout_s + JOIN_S)
         except BaseException:
             self._end()
             raise
@@ -240,6 +207,19 @@ class ProcessTool:
         """Have the object close what it has, and kill the processes. Raises ToolRaisedError if the object raises."""
         await asyncio.to_thread(self._end)
 
+    async def _report(self) -> ToolReport:
+        return await asyncio.shield(self._process(0).report)
+
+    def _process(self, place: int) -> ToolProcess:
+        """Return the process at a place, another one if it has ended. Raises ValueError if the tool is closed."""
+        if self._closed:
+            raise ValueError("it is closed")
+        process = self._current[place]
+        if process is None or process.ended or process.retired:
+            process = self._current[place] = ToolProcess(self._setup, self._start_timeout_s)
+            self._all = {each for each in self._all if not each.ended} | {process}
+        return process
+
     def _wait_for(self, work: Coroutine[Any, Any, WorkResult], timeout_s: float) -> WorkResult:
         """Run a coroutine in the thread of the processes; raises TimeoutError."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
@@ -258,12 +238,12 @@ class ProcessTool:
                 self._loop.close()
 
     async def _end_processes(self) -> None:
-        process, failed = self._places[0].current, ""
-        if process is not None and not self._alone:
+        process, failed = self._current[0], ""
+        if process is not None and not process.ended and process.report.done() and not self._alone:
             with contextlib.suppress(TimeoutError, ProcessEndedError):  # it is killed in any case
                 failed = (await process.ask({"close": True}, CLOSE_S)).failed
-        for place in self._places:
-            place.close()
+        for each in self._all:
+            each.kill("it was closed")
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
             await asyncio.wait(tasks, timeout=2 * GRACE_S)
@@ -274,29 +254,24 @@ class ProcessTool:
         """Answer one call, in the thread of the processes."""
         deadline = self._loop.time() + timeout_s
         if not self._alone:
-            return await self._answer_by(self._places[0], arguments, timeout_s, deadline)
+            return await self._answer_by(0, arguments, timeout_s, deadline)
         try:
             async with asyncio.timeout_at(deadline):
                 place = await self._free.get()
         except TimeoutError:
-            return self._error(f"none of its {len(self._places)} processes became free in {timeout_s:g} s")
+            return self._error(f"none of its {len(self._current)} processes became free in {timeout_s:g} s")
         try:
             return await self._answer_by(place, arguments, timeout_s, deadline)
-        except asyncio.CancelledError:
-            if place.current is not None:
-                place.current.kill("its call was cancelled")
-            raise
         finally:
             self._free.put_nowait(place)
 
-    async def _answer_by(
-        self, place: _Place, arguments: dict[str, Any], timeout_s: float, deadline: float
-    ) -> ToolAnswer:
+    async def _answer_by(self, place: int, arguments: dict[str, Any], timeout_s: float, deadline: float) -> ToolAnswer:
         repeated, grace_s = False, 0.0 if self._alone else GRACE_S
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    process = await place.process()
+                    process = self._process(place)
+                    await asyncio.shield(process.report)
             except TimeoutError:
                 return self._error(f"its process was not ready in {timeout_s:g} s")
             except (ValueError, OSError, StartError) as error:
@@ -313,7 +288,7 @@ class ProcessTool:
                     continue
                 return self._error(str(ended))
             if outcome.late:
-                place.retire(process)
+                process.retire()
                 return self._error(f"it did not answer in {timeout_s:g} s")
             if outcome.failed:
                 raise ToolRaisedError(outcome.failed)

@@ -14,13 +14,19 @@ import json
 import os
 import selectors
 import traceback
+import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any, ClassVar
 
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+
+from megarl.common.imports import imported
 from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
 from megarl.common.process.frames import framed, read_frame
 from megarl.common.trust.secret_references import resolved
-from megarl.tools.function_schema import DescribedFunction, describe, import_function
 from megarl.tools.tool import Tool, ToolAnswer, bounded
 
 MAX_MESSAGE = 1 << 24  # bytes
@@ -47,49 +53,125 @@ def made(path: str, name: str | None, kwargs: Mapping[str, Any]) -> Tool:
     return tool
 
 
-def report_of(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the description of a tool, or the problem that `make` raises."""
+def reported(program: ChildProgram, setup: Mapping[str, Any]) -> Tool | DescribedFunction | None:
+    """Make the tool and send its description; None if it cannot be made, after the problem was sent."""
     try:
-        return json.loads(json_bytes(make()))
+        tool: Tool | DescribedFunction
+        if setup["is_function"]:
+            bound = resolved(setup["kwargs"], "the tool's kwargs")
+            tool = describe(setup["path"], import_function(setup["path"]), bound)
+        else:
+            tool = made(setup["path"], setup["name"], setup["kwargs"])
+        report = json_bytes({name: getattr(tool, name) for name in _OF_TOOL})
     except BaseException as error:
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return {"problem": problem[:PROBLEM_CHARACTERS]}
+        program.send(json_bytes({"problem": problem[:PROBLEM_CHARACTERS]}))
+        return None
+    program.send(report)
+    return tool
 
 
 # --- a function
 
 
-def serve_function(program: ChildProgram, setup: Mapping[str, Any]) -> None:
-    """Answer calls of a function until the connection is closed."""
-    bound: dict[str, Any] = {}
-    found: list[DescribedFunction] = []
+@dataclass(frozen=True)
+class DescribedFunction:
+    """A function, its name and description for the model, and its arguments as a pydantic model.
 
-    def make() -> dict[str, Any]:
-        bound.update(resolved(setup["kwargs"], "the tool's kwargs"))
-        found.append(describe(setup["path"], import_function(setup["path"]), bound))
-        return {name: getattr(found[0], name) for name in ("name", "description", "parameters")}
+    `bound`: further arguments, which the model does not give.
+    """
 
-    report = report_of(make)
-    program.send(json_bytes(report))
-    while "problem" not in report:
+    name: str
+    description: str
+    arguments: type[BaseModel]
+    function: Callable[..., object]
+    bound: Mapping[str, Any]
+    idempotent: ClassVar = False  # as far as the function says
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The JSON schema of the arguments."""
+        schema = self.arguments.model_json_schema()
+        return {key: value for key, value in schema.items() if key != "title"} | {"type": "object"}
+
+    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments converted to their types; raises ValueError that tells the model what is wrong."""
+        try:
+            model = self.arguments.model_validate(arguments)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the arguments"
+            raise ValueError(f"{self.name}: {place}: {first['msg']}") from error
+        return {name: getattr(model, name) for name in type(model).model_fields}
+
+
+def import_function(path: str) -> Callable[..., object]:
+    """Return what the import path `package.module:function` names; raises ValueError that names the mistake."""
+    target: object = imported(path, "the tool function")
+    if not callable(target):
+        raise ValueError(f"the tool function {path!r} is a {type(target).__name__}, not a function")
+    return target
+
+
+def describe(path: str, function: Callable[..., object], bound: Mapping[str, Any]) -> DescribedFunction:
+    """Return a function's description, without the arguments that `bound` gives it.
+
+    Raises ValueError if an argument has no type that JSON can hold, or if there is no docstring.
+    """
+    name = path.rpartition(":")[2].rpartition(".")[2]
+    summary = inspect.getdoc(function)
+    if not summary:
+        raise ValueError(
+            f"the tool function {path!r} has no docstring: write one, it tells the model what the tool does"
+        )
+    signature = inspect.signature(function)
+    if unknown := sorted(set(bound) - set(signature.parameters)):
+        raise ValueError(f"the tool function {path!r} has no arguments {unknown}, which its kwargs give")
+    try:
+        types = typing.get_type_hints(function, include_extras=True)
+    except Exception as error:
+        raise ValueError(f"the tool function {path!r}: a type of its arguments cannot be read: {error}") from error
+    fields: dict[str, Any] = {}
+    for parameter in signature.parameters.values():
+        if parameter.name in bound:
+            continue
+        if parameter.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+            raise ValueError(f"the tool function {path!r} has the argument {parameter}: a tool's arguments have names")
+        if parameter.name not in types:
+            raise ValueError(
+                f"the tool function {path!r}: the argument {parameter.name!r} has no type; write for example "
+                f"`{parameter.name}: str`"
+            )
+        default = ... if parameter.default is Parameter.empty else parameter.default
+        fields[parameter.name] = (types[parameter.name], default)
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        described = DescribedFunction(name, summary, model, function, bound)
+        _ = described.parameters
+    except (PydanticUserError, NameError, TypeError) as error:
+        message = str(error).splitlines()[0]
+        raise ValueError(f"the tool function {path!r} has an argument that JSON cannot hold: {message}") from error
+    return described
+
+
+def serve_function(program: ChildProgram, tool: DescribedFunction, limit: int) -> None:
+    """Answer calls of a function, in `limit` characters each, until the connection is closed."""
+    while True:
         try:
             message = json.loads(program.receive())
         except (EOFError, ConnectionResetError):
             return
-        given = answer(found[0], bound, message["arguments"], setup["max_characters"])
-        program.send(json_bytes({"call": message["call"], **given}))
+        program.send(json_bytes({"call": message["call"], **answer(tool, message["arguments"], limit)}))
 
 
-def answer(
-    tool: DescribedFunction, bound: Mapping[str, Any], arguments: Mapping[str, Any], limit: int
-) -> dict[str, Any]:
+def answer(tool: DescribedFunction, arguments: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """Call the function; any exception of it is an answer."""
     try:
         checked = tool.checked(arguments)
     except ValueError as error:
         return {"text": bounded(f"error: {error}", limit), "error": True}
     try:
-        value = tool.function(**checked, **bound)
+        value = tool.function(**checked, **tool.bound)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -107,23 +189,16 @@ async def _awaited(value: Any) -> object:  # noqa: ANN401  # whatever an async f
 
 
 async def serve_object(program: ChildProgram, setup: Mapping[str, Any]) -> None:
-    """Answer calls of an object until the connection is closed."""
-    found: list[Tool] = []
-
-    def make() -> dict[str, Any]:
-        found.append(made(setup["path"], setup["name"], setup["kwargs"]))
-        return {name: getattr(found[0], name) for name in _OF_TOOL}
-
-    report = report_of(make)
-    program.send(json_bytes(report))
-    if "problem" in report:
+    """Make the object, which may need an event loop, and answer calls of it until the connection is closed."""
+    tool = reported(program, setup)
+    if tool is None or isinstance(tool, DescribedFunction):
         return
     reader, writer = await asyncio.open_connection(sock=program.connection)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(message: Mapping[str, Any]) -> None:
         try:
-            ended = await outcome(program, found[0], message)
+            ended = await outcome(program, tool, message)
             writer.write(framed(json_bytes({"call": message["call"], **ended})))
         finally:
             running.pop(message["call"], None)
@@ -169,7 +244,9 @@ def main() -> None:
         setup = json.loads(program.receive())
         prepare(setup["search"], setup["memory_bytes"])
         if setup["is_function"]:
-            serve_function(program, setup)
+            tool = reported(program, setup)
+            if isinstance(tool, DescribedFunction):
+                serve_function(program, tool, setup["max_characters"])
         else:
             with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
                 runner.run(serve_object(program, setup))

@@ -132,11 +132,6 @@ class MicroBatch:
             max_seqlen_kv=self.max_seqlen,
         )
 
-    def with_streams(self, samples: Sequence[TrainSample], names: Sequence[str]) -> MicroBatch:
-        """Return the same micro-batch with more streams of `samples`, those it was packed from."""
-        chosen = [samples[index] for index in self.samples]
-        return replace(self, streams=self.streams | {name: _joined(chosen, STREAMS[name]) for name in names})
-
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same micro-batch with all tensors on `device`."""
         moved = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.common.megatron_versions import imported_is
-from megarl.config.megatron.reserved import ddp_fields
-from megarl.config.schema import Config
+from megarl.config.schema import OptimizerConfig as OptimizerSection
+from megarl.config.schema import TrainerConfig
 from megarl.models.megatron.shards import persistent_buffers
 
 T = TypeVar("T")
@@ -57,14 +57,14 @@ def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
 
 
 def data_parallel_wrap(
-    config: Config, tf_config: TransformerConfig, chunks: Sequence[torch.nn.Module]
+    fields: Mapping[str, Any], tf_config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk in Megatron's DDP with the fields of `ddp_fields`.
+    """Wrap each chunk in Megatron's DDP. `fields`: of its config, as `ddp_fields` returns them.
 
     Also sets the functions in `tf_config` by which the pipeline schedules scale, reduce and finalise gradients, and
     lets Transformer Engine's modules accumulate weight gradients in DDP's buffers.
     """
-    ddp_config = DistributedDataParallelConfig(**ddp_fields(config))
+    ddp_config = DistributedDataParallelConfig(**fields)
     wrapped = [
         # As in Megatron, only the first chunk has buckets: the gradients of later chunks are ready early in backward.
         DistributedDataParallel(tf_config, ddp_config, chunk, disable_bucketing=number > 0)
@@ -107,13 +107,15 @@ def aux_loss_scale(tf_config: TransformerConfig) -> int:
     return int(tf_config.tensor_model_parallel_size) if tf_config.sequence_parallel else 1
 
 
-def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Build Megatron's (distributed) Adam with fp32 main weights.
+def build_optimizer(
+    trainer: TrainerConfig, own: Mapping[str, Any], chunks: Sequence[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """Build Megatron's (distributed) Adam with fp32 main weights. `own`: the user's fields of its config.
 
     Its `step` raises NonFiniteError on a gradient norm that is not finite, before any weight has changed.
     """
-    settings = config.trainer.optimizer
-    bf16 = config.trainer.precision == "bf16"
+    settings = trainer.optimizer
+    bf16 = trainer.precision == "bf16"
     fields: dict[str, Any] = {
         "optimizer": "adam",
         "lr": settings.lr,
@@ -127,23 +129,21 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel]) -
         "params_dtype": torch.bfloat16 if bf16 else torch.float32,
         "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
         "overlap_param_gather": chunks[0].ddp_config.overlap_param_gather,
-        **config.megatron.optimizer,
+        **own,
     }
     optimizer = get_megatron_optimizer(OptimizerConfig(**fields), list(chunks), use_gloo_process_groups=False)
     _refuse_non_finite(optimizer)
     return optimizer
 
 
-def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule. Warm-up and decay count updates, of which a step makes `trainer.mini_batches`.
+def build_scheduler(settings: OptimizerSection, updates: int, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Build the learning-rate schedule of a run of `updates` updates, which warm-up and decay count.
 
     Step it before each update, so that the first update has lr / (length of the warm-up), not 0.
 
     Raises:
         ValueError: the warm-up is as long as the run, or `min_lr` is above `lr`.
     """
-    settings = config.trainer.optimizer
-    updates = config.run.steps * config.trainer.mini_batches
     warmup = settings.warmup_steps
     if warmup and warmup >= updates:
         raise ValueError(

@@ -10,7 +10,7 @@ statistics.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -20,10 +20,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megarl import platforms
-from megarl.algorithms.objective.aggregation import GlobalCounts
 from megarl.algorithms.objective.objective import LossFunction, LossInputs, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import TermCounts, count_terms
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts, TermCounts, count_terms
 from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.checkpoint.format.load_weights import load_weights
 from megarl.common.process.memory_tuning import keep_freed_memory
@@ -32,15 +31,23 @@ from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived.logprob_passes import recomputes_old_logprobs
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.derived.training_loss import needed_streams, objective_of
-from megarl.config.megatron.reserved import transformer_fields
+from megarl.config.megatron.reserved import ddp_fields, transformer_fields
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.build_model import build_model, transformer_config
 from megarl.models.megatron.layout import Layout
 from megarl.queue.streams import OLD_LOGPROBS, ROLLOUT_LOGPROBS, SOURCES
-from megarl.trainer.batch import MicroBatch, TrainSample, agreed_streams, common_streams, unpack
-from megarl.trainer.head import response_logprobs, return_hidden_states
+from megarl.trainer.batch import (
+    MicroBatch,
+    TrainSample,
+    agreed_streams,
+    check_samples,
+    common_streams,
+    pack,
+    unpack,
+)
+from megarl.trainer.logprobs import response_logprobs, return_hidden_states
 from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
     NonFiniteError,
@@ -51,11 +58,11 @@ from megarl.trainer.optimizer import (
     data_parallel_wrap,
     precision_wrap,
 )
-from megarl.trainer.packed_batch import PackedBatch, Packer, SampleShape
+from megarl.trainer.packing import plan_micro_batches
 from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
 from megarl.trainer.reference_policy import FrozenModel, ReferenceModel
 
-__all__ = ["LogProbs", "NoTokensError", "NonFiniteError", "Policy", "StepRefused", "TrainSample"]
+__all__ = ["NoTokensError", "NonFiniteError", "Policy", "StepRefused", "TrainSample"]
 
 
 class NoTokensError(ValueError):
@@ -63,17 +70,11 @@ class NoTokensError(ValueError):
 
 
 @dataclass(frozen=True)
-class LogProbs:
-    """The log-probs of one sample's response tokens at the sampling temperature, fp32, on the CPU."""
-
-    logprobs_R: Tensor
-
-
-@dataclass(frozen=True)
 class _Shapes:
     """The facts about its samples that a replica sends to all replicas."""
 
-    samples: list[SampleShape]
+    lengths: list[int]  # tokens of prompt and response
+    trained: list[int]  # tokens in the loss
     streams: list[str]  # `common_streams` of its samples
 
 
@@ -102,14 +103,8 @@ class Policy:
         self.source_gaps = OriginGaps.zeros(self._buckets)  # of the last update over all ranks, on the CPU
         # Keys of this replica's samples that the backward passes of the last update have gone through.
         self.trained_keys: list[str] = []
-        self.packer = Packer.of(config, layout, info.vocab_size)
-        self.tf_config = transformer_config(
-            info,
-            layout,
-            config.trainer.precision,
-            transformer_fields(config),
-            initialize=not config.model.load_weights,
-        )
+        precision, fields = config.trainer.precision, transformer_fields(config.trainer, config.megatron)
+        self.tf_config = transformer_config(info, layout, precision, fields, initialize=not config.model.load_weights)
         if not self.tf_config.calculate_per_token_loss:
             raise ValueError(
                 "megatron.transformer.calculate_per_token_loss=false would average micro-batch means; remove it"
@@ -119,15 +114,20 @@ class Policy:
             load_weights(chunks, info, config.model.path)
         for chunk in chunks:
             return_hidden_states(chunk)
-        self.module_chunks = data_parallel_wrap(config, self.tf_config, [precision_wrap(c) for c in chunks])
+        ddp = ddp_fields(config.trainer, config.megatron)
+        self.module_chunks = data_parallel_wrap(ddp, self.tf_config, list(map(precision_wrap, chunks)))
         if not config.model.load_weights:
             for wrapped in self.module_chunks:
                 wrapped.broadcast_params()
-        self.optimizer = build_optimizer(config, self.module_chunks)
-        self.scheduler = build_scheduler(config, self.optimizer)
-        self.reference = ReferenceModel(config, layout, info) if config.needs_reference else None
+        self.optimizer = build_optimizer(config.trainer, config.megatron.optimizer, self.module_chunks)
+        updates = config.run.steps * config.trainer.mini_batches
+        self.scheduler = build_scheduler(config.trainer.optimizer, updates, self.optimizer)
+        self.reference: ReferenceModel | None = None
+        if config.needs_reference:
+            path = config.reference.path or config.model.path
+            self.reference = ReferenceModel(info, layout, path, config.reference.placement, precision, fields)
         self.teachers = {
-            each.name: FrozenModel(config, layout, load_info(each.path), each.path, each.placement)
+            each.name: FrozenModel(load_info(each.path), layout, each.path, each.placement, precision, fields)
             for each in trainer_teachers(config)
         }
         if not platforms.current().is_cuda:
@@ -138,36 +138,27 @@ class Policy:
         """The steps after which the reference model has taken the policy's weights; 0: it has those it began with."""
         return 0 if self.reference is None else self.reference.refreshed
 
-    def reference_due(self, steps_done: int) -> bool:
-        """Tell whether the reference model takes the policy's weights after `steps_done` steps."""
-        every = self.config.reference.refresh_steps
-        return self.reference is not None and every is not None and steps_done > 0 and steps_done % every == 0
-
     def refresh_reference(self, steps_done: int) -> bool:
         """Give the reference model the policy's weights if that is due after `steps_done` steps; tell whether it was.
 
         Collective only in that every rank must call it: each copies its own shards.
         """
-        if self.reference is None or not self.reference_due(steps_done):
+        every = self.config.reference.refresh_steps
+        if self.reference is None or every is None or steps_done == 0 or steps_done % every:
             return False
         self.reference.take_weights(self.module_chunks, steps_done)
         return True
 
     def compute_logprobs(
-        self,
-        samples: Sequence[TrainSample],
-        *,
-        reference: bool = False,
-        teacher: str = "",
-        packed: PackedBatch | None = None,
-    ) -> list[LogProbs]:
-        """Return the log-probs of this replica's samples under the policy, in the same order.
+        self, samples: Sequence[TrainSample], *, reference: bool = False, teacher: str = ""
+    ) -> list[Tensor]:
+        """Return the log-probs of the response tokens of this replica's samples, fp32 [R] each, on the CPU, in order.
 
-        Or those under the `reference`, or under a `teacher` that the ranks hold.
+        They are those of the policy, of the `reference`, or of a `teacher` that the ranks hold, at the sampling
+        temperature.
 
         Call it on every rank with the samples of its replica, which may be none. All micro-batches run through the
-        pipeline in one pass; the result is complete on every rank. `packed`: the same samples, packed ahead of the pass
-        on every rank; None: the pass packs them.
+        pipeline in one pass; the result is complete on every rank.
 
         Raises:
             ValueError: `reference` is True, but there is no reference model.
@@ -175,7 +166,7 @@ class Policy:
         """
         if reference and self.reference is None:
             raise ValueError("there is no reference model because algorithm.kl.coef is 0")
-        plan = packed or self._pack(samples)
+        micro_batches, _ = self._pack(samples, self._tell_all(samples))
         frozen = self.teachers[teacher] if teacher else self.reference if reference else None
         chunks = self.module_chunks if frozen is None else frozen.chunks
         vocabulary = (self.info if frozen is None else frozen.info).vocab_size
@@ -184,17 +175,11 @@ class Policy:
             return self._response_logprobs(chunk, hidden_1TH, batch, with_entropy=False, vocab_size=vocabulary)[0]
 
         with nullcontext() if frozen is None else frozen.placement.resident():
-            parts = forward_only(chunks, plan.complete(samples, platforms.current().device), rows)
-        logprobs_R = self._from_last_stage(parts, plan)
-        results: list[LogProbs | None] = [None] * len(samples)
-        offset = 0
-        for indices in plan.indices:
-            size = sum(len(samples[index].response_ids) for index in indices)
-            pieces = unpack(logprobs_R[offset : offset + size], samples, indices)
-            for index, piece_R in zip(indices, pieces, strict=True):
-                results[index] = LogProbs(piece_R.clone())
-            offset += size
-        return [result for result in results if result is not None]
+            parts = forward_only(chunks, micro_batches, rows)
+        logprobs_R = self._from_last_stage(parts, micro_batches)
+        order = [index for batch in micro_batches for index in batch.samples]
+        by_index = dict(zip(order, unpack(logprobs_R, samples, order), strict=True))
+        return [by_index[index].clone() for index in range(len(samples))]
 
     def update(
         self,
@@ -203,7 +188,6 @@ class Policy:
         *,
         another_follows: bool = False,
         measure_entropy: bool = True,
-        packed: PackedBatch | None = None,
         check: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     ) -> dict[str, float]:
         """Make one optimizer update on a mini-batch. `samples` are this replica's, `counts` those of all replicas.
@@ -211,8 +195,7 @@ class Policy:
         `another_follows`: the next call is another update, whose forward pass then gathers the new weights layer by
         layer (`overlap_param_gather`). Otherwise the weights are complete when the method returns.
         `measure_entropy`: False saves the pass over the logits that the entropy needs, unless the loss contains it.
-        `packed`: the same samples, packed ahead of the update on every rank; None: the update packs them. `check` is
-        called on every rank with the metrics of the loss before a weight changes, and may raise StepRefused.
+        `check` is called on every rank with the metrics of the loss before a weight changes, and may raise StepRefused.
 
         Returns:
             Metrics reduced over all ranks and equal on each: `LossStats.means`, with a correction
@@ -225,7 +208,7 @@ class Policy:
             NonFiniteError: the loss or the gradient norm is not finite; no weight has changed, nor has the schedule.
         """
         try:
-            metrics = self.compute_gradients(samples, counts, measure_entropy=measure_entropy, packed=packed)
+            metrics = self.compute_gradients(samples, counts, measure_entropy=measure_entropy)
         except NoTokensError:
             if not another_follows:  # an update before this one has left its weights to be gathered by this one
                 self._complete_weights()
@@ -250,38 +233,35 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
 
     def compute_gradients(
-        self,
-        samples: Sequence[TrainSample],
-        counts: GlobalCounts | None = None,
-        *,
-        measure_entropy: bool = True,
-        packed: PackedBatch | None = None,
+        self, samples: Sequence[TrainSample], counts: GlobalCounts | None = None, *, measure_entropy: bool = True
     ) -> dict[str, float]:
         """Run the first half of `update`: leave reduced gradients in DDP's buffers, return the loss's metrics.
 
         The weights do not change. Raises as `update` does, except NonFiniteError.
         """
         self._check_trainable(samples)
-        plan = packed or self._pack(samples)
-        if counts is not None and counts != plan.counts:
-            raise ValueError(f"the replicas hold {plan.counts} together, but the caller counted {counts}")
-        if not plan.counts.tokens:
+        everyone = self._tell_all(samples)
+        trained = [tokens for part in everyone for tokens in part.trained]
+        found = GlobalCounts.of(trained, self.config.sampling.max_tokens)
+        if counts is not None and counts != found:
+            raise ValueError(f"the replicas hold {found} together, but the caller counted {counts}")
+        if not found.tokens:
             raise NoTokensError("no replica holds a trained token; skip this update")
-        terms = self._term_counts(samples, plan)
+        micro_batches, non_empty = self._pack(samples, everyone)
+        terms = self._term_counts(samples, found, micro_batches[0].streams)
         for chunk in self.module_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         clear_aux_losses()
         with_entropy = measure_entropy or self._needs_entropy
-        micro_batches = plan.complete(samples, platforms.current().device)
         gaps = OriginGaps.zeros(self._buckets, platforms.current().device)
-        function = self._loss_function(plan, terms, with_entropy, gaps)
+        function = self._loss_function(sum(sum(part.lengths) for part in everyone), terms, with_entropy, gaps)
         keys: list[str] = []
         parts = forward_backward(
             self.module_chunks, micro_batches, function, on_backward=lambda batch: keys.extend(batch.keys)
         )
         self.trained_keys = keys
-        metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, plan.non_empty)
+        metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, non_empty)
         if not with_entropy:
             del metrics["entropy"]
         return metrics
@@ -294,25 +274,30 @@ class Policy:
     def _configured_loss(self, inputs: LossInputs) -> MicroBatchLoss:
         return micro_batch_loss(self._objective, inputs)
 
-    def _term_counts(self, samples: Sequence[TrainSample], plan: PackedBatch) -> TermCounts:
-        """Return the counts of each term over all replicas. Collective if samples bring weights.
+    def _term_counts(
+        self, samples: Sequence[TrainSample], trained: GlobalCounts, streams: Collection[str]
+    ) -> TermCounts:
+        """Return the counts of each term over all replicas. Collective if samples bring weights in their `streams`.
 
         Raises NoTokensError if no token is in any term.
         """
-        if not plan.weighted:
-            return TermCounts.without_streams(plan.counts)
-        own = count_terms(((sample.trained_mask, sample.streams) for sample in samples), plan.counts.max_tokens)
+        if not any(name in streams for name in WEIGHT_STREAMS):
+            return TermCounts.without_streams(trained)
+        own = count_terms(((sample.trained_mask, sample.streams) for sample in samples), trained.max_tokens)
         everyone = all_gather(own, _COUNTS, parallel_state.get_data_parallel_group())
-        counts = TermCounts.total(everyone, plan.counts.max_tokens)
+        counts = TermCounts.total(everyone, trained.max_tokens)
         if counts.empty:
             raise NoTokensError("no token has a weight in any term of the loss; skip this update")
         return counts
 
     def _loss_function(
-        self, plan: PackedBatch, terms: TermCounts, with_entropy: bool, gaps: OriginGaps
+        self, tokens: int, terms: TermCounts, with_entropy: bool, gaps: OriginGaps
     ) -> WithLoss[LossStats]:
-        """Return the function that the pipeline calls on the hidden states of each micro-batch; it adds to `gaps`."""
-        scale = plan.tokens / aux_loss_scale(self.tf_config)
+        """Return the function that the pipeline calls on the hidden states of each micro-batch; it adds to `gaps`.
+
+        `tokens`: of all samples of all replicas, prompts included.
+        """
+        scale = tokens / aux_loss_scale(self.tf_config)
 
         def loss(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
             logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy)
@@ -353,14 +338,30 @@ class Policy:
             compiled=self._compiled_head,
         )
 
-    def _pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
-        """Tell the other replicas about these samples, and pack them. Collective."""
-        own = _Shapes([SampleShape.of(sample) for sample in samples], common_streams(samples))
-        group = parallel_state.get_data_parallel_group()
-        everyone = all_gather(own, _SHAPES, group)
-        shapes = [part.samples for part in everyone]
-        agreed = agreed_streams(part.streams for part in everyone if part.samples)
-        return self.packer.pack(samples, shapes, group.rank(), agreed)
+    def _tell_all(self, samples: Sequence[TrainSample]) -> list[_Shapes]:
+        """Tell all replicas about these samples, and return what each has told. Collective."""
+        trained = [sample.trained_tokens for sample in samples]
+        own = _Shapes([sample.length for sample in samples], trained, common_streams(samples))
+        return all_gather(own, _SHAPES, parallel_state.get_data_parallel_group())
+
+    def _pack(self, samples: Sequence[TrainSample], everyone: Sequence[_Shapes]) -> tuple[list[MicroBatch], int]:
+        """Return this replica's micro-batches on the device, and how many of all replicas hold samples.
+
+        Raises ValueError for a sample that is wrong.
+        """
+        check_samples(samples, self.info.vocab_size)
+        stages = self.layout.pipeline
+        plans = plan_micro_batches(
+            [part.lengths for part in everyone],
+            self.config.trainer.token_limit,
+            multiple_of=stages if self.layout.virtual_pipeline else 1,
+            minimum=stages,  # fewer leave stages idle, and fail in an interleaved schedule
+        )
+        streams = agreed_streams(part.streams for part in everyone if part.lengths)
+        align, device = self.layout.tensor if self.layout.sequence else 1, platforms.current().device
+        mine = plans[parallel_state.get_data_parallel_rank()]
+        micro_batches = [pack(samples, indices, align, streams).to(device) for indices in mine]
+        return micro_batches, sum(bool(indices) for plan in plans for indices in plan)
 
     def _check_trainable(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:
@@ -368,15 +369,15 @@ class Policy:
                 if name not in sample.streams:
                     raise ValueError(f"sample {sample.key} has no {name}, which the loss needs")
 
-    def _from_last_stage(self, parts: list[Tensor], plan: PackedBatch) -> Tensor:
+    def _from_last_stage(self, parts: list[Tensor], micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the last stage's `parts` ([R] each) on every rank of the replica, on the CPU.
 
         The result is fp32 [R] with R over all non-empty micro-batches.
         """
-        sizes = [batch.targets_R.numel() for batch in plan.micro_batches if not batch.is_empty]
+        sizes = [batch.targets_R.numel() for batch in micro_batches if not batch.is_empty]
         device = platforms.current().device
         values_R = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        kept = [part for part, batch in zip(parts, plan.micro_batches, strict=False) if not batch.is_empty]
+        kept = [part for part, batch in zip(parts, micro_batches, strict=False) if not batch.is_empty]
         if kept:
             values_R = torch.cat(kept)
         if self.layout.pipeline > 1 and sizes:

@@ -5,23 +5,21 @@ Its tensors may have any shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megarl import platforms
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.config.megatron.reserved import transformer_fields
-from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.megatron.build_model import build_model, transformer_config
+from megarl.models.megatron.build_model import Precision, build_model, transformer_config
 from megarl.models.megatron.layout import Layout
 from megarl.models.megatron.shards import unwrap
-from megarl.trainer.head import return_hidden_states
+from megarl.trainer.logprobs import return_hidden_states
 from megarl.trainer.optimizer import precision_wrap
 
 WeightsPlace = Literal["gpu", "cpu_offload"]
@@ -73,11 +71,13 @@ class FrozenModel:
     `info`: of the model at `path`, which may have another size than the policy.
     """
 
-    def __init__(self, config: Config, layout: Layout, info: ModelInfo, path: Path, placement: WeightsPlace) -> None:
+    def __init__(
+        self, info: ModelInfo, layout: Layout, path: Path, placement: WeightsPlace, precision: Precision,
+        fields: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """`fields`: of Megatron's TransformerConfig, as `transformer_fields` returns them."""
         self.info = info
-        tf_config = transformer_config(
-            info, layout, config.trainer.precision, transformer_fields(config), initialize=False
-        )
+        tf_config = transformer_config(info, layout, precision, fields, initialize=False)
         chunks = build_model(info, tf_config, layout)
         load_weights(chunks, info, path)
         for chunk in chunks:
@@ -88,15 +88,12 @@ class FrozenModel:
 
 
 class ReferenceModel(FrozenModel):
-    """The policy's architecture and layout with the weights of `reference.path` (default: `model.path`).
+    """The policy's architecture and layout, with other weights.
 
     `refreshed`: the number of steps after which it has taken the policy's weights; 0 if it has not.
     """
 
-    def __init__(self, config: Config, layout: Layout, info: ModelInfo) -> None:
-        path = config.reference.path or config.model.path
-        super().__init__(config, layout, info, path, config.reference.placement)
-        self.refreshed = 0
+    refreshed = 0
 
     @torch.no_grad()
     def take_weights(self, chunks: Sequence[torch.nn.Module], steps: int) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.report import Ratio, finish, load_script
+from benchmarks.lib.report import Ratio, finish
 from benchmarks.lib.whole_run import Window
+from tests.benchmarks import load_script
 
 MIB = 2**20
 
@@ -36,20 +37,13 @@ def checkpoint(save: float = 1.9, load: float = 1.9, beside: float = 1.09, bare:
 
 def convert(seconds: float = 1.9, moe: float = 1.9, private_gib: float = 1.0) -> list[Ratio]:
     script = load_script("convert")
-    model = script.BenchModel("dense", script.info_from_config(script.dense_config(1)), Path("nowhere"), 4)
+    model = script.BenchModel("dense", script.info_from_config(script.dense_config(1)), Path("nowhere"))
     private = script.largest_tensor(model.info) + private_gib * 2**30
     speed = {
         name: {"bytes": 1, "seconds": [each], "cp_seconds": [each if name == "moe" else 1.0]}
         for name, each in (("dense", seconds), ("moe", moe))
     }
     return [*script.speed_rows("import", speed)[::2], script.memory_row("import", model, private)]
-
-
-def gateway(long: float = 10.9, short: float = 14.9) -> list[Ratio]:
-    script = load_script("gateway")
-    taken = {("the gateway", 128): [long], ("the gateway", 16): [short]}
-    taken |= {(way, tokens): [10.0] for way in ("vLLM's server", script.SESSIONS, script.CHATS) for tokens in (128, 16)}
-    return script.rows_of(taken, {128: 256, 16: 1024}, "2 cores")
 
 
 def load(rate: float, in_flight: float = 10_000.0, cost: float = 0.6, memory: float = 1.0) -> Any:
@@ -68,26 +62,6 @@ def agent_loops(rate: float = 501.0, turn_s: float = 0.09, **changes: float) -> 
     turns = {"controller": turn(1.0, turn_s, 0.03)}
     results = [script.MeasuredAgents(each, turns, turns) for each in load(rate, **changes)]
     return script.rows_of(results)
-
-
-def loop_overhead(overhead_s: float = 0.1, step_s: float = 1.4) -> list[Ratio]:
-    phases = {f"time/{name}": 0.1 for name in ("generate", "queue", "logprobs", "update", "sync", "other")}
-    step = {"time/overhead": overhead_s, "time/step": step_s, "rollout/engine_seconds": 1.0, **phases}
-    return load_script("loop_overhead").measure([step] * 4)
-
-
-def observability(seconds: float = 0.003) -> list[Ratio]:
-    return [load_script("observability").row_of(dict.fromkeys(("rank", "controller"), seconds))]
-
-
-def sandbox(rate: float = 51.0, left: int = 0) -> list[Ratio]:
-    return load_script("sandbox").rows_of(rate, {}, {"time_limit": left}, 60)
-
-
-def train_throughput(padded: float = 1.6, whole: float = 0.95) -> list[Ratio]:
-    script = load_script("train_throughput")
-    scenarios = zip(script.scenarios(8, 256), (padded, whole), strict=True)
-    return [script.row_of(scenario, [1.0], [ratio], {}) for scenario, ratio in scenarios]
 
 
 def trl_additions(sync: float = 4.0, ahead: float = 8.1, bare: float = 8.9) -> list[Ratio]:
@@ -110,10 +84,9 @@ def weight_sync(sync: float = 1.3, digest: float = 0.3, engine: int = 228, train
             "sync": sync + digest, "sync without digest": sync, "gather": 0.3, "broadcast 64 MiB": 0.2, "load": 0.4
         },
         "bytes": 514 * MIB, "buckets": 8, "bucket_bytes": 64 * MIB, "largest_tensor": 94 * MIB,
-        "largest_fused": 18 * MIB,
+        "largest_fused": 18 * MIB, "memory": {"engine, in place": engine * MIB, "trainer rank 0": trainer * MIB},
     }  # fmt: skip
-    memory = {"engine, in place": engine * MIB, "trainer rank 0": trainer * MIB}
-    return load_script("weight_sync").make_rows(measured, memory)
+    return load_script("weight_sync").make_rows(measured)
 
 
 # What makes the rows, and changes that are beyond a bound, with a part of the name of the row that must tell it.
@@ -130,10 +103,6 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"seconds": 2.1}, "dense_import"), ({"moe": 3.0}, "per_byte of dense"),
         ({"private_gib": 1.6}, "dense_import_memory"),
     ],
-    gateway: [
-        ({"long": 11.1}, "128 tokens: the gateway / vLLM"), ({"short": 15.1}, "16 tokens: the gateway / vLLM"),
-        
-    ],
     control_plane: [
         ({"rate": 999.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
         ({"memory": 1.06}, "memory"),
@@ -142,10 +111,6 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"rate": 499.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
         ({"turn_s": 0.11}, "longest turn / "),
     ],
-    loop_overhead: [({"overhead_s": 0.2}, "share"), ({"overhead_s": 0.4, "step_s": 10.0}, "seconds / 0.3 s")],
-    observability: [({"seconds": 0.0075}, "share of the processor time")],
-    sandbox: [({"rate": 49.0}, "programs per second"), ({"left": 1}, "processes left")],
-    train_throughput: [({"padded": 1.4}, "half_padding"), ({"whole": 0.8}, "no_padding")],
     trl_additions: [({"ahead": 7.9, "bare": 8.0}, "async / TRL"), ({"bare": 9.1}, "async / bare engine")],
     trl_long: [
         ({"sync": 19.9}, "sync / TRL"), ({"ahead": 23.0}, "async / sync"), ({"step_s": 61.0}, "TRL's step"),

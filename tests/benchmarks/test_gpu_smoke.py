@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from benchmarks.lib.report import load_script
 from megarl.weights.send.sync_attempt import SyncAttempt
+from tests.benchmarks import load_script
 from tests.support.checkout import ROOT
 from tests.support.streams.smoke_streams import SimulatedStreams
 
@@ -45,7 +42,7 @@ def test_a_step_that_hangs_or_crashes_is_one_failure(smoke: ModuleType, monkeypa
 def test_a_missed_bound_is_exit_status_1(
     smoke: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row, result = ROWS.Row, ROWS.StepResult
+    row, result = ROWS.row, ROWS.StepResult
     missed = result("digest", (row("a", 2.0, 1.0, 3.0, "s"), row("b", 4.0, 1.0, 3.0, "s")), 1.0)
     monkeypatch.setattr(smoke, "run_step", lambda *_: missed)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # main adds to it
@@ -65,7 +62,7 @@ def test_a_missed_bound_is_exit_status_1(
      (math.inf, 1.0, False)],
 )  # fmt: skip
 def test_bounds(measured: float, reference: float, ok: bool) -> None:
-    assert ROWS.Row("x", measured, reference, 1.0, "s").ok is ok
+    assert ROWS.row("x", measured, reference, 1.0, "s").ok is ok
 
 
 def test_a_step_that_measures_nothing_has_failed(tmp_path: Path) -> None:
@@ -75,7 +72,7 @@ def test_a_step_that_measures_nothing_has_failed(tmp_path: Path) -> None:
     empty = read(tmp_path / "rows.json", "digest", 1.0, "")
     assert [each.error for each in (absent, empty)] == ["it measured nothing"] * 2 and not absent.ok and not empty.ok
     write(tmp_path / "rows.json", [], ["there is no CUDA device"])
-    assert read(tmp_path / "rows.json", "te", 1.0, "").ok
+    assert read(tmp_path / "rows.json", "streams", 1.0, "").ok
 
 
 def test_tf32_is_off_where_fp32_is_compared(smoke: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,115 +82,6 @@ def test_tf32_is_off_where_fp32_is_compared(smoke: ModuleType, monkeypatch: pyte
     assert {name for name, value in values.items() if value is not None} == {"parity", "two_ranks"}
     assert values["parity"] == values["two_ranks"] == "0"
     assert all(smoke.environment_of(name)["KEPT"] == "1" for name in smoke.STEPS)
-
-
-# --- Transformer Engine's three classes, as plain torch
-
-
-class DotProductAttention:
-    """Causal attention of packed sequences."""
-
-    causal = True
-
-    def __init__(self, heads: int, channels: int, *, attn_mask_type: str, qkv_format: str) -> None:
-        assert (attn_mask_type, qkv_format) == ("padding_causal", "thd")
-
-    def __call__(
-        self, q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
-        max_seqlen_q: int, max_seqlen_kv: int,
-    ) -> Tensor:  # fmt: skip
-        bounds = cu_seqlens_q.tolist()
-        assert cu_seqlens_q.dtype == torch.int32 and cu_seqlens_kv.tolist() == bounds and bounds[-1] == len(q_TND)
-        assert max_seqlen_q == max_seqlen_kv == max(stop - start for start, stop in pairwise(bounds))
-        parts = []
-        for start, stop in pairwise(bounds):
-            logits_NQK = torch.einsum("qnd,knd->nqk", q_TND[start:stop].float(), k_TND[start:stop].float())
-            logits_NQK /= q_TND.shape[-1] ** 0.5
-            if self.causal:
-                logits_NQK += torch.full(logits_NQK.shape[1:], float("-inf")).triu(1)
-            parts.append(torch.einsum("nqk,knd->qnd", logits_NQK.softmax(-1), v_TND[start:stop].float()))
-        return torch.cat(parts).to(q_TND.dtype).flatten(1)
-
-
-class GroupedLinear(torch.nn.Module):
-    """A product per expert."""
-
-    def __init__(
-        self, experts: int, hidden: int, outputs: int, *, bias: bool, params_dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        assert not bias
-        for expert in range(experts):
-            weight = torch.randn(outputs, hidden, dtype=params_dtype, device=device)
-            self.register_parameter(f"weight{expert}", torch.nn.Parameter(weight))
-
-    def forward(self, x_TH: Tensor, splits: list[int]) -> Tensor:
-        parts = [x @ getattr(self, f"weight{i}").t() for i, x in enumerate(x_TH.split(splits))]
-        return torch.cat(parts)
-
-
-class Linear(torch.nn.Module):
-    """A product whose backward pass adds the weight's gradient to `main_grad`."""
-
-    adds = True
-
-    def __init__(
-        self, hidden: int, outputs: int, *, bias: bool, params_dtype: torch.dtype, device: torch.device,
-        fuse_wgrad_accumulation: bool,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        assert fuse_wgrad_accumulation and not bias
-        self.weight: Any = torch.nn.Parameter(torch.randn(outputs, hidden, dtype=params_dtype, device=device))
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        output_TF = x_TH @ self.weight.detach().t()
-
-        def accumulate(grad_TF: Tensor) -> None:
-            product = grad_TF.float().t() @ x_TH.detach().float()
-            self.weight.main_grad.copy_(product + self.weight.main_grad if self.adds else product)
-
-        output_TF.register_hook(accumulate)
-        return output_TF
-
-
-class Wrong:
-    """Classes that compute something else."""
-
-    class NotCausal(DotProductAttention):
-        causal = False
-
-    class FirstExpertOnly(GroupedLinear):
-        def forward(self, x_TH: Tensor, splits: list[int]) -> Tensor:
-            return x_TH @ self.weight0.t()
-
-    class Overwrites(Linear):
-        adds = False
-
-
-ATTENTION, GROUPED, _TIME, GRADIENT = range(4)
-RIGHT = {"DotProductAttention": DotProductAttention, "GroupedLinear": GroupedLinear, "Linear": Linear}
-
-
-@pytest.mark.parametrize(
-    ("classes", "failed"),
-    [
-        ({}, []),
-        ({"DotProductAttention": Wrong.NotCausal}, [ATTENTION]),
-        ({"GroupedLinear": Wrong.FirstExpertOnly}, [GROUPED]),
-        ({"Linear": Wrong.Overwrites}, [GRADIENT]),
-    ],
-    ids=["right", "attention", "grouped", "gradient"],
-)
-def test_the_parts_of_transformer_engine(
-    monkeypatch: pytest.MonkeyPatch, classes: dict[str, type], failed: list[int]
-) -> None:
-    stand_in = ModuleType("transformer_engine.pytorch")
-    for name, each in {**RIGHT, **classes}.items():
-        setattr(stand_in, name, each)
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stand_in)
-    rows = load_script("smoke.te").measure(TINY)
-    assert [number for number, row in enumerate(rows) if not row.ok] == failed
 
 
 # --- CUDA's streams and NCCL: simulated devices, some of which order work as these do

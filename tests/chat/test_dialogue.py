@@ -155,6 +155,30 @@ def test_a_template_that_does_not_only_append_is_refused(template: str, told: st
         dialogue.check()
 
 
+STRIPPING = (
+    "{% set last = messages | selectattr('role', 'equalto', 'user') | list | length %}{% set ns = namespace(users=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.users = ns.users + 1 %}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'].split('</think>')[-1] if ns.users < last else m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_removes_earlier_reasoning_is_refused() -> None:
+    """Only where it would: behind a tool's message it keeps it, and a turn without reasoning can go on."""
+    tokenizer = make_tokenizer(STRIPPING)
+    dialogue = Dialogue(tokenizer, [2])
+    with pytest.raises(DialogueError, match="removes the reasoning of a turn when a message of the role user follows"):
+        dialogue.check()
+    dialogue.check(tools=True)
+    thought, plain = (ids_of(tokenizer, text) for text in ("<think>a</think>b", "b"))
+    follows = [{"role": "user", "content": "y"}]
+    with pytest.raises(DialogueError, match="removes the reasoning"):
+        dialogue.next_turn(thought, follows)
+    assert dialogue.next_turn(plain, follows)
+    assert dialogue.next_turn(thought, [tool_message("4")])
+
+
 def test_a_template_that_hides_the_tools_and_none_at_all_are_refused() -> None:
     with pytest.raises(DialogueError, match="does not show tools"):
         Dialogue(make_tokenizer(), [2]).start(ASKED, [TOOL])

@@ -167,3 +167,20 @@ def test_load_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     assert stop_token_ids(tmp_path / "model", again) == stop_token_ids(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="has no tokenizer that can be loaded"):
         load_tokenizer(tmp_path / "nothing")
+
+
+def test_a_prompt_shows_the_tools_of_its_row() -> None:
+    add, sub = ({"type": "function", "function": {"name": name}} for name in ("add", "sub"))
+    shows = "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}" + CHATML
+    own = Prompt(0, [{"role": "user", "content": "x"}], "", {}, tools=(add,))
+    tokenizer = make_tokenizer(shows)
+
+    def text(encoder: PromptEncoder) -> str:
+        return str(tokenizer.decode(encoder.encode(own)))
+
+    assert text(PromptEncoder(tokenizer)).startswith("[add]<|im_start|>")
+    assert text(PromptEncoder(tokenizer, tools=[add, sub])).startswith("[add]<|im_start|>")
+    with pytest.raises(ValueError, match=r"prompt 0 has the tool 'add', which is none of the run's: \['sub'\]"):
+        PromptEncoder(tokenizer, tools=[sub]).encode(own)
+    with pytest.raises(ValueError, match="does not show tools"):
+        PromptEncoder(make_tokenizer(CHATML)).encode(own)

@@ -24,6 +24,7 @@ def hermes(body: str) -> str:
 ADD = '{"name": "calculator", "arguments": {"expression": "2+2"}}'
 AS_TEXT = json.dumps({"name": "f", "arguments": '{"x": 1}'})
 LLAMA_ADD = ADD.replace("arguments", "parameters")
+PERSON = '{"name": "Ada Lovelace", "born": 1815}'
 
 
 @pytest.mark.parametrize(
@@ -46,11 +47,23 @@ LLAMA_ADD = ADD.replace("arguments", "parameters")
         (LLAMA, '{"answer": 4}', ParsedTurn('{"answer": 4}')),
         (LLAMA, "The answer is {4}.", ParsedTurn("The answer is {4}.")),
         (MISTRAL, f"[TOOL_CALLS] [{ADD}, {ADD}]", ParsedTurn("", (called("2+2"), called("2+2")))),
+        (HERMES, hermes(ADD.replace("2+2", "</tool_call>")) + " b", ParsedTurn("b", (called("</tool_call>"),))),
+        (HERMES, hermes(LLAMA_ADD), ParsedTurn("", (called("2+2"),))),  # the other form's key
+        (LLAMA, ADD, ParsedTurn("", (called("2+2"),))),
+        (LLAMA, f"{LLAMA_ADD}\n\nShall I go on?", ParsedTurn("Shall I go on?", (called("2+2"),))),
+        (LLAMA, f"<|python_tag|>{LLAMA_ADD} Done.", ParsedTurn("Done.", (called("2+2"),))),
+        (LLAMA, PERSON, ParsedTurn(PERSON)),  # an answer that has a name
         (MISTRAL, f"Well.[TOOL_CALLS] [{ADD}] after", ParsedTurn("Well. after", (called("2+2"),))),
     ],
 )  # fmt: skip
 def test_a_turn_is_read(kind: ToolFormat, text: str, expected: ParsedTurn) -> None:
     assert kind.parse(text) == expected
+
+
+def test_an_object_that_names_a_tool_is_a_call_without_arguments() -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert LLAMA.parse('{"name": "now"}', tools) == ParsedTurn("", (ToolCall("now", {}),))
+    assert LLAMA.parse('{"name": "now"}') == ParsedTurn('{"name": "now"}')
 
 
 @pytest.mark.parametrize(
@@ -60,11 +73,13 @@ def test_a_turn_is_read(kind: ToolFormat, text: str, expected: ParsedTurn) -> No
         (HERMES, hermes("[" * 100_000), "it is no JSON"),
         (HERMES, hermes('{"name": "f", "arguments": {"x": NaN}}'), "it is no JSON.*NaN"),
         (HERMES, hermes("4"), "it is no JSON object"),
+        (HERMES, hermes('{"name": "f", "args": {"x": 1}}'), 'it has "args" instead of "arguments"'),
+        (LLAMA, '{"name": "f", "parameters": {"x": 1', "it is no JSON"),
         (HERMES, hermes("[]"), "it is no JSON object"),
         (HERMES, hermes('{"arguments": {}}'), 'it has no "name"'),
         (HERMES, hermes('{"name": 4, "arguments": {}}'), 'it has no "name"'),
         (HERMES, hermes('{"name": "f", "arguments": [1]}'), '"arguments" is no JSON object'),
-        (HERMES, hermes('{"name": "f", "arguments": "x"}'), '"arguments" is a string'),
+        (HERMES, hermes('{"name": "f", "arguments": "x"}'), '"arguments" is no JSON object'),
         (HERMES, hermes('{"name": "f", "arguments": {"x": "\\ud800"}}'), "half of a surrogate pair"),
         (HERMES, hermes('{"name": "\\ud800", "arguments": {}}'), "half of a surrogate pair"),
         (HERMES, hermes('{"name": "f", "arguments": {"x": 1e999}}'), "a number in it is too large"),

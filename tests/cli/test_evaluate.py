@@ -146,7 +146,7 @@ def test_a_real_engine_end_to_end(model, heldout, tmp_path):
     command = [
         sys.executable, "-m", "megarl", "eval", "--model", str(model), "--data", str(heldout), "--max-tokens", "16",
         "--samples", "2", "--limit", "4", "--run-dir", str(tmp_path / "run"), "--json", str(tmp_path / "report.json"),
-        "timeouts.ray_start_s=400",
+        "timeouts.engine_start_s=1200",
     ]  # fmt: skip
     ended = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=550, env=dict(os.environ, OMP_NUM_THREADS="1")

@@ -96,6 +96,8 @@ def check_another_replay(command: list[str], out: Path, model: Path) -> None:
     assert again.returncode == 0, again.stderr
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
+    before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["policy/loss"] for line in before[:2]] == [line["policy/loss"] for line in lines]
     assert lines[0]["policy/updates"] == UPDATES and lines[0]["time/update"] > 0
     assert differing(out / "hf", model) and read_hf(out / "hf").keys() == read_hf(model).keys()
     assert (out / "hf" / "tokenizer.json").is_file()
@@ -109,8 +111,8 @@ def test_an_evaluation_that_is_interrupted(moment: str, tmp_path: Path) -> None:
     data.write_text("".join(json.dumps({"problem": f"What is {i}?", "answer": str(i)}) + "\n" for i in range(200)))
     command = [
         sys.executable, "-m", "megarl", "eval", "--model", str(make_tiny_model(tmp_path / "model")), "--data",
-        str(data), "--samples", "64", "--run-dir", str(run_dir), "timeouts.ray_start_s=400",
-        "timeouts.engine_start_s=400",
+        str(data), "--samples", "64", "--run-dir", str(run_dir), 
+        "timeouts.engine_start_s=1200",
     ]  # fmt: skip
     state = run_dir / "supervisor.json"
 

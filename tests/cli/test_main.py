@@ -11,12 +11,11 @@ import pytest
 
 from megarl.checkpoint.convert import cli as command_line
 from megarl.cli import main
-from megarl.config.loading.options_page import configuration_page
 from megarl.run.start import main as rank_main
-from megarl.telemetry.metrics.metrics_page import metrics_page
 from tests.support.checkout import ROOT
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import tree, write_problems
+from tools.docs.options import configuration_page
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["--help"])
     text = capsys.readouterr().out
-    assert all(command in text for command in ("plan", "doctor", "docs"))
+    assert all(command in text for command in ("plan", "doctor", "top"))
 
 
 @pytest.mark.parametrize("given", [[], ["convert"]])
@@ -104,19 +103,6 @@ def test_a_command_that_does_not_work_as_pasted_is_found() -> None:
     assert unprepared(page.format(f"{ACTIVATION}\n{ASSETS}", run)) == []
     assert unprepared(page.format(ACTIVATION, run)) == [f"{run}    a=1"]
     assert unprepared(page.format(ASSETS, run)) == [ASSETS, f"{run}    a=1", "megarl top runs/a"]
-
-
-def test_committed_references_are_what_the_code_says() -> None:
-    """If this fails, run `megarl docs`."""
-    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page()
-    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page()
-
-
-def test_docs_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["docs", "--out", str(tmp_path), "--check"]) == 1
-    assert main.main(["docs", "--out", str(tmp_path)]) == 0
-    assert main.main(["docs", "--out", str(tmp_path), "--check"]) == 0
-    assert "up to date" in capsys.readouterr().out
 
 
 def test_every_key_is_in_the_reference() -> None:

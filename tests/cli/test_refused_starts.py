@@ -107,7 +107,21 @@ def test_a_second_start_in_a_living_runs_directory_changes_nothing(
 def test_force_takes_the_directory_of_a_living_run(config: Path, run_dir: Path) -> None:
     assert launch_step(["prepare", "--scheduler", "local", "--config", str(config), "--force"]) == 0
     seen = Sighting.of(run_dir)
-    assert seen is not None and seen.holder is not None and seen.holder.what == "megarl launch"
+    assert seen is not None and seen.holder.what == "megarl launch"
     options = main.build_parser().parse_args(["train", "--config", str(config), "--force"])
     command = train_command.torchrun_command(options, run_arguments(options))
     assert command is not None and command[-1] == "--force"
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(0, 0), (1, 2)])
+def test_a_job_that_is_queued_again_does_not_repeat_force(
+    config: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, code: int
+) -> None:
+    """Somebody may have started another run in its place meanwhile."""
+    answers = {"scontrol": "127.0.0.1\n", "squeue": "1:00:00\n"}
+    monkeypatch.setattr("megarl.cluster.nodes.allocation._query", lambda *command: answers[command[0]])
+    for name, value in {"JOB_ID": "77", "JOB_NODELIST": "here", "RESTART_COUNT": str(restarts)}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    before = Sighting.of(run_dir)
+    assert launch_step(["prepare", "--scheduler", "slurm", "--config", str(config), "--force"]) == code
+    assert (Sighting.of(run_dir) == before) is bool(restarts)

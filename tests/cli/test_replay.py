@@ -21,7 +21,7 @@ from megarl.queue.dump import DumpError, read_batch, write_batch
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE, Event
 from megarl.rollout.admission.schedule_replay import ScheduledBatch, ScheduleMismatch
-from megarl.rollout.workers.finished_group import usable_samples
+from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from megarl.run.step.plan import plan_step
 from megarl.trainer import parallel
 from tests.support.losses.rl_problem import make_config
@@ -86,7 +86,7 @@ def test_a_replaying_rank_chooses_its_gpu_before_it_joins_its_peers(monkeypatch,
     monkeypatch.setattr(replay, "_init_process_group", lambda *arguments: order.append("joins"))
     monkeypatch.setattr(platforms, "activate", activate)
     with pytest.raises(Stopped):
-        replay._train(make_config(tmp_path), tmp_path, [0], {}, None, io.StringIO(), export=False)
+        replay._train(replay._Replay(make_config(tmp_path), tmp_path, [0], {}, None, False), io.StringIO())
     assert order == [index]
 
 
@@ -176,38 +176,6 @@ def test_a_batch_of_which_the_run_has_dropped_other_groups_is_not_trained_on(dro
     kept = {1: dataclasses.replace(schedule[1], dropped_stale=0)}
     with pytest.raises(ScheduleMismatch, match=rf"step 1: 0 groups were dropped as stale, but 1 of .*: \[{STALE}\]"):
         replay_steps(None, config, dropping / "batches", [1], schedule=kept)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow  # test_interrupts.py has a replay by the command line into a directory that is not empty
-def test_command_line_on_one_rank(recorded, tmp_path):
-    import subprocess
-    import sys
-
-    out = tmp_path / "again"
-    command = [
-        sys.executable,
-        "-m",
-        "megarl",
-        "replay",
-        "--run-dir",
-        str(recorded),
-        "--steps",
-        "2",
-        "--out",
-        str(out),
-        "--export",
-    ]
-    for _ in range(2):
-        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr + ended.stdout
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]  # as the run itself numbered them
-    before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["policy/loss"] for line in before] == [line["policy/loss"] for line in lines]
-    assert lines[0]["policy/updates"] == 2 and lines[0]["time/update"] > 0
-    exported = read_hf(out / "hf")
-    assert distance(exported, read_hf(recorded.parent / "model")) > 0
-    assert (out / "hf" / "tokenizer.json").is_file()
 
 
 def test_config_of_the_run_with_overrides(recorded, tmp_path):

@@ -41,10 +41,10 @@ def test_the_engines_of_a_runs_config_are_taken(model: Path, tmp_path: Path) -> 
     file.write_text(json.dumps({
         "run": {"steps": 5, "deterministic": True}, "model": {"path": "elsewhere"}, "sampling": {"max_tokens": 4},
         "batch": {"groups": 1, "samples_per_group": 2}, "data": {"path": "nowhere.jsonl"},
-        "rollout": {"replicas": 2, "max_num_seqs": 17}, "gateway": {"session_idle_s": 9},
+        "rollout": {"replicas": 2, "max_num_seqs": 17}, "gateway": {"max_sessions": 9},
     }))  # fmt: skip
     config = serve_config(build_parser().parse_args(["serve", "--model", str(model), "--config", str(file)]))
-    assert (config.rollout.replicas, config.rollout.max_num_seqs, config.gateway.session_idle_s) == (2, 17, 9)
+    assert (config.rollout.replicas, config.rollout.max_num_seqs, config.gateway.max_sessions) == (2, 17, 9)
     assert config.model.path == model and config.rollout.load_weights and not config.run.deterministic
 
 
@@ -84,7 +84,7 @@ def test_a_server_from_its_start_to_its_end(model: Path, tmp_path: Path) -> None
     run_dir, output = tmp_path / "run", tmp_path / "out.txt"
     command = [
         sys.executable, "-m", "megarl", "serve", "--model", str(model), "--run-dir", str(run_dir),
-        "--token-file", str(token), "timeouts.engine_start_s=600", "timeouts.ray_start_s=400",
+        "--token-file", str(token), "timeouts.engine_start_s=1200",
     ]  # fmt: skip
     with output.open("wb") as file:
         server = subprocess.Popen(

@@ -19,9 +19,11 @@ from megarl.queue.transfer import QueueReader
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.replica import replica_name, restart_replica
+from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.router import FULL, BackPressure
+from megarl.rollout.fleet.replica_client import ReplicaClient
+from megarl.rollout.fleet.router import FULL
 from tests.support.pool.pool import TestPool, start_pool
 from tests.support.pool.pool_checks import check_rows, command_of, inside, process_of, reference_logprobs, serve
 from tests.support.waiting import wait_until
@@ -46,7 +48,7 @@ def test_a_tensor_parallel_engine_agrees_with_transformers(tmp_path: Path) -> No
         pool.close()
 
 
-def test_a_lost_replica_costs_no_group(tmp_path: Path) -> None:
+def test_a_lost_replica_costs_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = start_pool(tmp_path, rollout={"replicas": 2}, batch={"groups": 8}, sampling={"max_tokens": 300})
     try:
         reader = QueueReader.attach(pool.handle.partition, namespace=pool.handle.namespace, timeout_s=60)
@@ -70,7 +72,7 @@ def test_a_lost_replica_costs_no_group(tmp_path: Path) -> None:
         assert ready.timings["rollout/replicas_alive"] == 2 and ready.timings["rollout/replicas_lost"] == 0
         assert inside(replicas[1], lambda actor: len(actor.started)) == 16
         reader.close()
-        check_that_reported_tokens_are_kept(pool, process_of(replicas[1]))
+        check_that_reported_tokens_are_kept(pool, process_of(replicas[1]), monkeypatch)
     finally:
         pool.close()
 
@@ -86,7 +88,7 @@ def count_started(actor: Any) -> None:
     actor._requests.start = start_counted
 
 
-def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> None:
+def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replica 1 is killed after some reports; replica 0, of another version, goes on from their last tokens."""
     import ray
 
@@ -103,20 +105,20 @@ def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId) -> No
             report_interval_s=0.1,
             sync_restarts=1,
         )
-        call = fleet.actors.call
+        call = ReplicaClient.call
 
-        async def watched(index: int, method: str, *args: Any, timeout_s: float) -> Any:
-            answer = await call(index, method, *args, timeout_s=timeout_s)
+        async def watched(client: ReplicaClient, method: str, *args: Any, timeout_s: float) -> Any:
+            answer = await call(client, method, *args, timeout_s=timeout_s)
             if method in {"generate", "report"}:
-                reports.append((index, dict(answer.parts)))
-                if index == 1 and any(part.response_ids for part in answer.parts.values()):
+                reports.append((client.index, dict(answer.parts)))
+                if client.index == 1 and any(part.response_ids for part in answer.parts.values()):
                     os.kill(victim.pid, signal.SIGKILL)
             return answer
 
-        fleet.actors.call = watched  # type: ignore[method-assign]
+        monkeypatch.setattr(ReplicaClient, "call", watched)
         for index, version in ((0, "9"), (1, "8")):
-            await fleet.actors.call(index, "set_weight_version", version, timeout_s=60)
-        results = await fleet.generate("kept", requests, home=1)
+            await fleet.call(index, "set_weight_version", version, timeout_s=60)
+        results = await fleet.generate(RequestContext("kept", home=1), requests)
         assert fleet.serving == [0] and "replica 1 died while it was asked to report" in str(fleet.lost[1])
         return results
 
@@ -144,7 +146,7 @@ def test_requests_are_held_back_from_the_engine_whose_kv_cache_is_full(tmp_path:
     pool = start_pool(tmp_path, rollout={"replicas": 2, "engine_kwargs": cache}, sampling={"max_tokens": 300})
     try:
         first, last, limits = asyncio.run(crowd(pool))
-        assert limits.limit(0) == math.inf and limits.limit(1) < GROUPS * IN_GROUP, "the full one alone has a limit"
+        assert limits[0] == math.inf and limits[1] < GROUPS * IN_GROUP, "the full one alone has a limit"
         assert first.kv_usage >= FULL and first.waiting > 0  # before the first pressure there is no limit
         assert last.waiting < first.waiting / 2
     finally:
@@ -154,7 +156,7 @@ def test_requests_are_held_back_from_the_engine_whose_kv_cache_is_full(tmp_path:
 GROUPS, IN_GROUP, WAVES = 10, 4, 2
 
 
-async def crowd(pool: TestPool) -> tuple[EngineLoad, EngineLoad, BackPressure]:
+async def crowd(pool: TestPool) -> tuple[EngineLoad, EngineLoad, list[float]]:
     """Send waves of long responses to replica 1 and one group to replica 0; the load in the first and the last wave."""
     import ray
 
@@ -174,10 +176,10 @@ async def crowd(pool: TestPool) -> tuple[EngineLoad, EngineLoad, BackPressure]:
             requests = [
                 GenerateRequest(f"{name}-{number}-{i}", [1, 60 + number], spec, seed=i) for i in range(IN_GROUP)
             ]
-            return fleet.generate(f"{name}-{number}", requests, home=home)
+            return fleet.generate(RequestContext(f"{name}-{number}", home=home), requests)
 
         answers = await asyncio.gather(group(GROUPS, 0), *(group(number, 1) for number in range(GROUPS)))
         assert {len(each.response_ids) for results in answers for each in results} == {spec.max_tokens}
         assert {each.replica for results in answers[1:] for each in results} == {1} == {answers[0][0].replica + 1}
         loads.append(fleet.take_load())
-    return loads[0], loads[-1], fleet._dispatcher._limits
+    return loads[0], loads[-1], [each.limit for each in fleet.table]

@@ -125,7 +125,7 @@ def reader(pool: TestPool) -> Iterator[QueueReader]:
 
 def keys_in_queue(reader: QueueReader) -> list[str]:
     """Return the keys of all rows, which a run never asks for."""
-    return list(reader._client.call(reader._client.tags(), "list its rows"))
+    return list(reader.call(reader.tags(), "list its rows"))
 
 
 def test_synchronous_steps(pool: TestPool, reader: QueueReader) -> None:

@@ -23,8 +23,9 @@ from megarl.config.memory_plan.memory import (
     trainer_memory,
     with_trainer,
 )
+from megarl.config.memory_plan.parameters import TrainerRank
 from megarl.config.memory_plan.plan import RunPlan, make_plan
-from megarl.config.schema import Config
+from megarl.config.schema import Config, MegatronConfig
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 from tests.support.checkout import ROOT
@@ -48,7 +49,9 @@ ORDER = ["none", "selective", *range(1, LAYERS), "full"]
 
 def peak(chosen: Config, **changes: Any) -> int:
     chosen = with_trainer(chosen, **changes)
-    return trainer_memory(chosen, load_info(SHAPE), LAYOUT, cuda=True, fused=True, limit=1).peak
+    return trainer_memory(
+        chosen, TrainerRank.of(chosen, load_info(SHAPE), LAYOUT, fused=True), Device(True, True, 1)
+    ).peak
 
 
 @settings(deadline=None, max_examples=40)
@@ -115,9 +118,10 @@ def test_two_settings_of_one_thing_are_refused(models: dict[str, Path]) -> None:
     ],
 )
 def test_the_fields_that_megatron_gets(models: dict[str, Path], recompute: Any, fields: dict[str, Any]) -> None:
-    assert transformer_fields(config(models["qwen3"], trainer__recompute=recompute)) == fields
+    chosen = config(models["qwen3"], trainer__recompute=recompute)
+    assert transformer_fields(chosen.trainer, chosen.megatron) == fields
     passed = {"recompute_granularity": None}
-    assert transformer_fields(config(models["qwen3"], megatron__transformer=passed)) == passed
+    assert transformer_fields(chosen.trainer, MegatronConfig(transformer=passed)) == fields | passed
 
 
 @functools.cache

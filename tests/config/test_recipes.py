@@ -29,7 +29,7 @@ SIZES = {
     "data.path", "data.max_prompt_tokens", "reward.function", "reward.workers", "evaluation.sets",
     "rollout.replicas", "rollout.tensor_parallel", "rollout.gpus_per_node", "rollout.devices",
     "rollout.device_memory_gib", "rollout.max_num_seqs", "rollout.group_deadline_s", "queue.storage_units",
-    "timeouts.collective_s", "timeouts.rpc_s", "timeouts.generate_s", "timeouts.weight_sync_s",
+    "timeouts.save_s", "timeouts.rpc_s", "timeouts.generate_s", "timeouts.weight_sync_s",
     "timeouts.engine_start_s",
 }  # fmt: skip
 
@@ -108,7 +108,8 @@ def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
 
 def test_a_change_of_the_algorithm_would_be_seen() -> None:
     whole = recipe("qwen3_30b_a3b_grpo_96x32")
-    for key in ("algorithm__clip_high", "admission__sync_interval", "trainer__mini_batches", "algorithm__kl__coef"):
+    own = "algorithm__loss_options__clip_high"
+    for key in (own, "admission__sync_interval", "trainer__mini_batches", "algorithm__kl__coef"):
         changed = differing_keys(whole, with_changes(whole, {key: 7}))
         assert changed == {key.replace("__", ".")} and not changed & SIZES
 

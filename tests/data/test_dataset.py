@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,64 @@ def test_messages_of_several_turns_with_calls_of_tools(tmp_path: Path, arguments
         assert prompt.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
         assert prompt.messages[1]["content"] == "" and prompt.messages[2] == answer
         assert prompt.text == f"{messages[3]['content'] if len(messages) > 3 else '1+1?'}!"
+
+
+def parquet(path: Path, *rows: dict[str, Any]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def test_calls_of_a_parquet_file_have_their_own_arguments_only(tmp_path: Path) -> None:
+    """Arrow gives each call the arguments of all others, as null."""
+    calls = [("search", {"query": "tides"}), ("add", {"a": 1, "b": 2}), ("now", {})]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "Go on."},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+                },
+                {"role": "tool", "content": "r"},
+            ],
+            "answer": "1",
+        }
+        for name, arguments in calls
+    ]
+    prompts = load(parquet(tmp_path / "p.parquet", *rows))
+    read = [prompt.messages[1]["tool_calls"][0]["function"]["arguments"] for prompt in prompts]
+    assert read == [arguments for _, arguments in calls]
+
+
+ADD_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_rows_own_tools_are_shown_or_refused(tmp_path: Path) -> None:
+    row = {"problem": "1+1?", "answer": "2"}
+    paths = [write(tmp_path / f"{at}.jsonl", {**row, "tools": given}) for at, given in enumerate(TOOLS_COLUMNS)]
+    for path in paths[:2]:
+        assert load(path, tools_field="tools")[0].tools == (ADD_TOOL,)
+    with pytest.raises(ValueError, match=r"its own `tools`; set data\.tools_field"):
+        load(paths[0])
+    for path in paths[2:4]:
+        assert load(path)[0].tools == ()  # a column that only has the name
+    for path in paths[3:]:
+        with pytest.raises(ValueError, match="must be a list of tools"):
+            load(path, tools_field="tools")
+
+
+TOOLS_COLUMNS = [[ADD_TOOL], json.dumps([ADD_TOOL]), None, "hammer", [{"name": 4}]]
+
+
+@pytest.mark.parametrize("missing", [math.nan, math.inf, None])
+def test_an_answer_that_is_missing_is_refused(tmp_path: Path, missing: float | None) -> None:
+    rows = [{"problem": "1+1?", "answer": 2.0}, {"problem": "1+2?", "answer": missing}]
+    with pytest.raises(ValueError, match=r"row 2: field 'answer' is (no number|missing)"):
+        load(parquet(tmp_path / "p.parquet", *rows))
 
 
 def test_parquet(tmp_path: Path) -> None:

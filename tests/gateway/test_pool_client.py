@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 from megarl.gateway.pool_client import ControllerClient
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.fleet.external_requests import ExternalRequests
 from tests.support.gateway.gateway_requests import generate
-from tests.support.gateway.gateway_stand_in import LocalForeignController, Parts
+from tests.support.gateway.gateway_stand_in import LocalController, Parts
 from tests.support.waiting import wait_until
 
 
@@ -29,7 +27,7 @@ def test_requests_go_on_at_a_new_controller(gateways) -> None:
         parts.controller.requests.close()
 
     def replace(parts: Parts) -> None:
-        parts.controller = LocalForeignController(ExternalRequests(parts.fleet, serves=True))
+        parts.controller = LocalController(ExternalRequests(parts.fleet, serves=True))
 
     with ThreadPoolExecutor(2) as threads:
         asked = threads.submit(generate, gateway, [10], max_tokens=100)
@@ -45,22 +43,17 @@ def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
     """Ray may not answer while it has lost the controller's node."""
     searches: list[str] = []
 
-    async def begin(gateway: str, wanted: list[object]) -> None:
-        assert (gateway, wanted) == ("gateway", [])
+    found = object()
 
-    found: Any = SimpleNamespace(begin_foreign=SimpleNamespace(remote=begin))
-
-    async def find() -> Any:
+    async def find() -> object:
         searches.append("search")
         if len(searches) == 1:
             await asyncio.Event().wait()
         return found
 
     async def scenario() -> None:
-        link = ControllerClient("gateway", find, 0.1)
         async with asyncio.timeout(30):
-            await link._connect()
-        assert link._controller is found
+            assert await ControllerClient("gateway", find, 0.1)._connect() is found
 
     asyncio.run(scenario())
     assert len(searches) == 2

@@ -16,6 +16,7 @@ from megarl.chat.tokenize import load_tokenizer
 from megarl.chat.tool_calls import HERMES, ToolFormat
 from megarl.gateway import actor as gateway_actor
 from megarl.gateway.actor import GatewayActor
+from megarl.gateway.chat_route import read_chat_request
 from megarl.gateway.request_fields import ApiError
 from megarl.gateway.text import ModelText
 from tests.support.gateway.gateway_requests import HEADERS, post
@@ -104,3 +105,9 @@ def test_the_gateway_of_a_run_reads_calls_as_its_config_says(tmp_path: Path, mon
         actor.config = config(tmp_path, agent={"tool_format": form})
         with pytest.raises(Made, match=form):
             asyncio.run(actor.start())
+
+
+def test_a_developers_message_is_the_systems() -> None:
+    """Templates leave out a message whose role they do not know."""
+    request = read_chat_request({"messages": [{"role": "developer", "content": "Be brief."}]})
+    assert request.messages == [{"role": "system", "content": "Be brief."}]

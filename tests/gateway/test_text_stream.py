@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.chat.tool_calls import HERMES
+from megarl.chat.tool_calls import HERMES, overlap
 from megarl.chat.xml_calls import XmlFormat
 from megarl.gateway.chat_route import cut_at, read_turn
-from megarl.gateway.chats import TextStream, overlap
+from megarl.gateway.chats import TextStream
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 WORDS = st.lists(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.hosts import Hosts
 from tests.support.repository.needs import CLUSTER, need
+from tests.support.runs.hosts import Hosts
 from tests.support.runs.slurm import Slurm
 
 SYSTEM = f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
+from tests.support.runs.hosts import Hosts
 from tests.support.runs.slurm import Slurm
 
 pytestmark = pytest.mark.cluster

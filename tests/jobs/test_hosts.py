@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from benchmarks.lib.file_faults import preloading, spoil
-from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
+from tests.support.runs.hosts import Hosts
 from tests.support.runs.jobs import (
     FOUR_HOSTS,
     check_groups,
@@ -108,7 +108,7 @@ def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(h
     killed, and the moments.
     """
     config = write_job(
-        tmp_path, steps=100_000, timeouts={"node_s": 20, "shutdown_s": 20, "collective_s": 60, "save_s": 60},
+        tmp_path, steps=100_000, timeouts={"node_s": 20, "shutdown_s": 20, "save_s": 60},
         checkpoint={"every": 2}, launch={"interface": "eth0"}, **FOUR_HOSTS,
     )  # fmt: skip
     run_dir, rng = tmp_path / "run", moments()

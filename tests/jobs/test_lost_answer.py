@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
+from tests.support.runs.hosts import Hosts
 from tests.support.runs.jobs import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -12,7 +12,7 @@ import torch
 from megarl.models.families import FAMILIES
 from megarl.models.hf.read_config import load_info
 from tests.support.models.family_models import MODELS, MOE, Batch
-from tests.support.ranks.training.mutations import MUTATIONS, active_rules
+from tests.support.ranks.models.reversed_rules import active_rules
 from tests.support.worlds.world import World
 
 pytestmark = pytest.mark.world
@@ -112,29 +112,6 @@ def test_bf16_is_close(
         assert 1e-4 < gap.mean() < 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_wrong_rule_shows_in_the_logprobs(
-    mutation: Any,
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    reference: Callable[[str], list[torch.Tensor]],
-    batch: Batch,
-) -> None:
-    results = world(2).run(
-        "tests.support.ranks.training.mutations:mutated_logprobs",
-        model_dir=str(model_dir(mutation.model)),
-        batch=batch,
-        mutation=mutation.name,
-        **mutation.sizes,
-    )
-    answer = next(result for result in results if result is not None)
-    gap = max(
-        float((ours - theirs).abs().max()) for ours, theirs in zip(answer, reference(mutation.model), strict=True)
-    )
-    assert gap > 10 * TOLERANCE
-
-
 # What a family's later model is made by and its earlier ones are not: an untied output layer, uncompressed queries.
 BROKEN = {model: () for model, (family, _) in MODELS.items() if model == family} | {
     "qwen2_yarn": ("output_layer.weight",),
@@ -166,7 +143,7 @@ def test_each_rule_shows_in_the_logprobs(
     rules = BROKEN[model] or active_rules(load_info(model_dir(model)))
     few = batch[:1]
     results = world(2).run(
-        "tests.support.ranks.training.mutations:reversed_logprobs",
+        "tests.support.ranks.models.reversed_rules:reversed_logprobs",
         model_dir=str(model_dir(model)),
         batch=few,
         rules=list(rules),

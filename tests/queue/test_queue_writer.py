@@ -65,22 +65,6 @@ def test_groups_that_finish_soon_after_a_put_share_the_next_one(
     assert client.puts == [["0:0"], ["1:0", "2:0"]]
 
 
-def test_where_thousands_of_loops_are_under_way_more_groups_share_a_put(
-    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 0.0)
-    writer.under_way = lambda: 1_000_000
-
-    async def run() -> float:
-        began = time.monotonic()
-        await writer.put_group(group(0), more=True)
-        await asyncio.gather(*(writer.put_group(group(number), more=True) for number in (1, 2)))
-        return time.monotonic() - began
-
-    assert asyncio.run(run()) >= transfer.MOST_PUT_INTERVAL_S
-    assert client.puts == [["0:0"], ["1:0", "2:0"]]
-
-
 def test_the_last_group_is_put_at_once_with_those_that_wait(
     client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -351,7 +351,7 @@ def test_logprobs_are_the_same_float32_bits(queue: dict[str, Any]) -> None:
 def test_every_socket_of_the_actors_refuses_a_stranger(queue: dict[str, Any], tmp_path: Path) -> None:
     """Ray sends the library's classes by value: the actors must have got the lock with them."""
     reader = QueueReader.attach(**queue)
-    client = reader._client._client
+    client = reader._client
     units = client.storage_manager.storage_unit_infos.values()
     addresses = [info.to_addr(name) for info in (client.storage_manager.controller_info, *units) for name in info.ports]
     assert len(addresses) == 2 + 2
@@ -363,7 +363,7 @@ def test_every_socket_of_the_actors_refuses_a_stranger(queue: dict[str, Any], tm
 def test_another_partition_has_its_own_rows(queue: dict[str, Any]) -> None:
     writer, reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
     other_writer, other_reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
-    other_writer._client.partition = other_reader._client.partition = "run.1"
+    other_writer._client.partition = other_reader.partition = "run.1"
     asyncio.run(writer.put_group(group(1, [2, 2])))
     keys = ["1:0", "1:1"]
     with pytest.raises(KeyError, match="2 of 2 rows"):
@@ -390,8 +390,8 @@ def test_storage_stays_off_nodes_without_the_pools_resource(queue: dict[str, Any
 def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -> None:
     reader = QueueReader.attach(**queue, who="trainer rank 3")
     release = threading.Event()
-    reader._client._client._loop.call_soon_threadsafe(release.wait, 5)
-    reader._client.timeout_s = 0.2
+    reader._client._loop.call_soon_threadsafe(release.wait, 5)
+    reader.timeout_s = 0.2
     with pytest.raises(
         TimeoutError,
         match=r"trainer rank 3 waited 0 s \(timeouts.rpc_s\) for the trajectory queue to tell the tags of 1 rows",
@@ -414,13 +414,13 @@ def test_a_queue_whose_processes_have_ended_is_not_waited_for(
     reader = QueueReader.attach(**queue, check=check)
     assert reader.read_tags([]) == []
     release = threading.Event()
-    reader._client._client._loop.call_soon_threadsafe(release.wait, 300)
+    reader._client._loop.call_soon_threadsafe(release.wait, 300)
     ended.set()
     with pytest.raises(RolloutError, match="a test says so"):
         reader.fetch(["g0-0"])
     assert not release.is_set()
     release.set()
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), reader._client._client._loop).result(60)  # it goes on
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), reader._client._loop).result(60)  # it goes on
     reader.close()
 
 

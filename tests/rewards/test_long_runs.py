@@ -31,9 +31,9 @@ def slopes_of_a_pool() -> dict[str, float]:
 
     def sizes() -> dict[str, float]:
         own = psutil.Process()
-        kept = (pool._tasks, pool._running, pool._limits, pool._started, list(pool._processes))
+        kept = (pool._tasks, pool._running, pool._failures, pool._started, list(pool._processes))
         return {
-            "bytes held": held_bytes(kept) + held_bytes([each.by_reason for each in pool._reports]),
+            "bytes held": held_bytes(kept) + held_bytes([each.by_reason for each in pool._failures]),
             "threads": threading.active_count(),
             "descriptors": own.num_fds(),
             "processes": len(own.children()),

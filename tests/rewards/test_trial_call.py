@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.rewards.trial_call import TrialCall, TrialCalls, TrialProblem
+from megarl.rewards.trial_call import TrialCall, TrialProblem, trials
 from megarl.rewards.types import RewardInput, RewardSpec
 
 FUNCTIONS = """
@@ -46,8 +46,8 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TrialPr
     calls.append(TrialCall(RewardSpec("judges:endless"), None))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(directory)
-        with TrialCalls(calls, timeout_s=2.0, start_timeout_s=120.0, memory_bytes=None) as trial:
-            found = list(trial.problems())
+        with trials(calls, timeout_s=2.0, start_timeout_s=120.0, memory_bytes=None) as trial:
+            found = list(trial)
     keys = {f"data.sets.{index}.reward.function": name for index, name in enumerate(names)}
     told: dict[str, list[TrialProblem]] = {name: [] for name in (*names, "reward.function")}
     for each in found:
@@ -87,7 +87,7 @@ def test_of_a_traceback_the_users_lines_are_shown(problems: dict[str, list[Trial
     ("name", "told"),
     [
         ("judges:of_three", "needs (one, two, three)"),
-        ("judges:absent", "'judges' has no 'absent'"),
+        ("judges:absent", "module 'judges' has no attribute 'absent'"),
         ("typo:sound", "NameError: name 'ten' is not defined ("),
     ],
 )

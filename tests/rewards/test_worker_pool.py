@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.process import RewardProcess, WorkerDiedError
+from megarl.rewards.process import RewardProcess
 from megarl.rewards.types import RewardInput, RewardOutcome, RewardSpec
 from megarl.rewards.worker_pool import MAX_NOT_TAKEN, RewardPool, RewardPoolError
 from tests.support.checkout import ROOT
@@ -102,15 +102,6 @@ def test_a_hang_holds_up_nobody_on_the_other_worker(pool: RewardPool) -> None:
     asyncio.run(race())
 
 
-def test_results_are_in_order_and_many(pool: RewardPool) -> None:
-    outcomes = run(pool, *(f"ok {i}" for i in range(500)))
-    assert [o.score for o in outcomes] == [float(i) for i in range(500)]
-
-
-def test_what_a_function_prints_disturbs_nothing(pool: RewardPool) -> None:
-    assert run(pool, "print 3")[0] == RewardOutcome(3.0)
-
-
 @pytest.mark.slow
 def test_samples_after_a_hang_in_the_same_batch_are_still_judged() -> None:
     """One worker, batches of many: the hanging one is found among them, the rest goes to the replacement."""
@@ -143,11 +134,6 @@ def test_warm_up_does_not_count_as_a_samples_time() -> None:
         pool.close()
 
 
-def test_workers_are_processes_of_their_own(pool: RewardPool) -> None:
-    pids = {int(o.score) for o in run(pool, *["pid"] * 20)}
-    assert os.getpid() not in pids and pids <= set(worker_pids(pool))
-
-
 @pytest.mark.slow
 def test_it_works_from_a_thread_that_is_not_the_main_one(pool: RewardPool) -> None:
     """Ray's async actors run in such threads, in which no signal can be used."""
@@ -175,8 +161,7 @@ def test_a_stopped_worker_is_waited_for_no_longer_than_for_a_reward() -> None:
     try:
         process.wait_ready()
         os.kill(process._child.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerDiedError, match=r"did not take its samples within 0\.2 s"):
-            process.send([(1, bytes(1 << 24))], 0.2)
+        assert "did not take its samples within 0.2 s" in process.send([(1, bytes(1 << 24))], 0.2)
     finally:
         process.close()
 
@@ -192,8 +177,8 @@ class EndsWhenSent:
     def wait_ready(self) -> None:
         pass
 
-    def send(self, batch: object, timeout_s: float) -> None:
-        raise WorkerDiedError("exit code 9")
+    def send(self, batch: object, timeout_s: float) -> str:
+        return "exit code 9"
 
     def kill(self) -> None:
         pass
@@ -251,8 +236,8 @@ def test_an_abandoned_sample_is_not_judged() -> None:
     ("function", "kwargs", "message"),
     [
         ("gsm9k", {}, "neither code, gsm8k, math nor a path `package.module:function`"),
-        ("no.such.module:f", {}, "importing 'no.such.module' failed: ModuleNotFoundError"),
-        (f"{MODULE}:nothing", {}, "has no 'nothing'"),
+        ("no.such.module:f", {}, "'no.such.module:f' cannot be imported: ModuleNotFoundError"),
+        (f"{MODULE}:nothing", {}, "has no attribute 'nothing'"),
         (f"{MODULE}:three", {}, "needs (a, b, c)"),
         (f"{MODULE}:coroutine", {}, "is async"),
         (f"{MODULE}:plain", {"scale": 2}, "['scale'] are no parameters"),
@@ -270,9 +255,7 @@ def test_a_function_that_cannot_work_is_found_at_the_start(function: str, kwargs
         pool.close()
 
 
-def test_what_another_process_cannot_import_or_receive_is_found_at_once() -> None:
-    with pytest.raises(ValueError, match="cannot be imported by another process"):
-        make_reward_pool(lambda sample: 1.0)
+def test_what_another_process_cannot_receive_is_found_at_once() -> None:
     with pytest.raises(ValueError, match=r"reward\.kwargs cannot be sent"):
         make_reward_pool(FUNCTION, {"lock": threading.Lock()})
     with pytest.raises(ValueError, match="workers >= 1"):
@@ -352,7 +335,7 @@ def test_one_pool_runs_the_functions_of_several_sets() -> None:
         pool.close()
     broken = RewardPool([RewardSpec("gsm8k"), RewardSpec(f"{MODULE}:nothing", {}, "data.sets.1.reward")], **options)
     try:
-        with pytest.raises(ValueError, match=r"data\.sets\.1\.reward: reward\.function .* has no 'nothing'"):
+        with pytest.raises(ValueError, match=r"data\.sets\.1\.reward: reward\.function .* has no attribute 'nothing'"):
             asyncio.run(broken.start())
     finally:
         broken.close()

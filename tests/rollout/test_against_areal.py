@@ -4,10 +4,10 @@ A rollout there is a prompt group here, its version the number of trained batche
 capacity is our room: both allow (staleness + version + 1) batches in total, less what runs, waits or was trained. A
 rejected rollout frees its place there, as a replaced group does here.
 
-What differs, and is left out: its `max_concurrent_rollouts` limits what runs, for which `queue.capacity` is the nearest
-key here, but that counts finished groups too. A failed group counts towards its step here, and is a rejected rollout
-there. Staleness between two updates of one batch is rounded down to whole batches there. And it limits starts only:
-which groups a batch takes, and that it waits for those about to be too old, is no part of it.
+What differs, and is left out: its `max_concurrent_rollouts` limits what runs, for which there is no key here. A failed
+group counts towards its step here, and is a rejected rollout there. Staleness between two updates of one batch is
+rounded down to whole batches there. And it limits starts only: which groups a batch takes, and that it waits for those
+about to be too old, is no part of it.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ import pytest
 
 from megarl.chat.formats import Prompt
 from megarl.common.rundir.notices import notices_file
-from megarl.rewards.types import RewardInput
 from megarl.rollout.engine.messages import SamplingSpec
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile, groups_started
-from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.tasks.prompts import EvalSet, PromptTask
 from tests.support.rollout.fake_rollout import local_controller
 from tests.support.trainer.configs import config as config_of
 
@@ -47,11 +46,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def eval_sets() -> list[EvalSet]:
-    def judge(text: str, ids: list[int], reason: str) -> RewardInput:
-        return RewardInput("", text, ids, reason)
-
     spec = SamplingSpec.greedy(8, (2,))
-    return [EvalSet("dev", [EvalProblem([1, 2], judge, "7", Prompt(0, [], "7", {}))] * 3, spec, spec, samples=2)]
+    problem = PromptTask(Prompt(0, [{"role": "user", "content": "3 + 4?"}], "7", {}), [1, 2], spec, "dev")
+    return [EvalSet("dev", [problem] * 3, spec, samples=2)]
 
 
 def notices(run_dir: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -17,7 +18,6 @@ from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.engine import continuation
 from megarl.rollout.engine.continuation import GroupDeadline
@@ -25,7 +25,8 @@ from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.transport import background
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeBatcher, FakeRewards, FakeSource, local_controller
-from tests.support.rollout.fake_workers import Crew, WorkerQueue
+from tests.support.rollout.fake_workers import Crew
+from tests.support.rollout.group_runner import GroupRunner
 from tests.support.trainer.configs import config as config_of
 
 GROUPS, SAMPLES = 3, 2
@@ -49,9 +50,7 @@ def config_with(policy: str, **rollout: Any) -> Config:
 
 def runner_of(config: Config, loop: AgentLoop, batcher: Any = None, rewards: Any = None) -> GroupRunner:
     source: Any = FakeSource()
-    return GroupRunner(
-        config, loop, source, (batcher or FakeBatcher()).generate, rewards or FakeRewards(), partition="p"
-    )
+    return GroupRunner(config, loop, source, (batcher or FakeBatcher()).generate, rewards or FakeRewards())
 
 
 def results_of(running: Awaitable[Any]) -> Any:
@@ -71,11 +70,12 @@ class Waits:
     """Waits for ever in some samples of group 0, as for a server of the user's own; the others answer."""
 
     def __init__(self, *samples: int) -> None:
-        self.samples, self.cancelled = samples, 0
+        self.samples, self.waiting, self.cancelled = samples, 0, 0
 
     async def run(self, ctx: AgentContext) -> Trajectory:
         row = await SingleTurn().run(ctx)
         if ctx.group_id == 0 and ctx.sample_index in self.samples:
+            self.waiting += 1
             try:
                 await asyncio.Event().wait()
             finally:
@@ -127,19 +127,15 @@ def test_a_loop_that_waits_for_ever_in_a_worker_fails_its_group_at_the_deadline(
     config, loop = config_with(policy, agent_workers=1), Waits(1)
 
     async def scenario() -> None:
-        source: Any = FakeSource()
-        rewards: Any = FakeRewards()
-        runner = GroupRunner(
-            config, loop, source, RequestCoalescer(fleet_of({0: FakeReplica(4)})).generate, rewards, partition="p"
-        )
-        crew = Crew(config, loop, runner, WorkerQueue())
-        await crew.groups.start()
+        runner = runner_of(config, loop, RequestCoalescer(fleet_of({0: FakeReplica(4)})))
+        crew = Crew(config, runner)
+        await crew.pool.start()
         with pytest.raises(RolloutError, match=LATE):
-            await crew.groups.run(0)
+            await crew.run(0)
         assert loop.cancelled == 1 and max(runner.groups.stats.failed_lengths) > 0 and not runner.groups.progress
-        assert not crew.groups._loops[0] and not crew.made[0].loops.under_way(), "it has no place any more"
-        assert (await crew.groups.run(1)).usable
-        await crew.groups.close()
+        assert not crew.pool._loops[0] and not crew.made[0].loops.under_way(), "it has no place any more"
+        assert len(await crew.run(1)) == SAMPLES
+        await crew.pool.close()
 
     results_of(scenario())
 
@@ -173,10 +169,40 @@ def test_a_group_without_a_deadline_is_not_ended() -> None:
     assert [row.status for row in rows] == ["ok"] * SAMPLES
 
 
-def test_the_deadline_of_a_group_that_has_begun_elsewhere_is_the_earlier_one() -> None:
-    config = config_with("cut", group_deadline_s=50 * HELD_S)
-    with pytest.raises(RolloutError, match=r"0\.05 s after the group's deadline of 1000 s"):
-        results_of(runner_of(config, Waits(0)).run(0, left_s=0.0))
+class Ignores:
+    """Goes on in sample 1 of group 0 however often it is cancelled; sample 0 ends, or fails."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.end = fails, asyncio.Event()
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        while ctx.sample_index == 1 and not self.end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.end.wait()
+        if self.fails:
+            raise ConnectionError("the tool is gone")
+        return await SingleTurn().run(ctx)
+
+
+@pytest.mark.parametrize("end", ["deadline", "failure", "cancellation"])
+def test_a_group_ends_whose_loop_ignores_that_it_is_cancelled(end: str) -> None:
+    async def scenario() -> None:
+        loop = Ignores(end == "failure")
+        runner = runner_of(config_with("cut", group_deadline_s=DEADLINE_S if end == "deadline" else HELD_S), loop)
+        running = asyncio.ensure_future(runner.run(0))
+        if end == "cancellation":
+            await asyncio.sleep(0.01)
+            await background.cancel_all([running], "groups")
+            assert running.cancelled()
+        else:
+            with pytest.raises(
+                (RolloutError, ConnectionError), match=LATE if end == "deadline" else "the tool is gone"
+            ):
+                await running
+        assert not runner.groups.progress
+        loop.end.set()
+
+    results_of(scenario())
 
 
 def test_loops_have_ended_when_their_group_is_cancelled() -> None:
@@ -186,7 +212,7 @@ def test_loops_have_ended_when_their_group_is_cancelled() -> None:
     async def scenario() -> None:
         runner = runner_of(config_with("cut", group_deadline_s=HELD_S), loop)
         running = asyncio.ensure_future(runner.run(0))
-        while len(runner.groups.stats.reward_seconds) < SAMPLES:
+        while loop.waiting < SAMPLES:
             await asyncio.sleep(0)
         await background.cancel_all([running], "groups")
         assert running.cancelled() and loop.cancelled == SAMPLES and not runner.groups.progress

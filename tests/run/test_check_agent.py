@@ -69,7 +69,7 @@ def test_what_an_agent_of_ones_own_names_is_imported(sound: Path, data: Path) ->
     own: dict[str, Any] = {"agent__loop": LOOP.replace("Thoughts", "Thought"), "tools": [{"kind": f"{DIGITS}2"}]}
     loop, tool = agent_problems_of(sound, data, **own)
     assert loop.startswith(f"agent.loop: {own['agent__loop']!r} cannot be imported: AttributeError")
-    assert tool.startswith("tools.0: ") and "the import failed with AttributeError" in tool
+    assert tool.startswith("tools.0: ") and "cannot be imported: AttributeError" in tool
     acts: dict[str, Any] = {"agent__loop": "harness", "agent__act": "json:loads", "gateway__enabled": True}
     [problem] = agent_problems_of(sound, data, **acts)
     assert problem == "agent.act: 'json:loads' must be an `async def act(base_url, token, session, row)`"

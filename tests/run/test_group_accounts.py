@@ -16,11 +16,11 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, sample_key
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.orchestrator.failover import Committed
-from megarl.rollout.workers.finished_group import usable_samples
-from megarl.run.pool.rollout_client import RolloutClient
+from megarl.rollout.orchestrator.prompt_groups import usable_samples
+from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.record.batch_metrics import record_batch
 from megarl.run.record.recorder import Totals
-from megarl.run.step.plan import StepBatch, StepPlan, plan_step
+from megarl.run.step.plan import StepPlan, plan_step
 from megarl.telemetry.metrics.declarations import step_metrics
 from tests.support.trainer.configs import config as config_of
 from tests.support.trainer.trained_groups import trained_as_planned
@@ -68,7 +68,7 @@ class Accounts:
         self.admission = Admission(GROUPS, pace, refill=refill_groups(self.config), steps=STEPS, max_uses=max_uses)
         self.totals = Totals()
         self.link = RolloutClient(self.config, None, SimpleNamespace(phase=None))  # type: ignore[arg-type]
-        self.link._client.hold(LocalClient(self.admission, self.config))
+        self.link.controller = LocalClient(self.admission, self.config)  # type: ignore[assignment]
         self.tags: dict[int, list[SampleTag]] = {}
         self.running: dict[int, int] = {}  # group -> version at its start
 
@@ -102,11 +102,11 @@ class Accounts:
         ok, failed = taken
         reused = self.admission.reused(number)
         tags = [tag for group in sorted([*ok, *failed, *reused]) for tag in self.tags[group]]
-        batch = StepBatch(number, number, [tag.key for tag in tags], tags, {}, self.admission.replaced(number), reused)
-        plan = plan_step(tags, self.config, dp_size=2, version=number, replaced=batch.replaced, reused=batch.reused)
+        replaced = self.admission.replaced(number)
+        plan = plan_step(tags, self.config, dp_size=2, version=number, replaced=replaced, reused=reused)
         if skips and (skipped := plan.skipped()) is not None:
             plan = skipped
-        counted = self.link.commit(batch, plan)
+        counted = self.link.commit(number, plan)
         assert counted is not None and counted.balanced
         metrics = step_metrics()
         record_batch(metrics, plan, trained_as_planned(plan))

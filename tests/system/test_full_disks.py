@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.lib import file_faults
-from benchmarks.lib.chaos import longest_gap
-from benchmarks.lib.file_faults import fill, fill_up, small_disk, why_no_disk
 from megarl.common.rundir.rotating_lines import read_lines
 from megarl.common.rundir.run_files import read_exit
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import groups_started
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.repository.needs import FAULTS, need
+from tests.support.runs import small_disk as disks
 from tests.support.runs.random_moment import moments
 from tests.support.runs.run import start, step_records, tiny_config
-from tests.support.runs.whole_runs import kill_everything, start_run, wait_for
+from tests.support.runs.small_disk import fill, fill_up, small_disk, why_no_disk
+from tests.support.runs.whole_runs import kill_everything, longest_gap, start_run, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -44,7 +43,7 @@ def config_in(directory: Path, steps: int, **sections: Any) -> dict[str, Any]:
 def test_a_run_whose_directory_is_full_for_a_time_goes_on_and_its_files_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_faults, "SIZE", "64m")
+    monkeypatch.setattr(disks, "SIZE", "64m")
     # 16 samples of 0.1 s in one process: the steps after the fifth take longer than the disk is full.
     reward = {"function": f"{MODULE}:slow_digit_share", "workers": 1}
     config = config_in(tmp_path, STEPS, reward=reward, telemetry={"samples_per_step": 2})
@@ -108,9 +107,9 @@ def test_a_run_whose_directory_and_checkpoints_find_no_space_any_more_ends_as_fa
     config = config_in(tmp_path, steps, checkpoint={"dir": str(saves), "every": 1}, evaluation={})
     config["run"]["export"] = False
     run_dir = Path(config["run"]["dir"])
-    monkeypatch.setattr(file_faults, "SIZE", "64m")
+    monkeypatch.setattr(disks, "SIZE", "64m")
     with small_disk(run_dir):
-        monkeypatch.setattr(file_faults, "SIZE", "128k")
+        monkeypatch.setattr(disks, "SIZE", "128k")
         with small_disk(saves):
             process = start_run(config)
             try:

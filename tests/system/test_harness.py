@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from megarl.environments.session_rows import read_turns, session_rows
 from megarl.queue.dump import read_batch
-from megarl.rollout.agents.eval_context import EVAL_SEED_OFFSET
+from megarl.rollout.agents.loop_run import EVAL_SEED_OFFSET
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.runs.run import tiny_config, train
 

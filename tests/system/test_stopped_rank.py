@@ -46,7 +46,7 @@ def test_a_stopped_rank_is_named_and_killed_and_the_run_goes_on_from_a_sound_che
     torchrun, also that of `megarl launch`, leaves the ranks the time to save, if they need it.
     """
     rng = moments()
-    timeouts = {"node_s": BOUND_S, "shutdown_s": SHUTDOWN_S, "collective_s": 400, "generate_s": 400}
+    timeouts = {"node_s": BOUND_S, "shutdown_s": SHUTDOWN_S, "save_s": 400, "generate_s": 400}
     config = config_of(tmp_path, steps=STEPS, timeouts=timeouts, launch={"max_restarts": 2})
     config["evaluation"] = {}
     run_dir = tmp_path / "run"

@@ -22,7 +22,7 @@ from megarl.common.rundir.run_files import ExitRecord
 from megarl.config.schema import Config
 from megarl.run.ranks.failure import set_aside
 from megarl.telemetry.sinks import remote_sink
-from megarl.telemetry.sinks.mlflow_remote import ID_TAG, MlflowRemote, key_of, parameters_of
+from megarl.telemetry.sinks.mlflow import ID_TAG, MlflowSink, key_of, parameters_of
 from megarl.telemetry.sinks.remote_sink import LostRecords, Record
 from megarl.telemetry.sinks.sinks import MetricsWriter
 from tests.support.telemetry.mlflow_package import MISSING, mlflow_directory
@@ -35,11 +35,17 @@ VALUES = {"reward/mean": 0.5, "eval/held-out/pass@8": 0.25, "policy/loss": -0.01
 
 
 def at(uri: str, run_dir: Path, **changes: Any) -> Config:
-    telemetry = {"mlflow_experiment": "small models", "mlflow_uri": uri}
+    os.environ["MLFLOW_TRACKING_URI"] = uri
+    telemetry = {"mlflow_experiment": "small models"}
     timeouts = {"shutdown_s": 240}  # of which MLflow has half; a busy machine may need it
     return config(
         "model", run__dir=str(run_dir), run__name="one run", telemetry=telemetry, timeouts=timeouts, **changes
     )
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # so that it is restored
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +115,10 @@ def test_a_resume_goes_on_in_the_same_run_and_a_new_history_does_not(database: s
 
 @needs_mlflow
 def test_a_run_is_marked_as_running_again(database: str, tmp_path: Path) -> None:
-    remote = MlflowRemote(at(database, tmp_path))
+    remote = MlflowSink(at(database, tmp_path))
     remote.send([Record(1, 1.0, VALUES)])
     remote.finish("preempted")
-    again = MlflowRemote(at(database, tmp_path))
+    again = MlflowSink(at(database, tmp_path))
     again.send([Record(2, 2.0, VALUES)])
     (run,) = runs(database)
     assert run.info.status == "RUNNING" and len(run.data.tags[ID_TAG]) == 16
@@ -132,7 +138,7 @@ def test_a_lost_answer_makes_no_second_run(database: str, tmp_path: Path, monkey
         return run
 
     monkeypatch.setattr(mlflow.MlflowClient, "create_run", create)
-    remote = MlflowRemote(at(database, tmp_path))
+    remote = MlflowSink(at(database, tmp_path))
     with pytest.raises(ConnectionError):
         remote.send([Record(1, 1.0, VALUES)])
     remote.send([Record(1, 1.0, VALUES)])
@@ -143,7 +149,7 @@ def test_a_lost_answer_makes_no_second_run(database: str, tmp_path: Path, monkey
 @needs_mlflow
 def test_more_values_than_a_request_may_have(database: str, tmp_path: Path) -> None:
     values = {f"reward/component/c{index}": float(index) for index in range(1201)}
-    MlflowRemote(at(database, tmp_path)).send([Record(1, 1.0, values), Record(2, 2.0, values)])
+    MlflowSink(at(database, tmp_path)).send([Record(1, 1.0, values), Record(2, 2.0, values)])
     (run,) = runs(database)
     assert len(run.data.metrics) == 1201
     assert history(database, run.info.run_id, "reward/component/c1200") == [(1, 1200.0), (2, 1200.0)]
@@ -157,10 +163,10 @@ def test_what_the_server_refuses_for_good_is_not_sent_again(
 
 
 def _is_refused_for_good(uri: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.telemetry.sinks import mlflow_remote
+    from megarl.telemetry.sinks import mlflow as mlflow_sink
 
-    remote = MlflowRemote(at(uri, run_dir))
-    monkeypatch.setattr(mlflow_remote, "key_of", lambda name: name)
+    remote = MlflowSink(at(uri, run_dir))
+    monkeypatch.setattr(mlflow_sink, "key_of", lambda name: name)
     with pytest.raises(LostRecords, match=r"refuses the metrics of steps 5 to 5.*pass@8"):
         remote.send([Record(5, 5.0, VALUES)])
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 import pytest
 
 from megarl.config.schema.monitor import RULES, AlarmAction, MonitorConfig, ReplicaAction
-from megarl.run.loop.alarm_inputs import rules_of
+from megarl.run.loop.monitor import rules_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
 

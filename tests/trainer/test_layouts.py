@@ -22,7 +22,6 @@ pytestmark = pytest.mark.world
 
 GRADIENT = 1e-5
 UPDATE = 1e-4
-BROKEN = 1e-3  # a broken rule moves some gradient by at least this
 
 TP2 = {"tensor": 2}
 SP2 = {"tensor": 2, "sequence": True}
@@ -167,37 +166,8 @@ def test_weights_agree_with_overlapped_gather_and_reduction(trained: Callable[..
     assert worst(got["weights"], one["weights"]) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("mutation", "case"),
-    [
-        ("per_micro_batch", (1, "dense", {}, {})),
-        ("doubled", (1, "dense", {}, {})),
-        ("targets_off_by_one", (1, "dense", {}, {})),
-        ("dropped_micro_batch", (1, "dense", {}, {})),
-        ("dropped_replica", (2, "dense", {}, {})),
-        ("mean_over_replicas", (2, "dense", {}, {})),
-        ("experts_times_replicas", (2, "moe", {"expert": 2}, {})),
-        ("padding_in_softmax", (2, "dense", TP2, {})),
-    ],
-)
-def test_a_broken_rule_is_found(trained: Callable[..., Any], mutation: str, case: Case) -> None:
-    ranks, model, layout, changes = case
-    got = trained(ranks, model, layout, mutation=mutation, **changes)
-    assert worst(got["gradients"], trained(1, model)["gradients"]) > BROKEN
-    lost = [own for backward, own in got["keys"] if backward != own]
-    assert len(lost) == (mutation == "dropped_micro_batch"), "the others train each sample, but not as they should"
-
-
-def test_adams_first_step_would_not_show_a_doubled_gradient(trained: Callable[..., Any]) -> None:
-    """This is why gradients are compared too: the weights hardly differ."""
-    quiet = {"trainer__optimizer__eps": 1e-12}
-    doubled, one = trained(1, "dense", mutation="doubled", **quiet), trained(1, "dense", **quiet)
-    assert worst(doubled["gradients"], one["gradients"]) > 0.9
-    assert worst(doubled["weights"], one["weights"]) < 1e-4
-
-
 # No clipping: whether a token near the bound is clipped would depend on the rounding.
-SMOOTH = {"algorithm__clip_low": 0.999999, "algorithm__clip_high": 10.0}
+SMOOTH = {"algorithm__loss_options__clip_low": 0.999999, "algorithm__loss_options__clip_high": 10.0}
 BF16 = {"trainer__precision": "bf16", **SMOOTH}
 
 
@@ -224,12 +194,6 @@ def test_bf16_gradients_agree_to_its_rounding(trained: Callable[..., Any], case:
     assert worst(got["gradients"], one["gradients"]) <= (1.5 * noise if bound is None else bound)
     assert got["metrics"][0]["loss"] == pytest.approx(exact["metrics"][0]["loss"], rel=0.1)
     assert all(value.isfinite().all() for value in got["weights"].values())
-
-
-def test_a_broken_rule_is_found_in_bf16_too(trained: Callable[..., Any]) -> None:
-    ranks, model, layout, _ = EP2_BF16
-    got = trained(ranks, model, layout, mutation="experts_times_replicas", **BF16)
-    assert worst(got["gradients"], trained(1, model, **BF16)["gradients"]) > 10 * SAME_ORDER
 
 
 @pytest.mark.slow

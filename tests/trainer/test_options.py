@@ -22,14 +22,18 @@ pytestmark = pytest.mark.world
 
 LENGTH = {"sampling__max_tokens": MAX_TOKENS}  # that of the padded reference
 BASE = loss_spec(clip_low=CLIP, clip_high=CLIP, kl_coef=KL, entropy_coef=ENTROPY)
-GSPO = {"algorithm__loss": "gspo", "algorithm__clip_low": 0.02, "algorithm__clip_high": 0.04}
+GSPO = {
+    "algorithm__loss": "gspo",
+    "algorithm__loss_options__clip_low": 0.02,
+    "algorithm__loss_options__clip_high": 0.04,
+}
 
 # Configuration as a user writes it, and the fields of the objective that it stands for.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gspo": (GSPO, {"kind": "gspo", "clip_low": 0.02, "clip_high": 0.04}),
-    "clip_low": ({"algorithm__clip_low": 0.1}, {"clip_low": 0.1}),
-    "clip_high": ({"algorithm__clip_high": 0.4}, {"clip_high": 0.4}),
-    "clip_dual": ({"algorithm__clip_dual": 1.1}, {"clip_dual": 1.1}),
+    "clip_low": ({"algorithm__loss_options__clip_low": 0.1}, {"clip_low": 0.1}),
+    "clip_high": ({"algorithm__loss_options__clip_high": 0.4}, {"clip_high": 0.4}),
+    "clip_dual": ({"algorithm__loss_options__clip_dual": 1.1}, {"clip_dual": 1.1}),
     "sequence_mean": ({"algorithm__aggregation": "sequence_mean"}, {"aggregation": "sequence_mean"}),
     "constant_length": ({"algorithm__aggregation": "constant_length"}, {"aggregation": "constant_length"}),
     "k1": ({"algorithm__kl__estimator": "k1"}, {"kl_estimator": "k1"}),

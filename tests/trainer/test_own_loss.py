@@ -21,8 +21,6 @@ CAP = 0.9
 TOPR = {
     "algorithm__loss": "examples.tutorials.own_loss.topr:topr",
     "algorithm__loss_options": {"cap": CAP},
-    "algorithm__clip_low": None,
-    "algorithm__clip_high": None,
     "algorithm__kl__coef": 0.0,
     "algorithm__entropy_coef": 0.0,
 }

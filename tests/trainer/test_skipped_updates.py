@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.schema import Config
 from megarl.trainer.optimizer import NonFiniteError, build_scheduler
 from megarl.trainer.policy import Policy
 from tests.support.trainer.configs import config
@@ -31,6 +32,11 @@ class FakeOptimizer:
         return True, 1.0, None
 
 
+def scheduler_of(config: Config, optimizer: FakeOptimizer) -> Any:
+    updates = config.run.steps * config.trainer.mini_batches
+    return build_scheduler(config.trainer.optimizer, updates, optimizer)  # type: ignore[arg-type]
+
+
 def policy_with(schedule: str, warmup: int) -> tuple[Policy, FakeOptimizer]:
     """A policy without a model: its loss is what `outcome` says."""
     policy, optimizer = object.__new__(Policy), FakeOptimizer()
@@ -42,7 +48,7 @@ def policy_with(schedule: str, warmup: int) -> tuple[Policy, FakeOptimizer]:
         trainer__optimizer__min_lr=1e-7,
     )
     policy.optimizer, policy.module_chunks = optimizer, []  # type: ignore[assignment]
-    policy.scheduler = build_scheduler(settings_of, optimizer)  # type: ignore[arg-type]
+    policy.scheduler = scheduler_of(settings_of, optimizer)
     return policy, optimizer
 
 
@@ -63,7 +69,7 @@ def test_warm_up_and_decay_count_updates(mini_batches: int) -> None:
         trainer__mini_batches=mini_batches,
         trainer__optimizer={"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
     )
-    scheduler = build_scheduler(settings_of, optimizer)  # type: ignore[arg-type]
+    scheduler = scheduler_of(settings_of, optimizer)
     rates = []
     for _ in range(updates := UPDATES * mini_batches):
         scheduler.step(1)

@@ -10,29 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.correction.config import WeightKind
+from megarl.algorithms.correction.config import CorrectionSpec, WeightKind
 from megarl.algorithms.correction.ratios import LogRatios, bounded_exp
-
-
-class WeightOptions(Protocol):
-    """The options of a weight, by the names of the config section `algorithm.correction`."""
-
-    @property
-    def cap(self) -> float:
-        """Largest weight of a truncated ratio."""
-
-    @property
-    def low(self) -> float:
-        """Least ratio of a band."""
-
-    @property
-    def high(self) -> float:
-        """Largest ratio of a band."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +31,7 @@ class BoundedWeights:
 class Weight:
     """A registered weight. `of_sequence`: it is one number per sequence. `paper`: where it comes from."""
 
-    function: Callable[[LogRatios, WeightOptions], BoundedWeights]
+    function: Callable[[LogRatios, CorrectionSpec], BoundedWeights]
     of_sequence: bool
     paper: str
 
@@ -58,8 +41,8 @@ WEIGHTS: dict[WeightKind, Weight] = {}
 
 def _register(
     kind: WeightKind, *, of_sequence: bool, paper: str
-) -> Callable[[Callable[[LogRatios, WeightOptions], BoundedWeights]], Callable[..., BoundedWeights]]:
-    def add(function: Callable[[LogRatios, WeightOptions], BoundedWeights]) -> Callable[..., BoundedWeights]:
+) -> Callable[[Callable[[LogRatios, CorrectionSpec], BoundedWeights]], Callable[..., BoundedWeights]]:
+    def add(function: Callable[[LogRatios, CorrectionSpec], BoundedWeights]) -> Callable[..., BoundedWeights]:
         WEIGHTS[kind] = Weight(function, of_sequence, paper)
         return function
 
@@ -67,14 +50,14 @@ def _register(
 
 
 @_register("none", of_sequence=False, paper="the decoupled objective with both policies taken as equal")
-def none(ratios: LogRatios, options: WeightOptions) -> BoundedWeights:
+def none(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
     """Return 1 for every trained token."""
     neither_R = torch.zeros_like(ratios.keep_R)
     return BoundedWeights(ratios.keep_R.to(ratios.values_R.dtype), neither_R, neither_R)
 
 
 @_register("token_tis", of_sequence=False, paper="Ionides 2008; fengyao.notion.site/off-policy-rl")
-def token_tis(ratios: LogRatios, options: WeightOptions) -> BoundedWeights:
+def token_tis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
     """Return min(p / q, cap) of each token: truncated importance sampling.
 
     It equals verl's `rollout_is: token` with `rollout_is_threshold: cap`, TRL's `token_truncate` and AReaL's
@@ -84,7 +67,7 @@ def token_tis(ratios: LogRatios, options: WeightOptions) -> BoundedWeights:
 
 
 @_register("sequence_tis", of_sequence=True, paper="Ionides 2008; richardli.xyz/rl-collapse")
-def sequence_tis(ratios: LogRatios, options: WeightOptions) -> BoundedWeights:
+def sequence_tis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
     """Return min(product of p / q over the sequence, cap) for each of its tokens.
 
     It equals verl's `rollout_is: sequence` and TRL's `sequence_truncate`. AReaL's sequence weight is another one: the
@@ -94,7 +77,7 @@ def sequence_tis(ratios: LogRatios, options: WeightOptions) -> BoundedWeights:
 
 
 @_register("icepop", of_sequence=False, paper="IcePop, arXiv:2510.18855")
-def icepop(ratios: LogRatios, options: WeightOptions) -> BoundedWeights:
+def icepop(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
     """Return p / q of each token inside [low, high], and 0 outside.
 
     It equals verl's `rollout_is: token` with `rollout_is_threshold: "low_high"`, TRL's `token_mask` and AReaL's
@@ -104,7 +87,7 @@ def icepop(ratios: LogRatios, options: WeightOptions) -> BoundedWeights:
 
 
 @_register("sequence_mis", of_sequence=True, paper="masked importance sampling, richardli.xyz/rl-collapse")
-def sequence_mis(ratios: LogRatios, options: WeightOptions) -> BoundedWeights:
+def sequence_mis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
     """Return the product of p / q over the sequence for each of its tokens, inside [low, high], and 0 outside.
 
     It equals verl's `rollout_is: sequence` with `rollout_is_threshold: "low_high"` and TRL's `sequence_mask`, its
@@ -119,7 +102,7 @@ def _truncated(ratios: LogRatios, ratio_R: Tensor, cap: float) -> BoundedWeights
     return BoundedWeights(weights_R, capped_R, torch.zeros_like(capped_R))
 
 
-def _banded(ratios: LogRatios, ratio_R: Tensor, options: WeightOptions) -> BoundedWeights:
+def _banded(ratios: LogRatios, ratio_R: Tensor, options: CorrectionSpec) -> BoundedWeights:
     inside_R = (ratio_R >= options.low) & (ratio_R <= options.high)
     weights_R = torch.where(ratios.keep_R & inside_R, ratio_R, ratio_R.new_zeros(()))
     return BoundedWeights(weights_R, torch.zeros_like(inside_R), ratios.keep_R & ~inside_R)

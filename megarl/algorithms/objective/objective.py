@@ -23,9 +23,15 @@ from megarl.algorithms.correction.apply import CorrectionSpec, importance_weight
 from megarl.algorithms.interface.registry import Chosen
 from megarl.algorithms.interface.segments import check_packed
 from megarl.algorithms.interface.token_loss import MAX_LOG_RATIO, TokenInputs, TokenLoss
-from megarl.algorithms.objective.aggregation import Aggregation, token_weights
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import TermCounts, TermName, term_mask, weight_stream
+from megarl.algorithms.objective.terms import (
+    Aggregation,
+    TermCounts,
+    TermName,
+    term_mask,
+    token_weights,
+    weight_stream,
+)
 
 # Estimates of the KL divergence from samples of the policy.
 #

@@ -8,24 +8,26 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-from megarl.checkpoint.format.hf_files import HFDirectory
+import torch
+
+from megarl.checkpoint.convert.hf_to_megatron import HFToMegatron
+from megarl.checkpoint.convert.job import ByteProgress, Options, convert
+from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
+from megarl.checkpoint.convert.ranks import Ranks
+from megarl.checkpoint.convert.verify import compare, describe
 from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_files
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.common.errors import ConversionError
 from megarl.common.values import GIB
+from megarl.models.hf.directory import HFDirectory
 from megarl.models.hf.model_files import HF_FILES, HF_SHARD_BYTES, megatron_step
-
-if TYPE_CHECKING:
-    import torch
-
-    from megarl.checkpoint.convert.job import Options
 
 # Opens a path as a model's Hugging Face tensors, in whichever of the two formats it is.
 
 
-def open_model(path: Path, *, allow_pickle: bool = False) -> HFDirectory | MegatronDirectory:
+def open_model(path: Path) -> HFDirectory | MegatronDirectory:
     """Open a Hugging Face directory or a Megatron checkpoint.
 
     Raises ConversionError if `path` is neither, ValueError naming file and tensor if it is damaged.
@@ -38,10 +40,10 @@ def open_model(path: Path, *, allow_pickle: bool = False) -> HFDirectory | Megat
         raise ConversionError(
             f"{path} is neither a Hugging Face directory (no config.json) nor a Megatron checkpoint (no tracker file)"
         )
-    return HFDirectory(path, allow_pickle=allow_pickle)
+    return HFDirectory(path)
 
 
-def open_hf(path: Path, *, allow_pickle: bool = False) -> HFDirectory:
+def open_hf(path: Path) -> HFDirectory:
     """Open the Hugging Face directory that `--hf` names.
 
     Raises ConversionError if `path` is none, ValueError naming file and tensor if it is damaged.
@@ -55,7 +57,7 @@ def open_hf(path: Path, *, allow_pickle: bool = False) -> HFDirectory:
         )
     if not (path / "config.json").is_file():
         raise ConversionError(f"--hf {path} is not a Hugging Face directory: it has no config.json")
-    return HFDirectory(path, allow_pickle=allow_pickle)
+    return HFDirectory(path)
 
 
 # Checks the files of a Megatron checkpoint that a conversion reads against the checkpoint's manifest.
@@ -155,7 +157,6 @@ def _import_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the checkpoint to write")
-    _pickle_argument(parser)
     _conversion_arguments(parser)
 
 
@@ -187,25 +188,11 @@ def _verify_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         commands,
         "verify",
         "Compare two models tensor by tensor, each a Hugging Face or a Megatron directory; exit status 0 if equal.",
-        "Qwen3-8B Qwen3-8B-megatron --logits --text 'The quick brown fox'",
+        "Qwen3-8B Qwen3-8B-megatron",
         _verify,
     )
     parser.add_argument("a", type=Path, metavar="A", help="Hugging Face or Megatron directory")
     parser.add_argument("b", type=Path, metavar="B", help="Hugging Face or Megatron directory")
-    parser.add_argument("--logits", action="store_true", help="also run both models in fp32 on a text, with "
-                        "transformers or Megatron-Core; fail if log-probs differ by more than --tolerance")  # fmt: skip
-    parser.add_argument(
-        "--text", action="append", metavar="TEXT", help="a text for --logits; may be given several times"
-    )
-    parser.add_argument("--text-file", type=Path, metavar="FILE", help="texts for --logits, one per line")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=1e-4,
-        metavar="X",
-        help="largest accepted |Δ log-prob| (default: %(default)s)",
-    )
-    _pickle_argument(parser)
 
 
 def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -217,7 +204,6 @@ def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         _inspect,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face or Megatron directory")
-    _pickle_argument(parser)
 
 
 def _conversion_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,10 +216,6 @@ def _conversion_arguments(parser: argparse.ArgumentParser) -> None:
     either.add_argument("--resume", action="store_true", help="continue a conversion that was interrupted")
     either.add_argument("--force", action="store_true", help="start again, and replace an existing output")
     parser.set_defaults(resumable=True)
-
-
-def _pickle_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-pickle", action="store_true", help="also read pytorch_model*.bin, with weights_only")
 
 
 def _positive(text: str) -> int:
@@ -254,23 +236,14 @@ def _gigabytes(text: str) -> int:
 
 
 def _import(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.hf_to_megatron import HFToMegatron
-    from megarl.checkpoint.convert.job import convert
-    from megarl.checkpoint.convert.ranks import Ranks
-
     def job(_: Ranks) -> HFToMegatron:
-        return HFToMegatron(open_hf(options.hf, allow_pickle=options.allow_pickle), _dtype(options))
+        return HFToMegatron(open_hf(options.hf), _dtype(options))
 
     convert(job, options.hf, options.out, _run_options(options), stream)
     return 0
 
 
 def _export(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.job import convert
-    from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
-    from megarl.checkpoint.convert.ranks import Ranks
-    from megarl.checkpoint.format.megatron_files import MegatronDirectory
-
     def job(ranks: Ranks) -> MegatronToHF:
         source = MegatronDirectory(options.megatron)
         if options.check_digests:
@@ -282,28 +255,15 @@ def _export(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _verify(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.job import ByteProgress
-    from megarl.checkpoint.convert.verify import compare
-
-    texts = _texts(options)
-    one, other = (open_model(path, allow_pickle=options.allow_pickle) for path in (options.a, options.b))
+    one, other = (open_model(path) for path in (options.a, options.b))
     for model in (one, other):
         _check_manifest(model, stream)
-    import torch
-
     total = sum(one.dtype(name).itemsize * torch.Size(one.shape(name)).numel() for name in one.names())
     progress = ByteProgress(stream, "verify", total)
     comparison = compare(one, other, progress.add)
     progress.close()
     stream.write(comparison.render())
-    same = comparison.same
-    if texts:
-        from megarl.checkpoint.convert.logits import agreement
-
-        found = agreement(options.a, options.b, texts)
-        stream.write(found.render(options.tolerance))
-        same = same and found.max_delta <= options.tolerance
-    return 0 if same else 1
+    return 0 if comparison.same else 1
 
 
 def _check_manifest(model: HFDirectory | MegatronDirectory, stream: TextIO) -> None:
@@ -311,40 +271,20 @@ def _check_manifest(model: HFDirectory | MegatronDirectory, stream: TextIO) -> N
 
     With damaged files the comparison would show nothing about the program that wrote them.
     """
-    from megarl.checkpoint.format.megatron_files import MegatronDirectory
-
     if isinstance(model, MegatronDirectory) and has_manifest(model):
         stream.write(f"{model.step}: {check_digests(model)} files match its manifest\n")
 
 
-def _texts(options: argparse.Namespace) -> list[str]:
-    """Return the texts to run both models on; [] without --logits. Raises ConversionError if the options do not fit."""
-    texts = [*(options.text or [])]
-    if options.text_file is not None:
-        texts += [line for line in options.text_file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if options.logits and not texts:
-        raise ConversionError("--logits needs a text: add --text TEXT or --text-file FILE")
-    if texts and not options.logits:
-        raise ConversionError("--text and --text-file have no effect without --logits; add --logits")
-    return texts
-
-
 def _inspect(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.inspection import describe
-
-    stream.write(describe(open_model(options.directory, allow_pickle=options.allow_pickle)))
+    stream.write(describe(open_model(options.directory)))
     return 0
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:
-    import torch
-
     return getattr(torch, options.dtype) if options.dtype else None
 
 
 def _run_options(options: argparse.Namespace) -> Options:
-    from megarl.checkpoint.convert.job import Options
-
     # More workers than cores are useful, because some wait for the disk while others compute. Each one needs memory.
     workers = options.workers or (1 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 4)
     return Options(workers=workers, force=options.force, resume=options.resume, dry_run=options.dry_run)

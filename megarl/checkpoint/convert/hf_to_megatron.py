@@ -1,42 +1,116 @@
 """Converts Hugging Face to Megatron: FileSystemWriter writes a `torch_dist` checkpoint from a lazy plan.
 
-No model is built.
+No model is built, and there is no state dict: tensors are read from Hugging Face files when the writer asks for them.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
-from blake3 import blake3
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.convert.planner import LazySavePlanner
 from megarl.checkpoint.convert.target import Output, writing
 from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
-from megarl.checkpoint.format.hf_files import HFDirectory, fingerprint
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
 from megarl.checkpoint.format.megatron_files import source_pieces
 from megarl.common.errors import ConversionError
+from megarl.models.hf.directory import HFDirectory, fingerprint, left_out_note
 from megarl.models.hf.export import copy_side_files
-from megarl.models.hf.load import left_out_note
 from megarl.models.hf.model_files import COMMON_FILE, FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, StorageMeta
+
+
+class LazySavePlanner(SavePlanner):
+    """Plans the units of one checkpoint as if each were a rank; `resolve_data` builds one item's tensor.
+
+    The tensor is a view of the memory-mapped source where its rows are contiguous there, and a copy where they are
+    interleaved (QKV) or converted to another dtype.
+    """
+
+    def __init__(self, source: HFDirectory, units: list[list[Item[StoredTensor]]], dtypes: dict[str, torch.dtype]):
+        self._source, self._units, self._dtypes = source, units, dtypes
+        self.report: ReportBytes = lambda count: None  # is called with the bytes of each item that the writer asks for
+        self.last = ""  # the key that the writer asked for last
+        self._items = {(item.what.key, item.start): item for unit in units for item in unit}
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Do nothing, because there is no state dict."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return all items as one plan."""
+        return SavePlan([self._write_item(item) for unit in self._units for item in unit])
+
+    def local_plans(self) -> list[SavePlan]:
+        """Return one plan per unit."""
+        return [SavePlan([self._write_item(item) for item in unit]) for unit in self._units]
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plans with the metadata of all their items, as torch's default planner makes them."""
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan as it is: there is only one writer."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """Return the rows of one item, on the CPU."""
+        offset = write_item.index.offset
+        item = self._items[write_item.index.fqn, offset[0] if offset else 0]
+        self.last = item.what.key
+        self.report(item.nbytes)
+        return stored_rows(self._source, item.what, item.start, item.stop, self._dtypes[item.what.key])
+
+    def _write_item(self, item: Item[StoredTensor]) -> WriteItem:
+        stored, dtype = item.what, self._dtypes[item.what.key]
+        offsets = torch.Size([item.start, *[0] * (len(stored.shape) - 1)])
+        sizes = torch.Size([item.stop - item.start, *stored.shape[1:]])
+        data = TensorWriteData(
+            ChunkStorageMetadata(offsets=offsets, sizes=sizes), TensorProperties(dtype=dtype), torch.Size(stored.shape)
+        )
+        return WriteItem(MetadataIndex(stored.key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def stored_rows(source: HFDirectory, stored: StoredTensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows [start, stop) along axis 0 of a stored tensor, in dtype `dtype`, from the Hugging Face files.
+
+    Raises ValueError for a rule that joins several tensors along axis 1.
+    """
+    entry = stored.entry
+    if entry.rule.axis == 1 and stored.half is None:
+        if len(entry.names) > 1:
+            raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
+        return source.rows(entry.names[0], start, stop).to(dtype)
+    pieces = source_pieces(stored, start, stop)
+    if len(pieces) == 1 and pieces[0].source is not None:
+        (piece,) = pieces
+        return source.rows(entry.names[pieces[0].source], piece.start, piece.stop).to(dtype)
+    out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
+    offset = 0
+    for piece in pieces:
+        target = out[offset : offset + piece.size]
+        if piece.source is None:
+            target.zero_()
+        else:
+            target.copy_(source.rows(entry.names[piece.source], piece.start, piece.stop))
+        offset += piece.size
+    return out
+
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -106,10 +180,9 @@ class HFToMegatron:
         path = partial / RELEASE / f"__{number}_0.distcp"
         with writing(path, lambda: self._planner.last):
             results = writer.write_data(self._plans[number], self._planner).wait()
-        ((name, digest),) = writer.fs.digests.items()
         places = [(r.index.fqn, list(r.index.offset or ()), r.size_in_bytes, r.storage_data.offset) for r in results]
-        size = os.stat(partial / RELEASE / name).st_size
-        return {"file": name, "bytes": size, "blake3": digest, "places": places}
+        entry = FileEntry.of(path)
+        return {"file": path.name, "bytes": entry.bytes, "blake3": entry.blake3, "places": places}
 
     def finish(self, partial: Path, results: dict[int, UnitFile]) -> None:
         """Write index, common state, Hugging Face files, manifest and tracker, in this order."""
@@ -154,49 +227,12 @@ class HFToMegatron:
                 self.source.will_need(entry.names[piece.source], piece.start, piece.stop)
 
 
-class _HashingFile(io.FileIO):
-    """A file that computes the digest of all bytes that are written to it, in their order."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb")
-        self.hasher = blake3()
-
-    def write(self, data: ReadableBuffer) -> int:
-        left = memoryview(data).cast("B")
-        while left:
-            count = super().write(left) or 0
-            self.hasher.update(left[:count])
-            left = left[count:]
-        return memoryview(data).nbytes
-
-
-class _HashingFileSystem(FileSystem):
-    """A file system that keeps the digest of each file written in it, by name."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        raw = _HashingFile(Path(path))
-        with io.BufferedWriter(raw, 2**20) as stream:
-            yield stream
-        self.digests[Path(path).name] = raw.hasher.hexdigest()
-
-
 class _Writer(FileSystemWriter):
-    """Writes and fsyncs one file per unit; its digest is in `fs.digests`."""
-
-    fs: _HashingFileSystem
+    """Writes and fsyncs one file per unit."""
 
     def __init__(self, step: Path) -> None:
         super().__init__(step, single_file_per_rank=True, sync_files=True, thread_count=1)
         self.set_up_storage_writer(True)
-        self.fs = _HashingFileSystem()
         # torch.load ignores the CRCs, which take longer than all the rest; the manifest has a digest of each file.
         torch.serialization.set_crc32_options(False)
 

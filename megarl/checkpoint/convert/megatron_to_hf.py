@@ -11,13 +11,13 @@ import torch
 from blake3 import blake3
 
 from megarl.checkpoint.convert.target import Output, writing
-from megarl.checkpoint.convert.units import Item, convert, pack, split, unit_bytes
+from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
-from megarl.checkpoint.format.hf_files import fingerprint
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
+from megarl.models.hf.directory import fingerprint
 from megarl.models.hf.export import ExportedTensor, copy_side_files, plan_files
 from megarl.models.hf.model_files import HF_FILES, HF_SHARD_BYTES
-from megarl.models.hf.safetensors import HF_INDEX, TensorHeader, encode_header, write_index
+from megarl.models.hf.safetensors import HF_INDEX, encode_header, write_index
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -36,12 +36,9 @@ class MegatronToHF:
             return source.dtype(name) if dtype is None or source.stored(name).entry.rule.buffer else dtype
 
         specs = [ExportedTensor(name, source.shape(name), target(name), 0) for name in source.names()]
-        self.files = [
-            (name, [TensorHeader(t.name, t.shape, t.dtype) for t in tensors])
-            for name, tensors in plan_files(specs, shard_bytes)
-        ]
+        self.files = plan_files(specs, shard_bytes)
         self._headers = {name: encode_header(tensors) for name, tensors in self.files}
-        self._places: dict[str, tuple[str, int, TensorHeader]] = {}
+        self._places: dict[str, tuple[str, int, ExportedTensor]] = {}
         for name, tensors in self.files:
             offset = len(self._headers[name])
             for spec in tensors:
@@ -115,7 +112,7 @@ class MegatronToHF:
 
     def _write(self, descriptor: int, item: Item[str]) -> None:
         _, offset, spec = self._places[item.what]
-        rows = convert(self.source.rows(item.what, item.start, item.stop), spec.dtype).contiguous()
+        rows = self.source.rows(item.what, item.start, item.stop).to(spec.dtype).contiguous()
         if rows.numel() == 0:
             return
         position = offset + item.start * (item.nbytes // (item.stop - item.start))
@@ -130,7 +127,7 @@ def _write_at(descriptor: int, data: ReadableBuffer, position: int) -> None:
         left, position = left[count:], position + count
 
 
-def _check(path: Path, header: bytes, tensors: list[TensorHeader]) -> None:
+def _check(path: Path, header: bytes, tensors: list[ExportedTensor]) -> None:
     (length,) = struct.unpack("<Q", header[:8])
     expected = 8 + length + sum(spec.nbytes for spec in tensors)
     if path.stat().st_size != expected:

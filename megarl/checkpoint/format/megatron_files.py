@@ -7,22 +7,25 @@ tensor's bytes. Only its headers are parsed here; the bytes are used in place.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
+import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megarl.checkpoint.format.hf_files import MappedFile
 from megarl.checkpoint.format.keys import StoredTensor, is_model_key, problems_of, resolve, stored_tensors
 from megarl.checkpoint.format.shard_index import read_metadata
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Piece, cut
+from megarl.models.hf.directory import MappedFile
+from megarl.models.hf.gather import segments
 from megarl.models.hf.model_files import SHARD_INDEX, megatron_step
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.shards import table
@@ -30,9 +33,6 @@ from megarl.models.megatron.shards import table
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-# A directory entry, and the records at an archive's end: PKWARE's APPNOTE, 4.3.12 and 4.3.14 to 4.3.16.
-_DIRECTORY = struct.Struct("<4s6H3I5H2I")
-_END, _LOCATOR64, _END64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI"), struct.Struct("<4sQ2H2I4Q")
 # The class names under which torch.save stores untyped bytes together with their dtype.
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -78,6 +78,22 @@ def read_index(step: Path) -> dict[str, TensorMeta]:
     }
 
 
+def check_keys(
+    step: Path, index: Mapping[str, TensorMeta], wanted: Sequence[StoredTensor], info: ModelInfo
+) -> dict[str, str]:
+    """Check that the checkpoint holds exactly the model's keys, in its shapes; keys that are no weights are ignored.
+
+    Returns the checkpoint's own key for each key that it has under another name (see `resolve`). Raises ValueError
+    listing the differences.
+    """
+    found = {key: meta.shape for key, meta in index.items() if is_model_key(key)}
+    renamed = resolve(found, wanted)
+    found |= {key: found.pop(other) for key, other in renamed.items()}
+    if problems := problems_of(found, wanted):
+        raise ValueError(f"{step} does not match its config.json ({info.family}):\n" + "\n".join(problems))
+    return renamed
+
+
 class MegatronDirectory:
     """A Megatron checkpoint, read by its model's Hugging Face tensors (`HFTensors`) or by key.
 
@@ -94,12 +110,8 @@ class MegatronDirectory:
         self.index = read_index(step)
         stored = stored_tensors(self.entries)
         wanted = [each for parts in stored.values() for each in parts]
-        for key, other in resolve(self.index, wanted).items():
+        for key, other in check_keys(step, self.index, wanted, self.info).items():
             self.index[key] = self.index.pop(other)
-        found = {key: meta.shape for key, meta in self.index.items() if is_model_key(key)}
-        problems = problems_of(found, wanted)
-        if problems:
-            raise ValueError(f"{step} does not match its config.json ({self.info.family}):\n" + "\n".join(problems))
         self._sources = {
             name: (entry, source, stored[entry.megatron])
             for entry in self.entries.values()
@@ -131,12 +143,15 @@ class MegatronDirectory:
         """Return rows [start, stop) along axis 0 of a Hugging Face tensor; a view if they are contiguous in a file."""
         stored = self.stored(name)
         entry, source, _ = self._sources[name]
-        places = [(0, start, stop)] if stored.half is not None else _inverse(entry.pieces(0, 1), source, start, stop)
-        if entry.rule.axis == 1 and stored.half is None:
-            if len(entry.names) > 1:
-                raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
-            places = [(0, start, stop)]
-        parts = [self.stored_rows(stored.key, low, high) for _, low, high in places]
+        if entry.rule.axis == 1 and stored.half is None and len(entry.names) > 1:
+            raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
+        if entry.rule.axis == 1 or stored.half is not None:
+            return self.stored_rows(stored.key, start, stop)
+        parts = []
+        for offset, first, last in sorted(segments(entry, source, 0, 1), key=lambda each: each[1]):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                parts.append(self.stored_rows(stored.key, offset + low - first, offset + high - first))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def stored_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
@@ -210,20 +225,6 @@ def _span(offset: int, size: int) -> slice:
     return slice(offset, offset + size)
 
 
-def _inverse(pieces: list[Piece], source: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return where rows [start, stop) of a source are in the concatenation of `pieces`.
-
-    Each item is (first row of the source, first row there, end row there), in the order of the source.
-    """
-    found, offset = [], 0
-    for piece in pieces:
-        low, high = max(start, piece.start), min(stop, piece.stop)
-        if piece.source == source and low < high:
-            found.append((low, offset + low - piece.start, offset + high - piece.start))
-        offset += piece.size
-    return sorted(found)
-
-
 def source_pieces(stored: StoredTensor, start: int, stop: int) -> list[Piece]:
     """Return the Hugging Face rows that make up rows [start, stop) of a stored tensor."""
     if stored.half is not None:
@@ -274,11 +275,9 @@ def _open_archive(file: MappedFile, chunk: Chunk, key: str) -> _Archive:
 
 def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
     """Find the tensor's bytes through the directory at the zip's end; `data.pkl` gives dtype, shape and stride."""
-    entries = dict(_zip_entries(file, chunk))
-    pickled = next(
-        (file.bytes(data, data + size) for name, (data, size) in entries.items() if name.endswith(b"/data.pkl")), None
-    )
-    stored = next((data for name, (data, _) in entries.items() if name.endswith(b"/data/0")), None)
+    entries = list(_entries(file, chunk))
+    pickled = next((file.bytes(at, at + size) for name, at, size in entries if name.endswith("/data.pkl")), None)
+    stored = next((at for name, at, _ in entries if name.endswith("/data/0")), None)
     if pickled is None:
         raise ValueError("it holds no tensor")
     dtype, offset, shape, stride = _TensorUnpickler(io.BytesIO(pickled)).load()
@@ -289,43 +288,38 @@ def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
     return _Archive(dtype, shape, stride, (stored or 0) + offset * dtype.itemsize)
 
 
-def _zip_entries(file: MappedFile, chunk: Chunk) -> Iterator[tuple[bytes, tuple[int, int]]]:
-    """Yield (name, (first byte in the file, number of bytes)) of each entry. Raises ValueError if one is compressed."""
-    end = chunk.begin + chunk.length
-    signature, *_, count, _, start, _ = _END.unpack(file.bytes(end - _END.size, end))
-    if signature != b"PK\x05\x06":
-        raise ValueError("not an archive of torch.save")
-    if start == 0xFFFFFFFF or count == 0xFFFF:
-        locator = _LOCATOR64.unpack(file.bytes(end - _END.size - _LOCATOR64.size, end - _END.size))
-        at = chunk.begin + locator[2]
-        *_, count, _, start = _END64.unpack(file.bytes(at, at + _END64.size))
-    position = chunk.begin + start
-    for _ in range(count):
-        header = _DIRECTORY.unpack(file.bytes(position, position + _DIRECTORY.size))
-        if header[0] != b"PK\x01\x02" or header[4] != 0:
-            raise ValueError("not an uncompressed archive of torch.save")
-        size, name_size, extra_size, comment_size, local = header[8], header[10], header[11], header[12], header[16]
-        name_at = position + _DIRECTORY.size
-        name = file.bytes(name_at, name_at + name_size)
-        if local == 0xFFFFFFFF:
-            local = _far_offset(file.bytes(name_at + name_size, name_at + name_size + extra_size), header[9], size)
-        local += chunk.begin
-        local_name, local_extra = struct.unpack("<2H", file.bytes(local + 26, local + 30))
-        yield name, (local + 30 + local_name + local_extra, size)
-        position = name_at + name_size + extra_size + comment_size
+class _ChunkFile:
+    """The bytes of a chunk, as `zipfile` reads a file."""
+
+    def __init__(self, file: MappedFile, chunk: Chunk) -> None:
+        self._file, self._chunk, self._at = file, chunk, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._chunk.length}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._chunk.length if size < 0 else min(self._at + size, self._chunk.length)
+        content = self._file.bytes(self._chunk.begin + self._at, self._chunk.begin + end)
+        self._at += len(content)
+        return content
 
 
-def _far_offset(extra: bytes, whole: int, size: int) -> int:
-    """Return the local header's offset, in bytes, from the zip64 field `extra`.
-
-    In the field it follows the two sizes, each of which is there only if it does not fit into 32 bits.
-    """
-    kind, _ = struct.unpack("<2H", extra[:4])
-    if kind != 1:
-        raise ValueError("its zip64 field is not where torch.save writes it")
-    skip = 8 * ((whole == 0xFFFFFFFF) + (size == 0xFFFFFFFF))
-    (offset,) = struct.unpack("<Q", extra[4 + skip : 12 + skip])
-    return int(offset)
+def _entries(file: MappedFile, chunk: Chunk) -> Iterator[tuple[str, int, int]]:
+    """Yield name, first byte in the file and number of bytes of each entry. Raises ValueError if one is compressed."""
+    with zipfile.ZipFile(cast("IO[bytes]", _ChunkFile(file, chunk))) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("not an uncompressed archive of torch.save")
+            local = chunk.begin + entry.header_offset  # of its own header: 30 bytes, its name, and extra fields
+            name_size, extra_size = struct.unpack("<2H", file.bytes(local + 26, local + 30))
+            yield entry.filename, local + 30 + name_size + extra_size, entry.file_size
 
 
 class _TensorUnpickler(pickle.Unpickler):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,14 @@ from torch.distributed.checkpoint.metadata import (
 from megarl.common.files import inside
 from megarl.models.hf.model_files import SHARD_INDEX
 
-# Reads what `torch.save` has written, and refuses a file that holds more than tensors and plain values.
 
-
-def load_plain(file: Path | BytesIO, *, mmap: bool | None = None) -> Any:  # noqa: ANN401  # whatever was saved
+def load_plain(file: Path | io.BytesIO) -> Any:  # noqa: ANN401  # whatever was saved
     """Return the content of `file`. Raises ValueError with a short reason if it is damaged or holds other objects.
 
     torch's own restricted unpickler reads it, whose list of names Megatron-Core extends by a few plain classes.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:  # the error that torch raises depends on the content

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.common.process.processes import ProcessId
-from megarl.config.schema import Config
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +24,9 @@ NICENESS = 19
 class BackgroundExport:
     """Runs one export at a time, on rank 0. A step that is due during another export is skipped and reported."""
 
-    def __init__(self, config: Config, directory: CheckpointDirectory, notify: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, directory: CheckpointDirectory, notify: Callable[[str], None]) -> None:
         """`notify`: takes one line for the user."""
-        self._config, self._directory, self._notify = config, directory, notify
+        self._run_dir, self._directory, self._notify = run_dir, directory, notify
         self._process: subprocess.Popen[bytes] | None = None
         self._step = -1
 
@@ -36,8 +35,8 @@ class BackgroundExport:
         if self._running():
             self._notify(f"no Hugging Face export of step {step}: that of step {self._step} is still running")
             return
-        out = self._config.run_dir / f"hf_{step}"
-        log_file = self._config.run_dir / "logs" / "hf-export.log"
+        out = self._run_dir / f"hf_{step}"
+        log_file = self._run_dir / "logs" / "hf-export.log"
         try:
             log_file.parent.mkdir(parents=True, exist_ok=True)
             with log_file.open("ab") as log:
@@ -77,7 +76,7 @@ class BackgroundExport:
         if code is None:
             return True
         if code != 0:
-            log_file = self._config.run_dir / "logs" / "hf-export.log"
+            log_file = self._run_dir / "logs" / "hf-export.log"
             self._notify(f"the Hugging Face export of step {self._step} failed (code {code}); see {log_file}")
         self._process = None
         return False

@@ -77,7 +77,7 @@ class Checkpointer:
         self.settings = config.checkpoint
         self.directory = CheckpointDirectory(config.checkpoint_dir)
         self._notes: list[str] = []  # from threads of rank 0, to be reported at the next step boundary
-        self.export = BackgroundExport(config, self.directory, self._notes.append)
+        self.export = BackgroundExport(config.run_dir, self.directory, self._notes.append)
         self._retention = CheckpointRetention(self.directory, self.settings, self._notes.append)
         self.newest: int | None = None
         self.failure: str | None = None  # why the last save failed; None if it succeeded. The same on every rank

@@ -24,7 +24,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 ShardTree: TypeAlias = dict[str, dict[str, ShardedTensor]]  # by "{number}.{state name}", then by part
-ViewTree: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]  # the same keys
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,6 @@ def optimizer_shards(optimizer: MegatronOptimizer, model: Mapping[str, Sharded])
             shards = _cut(places[id(held.parameter)], f"{PREFIX}.{name}.", flat, held, distributed)
             state[f"{number}.{name}"] = {str(part): shard for part, shard in enumerate(shards)}
     return state
-
-
-def take_over(views: ViewTree, loaded: ViewTree) -> None:
-    """Copy the tensors that `dist_checkpointing.load` did not load in place into `views`, taken before the load."""
-    for name, parts in views.items():
-        for part, view in parts.items():
-            if loaded[name][part].data_ptr() != view.data_ptr():
-                view.copy_(loaded[name][part])
-
-
-def live_views(shards: ShardTree) -> ViewTree:
-    """Return the data of `optimizer_shards`, for `take_over`."""
-    return {name: {part: shard.data for part, shard in parts.items()} for name, parts in shards.items()}
 
 
 def counts_in_state(adam: torch.optim.Optimizer) -> bool:

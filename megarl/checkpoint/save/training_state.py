@@ -8,6 +8,7 @@ parameter groups, with the learning rate and weight decay of its config.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +19,9 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 
-from megarl.checkpoint.format.common_state import load_shards
-from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
+from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, load_shards
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
-from megarl.checkpoint.save.optimizer_shards import ViewTree, live_views, optimizer_shards, set_step, take_over
+from megarl.checkpoint.save.optimizer_shards import optimizer_shards, set_step
 from megarl.common.process.memory_tuning import collections_paused
 from megarl.models.megatron.layout import Layout
 from megarl.trainer.parallel import on_one_host
@@ -60,29 +60,26 @@ def reference_shards(reference: ReferenceModel) -> dict[str, Any]:
     return shards
 
 
-def optimizer_views(state: dict[str, Any]) -> dict[str, ViewTree]:
-    """Return views of the optimizers' tensors in `sharded_state`, by the optimizer's index. Call it before a load."""
-    return {index: live_views(shards) for index, shards in state["optimizer"].items()}
+def live_views(shards: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a part of `sharded_state`, nested by the same keys."""
+    return {name: live_views(each) if isinstance(each, dict) else each.data for name, each in shards.items()}
 
 
-def load_sharded_state(
-    policy: Policy, state: dict[str, Any], numbers: dict[str, Any], views: dict[str, ViewTree]
-) -> None:
-    """Apply the result of `dist_checkpointing.load` to the policy, except the weights, which are in place already.
+def take_over(views: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Copy what `dist_checkpointing.load` did not load in place into `views`, which were taken before.
 
-    `state`: the result; `numbers`: those of `trainer_numbers`; `views`: `optimizer_views` of the state that was loaded.
+    A rank that loads a tensor does so in place; it may receive it from a peer instead, and the halves of a gated layer
+    are a new tensor.
     """
-    for index, inner in enumerate(inner_optimizers(policy.optimizer)):
-        take_over(views[str(index)], state["optimizer"].get(str(index), {}))
-        set_step(inner.optimizer, numbers["optimizer_step"])
-    policy.scheduler.num_steps = 0
-    policy.scheduler.step(int(numbers["scheduler_step"]))
-    if "rng" in state:
-        set_rng_state(state["rng"])
+    for name, view in views.items():
+        if isinstance(view, dict):
+            take_over(view, loaded.get(name, {}))
+        elif loaded[name].data_ptr() != view.data_ptr():
+            view.copy_(loaded[name])
 
 
 def trainer_numbers(policy: Policy) -> dict[str, Any]:
-    """Return the numbers that `load_sharded_state` needs, as JSON, and the step of the reference's weights."""
+    """Return the numbers that `load_trainer_state` needs, as JSON, and the step of the reference's weights."""
     return {
         "optimizer_step": optimizer_step(policy.optimizer),
         "scheduler_step": int(policy.scheduler.num_steps),
@@ -151,12 +148,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-# Loads weights, optimizer and schedule of the trainer from a checkpoint of any layout.
-
-# The parts of the state whose tensors are those of a model.
-_WEIGHTS = ("model", "reference")
-
-
 def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, with_rng: bool) -> None:
     """Load weights, optimizer and schedule of `policy` from a checkpoint of any layout. Collective.
 
@@ -166,18 +157,17 @@ def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, w
     if policy.reference is not None:
         policy.reference.refreshed = int(numbers.get("reference_step", 0))
     state = sharded_state(policy, with_rng=with_rng)
-    parameters = {part: {name: each.data for name, each in state[part].items()} for part in _WEIGHTS if part in state}
-    optimizer = optimizer_views(state)
+    views = live_views({part: shards for part, shards in state.items() if part != "rng"})
     with collections_paused():
         loaded = load_shards(state, path, _strategy())
     with torch.no_grad():
-        for part, tensors in parameters.items():
-            for name, parameter in tensors.items():
-                # A rank that loads it does so in place; it may receive it from a peer instead, and the halves of a
-                # gated layer are a new tensor.
-                if loaded[part][name].data_ptr() != parameter.data_ptr():
-                    parameter.copy_(loaded[part][name])
-    load_sharded_state(policy, loaded, numbers, optimizer)
+        take_over(views, loaded)
+    for inner in inner_optimizers(policy.optimizer):
+        set_step(inner.optimizer, numbers["optimizer_step"])
+    policy.scheduler.num_steps = 0
+    policy.scheduler.step(int(numbers["scheduler_step"]))
+    if "rng" in loaded:
+        set_rng_state(loaded["rng"])
 
 
 def _strategy() -> object:

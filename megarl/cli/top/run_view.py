@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import yaml
 
-from megarl.cli.top.recent_rows import IS_STEP, RecentRows, StepRow
-from megarl.common.files import last_bytes
-from megarl.common.rundir.notices import notices_file, older_notices_file
+from megarl.common.rundir import rotating_lines
+from megarl.common.rundir.json_lines import read_json_lines
 from megarl.common.rundir.run_lock import CLAIM_FILE
 from megarl.report.reading.advisories import GpuLayout, advise
 from megarl.report.reading.metrics_file import metrics_of
-from megarl.report.reading.run_directory import layout_of, status_of
+from megarl.report.reading.run_directory import Notice, layout_of, read_notices, status_of
 from megarl.report.reading.run_events import RunFault, pair
 from megarl.telemetry.trace.files import EventTail, RunEvent
 
-NOTICE_BYTES = 64 << 10  # of the newest notices
-MOST_NOTICES = 50
+StepRow = dict[str, float | None]
+
+TAIL_BYTES = 4 << 20  # of each part of metrics.jsonl that are read: some hundred steps
+MOST_ROWS = 512
+IS_STEP = "time/step"  # which a line of a step has, and one of an evaluation has not
 MOST_FAULTS = 2000  # events that are kept
 LOADS_S = 120.0  # for which the load that an engine has reported is shown
+_ROW = msgspec.json.Decoder(StepRow)
 _REPLICA = "rollout/replica_tokens_per_second/"
+
+
+def recent_rows(path: Path) -> list[StepRow]:
+    """Return the newest rows of metrics.jsonl, the oldest first: those at the end of its two newest parts.
+
+    A line that is being written, or in whose middle reading begins, is left out. Of steps that a resumed run has done
+    again, those of the later start are returned. Raises OSError.
+    """
+    rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
+    for _, part in rotating_lines.parts(path)[-2:]:
+        for _, row in read_json_lines(part, _ROW, max(0, part.stat().st_size - TAIL_BYTES)):
+            if row.get("step") is None:
+                continue
+            # An evaluation has the step after which it is written, so it follows the line of that step.
+            step = row["step"] or 0.0
+            while rows and ((last := rows[-1]["step"] or 0.0) > step or (last == step and IS_STEP in row)):
+                rows.pop()
+            rows.append(row)
+    return list(rows)
 
 
 @dataclass(frozen=True)
@@ -54,7 +78,7 @@ class RunView:
     steps: Sequence[StepRow] = ()
     evaluations: Mapping[str, Sequence[StepRow]] = field(default_factory=dict)
     faults: Sequence[RunFault] = ()
-    notices: Sequence[tuple[float, str]] = ()
+    notices: Sequence[Notice] = ()
     loads: Mapping[int, Load] = field(default_factory=dict)
     advice: Sequence[str] = ()  # titles of the report's advisories on these steps
 
@@ -121,7 +145,8 @@ class RunWatch:
                 f"{run_dir} has neither metrics.jsonl nor config.yaml: give the directory of a run, its run.dir"
             )
         self._run_dir = run_dir
-        self._metrics = RecentRows(run_dir / "metrics.jsonl")
+        self._rows: list[StepRow] = []
+        self._rows_of: tuple[int, ...] = ()  # inode, size and time of the file when they were read
         self._events = EventTail(run_dir, {"fault", "recovery"})
         self._load_events = EventTail(run_dir, {"load"})
         self._faults: list[RunEvent] = []
@@ -133,18 +158,25 @@ class RunWatch:
     def look(self) -> RunView:
         """Return the run as it is now."""
         now = time.time()
-        self._metrics.poll()
-        rows = list(self._metrics.rows)
+        self._read_rows()
         self._faults = [*self._faults, *self._events.poll()][-MOST_FAULTS:]
         self._read_loads(now)
-        steps = [row for row in rows if IS_STEP in row]
+        steps = [row for row in self._rows if IS_STEP in row]
         name, planned, layout = _described(self._run_dir)
         newest = _number(steps[-1], "wall_time") if steps else math.nan
         status, reason = status_of(self._run_dir, now - newest)
         return RunView(
-            name, self._run_dir, status, reason, planned, now, steps, _by_set(rows), pair(self._faults),
-            list(_notices(self._run_dir)), self._loads, self._advice(steps, layout),
+            name, self._run_dir, status, reason, planned, now, steps, _by_set(self._rows), pair(self._faults),
+            read_notices(self._run_dir), self._loads, self._advice(steps, layout),
         )  # fmt: skip
+
+    def _read_rows(self) -> None:
+        """Read metrics.jsonl if it has changed; one that cannot be read now says nothing."""
+        path = self._run_dir / "metrics.jsonl"
+        with suppress(OSError):
+            facts = path.stat()
+            if (now := (facts.st_ino, facts.st_size, facts.st_mtime_ns)) != self._rows_of:
+                self._rows, self._rows_of = recent_rows(path), now
 
     def _advice(self, steps: Sequence[StepRow], layout: GpuLayout | None) -> Sequence[str]:
         """Return the titles of what `megarl report` would advise of these steps; looked for once per new step."""
@@ -184,21 +216,6 @@ def _by_set(rows: Sequence[StepRow]) -> dict[str, list[StepRow]]:
         for name in {key.split("/")[1] for key in row if key.startswith("eval/") and key.count("/") == 2}:
             found.setdefault(name, []).append(row)
     return found
-
-
-def _notices(run_dir: Path) -> Iterator[tuple[float, str]]:
-    """Yield (Unix seconds, text) of the newest notices, the newest last; NaN where the time is not known."""
-    lines = [
-        line
-        for path in (older_notices_file(run_dir), notices_file(run_dir))
-        for line in last_bytes(path, NOTICE_BYTES).splitlines()
-    ]
-    for line in lines[-MOST_NOTICES:]:
-        try:
-            content = json.loads(line)
-            yield float(content.get("wall_time", math.nan)), str(content["text"])
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
 
 
 def _index(event: RunEvent) -> int | None:

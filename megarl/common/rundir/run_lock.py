@@ -5,7 +5,8 @@ holder runs: on the same host that is its process, on another one its heartbeat,
 process is gone, or whose heartbeat is older than `timeouts.node_s`, loses its claim to the next start.
 
 The file is created with O_EXCL, so one start alone has it. Whoever takes a claim over first moves the old one aside: a
-holder that finds another claim than its own (`RunClaim.renew`) was suspended, or lost it to `--force`, and ends.
+holder that finds another claim than its own (`RunClaim.renew`) was suspended, or lost it to `--force`, and ends. Times
+are those of the file system, because the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 CLAIM_FILE = "claim.json"
 RENEW_S = 2.0
-# For how long a claim of another host is watched at least, because the clocks of two hosts may differ.
-WATCH_S = 3 * RENEW_S
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,13 @@ class Holder:
 
     def describe(self) -> str:
         """Return the holder in words, for an error message."""
+        if self == UNKNOWN:
+            return self.what
         launch = f", launch {self.launch}" if self.launch is not None else ""
         return f"{self.what} (pid {self.process.pid} on {self.host}{launch}, since {self.since})"
+
+
+UNKNOWN = Holder("an unknown run", "", "", ProcessId(0, 0))  # of a claim that cannot be read
 
 
 def this_place() -> str:
@@ -73,9 +78,9 @@ def this_place() -> str:
 
 @dataclass(frozen=True)
 class Sighting:
-    """A claim's file as a start has seen it. `holder` is None if the content is not readable as a claim."""
+    """A claim's file as a start has seen it."""
 
-    holder: Holder | None
+    holder: Holder
     renewed_ns: int
 
     @classmethod
@@ -89,21 +94,11 @@ class Sighting:
         try:
             return cls(msgspec.json.decode(content, type=Holder), renewed_ns)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return cls(None, renewed_ns)
-
-    def is_of(self, run: Holder) -> bool:
-        """Tell whether this is the claim of that run."""
-        return self.holder is not None and self.holder.same_run(run)
+            return cls(UNKNOWN, renewed_ns)
 
     def runs_here(self) -> bool | None:
         """Tell whether the holder, a process of this host, is alive; None if it is of another place or unknown."""
-        if self.holder is None or self.holder.place != this_place():
-            return None
-        return is_alive(self.holder.process)
-
-    def describe(self) -> str:
-        """Return the holder in words."""
-        return "an unknown run" if self.holder is None else self.holder.describe()
+        return is_alive(self.holder.process) if self.holder.place == this_place() else None
 
 
 class RunClaim:
@@ -121,7 +116,7 @@ class RunClaim:
         """
         try:
             seen = Sighting.of(self.run_dir)
-            if seen is not None and seen.holder is not None and not seen.is_of(self.holder):
+            if seen is not None and seen.holder != UNKNOWN and not seen.holder.same_run(self.holder):
                 return seen.holder
             if seen is None:  # it was deleted, and a start may be about to make its own
                 _create(self.run_dir, self.holder)
@@ -151,7 +146,7 @@ class RunClaim:
         self._released.set()
         try:
             seen = Sighting.of(self.run_dir)
-            if seen is not None and seen.is_of(self.holder):
+            if seen is not None and seen.holder.same_run(self.holder):
                 (self.run_dir / CLAIM_FILE).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("the claim on %s could not be removed: %s", self.run_dir, error)
@@ -167,59 +162,53 @@ def claim(
 
     Raises ConfigError, and has changed nothing, if another run holds the directory or it cannot be written.
     """
-    run_dir = Path(run_dir)
+    run_dir, taken = Path(run_dir), None
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        first, started, said = Sighting.of(run_dir), time.monotonic(), False
-        taken: Sighting | None = None
-        while True:
-            seen = Sighting.of(run_dir)
-            if seen is None:
-                if _create(run_dir, mine):
-                    if taken is not None and taken.runs_here() is not False:
-                        _await_end(run_dir, taken, node_s, say)
-                    return RunClaim(run_dir, mine)
-                continue  # another start was first
-            if seen.is_of(mine):
-                if seen.holder is not None and seen.holder.process != mine.process:  # a launch's agent takes over
+        while not _create(run_dir, mine):
+            if (seen := Sighting.of(run_dir)) is None:
+                continue
+            if seen.holder.same_run(mine):
+                if seen.holder.process != mine.process:  # a launch's agent takes over
                     temporary = run_dir / f".{CLAIM_FILE}"
                     temporary.write_bytes(msgspec.json.encode(replace(mine, since=seen.holder.since)))
                     temporary.replace(run_dir / CLAIM_FILE)
                 return RunClaim(run_dir, mine)
-            held = False if force else _is_held(seen, first, time.monotonic() - started, node_s)
-            if held:
-                raise ConfigError([in_use(run_dir, seen)])
-            if held is False:
-                _move_aside(run_dir, seen)
-                taken = seen if force else None
-                continue
-            if not said:
-                said = True
-                say(
-                    f"{run_dir} was claimed by {seen.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) to "
-                    "see whether that run is still alive"
-                )
-            time.sleep(min(RENEW_S / 2, node_s / 4))
+            if not force:
+                _await_silence(run_dir, seen, node_s, say)
+            _move_aside(run_dir, seen)
+            taken = seen
+        if force and taken is not None and taken.runs_here() is not False:
+            _await_end(run_dir, taken, node_s, say)
     except OSError as error:
         raise ConfigError([f"run.dir: {run_dir} cannot be claimed: {error}"]) from None
+    return RunClaim(run_dir, mine)
 
 
-def _is_held(seen: Sighting, first: Sighting | None, watched_s: float, node_s: float) -> bool | None:
-    """Tell whether the holder of another run's claim is alive; None while that has to be watched for longer.
-
-    `first`: the claim as it was when the start began to watch, `watched_s` ago.
-    """
-    if (here := seen.runs_here()) is not None:
-        return here
-    if seen != first:
-        return True
-    silent_s = max(time.time() - seen.renewed_ns / 1e9, watched_s)
-    return False if silent_s >= node_s and watched_s >= min(WATCH_S, node_s) else None
+def _await_silence(run_dir: Path, seen: Sighting, node_s: float, say: Callable[[str], object]) -> None:
+    """Return when the holder has ended, or has been silent for `node_s`. Raises ConfigError if it is alive."""
+    if (alive := seen.runs_here()) is None:
+        with tempfile.NamedTemporaryFile(prefix=f".{CLAIM_FILE}.", dir=run_dir) as file:
+            silent_s = (os.fstat(file.fileno()).st_mtime_ns - seen.renewed_ns) / 1e9
+        if silent_s < node_s:
+            say(
+                f"{run_dir} was claimed by {seen.holder.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) to "
+                "see whether that run is still alive"
+            )
+        until, now = time.monotonic() + node_s - max(0.0, silent_s), Sighting.of(run_dir)
+        while now == seen and time.monotonic() < until:
+            time.sleep(min(RENEW_S / 2, node_s / 4))
+            now = Sighting.of(run_dir)
+        alive = now not in (None, seen)
+    if alive:
+        raise ConfigError([in_use(run_dir, seen)])
 
 
 def _await_end(run_dir: Path, taken: Sighting, node_s: float, say: Callable[[str], object]) -> None:
     """Wait until the run that lost its claim to `--force` has seen that, and on this host until its process is gone."""
-    say(f"{run_dir} is taken from {taken.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) for its end")
+    say(
+        f"{run_dir} is taken from {taken.holder.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) for its end"
+    )
     began = time.monotonic()
     while (waited := time.monotonic() - began) < 2 * RENEW_S or (taken.runs_here() and waited < node_s):
         time.sleep(RENEW_S / 10)
@@ -248,9 +237,7 @@ def _move_aside(run_dir: Path, dead: Sighting) -> None:
         os.rename(run_dir / CLAIM_FILE, aside)
     except FileNotFoundError:
         return  # another start has done it
-    moved = Sighting.of(run_dir, aside.name)
-    known = moved is None or moved.holder is not None or dead.holder is not None
-    if moved is not None and (moved.holder != dead.holder if known else moved != dead):
+    if Sighting.of(run_dir, aside.name) != dead:
         with suppress(FileExistsError):
             os.link(aside, run_dir / CLAIM_FILE)  # the same file, which its start may still be writing
     aside.unlink(missing_ok=True)
@@ -266,14 +253,15 @@ def other_holder(run_dir: Path, mine: Holder) -> Holder | None:
     except OSError as error:
         logger.warning("the claim on %s cannot be read: %s", run_dir, error)
         return None
-    return None if seen is None or seen.is_of(mine) else seen.holder
+    return None if seen is None or seen.holder == UNKNOWN or seen.holder.same_run(mine) else seen.holder
 
 
 def in_use(run_dir: Path, seen: Sighting) -> str:
     """Return the message for a start that is refused: who holds the directory, and what to do."""
     return (
-        f"run.dir: {run_dir} is in use by {seen.describe()}; nothing was changed. Wait for that run, make it save and "
-        f"end (touch {run_dir / 'stop'}), or choose another run.dir; --force of megarl train and launch ends that run"
+        f"run.dir: {run_dir} is in use by {seen.holder.describe()}; nothing was changed. Wait for that run, make it "
+        f"save and end (touch {run_dir / 'stop'}), or choose another run.dir; --force of megarl train and launch ends "
+        "that run"
     )
 
 
@@ -298,9 +286,9 @@ def await_claim(run_dir: Path, mine: Holder, timeout_s: float) -> None:
             if late:
                 raise
             seen = None
-        if seen is not None and seen.is_of(mine):
+        if seen is not None and seen.holder.same_run(mine):
             return
         if late:
-            who = "nobody" if seen is None else seen.describe()
+            who = "nobody" if seen is None else seen.holder.describe()
             raise TimeoutError(f"this rank waited {timeout_s:.0f} s for its run to claim {run_dir}, which {who} holds")
         time.sleep(0.1)

@@ -82,7 +82,7 @@ def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
 
 def _recompute_layers_problems(config: Config, layers: int) -> Iterator[str]:
     """Yield a problem if more than the `layers` of a stage (of a chunk, with virtual_pipeline) are to be recomputed."""
-    fields = transformer_fields(config)
+    fields = transformer_fields(config.trainer, config.megatron)
     count = fields.get("recompute_num_layers")
     if fields.get("recompute_granularity") != "full" or not isinstance(count, int) or 1 <= count <= layers:
         return
@@ -173,7 +173,7 @@ def _unsafe_fields(config: Config, device: str) -> Iterator[str]:
     if fields.get("moe_token_dispatcher_type") == "flex" and device == "cpu":
         yield "megatron.transformer.moe_token_dispatcher_type: flex needs a GPU; use alltoall"
     yield from _recompute_problems(fields, device)
-    if config.trainer.recompute != "auto" and passes_recompute(config):
+    if config.trainer.recompute != "auto" and passes_recompute(config.megatron):
         yield "trainer.recompute: megatron.transformer has recompute fields as well; remove one of the two"
     if device == "cpu" and parallel.expert > 1 and (parallel.expert_tensor or parallel.tensor) > 1:
         yield (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from megarl.config.checks.secrets import given_variables
 from megarl.config.derived.staleness import pace_of
@@ -46,19 +45,13 @@ class SourceBuckets:
 
 def monitor_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the section `monitor` beside others, with the fix."""
-    rules = config.monitor.rules
-    for name, rule in rules.items():
+    for name, rule in config.monitor.rules.items():
         if rule.action == "skip" and config.admission.max_uses > 1:
             yield (
                 f"monitor.rules.{name}.action: a step that trains groups again (admission.max_uses="
                 f"{config.admission.max_uses}) cannot be skipped, because these groups have ended already; use stop or "
                 "warn, or set admission.max_uses=1"
             )
-    if rules["entropy"].action not in ("off", "warn") and not config.telemetry.entropy_every:
-        yield (
-            "monitor.rules.entropy.action: the entropy is never measured with telemetry.entropy_every=0; set it to 1 "
-            "or more"
-        )
 
 
 TRACKING_URI = "MLFLOW_TRACKING_URI"
@@ -70,10 +63,14 @@ def telemetry_problems(config: Config, *, here: bool) -> Iterator[str]:
     telemetry = config.telemetry
     if here and telemetry.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         yield "telemetry.wandb_project: wandb is not installed; pip install wandb, or leave it null"
-    if telemetry.mlflow_experiment is not None:
-        yield from _mlflow_problems(config, here=here)
-    elif telemetry.mlflow_uri is not None:
-        yield "telemetry.mlflow_uri: nothing is logged without telemetry.mlflow_experiment; set it, or remove both"
+    if here and telemetry.mlflow_experiment is not None:
+        if importlib.util.find_spec("mlflow") is None:
+            yield "telemetry.mlflow_experiment: mlflow is not installed; pip install mlflow-skinny, or leave it null"
+        if TRACKING_URI not in given_variables(config):
+            yield (
+                "telemetry.mlflow_experiment: there is no tracking server; set the environment variable "
+                f"{TRACKING_URI} (http://HOST:5000)"
+            )
     if telemetry.prometheus_host in ANY_ADDRESS:
         yield (
             f"telemetry.prometheus_host: {telemetry.prometheus_host!r} means all addresses; name one address of the "
@@ -81,19 +78,3 @@ def telemetry_problems(config: Config, *, here: bool) -> Iterator[str]:
         )
     if telemetry.prometheus_host is not None and not telemetry.prometheus_port:
         yield "telemetry.prometheus_host: no endpoint listens there without telemetry.prometheus_port; set it too"
-
-
-def _mlflow_problems(config: Config, *, here: bool) -> Iterator[str]:
-    uri = config.telemetry.mlflow_uri
-    if here and importlib.util.find_spec("mlflow") is None:
-        yield "telemetry.mlflow_experiment: mlflow is not installed; pip install mlflow-skinny, or leave it null"
-    if here and uri is None and TRACKING_URI not in given_variables(config):
-        yield (
-            "telemetry.mlflow_uri: there is no tracking server; set it (http://HOST:5000), or the environment variable "
-            f"{TRACKING_URI}"
-        )
-    if uri is not None and urlsplit(uri).password is not None:
-        yield (
-            "telemetry.mlflow_uri: it holds a password, which would be written to config.yaml, checkpoints and "
-            "trackers; put it into the environment variable MLFLOW_TRACKING_PASSWORD"
-        )

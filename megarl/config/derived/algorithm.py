@@ -1,7 +1,6 @@
 """The loss and the advantage that a config chooses, with their options. Imports no torch for those that are shipped.
 
-Options are keys of `algorithm.loss_options` and `algorithm.advantage_options`. `algorithm.clip_low`, `clip_high` and
-`clip_dual` are short forms of those of the loss.
+Options are keys of `algorithm.loss_options` and `algorithm.advantage_options`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ from pydantic import ValidationError
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.filters import ShapingSpec
 from megarl.algorithms.interface.group_rewards import Advantages, GroupRewards
-from megarl.algorithms.interface.registry import Chosen, RegisteredFunction
+from megarl.algorithms.interface.registry import Chosen, FunctionRegistry
 from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import LOSSES
 from megarl.common.errors import ConfigError
 from megarl.config.derived.datasets import train_sets
 from megarl.config.loading.load import explain
 from megarl.config.schema import Config
-from megarl.config.schema.algorithm import AlgorithmConfig
 
-T = TypeVar("T")
+I = TypeVar("I")  # noqa: E741  # inputs
+R = TypeVar("R")  # result
 
-SHORT_FORMS = ("clip_low", "clip_high", "clip_dual")
 # Advantages without a baseline of the group: equal rewards are a signal.
 _BATCH_BASELINES = ("reinforce_pp",)
 # Advantages that are made of the rewards of turns too.
@@ -34,15 +32,12 @@ _BY_TURN = ("mt_grpo",)
 
 def loss_of(config: Config) -> Chosen[TokenInputs, TokenLoss]:
     """Return the policy loss with its options. Raises ConfigError that lists every problem."""
-    algorithm = config.algorithm
-    return _chosen(lambda: LOSSES.find(algorithm.loss), "loss", loss_options(algorithm))
+    return _chosen(LOSSES, config.algorithm.loss, config.algorithm.loss_options)
 
 
 def advantage_of(config: Config) -> Chosen[GroupRewards, Advantages]:
     """Return the advantage with its options. Raises ConfigError that lists every problem."""
-    algorithm = config.algorithm
-    given = {f"algorithm.advantage_options.{name}": value for name, value in algorithm.advantage_options.items()}
-    return _chosen(lambda: ADVANTAGES.find(algorithm.advantage), "advantage", given)
+    return _chosen(ADVANTAGES, config.algorithm.advantage, config.algorithm.advantage_options)
 
 
 def filters_equal_rewards(config: Config) -> bool:
@@ -67,40 +62,22 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             yield from error.problems
 
 
-def loss_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Return the options of the loss that a config gives, by their keys in the config."""
-    short = {f"algorithm.{name}": getattr(algorithm, name) for name in SHORT_FORMS}
-    given = {key: value for key, value in short.items() if value is not None}
-    return given | {f"algorithm.loss_options.{name}": value for name, value in algorithm.loss_options.items()}
-
-
-def _chosen(find: Callable[[], RegisteredFunction[Any, Any]], kind: str, given: Mapping[str, Any]) -> Chosen[Any, Any]:
-    """Return a function with the options `given` by their keys."""
-    keys: dict[str, str] = {}
-    for key in given:
-        name = key.rpartition(".")[2]
-        if name in keys:
-            raise ConfigError([f"{key}: given as {keys[name]} too; remove one of them"])
-        keys[name] = key
+def _chosen(registry: FunctionRegistry[I, R], name: str, options: Mapping[str, Any]) -> Chosen[I, R]:
+    """Return a function of the registry, or the user's, with its options. Raises ConfigError for every problem."""
+    kind = registry.kind
+    key = f"algorithm.{kind}_options"
     try:
-        entry = find()
+        entry = registry.find(name)
     except ValueError as error:
         raise ConfigError([f"algorithm.{kind}: {error}"]) from None
     known = list(entry.options.model_fields) if entry.options is not None else []
-    if unknown := [name for name in keys if name not in known]:
+    if unknown := [option for option in options if option not in known]:
         has = f"its options are {', '.join(known)}" if known else "it has none"
-        raise ConfigError([f"{keys[name]}: the {kind} {entry.name} has no such option; {has}" for name in unknown])
+        raise ConfigError([f"{key}.{option}: the {kind} {entry.name} has no such option; {has}" for option in unknown])
     try:
-        return entry.choose({name: given[key] for name, key in keys.items()})
+        return entry.choose(options)
     except ValidationError as error:
-        problems = [explain(detail) for detail in error.errors(include_url=False)]
-        raise ConfigError([_with_key(problem, keys, kind) for problem in problems]) from None
-
-
-def _with_key(problem: str, keys: Mapping[str, str], kind: str) -> str:
-    """Return a problem of an option under its key in the config."""
-    name = problem.partition(":")[0].partition(".")[0]
-    return keys.get(name, f"algorithm.{kind}_options.{name}") + problem.removeprefix(name)
+        raise ConfigError([f"{key}.{explain(detail)}" for detail in error.errors(include_url=False)]) from None
 
 
 def _check_loss(chosen: Chosen[TokenInputs, TokenLoss]) -> None:

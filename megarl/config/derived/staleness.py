@@ -74,14 +74,8 @@ def refill_groups(config: Config) -> int:
     return config.admission.refill_limit * config.batch.groups if config.admission.refill else 0
 
 
-def capacity_groups(config: Config) -> int | None:
-    """Return the number of whole groups that the queue may hold; None if it has no bound of its own."""
-    capacity = config.queue.capacity
-    return None if capacity is None else capacity // config.batch.samples_per_group
-
-
 def most_in_flight(config: Config) -> int:
-    """Return the most groups that are generated or wait in the queue at a time, without `queue.capacity`."""
+    """Return the most groups that are generated or wait in the queue at a time."""
     groups, uses = config.batch.groups, config.admission.max_uses
     return max(groups, pace_of(config).steps_within_bound(0) * groups // uses)
 
@@ -112,20 +106,12 @@ def pace_notes(config: Config) -> Iterator[str]:
             f"admission.max_staleness to at least {2 * updates - 1}"
             + (f" and admission.sync_interval to at least {2 * updates}" if config.admission.mode == "stream" else "")
         )
-
-    held, samples, groups = capacity_groups(config), config.batch.samples_per_group, config.batch.groups
     uses = config.admission.max_uses
     if uses > 1 and pace.steps_within_bound(0) < 2 * uses:
         yield (
             f"admission.max_uses: with {uses} uses within max_staleness {pace.max_staleness}, fewer groups than two "
             f"steps train are generated at a time, and engines may have nothing to do; for more, set "
             f"admission.max_staleness to at least {2 * uses * updates - 1} (mode: async)"
-        )
-    if uses > 1 and held is not None and held < most_in_flight(config) + groups:
-        yield (
-            f"queue.capacity: {config.queue.capacity} samples hold {held} groups, but up to {most_in_flight(config)} "
-            f"are generated ahead, and those of earlier steps, which admission.max_uses could train again, make room "
-            f"for them; to keep those of one step, set it to at least {(most_in_flight(config) + groups) * samples}"
         )
 
 

@@ -14,6 +14,8 @@ from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.model_files import hf_files
 from megarl.models.hf.read_config import load_info
 
+SCORED_AT_ONCE = 64  # sequences, by each engine of a teacher
+
 
 def teachers_by_set(config: Config) -> dict[str, TeacherConfig]:
     """Return the teacher of each data set that has one, by the name of the set ("" for `data.path`)."""
@@ -68,7 +70,7 @@ def engine_config(config: Config, teacher: TeacherConfig) -> Config:
             "max_replicas": None,
             "tensor_parallel": teacher.tensor_parallel,
             "max_model_len": None,
-            "max_num_seqs": teacher.max_num_seqs,
+            "max_num_seqs": SCORED_AT_ONCE,
             "gpu_memory_utilization": teacher.gpu_memory_utilization,
             "engine_kwargs": teacher.engine_kwargs,
             "load_weights": True,

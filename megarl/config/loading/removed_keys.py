@@ -11,6 +11,8 @@ from typing import Any
 from megarl.config.schema import DEFAULT_INTERVAL
 
 Tree = Mapping[str, Any]  # a config's plain values
+CLIPS = ("clip_low", "clip_high", "clip_dual")
+
 Advice = str | Callable[[Tree], str]  # a function computes what to write from the values of the config
 
 # By dotted key, without the places in lists. A removed section is one row: the keys below it are not looked at.
@@ -38,10 +40,23 @@ REMOVED: dict[str, Advice] = {
         f"monitor.{name}": f"write monitor.rules.{name}"
         for name in ("ess", "k3_kl", "ratio_tail", "logprob_gap", "truncated", "no_signal", "entropy")
     },
-    "monitor.replica_gap": "write monitor.rules.replica_gap, and monitor.most_quarantines; its floor is 0.03 nats",
+    "monitor.replica_gap": "write monitor.rules.replica_gap; its floor is 0.03 nats",
+    "monitor.most_quarantines": "remove it: a replica is quarantined three times at most",
+    "monitor.max_skipped_steps": "remove it: alarms may skip five steps of a start",
     **{f"telemetry.{name}_gib": "write telemetry.keep_gib" for name in ("metrics", "samples", "tensorboard")},
     "telemetry.events": "write telemetry.events_mib: the MiB of each process, 0 for none",
+    "queue.capacity": "remove it: admission.max_staleness bounds what is generated ahead, and so the queue",
     "timeouts.queue_s": "write timeouts.rpc_s, which bounds reads and writes of the queue too",
+    "timeouts.ray_start_s": "remove it: Ray's start may take a third of timeouts.engine_start_s",
+    "timeouts.collective_s": "write timeouts.save_s, which bounds a collective of the trainer too",
+    "rollout.cpu_kv_cache_gib": "remove it: an engine without a GPU has 1 GiB for its KV cache",
+    "teachers.max_num_seqs": "remove it: an engine of a teacher scores 64 sequences at once",
+    "gateway.request_timeout_s": "write timeouts.generate_s, which bounds a request to the gateway too",
+    "gateway.session_idle_s": "remove it: a session that is unused for twice timeouts.generate_s is dropped",
+    "gateway.max_session_tokens": "remove it: all sessions have 100 million tokens at most",
+    "telemetry.mlflow_uri": "set the environment variable MLFLOW_TRACKING_URI",
+    "telemetry.entropy_every": "remove it: each step measures the entropy in its first update",
+    **{f"algorithm.{name}": f"write algorithm.loss_options.{name}" for name in CLIPS},
 }
 
 
@@ -59,8 +74,18 @@ def advice_on(key: str, tree: Tree) -> str | None:
         return "docs/architecture.md has a table of verl's names"
 
 
-def without_removed(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    """Return a config that an earlier version has written, with all its defaults, without the keys that are gone."""
+def without_removed(tree: Tree) -> dict[str, Any]:
+    """Return a config that an earlier version has written, with all its defaults, without the keys that are gone.
+
+    Bounds of the policy loss become options of the loss: a resumed run trains with the same ones.
+    """
+    kept, algorithm = _without_removed(tree), _section(tree, "algorithm")
+    if clips := {name: algorithm[name] for name in CLIPS if algorithm.get(name) is not None}:
+        kept["algorithm"]["loss_options"] = clips | (kept["algorithm"].get("loss_options") or {})
+    return kept
+
+
+def _without_removed(tree: Tree, prefix: str = "") -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in tree.items():
         key = prefix + name
@@ -70,9 +95,9 @@ def without_removed(tree: Tree, prefix: str = "") -> dict[str, Any]:
         if key in REMOVED or (value is None and name in VERL):  # two of verl's were keys, null by default
             continue
         if isinstance(value, list):
-            kept[name] = [without_removed(each, f"{key}.") if isinstance(each, Mapping) else each for each in value]
+            kept[name] = [_without_removed(each, f"{key}.") if isinstance(each, Mapping) else each for each in value]
         else:
-            kept[name] = without_removed(value, f"{key}.") if isinstance(value, Mapping) else value
+            kept[name] = _without_removed(value, f"{key}.") if isinstance(value, Mapping) else value
     return kept
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from megarl.common.values import GIB, MIB
 from megarl.config.derived.teachers import known_models, trainer_teachers
-from megarl.config.megatron.reserved import Recompute, passes_recompute
+from megarl.config.megatron.reserved import passes_recompute
 from megarl.config.memory_plan.parameters import (
     FP32,
+    TrainerRank,
     bytes_per_element,
     chunk_parameters,
-    forward_per_token,
-    logits_bytes,
     model_parameters,
     padded_vocabulary,
-    peak_bytes,
-    recompute_bytes,
-    state_bytes,
 )
-from megarl.config.schema import Config
+from megarl.config.schema import CPU_KV_CACHE_GIB, Config, Recompute, WeightSyncConfig
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.megatron.layout import Layout
 
@@ -86,59 +82,63 @@ class Memory:
         )
 
 
-def trainer_memory(
-    config: Config, info: ModelInfo, layout: Layout, *, cuda: bool, fused: bool, limit: int | None
-) -> Memory:
-    """Return the memory of the trainer rank that needs most, over all pipeline stages; `fused` as in `parameters`."""
-    stages = (_stage_memory(config, info, layout, stage, cuda, fused, limit) for stage in range(layout.pipeline))
+@dataclass(frozen=True)
+class Device:
+    """The trainer's device as the plan sees it; `limit`: its memory in bytes, None if unknown."""
+
+    cuda: bool
+    fused: bool
+    limit: int | None
+
+
+def trainer_memory(config: Config, rank: TrainerRank, device: Device) -> Memory:
+    """Return the memory of the trainer rank that needs most, over all pipeline stages."""
+    stages = (_stage_memory(config, rank, device, stage) for stage in range(rank.layout.pipeline))
     return max(stages, key=lambda memory: memory.peak)
 
 
-def _stage_memory(
-    config: Config, info: ModelInfo, layout: Layout, stage: int, cuda: bool, fused: bool, limit: int | None
-) -> Memory:
-    state = state_bytes(config, info, layout, stage)
-    where = f"stage {stage}" if layout.pipeline > 1 else ""
+def _stage_memory(config: Config, rank: TrainerRank, device: Device, stage: int) -> Memory:
+    state, layout = rank.state_bytes(stage), rank.layout
+    activations = int(rank.peak_bytes(stage))
     terms = [
-        Term("weights", state.weights, note=where),
+        Term("weights", state.weights, note=f"stage {stage}" if layout.pipeline > 1 else ""),
         Term("gradients", state.gradients),
         Term("optimizer", state.optimizer),
-        Term("activations", int(peak_bytes(config, info, layout, stage, fused=fused)), "update"),
+        Term("activations", activations, "update"),
     ]
     if layout.expert > 1:
-        more = peak_bytes(config, info, layout, stage, fused=fused, load=EXPERT_LOAD) - terms[-1].bytes
+        more = rank.peak_bytes(stage, load=EXPERT_LOAD) - activations
         terms.append(Term("uneven experts", int(more), "update", note="estimate"))
-    again = recompute_bytes(config, info, layout, stage, fused=fused)
-    if again:
+    if again := rank.recompute_bytes(stage):
         terms.append(Term("recompute", int(again), "update"))
     if stage == layout.pipeline - 1:
-        terms.append(Term("logits chunk", logits_bytes(config, info, layout, update=True), "update"))
-        terms.append(Term("logits chunk", logits_bytes(config, info, layout, update=False), "log-probs"))
-    teachers = known_models(config)
-    widest = max(forward_bytes(config, each, layout, fused=fused) for each in (info, *teachers.values()))
+        terms.append(Term("logits chunk", rank.logits_bytes(update=True), "update"))
+        terms.append(Term("logits chunk", rank.logits_bytes(update=False), "log-probs"))
+    teachers = {name: replace(rank, info=info) for name, info in known_models(config).items()}
+    widest = max(forward_bytes(each) for each in (rank, *teachers.values()))
     terms.append(Term("forward of one layer", int(widest), "log-probs"))
-    terms += _frozen_models(config, info, teachers, layout, stage, cuda)
-    terms.append(Term("sync buckets", _built_buckets(config, info)))
-    terms.append(Term("largest tensor", _largest_tensor(config, info), "sync"))
-    if cuda:
-        terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
-    return Memory(tuple(terms), limit)
-
-
-def _frozen_models(
-    config: Config, info: ModelInfo, teachers: Mapping[str, ModelInfo], layout: Layout, stage: int, cuda: bool
-) -> Iterator[Term]:
-    """Yield the weights of the reference policy and of the teachers that the trainer's ranks hold.
-
-    Of those in host memory, one is on the device at a time: the plan counts the largest.
-    """
-    found = [(config.reference.placement, "reference weights", info)] if config.needs_reference else []
-    found += [
+    reference = (config.reference.placement, "reference weights", rank)
+    frozen = [reference] if config.needs_reference else []
+    frozen += [
         (each.placement, f"weights of teacher {each.name}", teachers[each.name])
         for each in trainer_teachers(config)
         if each.name in teachers
     ]
-    sized = [(where, name, _raw_weights(config, each, layout, stage)) for where, name, each in found]
+    terms += _frozen_models(frozen, stage, device.cuda)
+    terms.append(Term("sync buckets", _built_buckets(config.weight_sync, rank)))
+    terms.append(Term("largest tensor", _largest_tensor(rank), "sync"))
+    if device.cuda:
+        terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
+    return Memory(tuple(terms), device.limit)
+
+
+def _frozen_models(found: Sequence[tuple[str, str, TrainerRank]], stage: int, cuda: bool) -> Iterator[Term]:
+    """Yield the weights of the reference policy and of the teachers that the trainer's ranks hold.
+
+    `found`: placement, name and rank of each. Of those in host memory, one is on the device at a time: the plan counts
+    the largest.
+    """
+    sized = [(where, name, _raw_weights(each, stage)) for where, name, each in found]
     kept = [(name, size) for where, name, size in sized if not cuda or where == "gpu"]
     yield from (Term(name, size) for name, size in kept)
     moved = [(size, name) for where, name, size in sized if (name, size) not in kept]
@@ -147,45 +147,32 @@ def _frozen_models(
         yield Term(name, size, "log-probs")
 
 
-def _raw_weights(config: Config, info: ModelInfo, layout: Layout, stage: int) -> int:
+def _raw_weights(rank: TrainerRank, stage: int) -> int:
     """Return the bytes of the weights of one rank of `stage`, without buffer padding."""
-    chunks = range(layout.virtual_pipeline or 1)
-    numel = sum(p.numel for chunk in chunks for p in chunk_parameters(info, layout, stage, chunk))
-    return numel * bytes_per_element(config.trainer.precision)
+    chunks = range(rank.layout.virtual_pipeline or 1)
+    return sum(p.numel for each in chunks for p in chunk_parameters(rank.info, rank.layout, stage, each)) * rank.element
 
 
-def _whole_model(config: Config, info: ModelInfo) -> int:
-    """Return the bytes that a sync sends."""
-    return model_parameters(info)[0] * bytes_per_element(config.trainer.precision)
-
-
-def _bucket(config: Config, info: ModelInfo) -> int:
-    """Return the bytes of one sync bucket, at most those of the whole model."""
-    return min(int(config.weight_sync.bucket_mb * MIB), _whole_model(config, info))
-
-
-def _built_buckets(config: Config, info: ModelInfo) -> int:
+def _built_buckets(sync: WeightSyncConfig, rank: TrainerRank) -> int:
     """Return the bytes of a trainer rank's buffers for buckets, which are kept between syncs.
 
     They are the ring of its own buckets, one buffer for those of others, and two more: the messages of gathers, and the
-    whole rows of a piece that is cut inside a row.
+    whole rows of a piece that is cut inside a row. None is larger than the whole model.
     """
-    bucket = _bucket(config, info)
-    staged = min(int(config.weight_sync.staging_gib * GIB), _whole_model(config, info))
-    return max(2 * bucket, staged) + 3 * bucket
+    whole = model_parameters(rank.info)[0] * rank.element
+    bucket = min(int(sync.bucket_mb * MIB), whole)
+    return max(2 * bucket, min(int(sync.staging_gib * GIB), whole)) + 3 * bucket
 
 
-def _largest_tensor(config: Config, info: ModelInfo) -> int:
+def _largest_tensor(rank: TrainerRank) -> int:
     """Return the bytes of the largest Hugging Face tensor, which an export gathers as a whole."""
-    widest = max(info.vocab_size, info.ffn, info.heads * info.head_dim)
-    return widest * info.hidden * bytes_per_element(config.trainer.precision)
+    info = rank.info
+    return max(info.vocab_size, info.ffn, info.heads * info.head_dim) * info.hidden * rank.element
 
 
-def forward_bytes(config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> float:
+def forward_bytes(rank: TrainerRank) -> float:
     """Return the bytes that live at one time while a micro-batch runs through the widest layer without gradients."""
-    layers = range(info.num_layers)
-    widest = max(forward_per_token(config, info, layout, layer, fused) for layer in layers)
-    return widest * config.trainer.token_limit
+    return max(map(rank.forward_per_token, range(rank.info.num_layers))) * rank.trainer.token_limit
 
 
 @dataclass(frozen=True)
@@ -203,12 +190,13 @@ def engine_memory(
     """Return weights, working memory and KV cache of one engine GPU.
 
     vLLM uses `gpu_memory_utilization` of the device; the KV cache gets the part that weights and vLLM's profiling run
-    do not need. Without a GPU the cache has `rollout.cpu_kv_cache_gib`.
+    do not need. Without a GPU the cache has CPU_KV_CACHE_GIB.
     """
     rollout = config.rollout
     element = {"auto": bytes_per_element(config.trainer.precision), "bfloat16": 2, "float32": FP32}[rollout.dtype]
     ranks = rollout.tensor_parallel
     per_token = info.num_layers * _cached_channels(info, ranks) * element
+    weights = model_parameters(info)[0] * bytes_per_element(config.trainer.precision)  # that a sync sends
     terms = [Term("weights", model_parameters(info)[0] * element // ranks)]
     batched = int(rollout.engine_kwargs.get("max_num_batched_tokens") or ENGINE_BATCHED_TOKENS)
     columns = padded_vocabulary(info, 64 * ranks) // ranks
@@ -216,10 +204,10 @@ def engine_memory(
     terms.append(Term("forward", int(working), "generate", note="estimate"))
     terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2, "generate"))
     # vLLM does not know of these two: they come on top of its share of the memory.
-    terms.append(Term("sync buckets", 3 * _bucket(config, info), "sync"))
+    terms.append(Term("sync buckets", 3 * min(int(config.weight_sync.bucket_mb * MIB), weights), "sync"))
     terms.append(Term("reload", _reloaded(info, ranks) * element, "sync"))
     if not cuda:
-        cache = rollout.cpu_kv_cache_gib * GIB
+        cache = CPU_KV_CACHE_GIB * GIB
         terms.append(Term("KV cache", cache))
         return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
     terms.append(Term("CUDA, NCCL and graphs", ENGINE_OVERHEAD, note="estimate"))
@@ -260,15 +248,6 @@ def _reloaded(info: ModelInfo, ranks: int) -> int:
     return whole + whole // ranks
 
 
-@dataclass(frozen=True)
-class Device:
-    """The trainer's device as the plan sees it; `limit`: its memory in bytes, None if unknown."""
-
-    cuda: bool
-    fused: bool
-    limit: int | None
-
-
 def resolve_auto(config: Config, info: ModelInfo, layout: Layout, device: Device, longest: int) -> Config:
     """Return `config` with a value for each `auto` under `trainer`. `longest`: tokens of the longest sample.
 
@@ -279,7 +258,7 @@ def resolve_auto(config: Config, info: ModelInfo, layout: Layout, device: Device
     wants_tokens = config.trainer.micro_batch_tokens == "auto"
     if wants_tokens:
         config = with_trainer(config, micro_batch_tokens=longest)
-    if config.trainer.recompute == "auto" and not passes_recompute(config):
+    if config.trainer.recompute == "auto" and not passes_recompute(config.megatron):
         config = with_trainer(config, recompute=_cheapest(config, info, layout, device))
     if wants_tokens:
         least = longest if device.limit is not None else max(longest, UNKNOWN_MEMORY_TOKENS)
@@ -327,7 +306,7 @@ def _cheapest(config: Config, info: ModelInfo, layout: Layout, device: Device) -
 
 
 def _fits(config: Config, info: ModelInfo, layout: Layout, device: Device) -> bool:
-    memory = trainer_memory(config, info, layout, cuda=device.cuda, fused=device.fused, limit=device.limit)
+    memory = trainer_memory(config, TrainerRank.of(config, info, layout, fused=device.fused), device)
     return memory.limit is not None and memory.peak <= (1 - FREE) * memory.limit
 
 

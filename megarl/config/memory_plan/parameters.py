@@ -12,12 +12,14 @@ derived from the source only.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
-from megarl.config.schema import Config
+from megarl.config.schema import Config, MegatronConfig, TrainerConfig
 from megarl.models.architecture.architecture import LatentAttention, ModelInfo
 from megarl.models.megatron.layout import Layout
 
@@ -146,48 +148,208 @@ def model_parameters(info: ModelInfo) -> tuple[int, int]:
     return total, active
 
 
-def state_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int) -> StateBytes:
-    """Return weights, gradients and optimizer state of the rank of a pipeline stage that holds most.
+@dataclass(frozen=True)
+class TrainerRank:
+    """A rank of the trainer, for which sizes are computed: its model, its layout, and how it trains.
 
-    Weights are in the compute precision, gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false. The
-    optimizer state is Adam's two moments in fp32, and with bf16 also the fp32 master weights. The distributed optimizer
-    shards its state over the data-parallel ranks and pads the buffers of weights and gradients.
+    `fused`: the kind of model, see above. `weighs_entropy`: the entropy is a part of the loss.
     """
-    element = bytes_per_element(config.trainer.precision)
-    in_fp32 = bool(ddp_fields(config)["grad_reduce_in_fp32"])
-    gradient = FP32 if in_fp32 else element
-    per_parameter = 2 * FP32 + (FP32 if element != FP32 else 0)
-    weights = gradients = optimizer = 0
-    for chunk in range(layout.virtual_pipeline or 1):
-        parameters = chunk_parameters(info, layout, stage, chunk)
-        for expert, ranks in ((False, layout.data), (True, layout.expert_data)):
-            own = [p for p in parameters if p.expert == expert]
-            if not own:
-                continue
-            size = _bucket_size(config, layout.data, stage, chunk)
-            buffer, shard = _buffer(own, ranks, size, config)
-            weights += buffer * element
-            gradients += buffer * gradient
-            optimizer += shard * per_parameter
-    return StateBytes(weights, gradients, optimizer)
+
+    info: ModelInfo
+    layout: Layout
+    trainer: TrainerConfig
+    megatron: MegatronConfig
+    weighs_entropy: bool
+    fused: bool
+
+    @classmethod
+    def of(cls, config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> TrainerRank:
+        """Return a rank of the trainer of a config."""
+        return cls(info, layout, config.trainer, config.megatron, config.algorithm.entropy_coef > 0, fused)
+
+    @property
+    def element(self) -> int:
+        """The bytes of one number in the compute precision."""
+        return bytes_per_element(self.trainer.precision)
+
+    @functools.cached_property
+    def transformer(self) -> dict[str, Any]:
+        """The fields of Megatron's TransformerConfig."""
+        return transformer_fields(self.trainer, self.megatron)
+
+    def state_bytes(self, stage: int) -> StateBytes:
+        """Return weights, gradients and optimizer state of the rank of a pipeline stage that holds most.
+
+        Weights are in the compute precision, gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false. The
+        optimizer state is Adam's two moments in fp32, and with bf16 also the fp32 master weights. The distributed
+        optimizer shards its state over the data-parallel ranks and pads the buffers of weights and gradients.
+        """
+        ddp = ddp_fields(self.trainer, self.megatron)
+        gradient = FP32 if ddp["grad_reduce_in_fp32"] else self.element
+        per_parameter = 2 * FP32 + (FP32 if self.element != FP32 else 0)
+        weights = gradients = optimizer = 0
+        for chunk in range(self.layout.virtual_pipeline or 1):
+            parameters = chunk_parameters(self.info, self.layout, stage, chunk)
+            for expert, ranks in ((False, self.layout.data), (True, self.layout.expert_data)):
+                own = [p for p in parameters if p.expert == expert]
+                if not own:
+                    continue
+                buffer = shard = sum(p.numel for p in own)
+                if self.trainer.optimizer.distributed:
+                    bucket_size = None  # a single bucket: no overlap, later stages, later chunks
+                    if ddp["overlap_grad_reduce"] and stage == chunk == 0:
+                        default = max(DEFAULT_BUCKET, DEFAULT_BUCKET_PER_RANK * self.layout.data)
+                        bucket_size = ddp.get("bucket_size") or default
+                    wide = bool(ddp.get("pad_buckets_for_high_nccl_busbw"))
+                    buffer, shard = _buffer(own, ranks, bucket_size, wide)
+                weights += buffer * self.element
+                gradients += buffer * gradient
+                optimizer += shard * per_parameter
+        return StateBytes(weights, gradients, optimizer)
+
+    def saved_per_token(self, layer: int, load: float = 1.0) -> float:
+        """Return the bytes per packed token that one layer keeps under the config's recompute settings.
+
+        `load`: rows of this rank's experts, relative to an even distribution.
+        """
+        sizes = _Sizes.of(self, load)
+        passed = self.transformer
+        selective = passed.get("recompute_granularity") == "selective"
+        modules = set(passed.get("recompute_modules") or ["core_attn"]) if selective else set()
+        if self.info.mla:
+            total = _latent_attention_bytes(sizes, self.info.mla, "core_attn" in modules)
+        else:
+            total = _attention_bytes(sizes, self.info, "core_attn" in modules)
+        norm = _norm(sizes, sizes.shard)
+        total += norm * (1 if "layernorm" not in modules else 0)
+        if not self.info.is_moe_layer(layer):
+            # The MLP's input is the norm's output, which the first linear layer keeps, or the recomputed block around.
+            total += sizes.shard * sizes.element + (0 if "mlp" in modules else _mlp(sizes, sizes.ffn))
+        else:
+            total += sizes.shard * sizes.element
+            if "moe" not in modules:
+                total += _experts(sizes, "moe_act" in modules) + _mlp(sizes, sizes.shared_ffn)
+        total += norm * (1 if "layernorm" not in modules else 0) + sizes.shard * sizes.element
+        return total
+
+    def forward_per_token(self, layer: int) -> float:
+        """Return the bytes per packed token that live at one time while one layer runs without gradients.
+
+        They are those of its attention or of its MLP, whichever is larger, of the norm before it, and of two hidden
+        states: the residual and the layer's input. It is an estimate: within a module, some tensors are freed earlier.
+        Without Transformer Engine the experts run one after the other.
+        """
+        sizes, info = _Sizes.of(self), self.info
+        attention = _attention_bytes(sizes, info, False)
+        if info.mla:
+            attention = _latent_attention_bytes(sizes, info.mla, False)
+        elif info.qk_norm and not sizes.norm_is_one_function:
+            attention -= (sizes.q + sizes.kv) * FP32  # the normalised queries and keys end before attention begins
+        width = sizes.shared_ffn if info.is_moe_layer(layer) else sizes.ffn
+        mlp = _mlp(sizes, width)
+        if not self.fused:
+            mlp += width * sizes.element  # the activated half, beside its product
+        if info.is_moe_layer(layer):
+            mlp += _experts(sizes, False)
+            if not self.fused:
+                rows = sizes.routed * sizes.element
+                # The share of rows that the running expert lacks.
+                others = 1 - self.layout.expert / (info.num_experts or 1)
+                # The outputs of all experts, separate and joined, and of their steps only those of the running one,
+                # which are three more than a backward pass needs: activated, product, weighed.
+                mlp += rows * (2 * sizes.hidden + 3 * sizes.moe_ffn - 6 * sizes.moe_ffn * others)
+        return max(attention, mlp) + _norm(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
+
+    def _without_recompute(self) -> TrainerRank:
+        """Return this rank with every activation kept."""
+        trainer = self.trainer.model_copy(update={"recompute": "none"})
+        return replace(self, trainer=trainer, megatron=self.megatron.model_copy(update={"transformer": {}}))
+
+    def chunk_bytes(self, stage: int, chunk: int, load: float = 1.0) -> float:
+        """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
+        tokens = self.trainer.token_limit
+        sizes = _Sizes.of(self)
+        layers = list(chunk_layers(self.info, self.layout, stage, chunk))
+        passed = self.transformer
+        per_token = [self.saved_per_token(layer, load) for layer in layers]
+        if passed.get("recompute_granularity") == "full":
+            count = int(passed.get("recompute_num_layers") or 1)
+            boundary = float(sizes.hidden * sizes.element)
+            boundary /= self.layout.tensor if self.layout.sequence or passed.get("distribute_saved_activations") else 1
+            if passed.get("recompute_method") == "block":
+                kept = boundary * min(count, len(layers)) + sum(per_token[count:])
+            else:
+                kept = boundary * -(-len(layers) // count)
+        else:
+            kept = sum(per_token)
+        predicts = stage == self.layout.pipeline - 1 and chunk == (self.layout.virtual_pipeline or 1) - 1
+        if predicts:
+            kept += _output_per_token(sizes)
+        if stage == 0 and chunk == 0:
+            kept += 8
+        return kept * tokens
+
+    def recompute_bytes(self, stage: int) -> float:
+        """Return the bytes that backward recomputes at one time, in addition to those that forward kept.
+
+        At that time the tensors of the output layer are already released. With the method `block`, which recomputes the
+        first layers of a stage, those of the other layers are released as well.
+        """
+        passed = self.transformer
+        granularity = passed.get("recompute_granularity")
+        if granularity is None:
+            return 0.0
+        plain = self._without_recompute()
+        chunks = range(self.layout.virtual_pipeline or 1)
+        layers = [layer for chunk in chunks for layer in chunk_layers(self.info, self.layout, stage, chunk)]
+        whole = max(plain.saved_per_token(layer) for layer in layers)
+        released = _output_per_token(_Sizes.of(self)) if stage == self.layout.pipeline - 1 else 0.0
+        if granularity == "full":
+            count = int(passed.get("recompute_num_layers") or 1)
+            per_chunk = len(layers) // len(chunks)
+            if passed.get("recompute_method") == "block":
+                released += whole * max(0, per_chunk - count)
+                count = 1
+            working = whole * min(count, per_chunk)
+        else:
+            working = whole - min(self.saved_per_token(layer) for layer in layers)
+        return max(0.0, working - released) * self.trainer.token_limit
+
+    def peak_bytes(self, stage: int, load: float = 1.0) -> float:
+        """Return the largest number of bytes of activations of a rank of `stage`, with a full pipeline."""
+        chunks = self.layout.virtual_pipeline or 1
+        sizes = [self.chunk_bytes(stage, chunk, load) for chunk in range(chunks)]
+        return sum(sizes) / chunks * in_flight_chunks(self.layout, stage)
+
+    def logits_bytes(self, *, update: bool) -> int:
+        """Return the bytes of one chunk of the log-prob head: of a forward pass, or of an `update` with backward pass.
+
+        They are those of the separate operations on a whole chunk (trainer/logprobs.py). The compiled head needs less,
+        and so does a CPU, which makes the exponentials of a part of the chunk at a time.
+        """
+        columns = padded_vocabulary(self.info, self.layout.tensor) // self.layout.tensor
+        rows = min(self.trainer.logprob_chunk_tokens, self.trainer.token_limit)
+        copy = self.element if self.element != FP32 else 0  # beside a tensor in fp32, the same one in compute precision
+        # fp32 logits, which the products that the entropy needs overwrite; for it also their exponentials.
+        forward = rows * columns * (copy + FP32)
+        if not update:
+            return forward
+        forward += rows * columns * FP32
+        # The logits, their fp32 copy, which becomes the gradient, and that in compute precision or the entropy's
+        # factor.
+        weight = columns * self.info.hidden
+        gradient = rows * columns * (copy + FP32 + max(copy, FP32 if self.weighs_entropy else 0)) + weight * FP32
+        # The weight's gradient is summed over chunks in fp32; the product of one chunk, and the result, are in bf16.
+        backward = max(gradient, rows * columns * copy + weight * (FP32 + copy))
+        return max(forward, backward)
 
 
-def _bucket_size(config: Config, ranks: int, stage: int, chunk: int) -> int | None:
-    """Return the elements per DDP bucket; None means a single bucket (no overlap, later stages, later chunks)."""
-    ddp = ddp_fields(config)
-    if not ddp["overlap_grad_reduce"] or stage > 0 or chunk > 0:
-        return None
-    return ddp.get("bucket_size") or max(DEFAULT_BUCKET, DEFAULT_BUCKET_PER_RANK * ranks)
+def _buffer(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, wide: bool) -> tuple[int, int]:
+    """Return the elements of the contiguous buffer, and the parameter elements of the largest optimizer shard.
 
-
-def _buffer(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, config: Config) -> tuple[int, int]:
-    """Return the elements of the contiguous buffer, and the parameter elements of the largest optimizer shard."""
-    if not config.trainer.optimizer.distributed:
-        total = sum(p.numel for p in parameters)
-        return total, total
-    multiple = math.lcm(ranks, 128)
-    if config.megatron.ddp.get("pad_buckets_for_high_nccl_busbw"):
-        multiple = math.lcm(multiple, 2**16)
+    `wide`: buckets are padded for NCCL's bandwidth.
+    """
+    multiple = math.lcm(ranks, 2**16 if wide else 128)
     buckets: list[list[tuple[int, int]]] = [[]]
     position = bucket_start = 0
     ends: list[int] = []
@@ -254,8 +416,8 @@ class _Sizes:
         return self.fused or self.element == FP32
 
     @classmethod
-    def of(cls, config: Config, info: ModelInfo, layout: Layout, fused: bool, load: float = 1.0) -> _Sizes:
-        tensor = layout.tensor
+    def of(cls, rank: TrainerRank, load: float = 1.0) -> _Sizes:
+        info, layout, tensor = rank.info, rank.layout, rank.layout.tensor
         split = tensor if layout.sequence else 1
         return cls(
             hidden=info.hidden,
@@ -268,125 +430,9 @@ class _Sizes:
             shared_ffn=info.shared_ffn // tensor,
             routed=load * info.topk * layout.etp / split,
             router=(info.num_experts or 0) // split,
-            element=bytes_per_element(config.trainer.precision),
-            fused=fused,
+            element=rank.element,
+            fused=rank.fused,
         )
-
-
-def saved_per_token(
-    config: Config, info: ModelInfo, layout: Layout, layer: int, fused: bool, load: float = 1.0
-) -> float:
-    """Return the bytes per packed token that one layer keeps under the config's recompute settings.
-
-    `load`: rows of this rank's experts, relative to an even distribution.
-    """
-    sizes = _Sizes.of(config, info, layout, fused, load)
-    passed = transformer_fields(config)
-    selective = passed.get("recompute_granularity") == "selective"
-    modules = set(passed.get("recompute_modules") or ["core_attn"]) if selective else set()
-    if info.mla:
-        total = _latent_attention_bytes(sizes, info.mla, "core_attn" in modules)
-    else:
-        total = _attention_bytes(sizes, info, "core_attn" in modules)
-    norm = _norm(sizes, sizes.shard)
-    total += norm * (1 if "layernorm" not in modules else 0)
-    if not info.is_moe_layer(layer):
-        # The MLP's input is the norm's output, which the first linear layer keeps, or the recomputed block around it.
-        total += sizes.shard * sizes.element + (0 if "mlp" in modules else _mlp(sizes, sizes.ffn))
-    else:
-        total += sizes.shard * sizes.element
-        if "moe" not in modules:
-            total += _experts(sizes, "moe_act" in modules) + _mlp(sizes, sizes.shared_ffn)
-    total += norm * (1 if "layernorm" not in modules else 0) + sizes.shard * sizes.element
-    return total
-
-
-def forward_per_token(config: Config, info: ModelInfo, layout: Layout, layer: int, fused: bool) -> float:
-    """Return the bytes per packed token that live at one time while one layer runs without gradients.
-
-    They are those of its attention or of its MLP, whichever is larger, of the norm before it, and of two hidden states:
-    the residual and the layer's input. It is an estimate: within a module, some tensors are freed earlier. Without
-    Transformer Engine the experts run one after the other.
-    """
-    sizes = _Sizes.of(config, info, layout, fused)
-    attention = _latent_attention_bytes(sizes, info.mla, False) if info.mla else _attention_bytes(sizes, info, False)
-    if info.qk_norm and not info.mla and not sizes.norm_is_one_function:
-        attention -= (sizes.q + sizes.kv) * FP32  # the normalised queries and keys end before attention begins
-    width = sizes.shared_ffn if info.is_moe_layer(layer) else sizes.ffn
-    mlp = _mlp(sizes, width) + (0 if fused else width * sizes.element)  # the activated half, beside its product
-    if info.is_moe_layer(layer):
-        mlp += _experts(sizes, False)
-        if not fused:
-            rows = sizes.routed * sizes.element
-            others = 1 - layout.expert / (info.num_experts or 1)  # the share of rows that the running expert lacks
-            # The outputs of all experts, separate and joined, and of their steps only those of the running one, which
-            # are three more than a backward pass needs: activated, product, weighed.
-            mlp += rows * (2 * sizes.hidden + 3 * sizes.moe_ffn - 6 * sizes.moe_ffn * others)
-    return max(attention, mlp) + _norm(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
-
-
-def without_recompute(config: Config) -> Config:
-    """Return `config` with every activation kept."""
-    return config.model_copy(
-        update={
-            "megatron": config.megatron.model_copy(update={"transformer": {}}),
-            "trainer": config.trainer.model_copy(update={"recompute": "none"}),
-        }
-    )
-
-
-def chunk_bytes(
-    config: Config, info: ModelInfo, layout: Layout, stage: int, chunk: int, *, fused: bool, load: float = 1.0
-) -> float:
-    """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
-    tokens = config.trainer.token_limit
-    sizes = _Sizes.of(config, info, layout, fused)
-    layers = list(chunk_layers(info, layout, stage, chunk))
-    passed = transformer_fields(config)
-    per_token = [saved_per_token(config, info, layout, layer, fused, load) for layer in layers]
-    if passed.get("recompute_granularity") == "full":
-        count = int(passed.get("recompute_num_layers") or 1)
-        boundary = float(sizes.hidden * sizes.element)
-        boundary /= layout.tensor if layout.sequence or passed.get("distribute_saved_activations") else 1
-        if passed.get("recompute_method") == "block":
-            kept = boundary * min(count, len(layers)) + sum(per_token[count:])
-        else:
-            kept = boundary * -(-len(layers) // count)
-    else:
-        kept = sum(per_token)
-    predicts = stage == layout.pipeline - 1 and chunk == (layout.virtual_pipeline or 1) - 1
-    if predicts:
-        kept += _output_per_token(sizes)
-    if stage == 0 and chunk == 0:
-        kept += 8
-    return kept * tokens
-
-
-def recompute_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool) -> float:
-    """Return the bytes that backward recomputes at one time, in addition to those that forward kept.
-
-    At that time the tensors of the output layer are already released. With the method `block`, which recomputes the
-    first layers of a stage, those of the other layers are released as well.
-    """
-    passed = transformer_fields(config)
-    granularity = passed.get("recompute_granularity")
-    if granularity is None:
-        return 0.0
-    plain = without_recompute(config)
-    chunks = range(layout.virtual_pipeline or 1)
-    layers = [layer for chunk in chunks for layer in chunk_layers(info, layout, stage, chunk)]
-    whole = max(saved_per_token(plain, info, layout, layer, fused) for layer in layers)
-    released = _output_per_token(_Sizes.of(config, info, layout, fused)) if stage == layout.pipeline - 1 else 0.0
-    if granularity == "full":
-        count = int(passed.get("recompute_num_layers") or 1)
-        per_chunk = len(layers) // len(chunks)
-        if passed.get("recompute_method") == "block":
-            released += whole * max(0, per_chunk - count)
-            count = 1
-        working = whole * min(count, per_chunk)
-    else:
-        working = whole - min(saved_per_token(config, info, layout, layer, fused) for layer in layers)
-    return max(0.0, working - released) * config.trainer.token_limit
 
 
 def _output_per_token(sizes: _Sizes) -> float:
@@ -400,38 +446,6 @@ def in_flight_chunks(layout: Layout, stage: int) -> int:
         return layout.pipeline - stage
     warmup = (layout.pipeline - stage - 1) * 2 + (layout.virtual_pipeline - 1) * layout.pipeline
     return warmup + 1
-
-
-def peak_bytes(config: Config, info: ModelInfo, layout: Layout, stage: int, *, fused: bool, load: float = 1.0) -> float:
-    """Return the largest number of bytes of activations of a rank of `stage`, with a full pipeline."""
-    chunks = layout.virtual_pipeline or 1
-    sizes = [chunk_bytes(config, info, layout, stage, chunk, fused=fused, load=load) for chunk in range(chunks)]
-    return sum(sizes) / chunks * in_flight_chunks(layout, stage)
-
-
-def logits_bytes(config: Config, info: ModelInfo, layout: Layout, *, update: bool) -> int:
-    """Return the bytes of one chunk of the log-prob head: of a forward pass, or of an `update` with its backward pass.
-
-    They are those of the separate operations on a whole chunk (trainer/logprobs.py). The compiled head needs less, and
-    so does a CPU, which makes the exponentials of a part of the chunk at a time.
-    """
-    columns = padded_vocabulary(info, layout.tensor) // layout.tensor
-    rows = min(config.trainer.logprob_chunk_tokens, config.trainer.token_limit)
-    element = bytes_per_element(config.trainer.precision)
-    copy = element if element != FP32 else 0  # beside a tensor in fp32, the same one in compute precision
-    weighed = config.algorithm.entropy_coef > 0
-    # fp32 logits, which the products that the entropy needs overwrite; for it also their exponentials.
-    forward = rows * columns * (copy + FP32)
-    if not update:
-        return forward
-    if weighed or config.telemetry.entropy_every:
-        forward += rows * columns * FP32
-    # The logits, their fp32 copy, which becomes the gradient, and that in compute precision or the entropy's factor.
-    weight = columns * info.hidden
-    gradient = rows * columns * (copy + FP32 + max(copy, FP32 if weighed else 0)) + weight * FP32
-    # The weight's gradient is summed over chunks in fp32; the product of one chunk, and the result, are in bf16.
-    backward = max(gradient, rows * columns * copy + weight * (FP32 + copy))
-    return max(forward, backward)
 
 
 def _norm(sizes: _Sizes, width: int) -> float:

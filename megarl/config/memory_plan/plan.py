@@ -37,7 +37,7 @@ from megarl.config.memory_plan.memory import (
     resolve_auto,
     trainer_memory,
 )
-from megarl.config.memory_plan.parameters import model_parameters
+from megarl.config.memory_plan.parameters import TrainerRank, model_parameters
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.read_config import load_info
@@ -117,7 +117,7 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     total, active = model_parameters(info)
     gpu = Device(cuda, _fused(cuda), _limit(config.trainer.device_memory_gib, cuda))
     config = resolve_auto(config, info, layout, gpu, longest)
-    trainer = trainer_memory(config, info, layout, cuda=cuda, fused=gpu.fused, limit=gpu.limit)
+    trainer = trainer_memory(config, TrainerRank.of(config, info, layout, fused=gpu.fused), gpu)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     teachers = _teacher_plans(config, longest, cuda)
     problems = [*_memory_problems(config, trainer, engine, longest), *_teacher_problems(config, teachers)]
@@ -224,7 +224,6 @@ def _memory_problems(config: Config, trainer: Memory, engine: EngineMemory, long
         problems.append(
             f"rollout: the KV cache of {gib(cache)} holds {engine.kv_tokens} tokens, less than one sequence of "
             f"{longest}: {_REMEDIES['KV cache']}"
-            + (" (rollout.cpu_kv_cache_gib without a GPU)" if memory.limit is None else "")
         )
     return problems
 
@@ -368,7 +367,7 @@ def _deadline(config: Config) -> str:
 
 
 def _recompute(config: Config) -> str:
-    if passes_recompute(config):
+    if passes_recompute(config.megatron):
         return "as set in megatron.transformer"
     chosen = config.trainer.recompute
     return f"the first {_count(chosen, 'layer')} of each stage" if isinstance(chosen, int) else chosen

@@ -30,6 +30,7 @@ Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(
 # How far modes that publish less often than each step run ahead by default: `sync_interval`, and its part that is added
 # to `max_staleness`.
 DEFAULT_INTERVAL, DEFAULT_QUOTA = 4, 0.5
+CPU_KV_CACHE_GIB = 1  # of an engine without a GPU
 
 
 class RunConfig(Section):
@@ -111,7 +112,7 @@ class TrainerConfig(Section):
         gt=0,
         description="Memory of each trainer GPU in GiB, for the plan; default: that of this machine's GPU 0.",
     )
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = ParallelConfig()
     precision: Literal["bf16", "fp32"] = Field("bf16", description="Compute precision; master weights stay fp32.")
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         8192,
@@ -133,7 +134,7 @@ class TrainerConfig(Section):
         "ends the run.",
     )
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
 
     @property
     def token_limit(self) -> int:
@@ -207,7 +208,6 @@ class RolloutConfig(Section):
     )
     max_num_seqs: int = Field(256, ge=1, description="Concurrent sequences per engine.")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of each GPU's memory that vLLM uses.")
-    cpu_kv_cache_gib: int = Field(1, ge=1, description="KV cache in GiB per engine without a GPU.")
     enforce_eager: bool | None = Field(None, description="Run vLLM without CUDA graphs; default: true without a GPU.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
     load_weights: bool = Field(
@@ -337,13 +337,6 @@ class QueueConfig(Section):
     """The trajectory queue (TransferQueue)."""
 
     storage_units: int = Field(1, ge=1, description="Storage actors, on the pool's nodes only.")
-    capacity: int | None = Field(
-        None,
-        ge=1,
-        description="The most samples in the queue, those that are being generated or trained included; at least one "
-        "step's. Groups that wait for a further use (`admission.max_uses`) count, and make room for new ones. Default: "
-        "as many as `admission.max_staleness` allows.",
-    )
 
 
 class Config(Section):
@@ -351,33 +344,33 @@ class Config(Section):
 
     run: RunConfig
     model: ModelConfig
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
-    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    trainer: TrainerConfig = TrainerConfig()
+    megatron: MegatronConfig = MegatronConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     teachers: list[TeacherConfig] = Field(
         default_factory=list, description="Teachers of on-policy distillation (docs/distillation.md)."
     )
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig
     sampling: SamplingConfig
     data: DataConfig
-    reward: RewardConfig = Field(default_factory=RewardConfig)
-    agent: AgentConfig = Field(default_factory=AgentConfig)
+    reward: RewardConfig = RewardConfig()
+    agent: AgentConfig = AgentConfig()
     tools: list[ToolConfig] = Field(
         default_factory=list, description="The tools that the model may call; a data set may have a list of its own."
     )
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    admission: AdmissionConfig = Field(default_factory=AdmissionConfig)
-    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
-    queue: QueueConfig = Field(default_factory=QueueConfig)
-    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
-    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
-    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
-    ray: RayConfig = Field(default_factory=RayConfig)
-    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    evaluation: EvaluationConfig = EvaluationConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    queue: QueueConfig = QueueConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    ray: RayConfig = RayConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def run_dir(self) -> Path:

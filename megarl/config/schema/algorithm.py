@@ -29,7 +29,6 @@ class TeacherConfig(Section):
     )
     replicas: int = Field(1, ge=1, description="With `engine`: number of engines.")
     tensor_parallel: int = Field(1, ge=1, description="With `engine`: GPUs per engine, all on one node.")
-    max_num_seqs: int = Field(64, ge=1, description="With `engine`: sequences that an engine scores at once.")
     gpu_memory_utilization: float = Field(
         0.85, gt=0, le=1, description="With `engine`: share of each GPU's memory that vLLM uses."
     )
@@ -105,17 +104,14 @@ class AlgorithmConfig(Section):
         "(docs/algorithms.md).",
     )
     loss_options: Passed = Field(default_factory=dict, description="Options of the loss, by the table below.")
-    clip_low: float | None = Field(None, description="Short form of `loss_options.clip_low`.")
-    clip_high: float | None = Field(None, description="Short form of `loss_options.clip_high`.")
-    clip_dual: float | None = Field(None, description="Short form of `loss_options.clip_dual`.")
-    ce: CrossEntropyConfig = Field(default_factory=CrossEntropyConfig)
-    kl: KLConfig = Field(default_factory=KLConfig)
-    distill: DistillConfig = Field(default_factory=DistillConfig)
+    ce: CrossEntropyConfig = CrossEntropyConfig()
+    kl: KLConfig = KLConfig()
+    distill: DistillConfig = DistillConfig()
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = Field(
         "token_mean", description="How token losses are combined, by global counts of the mini-batch."
     )
     entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus coefficient.")
-    overlong: OverlongConfig = Field(default_factory=OverlongConfig)
+    overlong: OverlongConfig = OverlongConfig()
     filter_zero_variance: bool | None = Field(
         None,
         description="Drop (and count) groups whose rewards are all equal; default: true, but with reinforce_pp, for "
@@ -130,4 +126,4 @@ class AlgorithmConfig(Section):
         description="Old log-probs: the engine's, or recomputed by the trainer. A correction needs the trainer's: with "
         "`rollout` and one mini-batch it takes them from the update itself.",
     )
-    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    correction: CorrectionConfig = CorrectionConfig()

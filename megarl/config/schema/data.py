@@ -50,7 +50,7 @@ class PromptSetConfig(Section):
     suffix: str | None = Field(None, description="As `data.suffix`.")
     chat_template_kwargs: Passed | None = Field(None, description="As `data.chat_template_kwargs`; not merged.")
     tools: list[ToolConfig] | None = Field(None, description="As `tools`; an empty list: the set has none.")
-    reward: SetRewardConfig = Field(default_factory=SetRewardConfig)
+    reward: SetRewardConfig = SetRewardConfig()
 
 
 class TrainSetConfig(PromptSetConfig):
@@ -63,7 +63,7 @@ class TrainSetConfig(PromptSetConfig):
     )
     demonstration_field: str | None = Field(None, description="As `data.demonstration_field`; empty: none.")
     teacher: str | None = Field(None, description="As `data.teacher`; empty: none.")
-    sampling: SetSamplingConfig = Field(default_factory=SetSamplingConfig)
+    sampling: SetSamplingConfig = SetSamplingConfig()
 
 
 class CurriculumConfig(Section):
@@ -85,6 +85,12 @@ class DataConfig(Section):
     )
     prompt_field: str = Field("prompt", description="With `fields`: a string, or a list of chat messages.")
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
+    tools_field: str | None = Field(
+        None,
+        description="A field with the row's own tools (a list of OpenAI's schemas, or its JSON text), which its prompt "
+        "shows to the model instead of those of `tools`; with `tools` each has to be one of them by its name. null: "
+        "rows with a column `tools` are refused.",
+    )
     demonstration_field: str | None = Field(
         None,
         description="A field with a response that the model learns as it is (supervised fine-tuning, by the loss term "
@@ -107,7 +113,7 @@ class DataConfig(Section):
     )
     overlong_prompts: Literal["error", "skip"] = Field("error", description="Refuse longer prompts or skip them.")
     shuffle: bool = Field(True, description="Draw prompts in a seeded random order that is new in each epoch.")
-    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    curriculum: CurriculumConfig = CurriculumConfig()
 
 
 class RewardConfig(Section):
@@ -179,7 +185,7 @@ class EvalSetConfig(PromptSetConfig):
     max_tokens: int | None = Field(
         None, ge=1, description="Upper bound of response tokens; default `evaluation.max_tokens`."
     )
-    sampling: EvalSetSamplingConfig = Field(default_factory=EvalSetSamplingConfig)
+    sampling: EvalSetSamplingConfig = EvalSetSamplingConfig()
 
 
 class EvaluationConfig(Section):
@@ -197,4 +203,4 @@ class EvaluationConfig(Section):
     max_tokens: int | None = Field(
         None, ge=1, description="Upper bound of response tokens; default `sampling.max_tokens`."
     )
-    sampling: EvalSamplingConfig = Field(default_factory=EvalSamplingConfig)
+    sampling: EvalSamplingConfig = EvalSamplingConfig()

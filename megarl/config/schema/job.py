@@ -25,12 +25,11 @@ class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
     wandb_project: str | None = Field(None, description="Weights & Biases project; null = off.")
     mlflow_experiment: str | None = Field(
-        None, min_length=1, description="MLflow experiment, which is created if there is none; null = off."
-    )
-    mlflow_uri: str | None = Field(
         None,
-        description="MLflow's tracking server (`http://HOST:5000`); null = that of `MLFLOW_TRACKING_URI`. User and "
-        "password belong into `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`.",
+        min_length=1,
+        description="MLflow experiment, which is created if there is none, on the server of the environment variable "
+        "`MLFLOW_TRACKING_URI`; null = off. User and password belong into `MLFLOW_TRACKING_USERNAME` and "
+        "`MLFLOW_TRACKING_PASSWORD`.",
     )
     prometheus_port: int = Field(
         0,
@@ -43,12 +42,6 @@ class TelemetryConfig(Section):
         None,
         description="Address at which that endpoint listens; default: that of the run's other sockets, 127.0.0.1 on "
         "one node.",
-    )
-    entropy_every: int = Field(
-        1,
-        ge=0,
-        description="Steps between measurements of the entropy, each in the first update of a step; 0 = never. "
-        "With `algorithm.entropy_coef` above 0 every update computes it.",
     )
     dump_batches: bool = Field(
         False, description="Record whole batches in `RUN_DIR/batches`, and their schedule, for `megarl replay`."
@@ -94,8 +87,12 @@ class CheckpointConfig(Section):
 class TimeoutsConfig(Section):
     """Upper bounds of all waits, in seconds; the error of an expired one names the waiting part and its peer."""
 
-    ray_start_s: float = Field(120.0, gt=0, description="Supervisor: start of the Ray head, and attaching to it.")
-    engine_start_s: float = Field(900.0, gt=0, description="Start of an engine, a first test request included.")
+    engine_start_s: float = Field(
+        900.0,
+        gt=0,
+        description="Start of an engine, a first test request included. Ray's start, and attaching to it, may take a "
+        "third of it.",
+    )
     rpc_s: float = Field(
         120.0,
         gt=0,
@@ -106,18 +103,30 @@ class TimeoutsConfig(Section):
     generate_s: float = Field(
         1800.0,
         gt=0,
-        description="One step's rollouts, or one evaluation. A response that an engine has not ended by then fails its "
-        "group, unless the trainer has waited for it from its start; then the run ends. The engine stays if it works.",
+        description="One step's rollouts, one evaluation, or one request to the gateway. A response that an engine has "
+        "not ended by then fails its group, unless the trainer has waited for it from its start; then the run ends. "
+        "The engine stays if it works. A session of the gateway that is unused for twice as long is dropped.",
     )
     weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")
-    collective_s: float = Field(600.0, gt=0, description="One trainer collective.")
     shutdown_s: float = Field(30.0, gt=0, description="Shutdown of everything the supervisor started.")
-    save_s: float = Field(600.0, gt=0, description="One checkpoint save, from the step boundary to the disk.")
+    save_s: float = Field(
+        600.0, gt=0, description="One checkpoint save, from the step boundary to the disk; one trainer collective."
+    )
     node_s: float = Field(
         120.0,
         gt=0,
         description="Time without a sign of life after which a node (also at its start) or a trainer rank is lost.",
     )
+
+    @property
+    def ray_start_s(self) -> float:
+        """Seconds that the start of the Ray head may take, and attaching to it."""
+        return self.engine_start_s / 3
+
+    @property
+    def collective_s(self) -> float:
+        """Seconds of one collective of the trainer's ranks, which wait for each other in those of a save too."""
+        return self.save_s
 
 
 class GatewayConfig(Section):
@@ -131,15 +140,6 @@ class GatewayConfig(Section):
         "127.0.0.1 on one node.",
     )
     max_sessions: int = Field(4000, ge=1, description="Sessions (`X-Session-ID`) that are kept at once.")
-    max_session_tokens: int = Field(
-        100_000_000,
-        ge=1,
-        description="Tokens of all sessions, 12 bytes each; beyond that new turns are refused.",
-    )
-    session_idle_s: float = Field(3600.0, gt=0, description="Seconds after which an unused session is dropped.")
-    request_timeout_s: float = Field(
-        1800.0, gt=0, description="Seconds that a request may take, the wait for a publication included."
-    )
 
 
 class RayConfig(Section):

@@ -67,12 +67,6 @@ class MonitorConfig(Section):
     min_tokens: int = Field(
         256, ge=1, description="Tokens of a replica, or of a version lag, below which its log-probs are not judged."
     )
-    most_quarantines: int = Field(
-        3, ge=0, description="How often one replica is quarantined in a run; further alarms of it only warn."
-    )
-    max_skipped_steps: int = Field(
-        5, ge=0, description="Steps that a start of the run may skip by `skip`; the next one ends the run."
-    )
 
     @field_validator("rules", mode="before")
     @classmethod

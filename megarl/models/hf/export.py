@@ -37,18 +37,10 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msg
 
 
 @dataclass(frozen=True)
-class ExportedTensor:
+class ExportedTensor(TensorHeader):
     """A Hugging Face tensor of an export; `owner` is the global trainer rank that receives the full tensor."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     owner: int
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole tensor in bytes."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 class HFExporter:
@@ -205,7 +197,7 @@ def save_hf(
     torch.distributed.barrier(group)
     if rank == 0:
         if len(files) > 1:
-            write_index(partial, [(name, [_spec(t) for t in tensors]) for name, tensors in files])
+            write_index(partial, files)
         if out.exists():
             old = out.with_name(f".{out.name}.old")
             shutil.rmtree(old, ignore_errors=True)
@@ -216,10 +208,6 @@ def save_hf(
             os.replace(partial, out)
         logger.info("%s: %d files, %.1f MiB", out, len(files), sum(t.nbytes for t in exporter.manifest()) / MIB)
     torch.distributed.barrier(group)
-
-
-def _spec(tensor: ExportedTensor) -> TensorHeader:
-    return TensorHeader(tensor.name, tensor.shape, tensor.dtype)
 
 
 def plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tuple[str, list[ExportedTensor]]]:
@@ -255,7 +243,7 @@ def _write_own_files(
         if name != current:
             if writer is not None:
                 writer.close()
-            writer, current = SafetensorsWriter(directory / name, [_spec(t) for t in tensors]), name
+            writer, current = SafetensorsWriter(directory / name, tensors), name
         assert writer is not None and tensor.owner == rank
         writer.write(tensor.name, value)
     if writer is not None:

@@ -10,15 +10,15 @@ Tensors may have any shape.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megarl.common.errors import PeerTimeout
+from megarl.common.process.threads import call_in_thread
 from megarl.models.hf.gather import TensorPart
 
 
@@ -55,31 +55,22 @@ def connect_pairs(pairs: Sequence[Pair], rank: int, device: torch.device, timeou
     if not pairs:
         return
     connected: list[Pair] = []
-    failure: list[BaseException] = []
-    done = threading.Event()
     number = torch.cuda.current_device() if device.type == "cuda" else -1
 
     def connect() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(number)
-            for pair in pairs:
-                _exchange(pair, rank, device)
-                connected.append(pair)
-        except BaseException as error:
-            failure.append(error)
-        finally:
-            done.set()
+        if device.type == "cuda":
+            torch.cuda.set_device(number)
+        for pair in pairs:
+            _exchange(pair, rank, device)
+            connected.append(pair)
 
-    began = time.monotonic()
-    threading.Thread(target=connect, name="gather-connect", daemon=True).start()
-    if not done.wait(timeout_s):
+    call = call_in_thread(connect, name="gather-connect")
+    if not wait([call], timeout_s).done:
         pair = pairs[min(len(connected), len(pairs) - 1)]
         other = pair.peer if rank == pair.owner else pair.owner
-        waited = f"trainer rank {rank} waited {time.monotonic() - began:.0f} s"
+        waited = f"trainer rank {rank} waited {timeout_s:.0f} s"
         raise PeerTimeout(f"{waited} for trainer rank {other} to connect for gathers")
-    if failure:
-        raise failure[0]
+    call.result(0)
 
 
 def _exchange(pair: Pair, rank: int, device: torch.device) -> None:

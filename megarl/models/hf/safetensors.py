@@ -1,4 +1,4 @@
-"""Reads slices of the tensors of Hugging Face safetensors directories, and streams tensors into new files.
+"""Reads the headers of Hugging Face safetensors directories, and streams tensors into new files.
 
 Shapes: B bytes of a tensor; tensors without a suffix may have any shape.
 """
@@ -11,8 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,79 +43,37 @@ class TensorRecord:
     end: int
 
 
-class TensorRecords(Protocol):
-    """The tensors of a Hugging Face directory by name."""
-
-    directory: Path
-    records: dict[str, TensorRecord]
-
-
-class SafetensorsDirectory:
-    """All tensors of a directory by name, from the headers alone; `read` maps files and copies only the slice.
+def read_records(directory: Path) -> dict[str, TensorRecord]:
+    """Return all tensors of a directory by name, from the headers of its safetensors files alone.
 
     Raises ValueError naming file and tensor for a directory without safetensors, a truncated file, a tensor in two
     files, an index that contradicts the files, or a file outside the directory.
     """
-
-    def __init__(self, directory: Path | str) -> None:
-        self.directory = Path(directory)
-        self.records: dict[str, TensorRecord] = {}
-        self._open: dict[Path, safe_open] = {}
-        for file in self._files():
-            for name, record in _read_header(file).items():
-                if name in self.records:
-                    raise ValueError(f"tensor {name} is in both {self.records[name].file} and {file}")
-                self.records[name] = record
-        self._check_index()
-
-    def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) along `axis` (0 or 1) of a tensor, on the CPU, in the file's dtype."""
-        record = self.records[name]
-        if record.file not in self._open:
-            self._open[record.file] = safe_open(record.file, framework="pt")
-        view = self._open[record.file].get_slice(name)
-        return view[start:stop] if axis == 0 else view[:, start:stop]
-
-    def close(self) -> None:
-        """Release the open files; a later `read` opens them again."""
-        self._open.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _index(self) -> dict[str, str] | None:
-        path = self.directory / HF_INDEX
-        return read_weight_map(path) if path.is_file() else None
-
-    def _files(self) -> list[Path]:
-        index = self._index()
-        files = (
-            sorted({inside(self.directory, file) for file in index.values()})
-            if index is not None
-            else sorted(inside(self.directory, file.name) for file in self.directory.glob("*.safetensors"))
+    path = directory / HF_INDEX
+    index = read_weight_map(path) if path.is_file() else None
+    names = {file.name for file in directory.glob("*.safetensors")} if index is None else set(index.values())
+    files = sorted(inside(directory, name) for name in names)
+    if not files:
+        pickled = " but pickled weights (*.bin), which can run code when they are loaded" * any(directory.glob("*.bin"))
+        raise ValueError(
+            f"{directory} has no *.safetensors{pickled}; load the model with transformers and save it again: "
+            "save_pretrained writes safetensors"
         )
-        if not files:
-            raise ValueError(f"{self.directory} has no *.safetensors; convert the checkpoint to safetensors first")
-        missing = [str(file) for file in files if not file.is_file()]
-        if missing:
-            raise ValueError(f"{self.directory / HF_INDEX} names files that do not exist: {', '.join(missing)}")
-        return files
-
-    def _check_index(self) -> None:
-        index = self._index()
-        if index is None:
-            return
-        for name, file in index.items():
-            if name not in self.records or self.records[name].file.name != file:
-                raise ValueError(f"{self.directory / HF_INDEX} says {name} is in {file}, but it is not")
-        unlisted = sorted(set(self.records) - set(index))
-        if unlisted:
-            raise ValueError(f"{self.directory / HF_INDEX} has no entry for {', '.join(unlisted[:5])}")
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise ValueError(f"{path} names files that do not exist: {', '.join(missing)}")
+    records: dict[str, TensorRecord] = {}
+    for file in files:
+        for name, record in _read_header(file).items():
+            if name in records:
+                raise ValueError(f"tensor {name} is in both {records[name].file} and {file}")
+            records[name] = record
+    if index is not None:
+        for name, listed in index.items():
+            if name not in records or records[name].file.name != listed:
+                raise ValueError(f"{path} says {name} is in {listed}, but it is not")
+        if unlisted := sorted(set(records) - set(index)):
+            raise ValueError(f"{path} has no entry for {', '.join(unlisted[:5])}")
+    return records
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

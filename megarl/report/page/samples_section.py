@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from megarl.report.page import html
 from megarl.report.page.bars import BarPart, histogram, legend, stacked
 from megarl.report.page.html import Html, tag
 from megarl.report.page.sections import chip
-from megarl.report.reading.distribution import bins_of, length_edges
 from megarl.report.reading.metrics_file import RunMetrics
 from megarl.report.reading.run_directory import ReportedRun
 from megarl.report.reading.run_events import CAUSES, SlowTrajectory
@@ -42,10 +43,7 @@ def length_histogram(runs: Sequence[ReportedRun]) -> Html:
     if not any(lengths):
         return tag("p", "These runs have written no samples (telemetry.samples_per_step: 0).", class_="quiet")
     edges = length_edges(max(max(each) for each in lengths if each))
-    shares = []
-    for each in lengths:
-        counts = bins_of(each, edges).counts
-        shares.append([count / max(1, len(each)) for count in counts])
+    shares = [(np.histogram(each, edges)[0] / max(1, len(each))).tolist() for each in lengths]
     width = edges[1] - edges[0]
     labels = [f"{edge:g}" if width == 1 else f"{edge:g}–{edge + width - 1:g}" for edge in edges[:-1]]
     note = ", ".join(
@@ -55,6 +53,18 @@ def length_histogram(runs: Sequence[ReportedRun]) -> Html:
     )  # fmt: skip
     names = [run.name for run in runs]
     return tag("div", histogram(labels, shares, names, "tokens"), tag("p", f"From {note}.", class_="note"))
+
+
+def length_edges(longest: int, most: int = 40) -> list[int]:
+    """Return the edges of at most `most` bins of whole tokens, from 0 to above `longest`, with a round width."""
+    width = max(1, round_up((longest + 1) / most))
+    return list(range(0, longest + width + 1, width))
+
+
+def round_up(value: float) -> int:
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... that is at least `value`."""
+    power = 10 ** max(0, math.floor(math.log10(max(value, 1.0))))
+    return next(int(power * step) for step in (1, 2, 5, 10) if power * step >= value)
 
 
 def slowest(runs: Sequence[ReportedRun]) -> Html:

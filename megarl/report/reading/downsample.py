@@ -7,7 +7,7 @@ Shapes: N rows, C columns (one per series), B buckets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,56 +15,37 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Consecutive buckets of rows, each value [B, C] in float64; what a column lacks in a bucket is NaN, its count 0.
+class Buckets(NamedTuple):
+    """Consecutive buckets of rows, each value [B, C] in float64; what a column lacks in a bucket is NaN, known 0.
 
-    `count`: rows of the bucket with a value. `total`: the sum of their values.
+    `known`: rows of the bucket with a value. `total`: the sum of their values.
     """
 
     low: Floats
     high: Floats
     total: Floats
-    count: Floats
+    known: Floats
 
     @property
     def mean(self) -> Floats:
         """The mean of the values of each bucket [B, C]; NaN where there are none."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            return np.where(self.count > 0, self.total / self.count, np.nan)
+            return np.where(self.known > 0, self.total / self.known, np.nan)
 
-    def __len__(self) -> int:
-        return len(self.count)
+    @property
+    def number(self) -> int:
+        """The number of buckets B."""
+        return len(self.known)
 
 
-def reduce_rows(rows: Floats, starts: NDArray[np.int64]) -> Buckets:
-    """Return the buckets of rows [N, C] that begin at the rows `starts` [B], the first of which is 0."""
-    known = ~np.isnan(rows)
-    return Buckets(
-        np.fmin.reduceat(rows, starts, axis=0),
-        np.fmax.reduceat(rows, starts, axis=0),
-        np.add.reduceat(np.where(known, rows, 0.0), starts, axis=0),
-        np.add.reduceat(known.astype(np.float64), starts, axis=0),
-    )
+# How values of several buckets are joined, and what a column has where it has no value.
+_JOINS = (np.fmin, np.fmax, np.add, np.add)
+_MISSING = (np.nan, np.nan, 0.0, 0.0)
 
 
 def merge(buckets: Buckets, starts: NDArray[np.int64]) -> Buckets:
     """Return fewer buckets, which begin at the buckets `starts`, the first of which is 0."""
-    return Buckets(
-        np.fmin.reduceat(buckets.low, starts, axis=0),
-        np.fmax.reduceat(buckets.high, starts, axis=0),
-        np.add.reduceat(buckets.total, starts, axis=0),
-        np.add.reduceat(buckets.count, starts, axis=0),
-    )
-
-
-def _join(first: Buckets, second: Buckets) -> Buckets:
-    return Buckets(
-        np.concatenate([first.low, second.low]),
-        np.concatenate([first.high, second.high]),
-        np.concatenate([first.total, second.total]),
-        np.concatenate([first.count, second.count]),
-    )
+    return Buckets(*(join.reduceat(each, starts, axis=0) for join, each in zip(_JOINS, buckets, strict=True)))
 
 
 class Envelope:
@@ -77,39 +58,28 @@ class Envelope:
         self._limit = limit
         self.width = 1  # rows of a bucket
         self.rows = 0
-        self.buckets = reduce_empty(columns)
+        self.buckets = Buckets(*[np.empty((0, columns))] * 4)
 
     def add_columns(self, count: int) -> None:
         """Add columns, which the rows so far lack."""
-        length = len(self.buckets)
-        missing, zero = np.full((length, count), np.nan), np.zeros((length, count))
-        old = self.buckets
-        self.buckets = Buckets(
-            np.hstack([old.low, missing]),
-            np.hstack([old.high, missing]),
-            np.hstack([old.total, zero]),
-            np.hstack([old.count, zero]),
-        )
+        shape = self.buckets.number, count
+        wider = (np.hstack([old, np.full(shape, each)]) for old, each in zip(self.buckets, _MISSING, strict=True))
+        self.buckets = Buckets(*wider)
 
     def add(self, rows: Floats) -> None:
         """Append rows [N, C]; NaN where a series has no value."""
         if not len(rows):
             return
+        known = ~np.isnan(rows)
+        single = Buckets(rows, rows, np.where(known, rows, 0.0), known.astype(np.float64))
         inside = self.rows % self.width  # rows in the last bucket, if it is not full
-        index = (inside + np.arange(len(rows))) // self.width
-        starts = np.flatnonzero(np.diff(index, prepend=-1))
-        joined = _join(self.buckets, reduce_rows(rows, starts))
+        starts = np.flatnonzero(np.diff((inside + np.arange(len(rows))) // self.width, prepend=-1))
+        added = merge(single, starts)
+        joined = Buckets(*map(np.concatenate, zip(self.buckets, added, strict=True)))
         if inside:
-            kept = np.delete(np.arange(len(joined)), len(self.buckets))
-            joined = merge(joined, kept)
+            joined = merge(joined, np.delete(np.arange(joined.number), self.buckets.number))
         self.rows += len(rows)
-        while len(joined) > self._limit:
-            joined = merge(joined, np.arange(0, len(joined), 2))
+        while joined.number > self._limit:
+            joined = merge(joined, np.arange(0, joined.number, 2))
             self.width *= 2
         self.buckets = joined
-
-
-def reduce_empty(columns: int) -> Buckets:
-    """Return no buckets of so many columns."""
-    empty = np.empty((0, columns))
-    return Buckets(empty, empty, empty, empty)

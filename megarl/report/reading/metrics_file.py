@@ -1,6 +1,6 @@
 """Reads metrics.jsonl and its older parts once, in a stream, into what the report shows of them.
 
-Its memory does not grow with the run.
+Its memory grows by 80 bytes per step, for the medians of times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from megarl.common.rundir import rotating_lines
 from megarl.common.rundir.json_lines import read_json_lines
-from megarl.report.reading.distribution import LogHistogram
 from megarl.report.reading.downsample import Buckets, Envelope, Floats
 from megarl.telemetry.metrics.timer import PHASES
 
@@ -25,6 +24,7 @@ MetricsLine = dict[str, float | None]
 BUCKETS = 800  # of a series on the page at most: more than a plot is wide
 CHUNK_ROWS = 512
 MOST_EVALUATIONS = 400  # of each set that are shown
+TIMED = ("step", *PHASES)  # the times of which the longest and the median are known
 SPIKE = 6.0  # times its median is what counts as a spike of a phase
 
 # Series of one number per step. Those that a run lacks are left out.
@@ -99,7 +99,7 @@ class RunMetrics:
     def has(self, name: str) -> bool:
         """Tell whether any step has a value of this series."""
         number = self._index.get(name)
-        return number is not None and bool(self.buckets.count[:, number].any())
+        return number is not None and bool(self.buckets.known[:, number].any())
 
     def mean(self, name: str) -> Floats:
         """Return the mean of each bucket [B]; NaN where there is no value."""
@@ -115,7 +115,7 @@ class RunMetrics:
 
     def count(self, name: str) -> Floats:
         """Return the number of steps with a value in each bucket [B]."""
-        return np.nan_to_num(self._column(self.buckets.count, name))
+        return np.nan_to_num(self._column(self.buckets.known, name))
 
     def sum(self, name: str) -> float:
         """Return the sum over all steps; 0 without a value."""
@@ -124,7 +124,7 @@ class RunMetrics:
     def average(self, name: str, last: float = 1.0) -> float:
         """Return the mean over the last share of the buckets; NaN without a value."""
         first = self._first(last)
-        count = float(np.nansum(self._column(self.buckets.count, name)[first:]))
+        count = float(np.nansum(self._column(self.buckets.known, name)[first:]))
         return float(np.nansum(self._column(self.buckets.total, name)[first:])) / count if count else math.nan
 
     def ratio(self, name: str, per: str, last: float = 1.0) -> float:
@@ -140,17 +140,12 @@ class RunMetrics:
         return float(self.count(name)[self._first(last) :].sum())
 
     def _first(self, last: float) -> int:
-        return len(self.buckets) - max(1, math.ceil(last * len(self.buckets))) if len(self.buckets) else 0
+        return self.buckets.number - max(1, math.ceil(last * self.buckets.number)) if self.buckets.number else 0
 
     def largest(self, name: str) -> float:
         """Return the largest value of any step; NaN without a value."""
         values = self.high(name)
         return float(np.nanmax(values)) if not np.isnan(values).all() else math.nan
-
-    def smallest(self, name: str) -> float:
-        """Return the smallest value of any step; NaN without a value."""
-        values = self.low(name)
-        return float(np.nanmin(values)) if not np.isnan(values).all() else math.nan
 
     def family(self, prefix: str) -> list[str]:
         """Return the names of the series of a family, those with numbers in their order."""
@@ -164,7 +159,7 @@ class RunMetrics:
 
     def _column(self, values: Floats, name: str) -> Floats:
         number = self._index.get(name)
-        return np.full(len(self.buckets), np.nan) if number is None else values[:, number]
+        return np.full(self.buckets.number, np.nan) if number is None else values[:, number]
 
 
 class MetricsReader:
@@ -175,8 +170,7 @@ class MetricsReader:
         self._seen = set(SERIES)
         self._envelope = Envelope(len(SERIES) + len(DERIVED), buckets)
         self._order = [*SERIES, *DERIVED]
-        self._histograms = {phase: LogHistogram() for phase in ("step", *PHASES)}
-        self._longest = dict.fromkeys(self._histograms, (0.0, 0))
+        self._times: list[Floats] = []  # of the phases of all steps, each [N, 1 + phases]; the last column is the step
         self._evaluations: dict[str, list[Evaluation]] = {}
         self._left_out: dict[str, list[str]] = {}
         self._seconds = 0.0
@@ -204,10 +198,12 @@ class MetricsReader:
 
     def _peaks(self) -> dict[str, Peaks]:
         peaks = {}
-        for phase, histogram in self._histograms.items():
-            if len(histogram):
-                median, (longest, step) = histogram.quantile(0.5), self._longest[phase]
-                peaks[phase] = Peaks(median, longest, step, histogram.above(SPIKE * median))
+        times = np.nan_to_num(np.concatenate(self._times)) if self._times else np.empty((0, len(TIMED) + 1))
+        for phase, seconds in zip(TIMED, times.T, strict=False):
+            if len(taken := seconds[seconds > 0]):
+                median, longest = float(np.median(taken)), int(np.argmax(seconds))
+                spikes = int((seconds > SPIKE * median).sum())
+                peaks[phase] = Peaks(median, float(seconds[longest]), int(times[longest, -1]), spikes)
         return peaks
 
     def _add_steps(self, steps: Sequence[MetricsLine]) -> None:
@@ -217,12 +213,7 @@ class MetricsReader:
         values = np.array([[row.get(name) for name in self._names] for row in steps], dtype=np.float64)
         values[np.isinf(values)] = np.nan
         column = {name: values[:, number] for number, name in enumerate(self._names)}
-        for phase, histogram in self._histograms.items():
-            seconds = column[f"time/{phase}"]
-            histogram.add(seconds)
-            highest = int(np.argmax(np.nan_to_num(seconds)))
-            if seconds[highest] > self._longest[phase][0]:
-                self._longest[phase] = float(seconds[highest]), int(np.nan_to_num(column["step"][highest]))
+        self._times.append(np.column_stack([*(column[f"time/{phase}"] for phase in TIMED), column["step"]]))
         step_s, idle = column["time/step"], column["rollout/idle_ratio"]
         waits = np.nan_to_num(column["time/generate"]) + np.nan_to_num(column["time/drain"])
         known = np.where(np.isnan(idle), np.nan, step_s)

@@ -6,18 +6,18 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import yaml
 
-from megarl.common.process.processes import is_alive
 from megarl.common.rundir.json_lines import read_json_lines
 from megarl.common.rundir.notices import notices_file, older_notices_file
 from megarl.common.rundir.run_files import ExitRecordError, read_exit, stop_reason
-from megarl.common.rundir.run_lock import Sighting, this_place
+from megarl.common.rundir.run_lock import Sighting
 from megarl.report.reading.advisories import GpuLayout
 from megarl.report.reading.metrics_file import RunMetrics, read_metrics
 from megarl.report.reading.run_events import RunEvents, read_run_events
@@ -41,8 +41,7 @@ def status_of(run_dir: Path, silent_s: float) -> tuple[str, str]:
         return record.status, record.reason
     stop = stop_reason(run_dir)
     said = f"stops at the next step: {stop}" if stop is not None else ""
-    holder = seen.holder if (seen := Sighting.of(run_dir)) is not None else None
-    if seen is None or (holder is not None and holder.place == this_place() and not is_alive(holder.process)):
+    if (seen := Sighting.of(run_dir)) is None or seen.runs_here() is False:
         return "ended", "it has left no exit record: it was killed"
     if math.isnan(silent_s):
         return "starting", said
@@ -52,10 +51,10 @@ def status_of(run_dir: Path, silent_s: float) -> tuple[str, str]:
 
 
 MOST_NOTICES = 60  # that are shown, the newest
+NOTICE_BYTES = 256 << 10  # of each file of notices that are read
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(NamedTuple):
     """A line that a process of the pool has shown to the user. `at`: Unix seconds; NaN in files that lack it."""
 
     at: float
@@ -124,7 +123,7 @@ def read_run(run_dir: Path, name: str, *, buckets: int, samples: int) -> Reporte
         metrics=read_metrics(metrics_file, buckets),
         samples=read_samples(run_dir, samples),
         events=read_run_events(run_dir),
-        notices=_notices(run_dir),
+        notices=read_notices(run_dir),
     )
 
 
@@ -174,13 +173,19 @@ def layout_of(tree: Mapping[str, object]) -> GpuLayout | None:
     return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync")
 
 
-def _notices(run_dir: Path) -> list[Notice]:
-    """Return the newest notices of the pool."""
-    found = []
+def read_notices(run_dir: Path) -> list[Notice]:
+    """Return the newest notices of the pool, the newest last. A file that cannot be read now has none."""
+    found: list[Notice] = []
     for path in (older_notices_file(run_dir), notices_file(run_dir)):
-        for _, content in read_json_lines(path, msgspec.json.Decoder(dict[str, Any])):
-            if isinstance(content.get("text"), str):
-                at = content.get("wall_time")
-                found.append(Notice(float(at) if isinstance(at, int | float) else math.nan, content["text"]))
-        del found[:-MOST_NOTICES]
-    return found
+        with suppress(OSError):
+            start = max(0, path.stat().st_size - NOTICE_BYTES)
+            found += [Notice(line.wall_time, line.text) for _, line in read_json_lines(path, _NOTICE, start)]
+    return found[-MOST_NOTICES:]
+
+
+class _NoticeLine(msgspec.Struct):
+    text: str
+    wall_time: float = math.nan
+
+
+_NOTICE = msgspec.json.Decoder(_NoticeLine)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_FENCE = re.compile(r"^```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+from megarl.rewards.builtin.code_pieces import pieces_of
+
+# Indented as in a list, after its marker, and of any length: the closing fence is at least as long as the opening one.
+_FENCE = re.compile(
+    r"^[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n"
+    r"(?P<text>.*?)^[ \t]*(?P=fence)[`~]*[ \t]*$",
+    re.DOTALL | re.MULTILINE,
+)
 _PYTHON = ("python", "python3", "py")
 
 
@@ -23,7 +30,10 @@ class CodeTests:
 
 def last_program(response: str) -> str | None:
     """Return the last fenced block of Python; else the last block without a language; None if there is neither."""
-    blocks = [(language.lower(), text) for language, text in _FENCE.findall(response.replace("\r\n", "\n"))]
+    blocks = [
+        (match["language"].lower(), textwrap.dedent(match["text"]))
+        for match in _FENCE.finditer(response.replace("\r\n", "\n"))
+    ]
     for languages in (_PYTHON, ("",)):
         found = [text for language, text in blocks if language in languages]
         if found:
@@ -32,22 +42,30 @@ def last_program(response: str) -> str | None:
 
 
 def read_tests(row: Mapping[str, Any]) -> CodeTests:
-    """Return the tests of a row. Raises ValueError that says what the row has to hold."""
+    """Return the tests of a row. Raises ValueError that says what the row has to hold.
+
+    Nothing is read as a test that asserts nothing: every program would pass it.
+    """
     given = row.get("tests", row if "inputs" in row else None)
-    if isinstance(given, str) and given.lstrip().startswith("{"):
+    if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
         try:
             given = json.loads(given)
         except ValueError as error:
-            raise ValueError(f"the row's `tests` begins with a brace and is no JSON: {error}") from error
+            if given.lstrip()[0] == "{":
+                raise ValueError(f"the row's `tests` begins with a brace and is no JSON: {error}") from error
     if isinstance(given, Mapping):
-        return CodeTests(pairs=_pairs(given.get("inputs"), given.get("outputs")))
-    if isinstance(given, str):
-        return CodeTests(pieces=_pieces(given))
-    if isinstance(given, Sequence) and given and all(isinstance(each, str) for each in given):
-        for number, each in enumerate(given):
-            if not _parsed(each).body:
-                raise ValueError(f"number {number} of the row's `tests` has no statement: every program would pass it")
-        return CodeTests(pieces=tuple(given))
+        name = given.get("fn_name")
+        inputs, outputs = given.get("inputs"), given.get("outputs")
+        return CodeTests(pieces=_calls(name, inputs, outputs)) if name else CodeTests(pairs=_pairs(inputs, outputs))
+    if isinstance(given, Sequence) and any(isinstance(each, Mapping) for each in given):
+        raise ValueError(
+            "the row's `tests` is a list of cases; write them as `inputs` and `outputs`, two lists of texts, or with "
+            "`fn_name` as the arguments and results of calls"
+        )
+    if isinstance(given, str) or (
+        isinstance(given, Sequence) and given and all(isinstance(each, str) for each in given)
+    ):
+        return CodeTests(pieces=pieces_of(given, row.get("entry_point")))
     raise ValueError(
         "reward.function code needs the field `tests` in each row: Python with assertions, as one text or a list of "
         "texts, or `inputs` and `outputs`, two lists of texts for standard input and output"
@@ -55,38 +73,36 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
 
 
 def _pairs(inputs: object, outputs: object) -> tuple[tuple[str, str], ...]:
+    """Return what a program reads and has to write, test by test."""
+    both = _two_lists(inputs, outputs)
+    if not all(isinstance(each, str) for one in both for each in one):
+        raise ValueError("the row's `inputs` and `outputs` have to be texts, as a program reads and writes them")
+    return tuple(zip(*both, strict=True))
+
+
+def _calls(name: object, inputs: object, outputs: object) -> tuple[str, ...]:
+    """Return assertions about a function, the form of APPS: the arguments of each call, and what it has to return.
+
+    The function may also be a method of a class `Solution`.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"the row's `fn_name` is not the name of a function: {name!r}")
+    arguments, results = _two_lists(inputs, outputs)
+    if not all(isinstance(each, Sequence) and not isinstance(each, str) for each in arguments):
+        raise ValueError(f"with `fn_name` each of the row's `inputs` is the list of arguments of a call of {name}")
+    function = f"(Solution().{name} if hasattr(globals().get('Solution'), {name!r}) else {name})"
+    return tuple(
+        f"assert {function}(*{list(each)!r}) == {result!r}" for each, result in zip(arguments, results, strict=True)
+    )
+
+
+def _two_lists(inputs: object, outputs: object) -> tuple[Sequence[Any], Sequence[Any]]:
     lists = [each for each in (inputs, outputs) if isinstance(each, Sequence) and not isinstance(each, str)]
     if len(lists) != 2 or len(lists[0]) != len(lists[1]) or not lists[0]:
         raise ValueError(
             "the row's `inputs` and `outputs` have to be two lists of the same length, with at least one test"
         )
-    if not all(isinstance(each, str) for both in lists for each in both):
-        raise ValueError("the row's `inputs` and `outputs` have to be texts, as a program reads and writes them")
-    return tuple(zip(*lists, strict=True))
-
-
-def _pieces(text: str) -> tuple[str, ...]:
-    """Return a text as one piece for each assertion at its top level, with the statements before it."""
-    statements = _parsed(text).body
-    if not statements:
-        raise ValueError("the row's `tests` is empty")
-    pieces: list[str] = []
-    waiting: list[str] = []
-    for statement in statements:
-        waiting.append(ast.unparse(statement))
-        if isinstance(statement, ast.Assert):
-            pieces.append("\n".join(waiting))
-            waiting = []
-    if waiting:
-        pieces.append("\n".join(waiting))
-    return tuple(pieces)
-
-
-def _parsed(text: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"a test of the row is no Python: {error}: {text[:80]!r}") from error
+    return lists[0], lists[1]
 
 
 def same_output(written: str, expected: str) -> bool:

@@ -1,7 +1,9 @@
-"""The `gsm8k` reward: compares the number after `####`, else the last number of the response, exactly.
+r"""The `gsm8k` reward: compares the number after `####`, else in the last \boxed{}, else the last one, exactly.
+
+After the mark, and in a box, the number counts that stands behind the last equals sign (10 + 10 = 20), else the first.
 
 Equal numbers are: 1,234, 1 234, 1'234, 1_234 and 1234; $5 and 5; 5.0 and 5; 40% and 40; "72." and 72; "18 eggs" and 18;
-1/2, \\frac{1}{2} and .5; 3 1/2 and 3.5.
+1/2, \frac{1}{2} and .5; 3 1/2 and 3.5.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from megarl.rewards.types import RewardInput, RewardResult
+from megarl.rewards.builtin.math import last_boxed
+from megarl.rewards.types import RewardInput, RewardResult, judged_part
 
 # Thousands separators: exactly three digits follow each of them, and a number contains only one kind. A space is no
 # separator if a unit follows the digits (2 100-gram bags, 2 100ml). A denominator may not be part of a longer chain of
@@ -40,31 +43,41 @@ _SPACED_MINUS = re.compile(r"^([\s*]*-)\s+(?=[$€£¥.\d])")
 _MAX_DIGITS = 300
 
 
-def gsm8k(sample: RewardInput) -> RewardResult:
+def gsm8k(sample: RewardInput, answer_after: str | None = "</think>") -> RewardResult:
     """Return 1 if the final number of the response equals the reference's, else 0; components `correct`, `parsed`.
 
-    The reference may be a bare number or a worked answer as in GSM8K's files. Raises ValueError if it has no number.
+    The reference may be a bare number or a worked answer as in GSM8K's files. Only what follows the last `answer_after`
+    is judged (`judged_part`). Raises ValueError if the reference has no number.
     """
     reference = final_number(sample.answer)
     if reference is None:
         raise ValueError(f"the reference answer {sample.answer[-60:]!r} holds no number; correct the data file")
-    found = final_number(sample.response)
+    found = final_number(judged_part(sample, answer_after))
     score = float(found == reference)
     answer = None if found is None else str(found)
     return RewardResult(score, {"correct": score, "parsed": float(found is not None)}, answer)
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the first number after the last `####`, else the last number of the text, else None."""
-    for pattern, replacement in _TYPOGRAPHY:
-        text = pattern.sub(replacement, text)
+    """Return the number after the last `####`, else in the last box, else the last number of the text, else None."""
     _, marker, tail = text.rpartition("####")
-    tail = _SPACED_MINUS.sub(r"\1", tail)
-    match = _NUMBER.search(tail) if marker else None
-    if match:
-        return _value(tail, match)
+    stated = tail if marker else last_boxed(text)
+    if stated is not None:
+        stated = _SPACED_MINUS.sub(r"\1", _typed(stated.strip().partition("\n")[0]))
+        _, equals, after = stated.rpartition("=")
+        match = (_NUMBER.search(after) if equals else None) or _NUMBER.search(stated)
+        if match:
+            return _value(stated if match.string is stated else after, match)
+    text = _typed(text)
     matches = list(_NUMBER.finditer(text))
     return _value(text, matches[-1]) if matches else None
+
+
+def _typed(text: str) -> str:
+    """Return the text with its typographic signs, and LaTeX's numbers, as a keyboard types them."""
+    for pattern, replacement in _TYPOGRAPHY:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _value(text: str, match: re.Match[str]) -> Fraction | None:

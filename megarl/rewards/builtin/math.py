@@ -1,52 +1,49 @@
 r"""The `math` reward: compares the last \boxed{} of the response, else its final answer, by math-verify.
 
-math-verify's own timeouts are off, because they use SIGALRM, which raises outside the main thread, and because the pool
-kills a process whose sample takes too long. math-verify is not given an answer that would be too large to evaluate
-(`sympy_guard.py`): it is right only if it is the reference, letter for letter.
+Both texts are cleaned first (`math_text.py`). Plain numbers, and answers that algebra would misread, are compared here
+(`math_forms.py`); math-verify parses and compares the rest. Its own timeouts are off, because they use SIGALRM, which
+raises outside the main thread, and because the pool kills a process whose sample takes too long. It is not given an
+answer that would be too large to evaluate (`sympy_guard.py`): such an answer is right only if it is the reference,
+letter for letter.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
+from megarl.rewards.builtin.math_forms import Answer, sides, with_variable
+from megarl.rewards.builtin.math_text import stated_answer
 from megarl.rewards.builtin.sympy_guard import is_too_large
-from megarl.rewards.types import RewardInput, RewardResult
+from megarl.rewards.types import RewardInput, RewardResult, judged_part
 
 _BRACES = re.compile(r"\\?(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-_TAIL_CHARACTERS = 3000  # a final answer without a box is at the end, and math-verify is slow on long text
-# What math-verify evaluates in text without a box: formulas, and expressions of digits and operators.
-_FORMULA = re.compile(r"\$\$?[^$]+\$\$?|\\\[.*?\\\]|\\\(.*?\\\)|[\d(][\d\s.+\-*×/^()÷]*\^[\d\s.+\-*×/^()÷]*", re.DOTALL)
-# One way to write each of them, so two that differ are different numbers. Longer ones are left to math-verify.
-_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
-_LEFT_OUT_TEXT = "too large"
-_LEFT_OUT = rf"$\text{{{_LEFT_OUT_TEXT}}}$"
-Parsed = list[Any]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
+_TAIL_CHARACTERS = 3000  # a final answer without a box is at the end
+# A side of an equation without variables.
+_ARITHMETIC = re.compile(r"(?=.*\d)(?:[\d\s.+\-*/^(){}]|\\(?:frac|cdot|times|sqrt)(?![a-zA-Z]))+")
+# math-verify compares decimals to six places after the point; here six significant digits have to agree as well.
+_DECIMALS, _EXACT = 5e-6, 1e-12
+Parsed = tuple[Any, ...]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
 
 
-def math(sample: RewardInput, require_box: bool = False) -> RewardResult:
+def math(sample: RewardInput, require_box: bool = False, answer_after: str | None = "</think>") -> RewardResult:
     r"""Return 1 if the final answer of the response is mathematically equal to the reference, else 0.
 
     Components: `correct`, `parsed` (an answer was found), `boxed` (it is in a \boxed{}). With `require_box` a response
-    without a box has no answer. Raises ValueError if the reference cannot be parsed.
+    without a box has no answer. Only what follows the last `answer_after` is judged, and a reasoning that is opened but
+    not closed has no answer; None or "none" judges the whole response. Raises ValueError if the reference cannot be
+    parsed.
     """
-    content = last_boxed(sample.response)
-    found, correct = compare(sample.answer, _answer(sample.response, content, require_box))
-    components = {
-        "correct": float(correct),
-        "parsed": float(found is not None),
-        "boxed": float(content is not None),
-    }
+    response = judged_part(sample, answer_after)
+    content = last_boxed(response)
+    boxed = content is not None
+    if content is None and not require_box:
+        content = stated_answer(response[-_TAIL_CHARACTERS:])
+    found, correct = compare(sample.answer, content or "")
+    components = {"correct": float(correct), "parsed": float(found is not None), "boxed": float(boxed)}
     return RewardResult(float(correct), components, found)
-
-
-def _answer(response: str, content: str | None, require_box: bool) -> str:
-    """Return the text in which the final answer is looked for; `content`: that of the last box."""
-    if content is not None:
-        return rf"\boxed{{{content}}}"
-    return "" if require_box else response[-_TAIL_CHARACTERS:]
 
 
 @lru_cache(maxsize=4096)
@@ -56,27 +53,77 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
     Results are cached, because the samples of a group mostly give the same few answers and math-verify takes
     milliseconds for each. Raises ValueError if the reference cannot be parsed.
     """
-    content, expected_text = last_boxed(answer), _reference_text(reference)
-    if content is not None and _INTEGER.fullmatch(content) and _INTEGER.fullmatch(expected_text):
-        return content, content == expected_text
-    if content is not None and (is_too_large(content) or is_too_large(expected_text)):
-        same = "".join(content.split()) == "".join(expected_text.split())
-        return ("".join(content.split()), True) if same else (None, False)
-    if is_too_large(expected_text):
-        return None, False
-    if content is None:
-        answer = _FORMULA.sub(lambda match: _LEFT_OUT if is_too_large(match[0]) else match[0], answer)
-    expected = parse_reference(reference)
-    if not expected:
+    expected_text = _reference_text(reference)
+    expected, found = Answer.read(expected_text), Answer.read(answer)
+    if found.decided and expected.decided:
+        return found.name, found.says(expected)
+    if is_too_large(expected.text) or is_too_large(found.text):
+        same = "".join(answer.split())
+        return (same, True) if same == "".join(expected_text.split()) else (None, False)
+    gold = _parse(with_variable(expected.text, found.text))
+    if not gold and expected.verbatim is None:
         raise ValueError(
             f"the reference answer {reference[-60:]!r} cannot be read by math-verify; correct the data file"
         )
+    if found.verbatim is not None:
+        return found.verbatim, False
+    parsed = _parse(with_variable(found.text, expected.text))
+    if not parsed or _contradicts_itself(found.text):
+        return None, False
+    name = found.name or canonical(parsed)
+    return name, expected.verbatim is None and _equal(expected, gold, found, parsed)
+
+
+def _equal(expected: Answer, gold: Parsed, found: Answer, parsed: Parsed) -> bool:
+    r"""Compare what math-verify has read. 35\% equals 0.35 and, where the other side has no percent sign, 35."""
+    if _same(gold, parsed):
+        return True
+    if expected.percent == found.percent:
+        return False
+    if expected.percent:
+        return _same(_parse(rf"\frac{{{expected.text}}}{{100}}"), parsed)
+    return _same(gold, _parse(rf"\frac{{{found.text}}}{{100}}"))
+
+
+def _same(gold: Parsed, parsed: Parsed) -> bool:
     from math_verify import verify
 
-    found = _parse(answer) if answer else []
-    if not found or found[-1] == _LEFT_OUT_TEXT:
-        return None, False
-    return canonical(found), bool(verify(list(expected), found, timeout_seconds=None))
+    # Inequalities and intervals are equal in both directions: a policy gains nothing from restating a problem that it
+    # had to solve for an interval.
+    equal = verify(list(gold), list(parsed), timeout_seconds=None, allow_set_relation_comp=True)
+    return bool(equal) and not _apart(gold[0], parsed[0])
+
+
+def _apart(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
+    """Tell whether values that math-verify takes as equal differ by more than a small part of their size.
+
+    It compares with an absolute tolerance, within which all small numbers are equal.
+    """
+    from sympy import Basic, Eq, FiniteSet, Float, Rational, Tuple
+
+    a, b = (side.rhs if isinstance(side, Eq) else side for side in (a, b))
+    if isinstance(a, FiniteSet | Tuple) and isinstance(b, FiniteSet | Tuple) and len(a.args) == len(b.args):
+        return any(all(_apart(one, other) for other in b.args) for one in a.args)
+    if not all(isinstance(side, Basic) and getattr(side, "is_number", False) for side in (a, b)):
+        return False
+    a, b = a.doit(), b.doit()
+    if a == b:
+        return False
+    if isinstance(a, Rational) and isinstance(b, Rational):
+        return True
+    difference, size = abs((a - b).evalf(30)), max(abs(a.evalf(30)), abs(b.evalf(30)))
+    return bool(difference > (_DECIMALS if a.has(Float) or b.has(Float) else _EXACT) * size)
+
+
+def _contradicts_itself(text: str) -> bool:
+    """Tell whether a chain such as 11 = 12 has two sides without a variable that differ."""
+    parts = [side for side in sides(text) if _ARITHMETIC.fullmatch(side)]
+    values = [found[0] for side in parts if (found := _parse(side)) and getattr(found[0], "is_number", False)]
+    rounded = any("." in side for side in parts)
+    return any(
+        bool(abs((value - values[-1]).evalf(30)) > (0.01 if rounded else _EXACT) * abs(values[-1].evalf()))
+        for value in values
+    )
 
 
 def canonical(found: Parsed) -> str:
@@ -108,13 +155,6 @@ def _warm_up() -> None:
 math.warm_up = _warm_up  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=4096)
-def parse_reference(answer: str) -> tuple[Any, ...]:
-    r"""Parse a reference answer: its last \boxed{}, else the text after `####`, else all of it. Empty if that fails."""
-    content = _reference_text(answer)
-    return tuple(_parse(rf"\boxed{{{content}}}")) if content else ()
-
-
 def _reference_text(answer: str) -> str:
     """Return the part of a reference answer that is compared."""
     content = last_boxed(answer)
@@ -138,8 +178,20 @@ def last_boxed(text: str) -> str | None:
     return text[found[0] : found[1]].strip() if found else None
 
 
-def _parse(text: str) -> Parsed:
+@cache
+def _configurations() -> tuple[Any, ...]:
+    """Return how math-verify reads a box. Units are cut before, by `math_text.py`: it would also cut the t of 3t."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+    rules = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all")
+    return LatexExtractionConfig(normalization_config=rules), ExprExtractionConfig()
+
+
+@lru_cache(maxsize=4096)
+def _parse(content: str) -> Parsed:
+    """Parse the content of a box. Empty if there is none."""
     from math_verify import parse
 
-    found: Parsed = parse(text, parsing_timeout=None)
-    return found
+    found = parse(rf"\boxed{{{content}}}", _configurations(), parsing_timeout=None) if content else ()
+    return tuple(found)

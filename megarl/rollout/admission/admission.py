@@ -51,15 +51,13 @@ class Admission:
     """The state machine that decides which prompt groups may start, and counts how they end.
 
     `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates. `refill`: the
-    most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `capacity`: the most
-    groups in flight, in the queue and in steps that are not committed (>= `groups`); None: no bound besides `pace`'s.
-    `steps`: those of the run, after which nothing is trained; None: no end. `max_uses`: the most steps that may train
-    a group (>= 1). Groups that may be trained again count for `capacity` too, but make room for new ones. `record` gets
-    every event that has changed it, as JSON content (`admission_log.py`).
+    most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `steps`: those of the
+    run, after which nothing is trained; None: no end. `max_uses`: the most steps that may train a group (>= 1).
+    `record` gets every event that has changed it, as JSON content (`admission_log.py`).
     """
 
     def __init__(
-        self, groups: int, pace: Pace, *, refill: int = 0, capacity: int | None = None, steps: int | None = None,
+        self, groups: int, pace: Pace, *, refill: int = 0, steps: int | None = None,
         max_uses: int = 1, record: Callable[[Event], object] = lambda event: None,
     ) -> None:  # fmt: skip
         if groups < 1:
@@ -67,7 +65,6 @@ class Admission:
         self.groups = groups
         self.pace = pace
         self.refill = refill
-        self.capacity = capacity
         self.steps = steps
         self.version = -1
         self._next_group = 0
@@ -138,13 +135,8 @@ class Admission:
         return len(self._in_flight) + len(self._ready)
 
     @property
-    def _taken_count(self) -> int:
-        """The number of groups in the queue that steps have taken."""
-        return sum(len(taken.ok) + len(taken.failed) + len(taken.reused) for taken in self._taken.values())
-
-    @property
     def room(self) -> int:
-        """The number of groups that may start now: those that steps within the bound, and the queue, can still take.
+        """The number of groups that may start now: those that steps within the bound can still take.
 
         If groups are used several times, only those that the steps can take as often, and at least those of one step.
         """
@@ -160,10 +152,7 @@ class Admission:
 
     def _room_at(self, version: int) -> int:
         """The room for groups of `version`, if no group in flight or in the queue is of a later one."""
-        free = self._places(version) - self._waiting_count
-        if self.capacity is not None:
-            free = min(free, self.capacity - self._waiting_count - self._taken_count)
-        return max(0, free)
+        return max(0, self._places(version) - self._waiting_count)
 
     @property
     def next_group(self) -> int:
@@ -176,19 +165,13 @@ class Admission:
         return self._attempts
 
     def admit(self) -> list[int]:
-        """Return the ids of the groups that may start now, and count them as in flight.
-
-        If the queue has no other room for them, groups that could be used again leave it.
-        """
+        """Return the ids of the groups that may start now, and count them as in flight."""
         room = self.room
         redrawn, self._redraw = self._redraw[:room], self._redraw[room:]
         fresh = list(range(self._next_group, self._next_group + room - len(redrawn)))
         self._next_group += len(fresh)
         self._attempts += len(redrawn) + len(fresh)
         self._in_flight.start(redrawn + fresh, self.version)
-        if self.capacity is not None:
-            queued = self._waiting_count + self._taken_count + len(self._reusable)
-            self._released += self._reusable.evict(max(0, queued - self.capacity))
         if room:
             self._record({"event": "admit", "groups": redrawn + fresh})
         return redrawn + fresh
@@ -422,7 +405,7 @@ class Admission:
         """Go back to a committed history; its unsettled groups are admitted again before new ones.
 
         `attempts`: number of groups that any process has started so far; those that the history does not contain
-        count as rolled back. The batch size may differ from the saved one: capacity counts from here.
+        count as rolled back. The batch size may differ from the saved one.
         """
         self._done = dict(state["done"])
         self._reused = int(state.get("reused", 0))  # histories of before had no such groups
@@ -435,6 +418,6 @@ class Admission:
         self._reusable, self._released = ReusableGroups(self.max_uses), []
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))
         self._base, self._held = None, set()
-        settings = {"groups": self.groups, "refill": self.refill, "capacity": self.capacity, "steps": self.steps}
+        settings = {"groups": self.groups, "refill": self.refill, "steps": self.steps}
         begin = {"event": "begin", **settings, "pace": asdict(self.pace), "state": state, "attempts": attempts}
         self._record(begin | self._if_reusing(max_uses=self.max_uses))

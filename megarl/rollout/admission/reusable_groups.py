@@ -43,14 +43,12 @@ class ReusableGroups:
 
         Those with the fewest uses come first, then those that become too old soonest, then by id.
         """
-        return self._remove(lambda group, use: (use.uses, use.oldest, group), number)
+        first = sorted(self._groups, key=lambda group: self._order(group, self._groups[group]))[:number]
+        return {group: self._groups.pop(group) for group in first}
 
-    def evict(self, number: int) -> list[int]:
-        """Remove and return the `number` groups of the least value.
-
-        Those with the most uses go first, then those that become too old soonest, then by id.
-        """
-        return list(self._remove(lambda group, use: (-use.uses, use.oldest, group), number))
+    @staticmethod
+    def _order(group: int, use: ReplayUse) -> tuple[int, int, int]:
+        return use.uses, use.oldest, group
 
     def drop(self, usable: Callable[[int], bool]) -> list[int]:
         """Remove and return the groups that cannot be used any more.
@@ -61,7 +59,3 @@ class ReusableGroups:
         for group in dropped:
             del self._groups[group]
         return dropped
-
-    def _remove(self, order: Callable[[int, ReplayUse], tuple[int, int, int]], number: int) -> dict[int, ReplayUse]:
-        first = sorted(self._groups, key=lambda group: order(group, self._groups[group]))[:number]
-        return {group: self._groups.pop(group) for group in first}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.common.values import first_parts
 from megarl.queue.trajectory import SampleTag
 from megarl.rollout.agents.sample_times import SLOWEST, TrajectoryTimes, slowest
 from megarl.rollout.engine.engine_load import EngineLoad
-from megarl.rollout.resume.group_progress import GroupProgress
 
 
 class BusyClock:
@@ -65,8 +63,6 @@ class BatchStats:
     continued: int = 0
     cut: int = 0
     kept: int = 0  # groups that a resume has used again
-    workers_lost: int = 0
-    redone: int = 0  # groups that another worker has gone on with
     engine_seconds: float = 0.0
     tool_calls: int = 0
     tool_errors: int = 0
@@ -92,19 +88,15 @@ class BatchStats:
             self.slowest = slowest([*self.slowest, times])
 
     def add(self, other: BatchStats) -> None:
-        """Add what a worker has measured of its samples."""
+        """Add what was measured of the samples of one group."""
         for name in _OF_SAMPLES:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.slowest = slowest([*self.slowest, *other.slowest])
 
     def metrics(
-        self, *, replicas_serving: int, replicas_lost: int, replicas_idle: int = 0, load: EngineLoad,
-        workers: int | None = None,
-    ) -> dict[str, float]:  # fmt: skip
-        """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure.
-
-        `workers`: agent workers that are alive; None if the run has none.
-        """
+        self, *, replicas_serving: int, replicas_lost: int, replicas_idle: int = 0, load: EngineLoad
+    ) -> dict[str, float]:
+        """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
             "rollout/continued": self.continued,
@@ -120,12 +112,6 @@ class BatchStats:
             "reward/errors": sum(self.reward_errors.values()),
             "reward/redone": self.rewards_redone,
         }
-        if workers is not None:
-            values |= {
-                "rollout/workers_alive": workers,
-                "rollout/workers_lost": self.workers_lost,
-                "rollout/groups_redone": self.redone,
-            }
         if self.interval:
             values["rollout/idle_ratio"] = max(0.0, 1.0 - self.engine_seconds / self.interval)
         if self.replaced_rewards:
@@ -176,7 +162,7 @@ class BatchStats:
         return values
 
 
-# What is measured where the loops of the samples run; the rest belongs to the process that takes the batches.
+# What is measured by the loops of the samples; the rest belongs to the whole run.
 _OF_SAMPLES = (
     "generate_seconds", "reward_seconds", "teacher_seconds", "reward_errors", "rewards_redone", "continued", "cut",
     "tool_calls", "tool_errors", "malformed_calls", "overflows", "turns", "tool_seconds",
@@ -186,43 +172,3 @@ _OF_SAMPLES = (
 def quantile(ordered: Sequence[float], q: float) -> float:
     """Return the element at index floor(q n), or the last one, of a sorted sequence of n > 0 elements."""
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
-# The groups of a run that are being made: what each has so far, and what was measured of all of them.
-
-Persist = Callable[[int, Mapping[int, GroupProgress]], Awaitable[None]]
-
-
-async def _not_persisted(group_id: int, progress: Mapping[int, GroupProgress]) -> None:
-    """There is no journal, so no run could continue the group."""
-
-
-class RunningGroups:
-    """`progress`: of the groups that run, by group. `stats`: the measurements since the last batch was taken."""
-
-    def __init__(self, persist: Persist = _not_persisted) -> None:
-        """`persist`: returns when what a group has is where a resumed run finds it; default: nothing resumes."""
-        self.progress: dict[int, GroupProgress] = {}
-        self.stats = BatchStats()
-        self._persist = persist
-
-    @contextlib.contextmanager
-    def running(self, group_id: int, progress: GroupProgress) -> Iterator[None]:
-        """Hold the progress of a group while it runs; measure the lengths of one that fails."""
-        self.progress[group_id] = progress
-        try:
-            yield
-        except Exception:
-            self.stats.failed_lengths += progress.lengths()
-            raise
-        finally:
-            self.progress.pop(group_id)
-
-    async def persist(self, group_id: int) -> None:
-        """Return when what the group has is kept. Raises RolloutError if it cannot be written."""
-        await self._persist(group_id, self.progress)
-
-    def take_stats(self) -> BatchStats:
-        """Return the measurements, and begin new ones."""
-        stats, self.stats = self.stats, BatchStats()
-        return stats

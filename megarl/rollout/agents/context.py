@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -16,15 +15,17 @@ from megarl.common.errors import RolloutError, ToolFailed, TrajectoryFull
 from megarl.common.values import changed
 from megarl.config.schema.agent import LOOP_TURNS
 from megarl.rewards.types import RewardOutcome, Turn
+from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import LoopState
 from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.agents.loop_run import LoopRun
 from megarl.rollout.agents.sample_times import SampleTimes
+from megarl.rollout.agents.trajectory_builder import defect
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
-from megarl.rollout.resume.group_progress import GroupProgress
 from megarl.rollout.resume.loop_records import INTERRUPTED, CallRecord, FrozenLoop, call_digest
-from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.tasks.toolbox import Toolbox
+from megarl.rollout.transport.batch_decoder import BatchDecoder
 from megarl.telemetry.trace import events
 from megarl.tools.tool import Tool, ToolAnswer
 
@@ -33,62 +34,44 @@ GRACE_S = 90.0  # beyond its time, after which a call is given up; a tool may le
 FROZEN_BYTES = 8 << 20  # of a loop's state, as JSON
 
 
-class LoopContext(ABC):
-    """Implements `AgentContext`, except for the ways to the engines and to the reward function."""
+class SampleContext:
+    """Implements `AgentContext` for one sample of a prompt group."""
 
     def __init__(
-        self, prompt: PromptTask, group_id: int, sample_index: int, progress: GroupProgress, toolbox: Toolbox | None
+        self, run: LoopRun, sample_index: int, toolbox: Toolbox | None, rewards: RewardPool, decoder: BatchDecoder
     ) -> None:
-        self.prompt, self.group_id, self.sample_index = prompt, group_id, sample_index
-        self._progress, self._toolbox = progress, toolbox
+        self.prompt, self.group_id, self.sample_index = run.job.prompt, run.job.group, sample_index
+        self._run, self._progress, self._toolbox = run, run.progress, toolbox
+        self._rewards, self._decoder = rewards, decoder
         self._requests = self._calls = 0
         self._replica: int | None = None  # of the last response
         self._results: dict[int, GenerateResult] = {}  # of this attempt
         self.times = SampleTimes(time.monotonic())
 
     @property
-    @abstractmethod
-    def run_seed(self) -> int:
-        """The seed of the run or of the evaluation."""
+    def place(self) -> tuple[int, int]:
+        """The group and the index of the sample."""
+        return self.group_id, self.sample_index
 
     @property
-    @abstractmethod
     def stats(self) -> BatchStats:
-        """The measurements to add to. Read after each wait: they may have been taken and replaced meanwhile."""
-
-    @abstractmethod
-    async def _respond(self, request: GenerateRequest, turn: int) -> GenerateResult:
-        """Have an engine answer request number `turn` of this sample."""
-
-    @abstractmethod
-    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
-        """See `AgentContext.judge`."""
-
-    @abstractmethod
-    def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
-        """Return request number `turn` with the sampling of the prompt's set."""
-
-    async def _persist(self) -> None:  # noqa: B027  # an evaluation is not resumed
-        """Write what the group has now to the disk, where a run that resumes could read it."""
-
-    @property
-    def _deadline(self) -> GroupDeadline | None:
-        return None
+        """The measurements to add to."""
+        return self._run.stats
 
     @property
     def deadline(self) -> GroupDeadline | None:
         """See `AgentContext.deadline`."""
-        return self._deadline
+        return self._run.deadline
 
     @property
     def trains(self) -> bool:
         """See `AgentContext.trains`."""
-        return True
+        return self._run.job.evaluated is None
 
     @property
     def seed(self) -> int | None:
         """See `AgentContext.seed`."""
-        return self._seed(0)
+        return self._run.job.seed_of(self.sample_index, 0)
 
     @property
     def turns(self) -> int:
@@ -98,10 +81,7 @@ class LoopContext(ABC):
     @cached_property
     def rng(self) -> random.Random:
         """See `AgentContext.rng`. Made when it is first used, because most loops use none."""
-        return random.Random(self._seed(0))
-
-    def _seed(self, turn: int) -> int:
-        return request_seed(self.run_seed, self.group_id, self.sample_index, turn)
+        return random.Random(request_seed(self._run.job.seed, self.group_id, self.sample_index))
 
     @property
     def toolbox(self) -> Toolbox:
@@ -119,10 +99,25 @@ class LoopContext(ABC):
             request = changed(request, sampling=changed(request.sampling, max_tokens=max_tokens))
         self._progress.begin(request, (self.sample_index, turn))
         begin = time.monotonic()
-        result = self._results[turn] = await self._respond(request, turn)
+        result = self._results[turn] = await self._run.generate(request, self._replica)
+        stats = self.stats
+        stats.generate_seconds.append(result.seconds)
+        stats.continued += result.lost_replicas > 0
+        stats.cut += result.cut
         self._note_turn(turn, result, begin)
         self._replica = result.replica if result.replica >= 0 else self._replica
         return result
+
+    def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
+        """Return request number `turn` with the sampling of the prompt's set."""
+        job = self._run.job
+        return GenerateRequest(
+            request_id=f"{job.name}-{self.sample_index}-{turn}",
+            prompt_ids=list(token_ids),
+            sampling=self.prompt.sampling,
+            seed=job.seed_of(self.sample_index, turn),
+            priority=0 if job.evaluated is None else job.evaluated.priority,
+        )
 
     def _check_room(self, token_ids: Sequence[int]) -> None:
         if self._toolbox is None:  # a single response, whose prompt was checked
@@ -204,7 +199,7 @@ class LoopContext(ABC):
             return self._answered(number, CallRecord(digest, reason, error=True))
         self._record(number, CallRecord(digest))
         if not found.idempotent:
-            await self._persist()
+            await self._run.persist()
         started = time.monotonic()
         answer = await self._timed(found, arguments, self._left_s())
         ended = time.monotonic()
@@ -216,6 +211,44 @@ class LoopContext(ABC):
                 args={"tool": tool[:MOST_NAME_CHARACTERS], "error": int(answer.error)},
             )  # fmt: skip
         return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds))
+
+    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
+        """See `AgentContext.judge`."""
+        if defect(result):
+            return None
+        _, outcome = await self._judged(result, turns)
+        return outcome
+
+    async def _judged(self, result: GenerateResult, turns: Sequence[Turn]) -> tuple[str, RewardOutcome]:
+        """Return the text of a response and what the reward function says of it."""
+        text = await self._decoder.text(result.response_ids)
+        started = time.monotonic()
+        reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
+        if turns:
+            reward_input = changed(reward_input, turns=tuple(turns))
+        outcome: RewardOutcome = await self._rewards.score(reward_input, self.prompt.reward)
+        stats, ended = self.stats, time.monotonic()
+        stats.reward_seconds.append(ended - started)
+        self.times.add("reward", ended - started)
+        if self.trains:
+            events.record(
+                "reward", started, ended, group=self.group_id, sample=self.sample_index,
+                args={"error": int(outcome.error is not None)},
+            )  # fmt: skip
+        if outcome.error is not None:
+            stats.reward_errors[outcome.reason or "error"] += 1  # the pool reports them
+        stats.rewards_redone += outcome.redone
+        return text, outcome
+
+    def note_times(self) -> None:
+        """Take note of where the time of the sample went, at its end."""
+        now = time.monotonic()
+        times = self.times.end(self.group_id, self.sample_index, now, time.time())
+        self.stats.note_times(times)
+        events.record(
+            "trajectory", self.times.began, now, group=self.group_id, sample=self.sample_index, replica=times.replica,
+            args=times.args(),
+        )  # fmt: skip
 
     def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
         """See `AgentContext.note_end`."""
@@ -235,8 +268,8 @@ class LoopContext(ABC):
         """Return the seconds that a call may take now."""
         bounds = self.toolbox.bounds
         left = bounds.max_tool_seconds - sum(call.seconds for call in self._loop.calls.values())
-        if self._deadline is not None:
-            left = min(left, self._deadline.at - time.monotonic())
+        if self.deadline is not None:
+            left = min(left, self.deadline.at - time.monotonic())
         return min(left, bounds.tool_timeout_s)
 
     async def _timed(self, tool: Tool, arguments: Mapping[str, Any], limit_s: float) -> ToolAnswer:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from typing import Any, cast
 
+from megarl.common.imports import imported
 from megarl.common.trust.secret_references import resolved
 from megarl.config.schema.agent import HARNESS, SINGLE_TURN, TOOL_AGENT, AgentConfig
 from megarl.queue.trajectory import Trajectory
@@ -37,11 +38,7 @@ def find_loop(agent: AgentConfig) -> AgentLoop:
         # A layer above this one, found like a loop of the user's.
         made: Any = importlib.import_module("megarl.environments.harness_loop").Harness.of(agent)
         return cast(AgentLoop, made)
-    module, _, name = agent.loop.partition(":")
-    try:
-        found: Any = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ValueError(f"agent.loop: {agent.loop!r} cannot be imported: {type(error).__name__}: {error}") from error
+    found: Any = imported(agent.loop, "agent.loop:")
     if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
         raise ValueError(f"agent.loop: {agent.loop!r} must be a class with a method `async def run(self, ctx)`")
     try:

@@ -69,10 +69,10 @@ def trajectory(
     failure = defect(result)
     if outcome is None and not failure:
         raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
-    return _row(group_id, sample_index, prompt_ids, result, outcome, failure, [0])
+    return row_of(group_id, sample_index, prompt_ids, result, outcome, failure, [0])
 
 
-def _row(
+def row_of(
     group_id: int,
     sample_index: int,
     prompt_ids: list[int],
@@ -149,7 +149,7 @@ def dialogue_trajectory(
     whole = GenerateResult("", ids, logprobs, versions, finish_reason, -1, failure=failure)
     if outcome is None and not failure:
         raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
-    return _row(group_id, sample_index, prompt_ids, whole, outcome, failure, starts, mask)
+    return row_of(group_id, sample_index, prompt_ids, whole, outcome, failure, starts, mask)
 
 
 def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Hashable, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.schema import Config
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.response_parts import ResponsePart
@@ -27,17 +26,6 @@ class RequestContext:
     near: int | None = None
     deadline: GroupDeadline | None = None
     tokens: MutableMapping[str, ResponsePart] | None = None
-
-    @classmethod
-    def of_group(
-        cls, config: Config, group_id: int, deadline: GroupDeadline | None, tokens: MutableMapping[str, ResponsePart]
-    ) -> RequestContext:
-        """Return the context of the first requests of a group's samples."""
-        return cls(group_id, home=group_id if config.run.deterministic else None, deadline=deadline, tokens=tokens)
-
-    def of_turn(self, sample: int, turn: int, near: int | None) -> RequestContext:
-        """Return the context of a request of a sample; from turn 1 on its beginning is in the cache of one replica."""
-        return replace(self, prefix=(self.prefix, sample), near=near) if turn else self
 
 
 Generate = Callable[[GenerateRequest, RequestContext], Coroutine[Any, Any, GenerateResult]]

@@ -2,32 +2,31 @@
 
 A replica reports the tokens of a call when all its responses have ended, and else at intervals, so that another one can
 continue them from there.
+
+A publication without partial rollouts lets running calls end first. A call is running from the time when a replica
+works on it, or from its first reported token if no replica does because one was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megarl.common.errors import ReplicaFailed, RequestFailed
+from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.engine.continuation import GroupDeadline, ResponsesSoFar
+from megarl.rollout.engine.continuation import ResponsesSoFar
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.engine.response_parts import EngineReport
-from megarl.rollout.fleet.drain import Call, RunningCalls
-from megarl.rollout.fleet.replacements import Replacements
-from megarl.rollout.fleet.replica_actors import ReplicaActors
-from megarl.rollout.fleet.replica_states import Lease, ReplicaStates
-from megarl.rollout.fleet.router import Dispatcher
-from megarl.rollout.fleet.speed import ReplicaWork
+from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
+from megarl.rollout.fleet.replica_table import Lease, ReplicaTable
+from megarl.rollout.fleet.router import Router
 
 logger = logging.getLogger(__name__)
-
-_REPLACED = -1  # stands for the index of a replica that was lost or replaced meanwhile
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,82 @@ class CallTerms:
 GROUP_TERMS = CallTerms()
 
 
+@dataclass(eq=False)
+class Call:
+    """A call of the fleet: its responses so far, and the replica that works on them, if one does.
+
+    `background`: it belongs to an evaluation beside training.
+    """
+
+    responses: ResponsesSoFar
+    background: bool
+    terms: CallTerms
+    replica: int | None = None
+
+    @property
+    def running(self) -> bool:
+        """True if it has begun and not ended, so that other weights now would give its responses two versions."""
+        return bool(self.responses.unfinished) and (self.replica is not None or self.responses.tokens > 0)
+
+    @property
+    def outside(self) -> bool:
+        """True if its responses may have several versions, and may take longer than any bound of the run."""
+        return self.terms.foreign and not self.terms.of_group
+
+
+class RunningCalls:
+    """All calls of the fleet, and the wait for the end of those that are running."""
+
+    def __init__(self) -> None:
+        self._calls: set[Call] = set()
+        self._changed = asyncio.Event()
+
+    @contextlib.contextmanager
+    def of(self, call: Call) -> Iterator[None]:
+        """Know a call during the block."""
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+            self.changed()
+
+    def changed(self) -> None:
+        """Let `end` look again, because a call that a replica has left may not be running any more."""
+        self._changed.set()
+
+    def on(self, replica: int) -> int:
+        """Return the number of unfinished responses on which a replica works, those that it gives up included."""
+        return sum(len(call.responses.unfinished) for call in self._calls if call.replica == replica)
+
+    async def end(self, timeout_s: float) -> None:
+        """Wait until no call is running but those from outside.
+
+        Raises RolloutError naming the replicas and their numbers of requests after `timeout_s`.
+        """
+        until = time.monotonic() + timeout_s
+        while running := [call for call in self._calls if call.running and not call.outside]:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise _not_ended(running, timeout_s) from None
+
+
+def _not_ended(running: list[Call], timeout_s: float) -> RolloutError:
+    left: Counter[str] = Counter()
+    for call in running:
+        left["no replica" if call.replica is None else f"replica {call.replica}"] += len(call.responses.unfinished)
+    by_name = ", ".join(f"{name}: {number}" for name, number in sorted(left.items()))
+    return RolloutError(
+        f"a publication waited {timeout_s:.0f} s (timeouts.generate_s) for {left.total()} running requests to end "
+        f"(rollout.partial_rollout: false): {by_name}"
+    )
+
+
 class CallRunner:
-    """Places calls on replicas that serve and follows their reports. `work`: how fast each replica works.
+    """Places calls on replicas that serve and follows their reports.
 
     A replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
     it has reported. If none is left, they wait for a replacement that is coming. A request that an engine refuses says
@@ -58,88 +131,46 @@ class CallRunner:
 
     def __init__(
         self,
-        actors: ReplicaActors,
-        states: ReplicaStates,
-        replacements: Replacements,
-        dispatcher: Dispatcher,
+        table: ReplicaTable,
+        router: Router,
         calls: RunningCalls,
         timeouts: TimeoutsConfig,
         report_interval_s: float,
     ) -> None:
         """`calls`: those that are run, which learn when a replica has left one."""
-        self._actors, self._states, self._replacements = actors, states, replacements
-        self._dispatcher, self._calls, self._timeouts = dispatcher, calls, timeouts
+        self._table, self._router, self._calls, self._timeouts = table, router, calls, timeouts
         self._report_interval_s = report_interval_s
-        self.work = ReplicaWork()
-        self._stopping: set[asyncio.Future[EngineReport]] = set()
+        self._stopping: set[asyncio.Task[None]] = set()
 
-    async def run(self, call: Call, context: RequestContext, terms: CallTerms) -> None:
-        """Bring every response of a call to its end. Arguments and errors are those of `EnginePool.generate`."""
-        responses, background, deadline = call.responses, call.background, context.deadline
-        timeout_s = math.inf if background or terms.foreign else self._timeouts.generate_s
+    async def run(self, call: Call, context: RequestContext) -> None:
+        """Bring every response of a call to its end. Errors are those of `EnginePool.generate`."""
+        responses, deadline = call.responses, context.deadline
+        timeout_s = math.inf if call.background or call.terms.foreign else self._timeouts.generate_s
         while responses.unfinished:
             if deadline is not None and time.monotonic() >= deadline.at:
                 deadline.settle(responses)
                 break
-            await self._await_replica(responses, deadline)
-            index = await self._dispatcher.place(
-                context,
-                len(responses.unfinished),
-                begun=responses.tokens > 0,
-                background=background,
-                timeout_s=timeout_s,
-            )
-            if index is None:
-                continue  # to the deadline, or to the wait for a replica
-            service = self._states.service(index)
+            samples, tokens = len(responses.unfinished), responses.tokens
+            lease = await self._router.place(context, samples, tokens, background=call.background, timeout_s=timeout_s)
+            if lease is None:
+                continue
+            call.replica = lease.replica.index
             try:
-                with call.served_by(index):
-                    await self._serve(context, service, responses, timeout_s, terms)
+                await self._serve(context, lease, call, timeout_s)
             except (ReplicaFailed, RequestFailed) as error:
-                ended = self._states.ended(service)
+                ended = lease.ended
                 if isinstance(error, RequestFailed) and ended is None:
                     raise
                 responses.interrupt()
                 if ended is None:
-                    self._states.lose(index, ReplicaFailed(index, str(error)))
-                self._calls.changed()
+                    self._table.lose(lease.replica.index, ReplicaFailed(lease.replica.index, str(error)))
                 count, known = len(responses.unfinished), responses.tokens
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, known, error)
+            finally:
+                call.replica = None
+                self._calls.changed()
 
-    async def _await_replica(self, responses: ResponsesSoFar, deadline: GroupDeadline | None) -> None:
-        """Wait until a replica serves such requests, or to the deadline.
-
-        Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, and if none has come
-        within the time that all attempts at a weight sync can take.
-        """
-        if self._dispatcher.load:
-            return
-        limit_s = self._replacements.timeout_s
-        until = time.monotonic() + limit_s
-        wake = until if deadline is None else min(until, deadline.at)
-        if self._replacements.coming:
-            count, tokens = len(responses.unfinished), responses.tokens
-            logger.warning("no replica serves: %d responses with %d tokens wait for a new one", count, tokens)
-        while not self._dispatcher.load:
-            if not self._replacements.coming:
-                raise self._states.none_left("")
-            if time.monotonic() >= wake:
-                if wake < until:
-                    return
-                waited = f"{limit_s:.0f} s (timeouts.weight_sync_s and engine_start_s)"
-                raise self._states.none_left(
-                    f"{len(responses.unfinished)} responses waited {waited} for a new replica after: "
-                )
-            await self._replacements.wait(wake)
-
-    async def _serve(
-        self,
-        context: RequestContext,
-        service: Lease,
-        responses: ResponsesSoFar,
-        timeout_s: float,
-        terms: CallTerms,
-    ) -> None:
+    async def _serve(self, context: RequestContext, lease: Lease, call: Call, timeout_s: float) -> None:
         """Have a replica work on the unfinished responses, which are placed on it, until all have ended.
 
         At the deadline, or when it is drained, the replica stops the others, which stay unfinished.
@@ -148,68 +179,71 @@ class CallRunner:
         the time when it is due; RolloutError if responses are unfinished after `timeout_s`, which a replica that works
         stops.
         """
-        index, states = service.index, self._states
-        prefix, deadline = context.prefix, context.deadline
+        assert lease.client is not None  # it served when it got the requests
+        responses, deadline, replica = call.responses, context.deadline, lease.replica
         until = time.monotonic() + timeout_s
-        interval_s = terms.report_interval_s or self._report_interval_s
+        interval_s = call.terms.report_interval_s or self._report_interval_s
         left = len(responses.unfinished)
-        call: tuple[str, object] = ("generate", responses.send(index))
-
-        def holder() -> int:
-            return index if states.ended(service) is None else _REPLACED
-
-        self.work.begin(index, time.monotonic())
+        asked: tuple[str, object] = ("generate", responses.send(replica.index))
+        replica.work.begin(time.monotonic())
         try:
             while left:
-                if (reason := states.ended(service)) is not None:
-                    if not (states.is_drained(index) and states.is_same(service)):
+                if (reason := lease.ended) is not None:
+                    if not lease.drained:
                         raise reason
-                    left -= await self._end(prefix, index, responses, holder)
+                    left -= await self._end(context.prefix, lease, responses)
                     responses.move()
                     return
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    left -= await self._end(prefix, index, responses, holder)
+                    left -= await self._end(context.prefix, lease, responses)
                     if left:
-                        raise responses.unfinished_at(f"after {timeout_s:g} s (timeouts.generate_s) in replica {index}")
+                        late = f"after {timeout_s:g} s (timeouts.generate_s) in replica {replica.index}"
+                        raise responses.unfinished_at(late)
                     return
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
                 wait_s = min(interval_s, left_s, deadline_s)
-                report = await self._actors.call(index, *call, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
-                self.work.note(index, report.tokens, time.monotonic())
-                states.note_progress(service, responses.progress(report.parts))
-                ended = responses.add(report.parts)
-                self._dispatcher.reported(prefix, holder(), ended, report.load)
-                left -= ended
+                report = await lease.client.call(*asked, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
+                progress = responses.progress(report.parts)
+                left -= self._add(context.prefix, lease, report, responses.add)
+                self._table.note_progress(lease, progress, time.monotonic(), self._timeouts.rpc_s)
                 if left and deadline is not None and time.monotonic() >= deadline.at:
-                    left -= await self._end(prefix, index, responses, holder)
+                    left -= await self._end(context.prefix, lease, responses)
                     return
-                call = ("report", responses.reported)
+                asked = ("report", responses.reported)
         except asyncio.CancelledError:
-            if terms.foreign:
-                self._stop(service, responses.reported)
+            if call.terms.foreign and lease.same_actor:
+                self._stop(lease, responses.reported)
             raise
         finally:
-            self.work.end(index, time.monotonic())
-            self._dispatcher.release(prefix, holder(), left)
+            replica.work.end(time.monotonic())
+            self._router.release(context.prefix, lease, left)
 
-    async def _end(self, prefix: Hashable, index: int, responses: ResponsesSoFar, holder: Callable[[], int]) -> int:
-        """Have a replica stop its unfinished responses; add their last tokens. Return how many ended with them."""
-        report = await self._actors.call(index, "end", responses.reported, timeout_s=self._timeouts.rpc_s)
-        self.work.note(index, report.tokens, time.monotonic())
-        ended = responses.add_last(report.parts)
-        self._dispatcher.reported(prefix, holder(), ended, report.load)
+    def _add(
+        self, prefix: Hashable, lease: Lease, report: EngineReport, add: Callable[[Mapping[str, ResponsePart]], int]
+    ) -> int:
+        """Add the tokens of a report; return how many responses ended with them."""
+        lease.replica.work.note(report.tokens, time.monotonic())
+        ended = add(report.parts)
+        self._router.reported(prefix, lease, ended, report.load)
         return ended
 
-    def _stop(self, service: Lease, reported: dict[str, int]) -> None:
-        """Have a replica stop requests that nobody waits for any more, and do not wait for that either."""
-        if not self._states.is_same(service):
-            return
-        stopping = asyncio.ensure_future(self._actors.link(service.index).call("end", reported))
-        self._stopping.add(stopping)
-        stopping.add_done_callback(self._stopped)
+    async def _end(self, prefix: Hashable, lease: Lease, responses: ResponsesSoFar) -> int:
+        """Have a replica stop its unfinished responses; add their last tokens. Return how many ended with them."""
+        assert lease.client is not None
+        report = await lease.client.call("end", responses.reported, timeout_s=self._timeouts.rpc_s)
+        return self._add(prefix, lease, report, responses.add_last)
 
-    def _stopped(self, stopping: asyncio.Future[EngineReport]) -> None:
-        self._stopping.discard(stopping)
-        if not stopping.cancelled() and (error := stopping.exception()) is not None:
-            logger.info("requests were not stopped: %s", error)  # the replica has died, or dropped them before
+    def _stop(self, lease: Lease, reported: dict[str, int]) -> None:
+        """Have a replica stop requests that nobody waits for any more, and do not wait for that either."""
+
+        async def stop() -> None:
+            assert lease.client is not None
+            try:
+                await lease.client.call("end", reported, timeout_s=self._timeouts.rpc_s)
+            except RolloutError as error:
+                logger.info("requests were not stopped: %s", error)  # the replica has died, or dropped them before
+
+        stopping = asyncio.ensure_future(stop())
+        self._stopping.add(stopping)
+        stopping.add_done_callback(self._stopping.discard)

@@ -11,14 +11,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import NoPlace, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
-from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, ReplicaStatus, replica_name, restart_replica
+from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.fleet.engine_pool import EnginePool
+from megarl.rollout.fleet.replica_client import ReplicaClient
+from megarl.rollout.fleet.replica_table import Replica, State
 from megarl.telemetry.trace import events
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) 
     Raises RolloutError naming the first that does not within `timeouts.engine_start_s`.
     """
     timeouts = config.timeouts
-    replicas = await _find_replicas(spec, config, wait)
+    replicas = await _find_replicas(spec.namespace, config.rollout.replicas, timeouts.engine_start_s, wait)
     logs = Path(spec.run_dir) / "logs"
     fleet = EnginePool(
         replicas,
@@ -44,21 +45,20 @@ async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) 
         sync_restarts=config.weight_sync.restarts,
     )
     if not wait:
-        fleet.membership.leave_out(int(path.stem.removeprefix("replica-")) for path in logs.glob("replica-*.log"))
+        fleet.table.leave_out(int(path.stem.removeprefix("replica-")) for path in logs.glob("replica-*.log"))
     return fleet
 
 
-async def _find_replicas(spec: ReplicaSpec, config: Config, wait: bool) -> dict[int, Any]:
+async def _find_replicas(namespace: str, count: int, start_s: float, wait: bool) -> dict[int, Any]:
     """Return the actors of the run's start, by index."""
     import ray
 
-    start_s, count = config.timeouts.engine_start_s, config.rollout.replicas
     replicas: dict[int, Any] = {}
     deadline = time.monotonic() + start_s
     while len(replicas) < count:
         index = len(replicas)
         try:
-            replicas[index] = ray.get_actor(replica_name(index), namespace=spec.namespace)
+            replicas[index] = ray.get_actor(replica_name(index), namespace=namespace)
         except ValueError:
             if not wait:
                 replicas[index] = EndedReplica(index)
@@ -125,61 +125,52 @@ class ElasticPool:
 
     async def reports(self) -> list[ReplicaReport]:
         """Return the state of all replicas, those that are started or end included, in their order."""
-        members = self._fleet.membership
-        reports = await asyncio.gather(*(self._report(index) for index in sorted(members.all | members.starting)))
-        return list(reports)
+        return list(await asyncio.gather(*(self._report(each) for each in self._fleet.table)))
 
-    async def _report(self, index: int) -> ReplicaReport:
-        status: ReplicaStatus | None = None
-        if index not in self._fleet.membership.starting:
+    async def _report(self, replica: Replica) -> ReplicaReport:
+        index, status = replica.index, None
+        if replica.client is not None:
             try:
-                status = await self._fleet.actors.call(index, "status", timeout_s=STATUS_S)
-            except (RolloutError, KeyError) as error:  # a KeyError: it has ended meanwhile
+                status = await replica.client.call("status", timeout_s=STATUS_S)
+            except RolloutError as error:
                 logger.info("replica %d does not say what it does: %s", index, error)
-        state = self._fleet.states.state_of(index)
         if status is None:
-            return ReplicaReport(index, "", state, (), "", 0, 0)
+            return ReplicaReport(index, "", replica.does, (), "", 0, 0)
         held = status.held
         return ReplicaReport(
-            index, held.host, state, held.devices, status.version or "", status.running, status.waiting
+            index, held.host, replica.does, held.devices, status.version or "", status.running, status.waiting
         )
 
     async def drain(self, index: int) -> str:
         """Give a replica no more work, and wait until its responses have left it. Return what was done."""
-        self._refuse_closed()
-        self._refuse_unknown(index)
-        drained = self._fleet.membership.drained
-        if index in drained:
+        if self._find(index).drained:
             raise RolloutError(f"replica {index} is drained already; `undrain` lets it serve again")
         self._refuse_last(index, "drained")
         moved = self._fleet.outstanding(index)
-        self._fleet.states.drain(index)
+        self._fleet.table.drain(index)
         logger.info("replica %d is drained; %d responses go on elsewhere", index, moved)
         await self._emptied(index)
         return f"replica {index} is drained; {moved} responses went on elsewhere"
 
     async def undrain(self, index: int) -> str:
         """Let a drained replica serve again after the next publication. Return what was done."""
-        self._refuse_closed()
-        self._refuse_unknown(index)
-        if index not in self._fleet.membership.drained:
-            raise RolloutError(f"replica {index} is not drained; it is {self._fleet.states.state_of(index)}")
-        self._fleet.states.admit_drained(index)
+        if not (replica := self._find(index)).drained:
+            raise RolloutError(f"replica {index} is not drained; it is {replica.does}")
+        self._fleet.table.undrain(index)
         logger.info("replica %d is not drained any more", index)
         return f"replica {index} serves again after the next publication of the weights"
 
     async def remove(self, index: int) -> str:
         """Drain a replica and end its engine. Return what was done, or is still to be done."""
-        self._refuse_closed()
-        self._refuse_unknown(index)
+        replica = self._find(index)
         self._refuse_last(index, "removed")
-        moved, busy = self._fleet.outstanding(index), self._fleet.membership.needed(index)
-        self._fleet.states.leave(index)
+        moved = self._fleet.outstanding(index)
+        self._fleet.table.leave(index)
         logger.info("replica %d is removed; %d responses go on elsewhere", index, moved)
-        ending = asyncio.create_task(self._end_when_possible(index))
+        ending = asyncio.create_task(self._end_when_possible(replica))
         self._removals.add(ending)
         ending.add_done_callback(self._removals.discard)
-        if busy:
+        if replica.published:
             return f"replica {index} leaves; its engine ends with the publication that is being made now"
         await asyncio.shield(ending)
         return f"replica {index} is removed; {moved} responses went on elsewhere, and its engine has ended"
@@ -208,42 +199,44 @@ class ElasticPool:
         If no other one serves training, they are restarted, and waited for. Raises RolloutError as
         `EnginePool.restart`.
         """
-        members = self._fleet.membership
-        if not self._fleet.states.go_on_without(indices):
+        table = self._fleet.table
+        if not table.go_on_without(indices):
             await self._fleet.restart(indices)
             return
-        for index in members.leaving:
-            members.excuse(index)
-        for index in set(indices) & members.all - members.leaving:
+        table.excuse_leaving()
+        for index in {each.index for each in table.members} & set(indices):
             logger.warning("the pool goes on without replica %d, in whose place a new one is started", index)
-            self._end(self._fleet.states.give_up(index))
+            self._end_engine(table.give_up(index))
 
     async def tend(self) -> None:
         """Start engines in the place of missing ones if Ray has room again. Call it now and then; it does not wait."""
-        members = self._fleet.membership
-        if members.missing > self._told_missing:
+        table = self._fleet.table
+        if table.missing > self._told_missing:
             self._failures, self._look_at = 0, 0.0
             self._notify(
-                f"the pool goes on with {len(members.members)} engines; {members.missing} that were lost are started "
+                f"the pool goes on with {len(table.members)} engines; {table.missing} that were lost are started "
                 "again as soon as there is room"
             )
-        self._told_missing = members.missing
+        self._told_missing = table.missing
         now = time.monotonic()
         growing = self._growth is not None and not self._growth.done()
-        if members.missing and not growing and now >= self._look_at and self._failures < MOST_FAILURES:
+        if table.missing and not growing and now >= self._look_at and self._failures < MOST_FAILURES:
             self._look_at = now + GROW_S
             self._growth = asyncio.create_task(self._grow())
-            self._growth.add_done_callback(self._growth_ended)
 
     async def _grow(self) -> None:
-        members = self._fleet.membership
-        indices, _ = await self._reserve(1, members.missing)
-        if not indices:
+        table = self._fleet.table
+        try:
+            indices, _ = await self._reserve(1, table.missing)
+        except Exception as error:
+            self._failures += 1
+            logger.exception("missing engines could not be started")
+            self._notify(f"engines that were lost could not be started again: {error}")
             return
         ends = await asyncio.gather(*(self._start_one(index) for index in indices))
         started = sum(end is None for end in ends)
-        members.missing -= started
-        self._told_missing = members.missing
+        table.missing -= started
+        self._told_missing = table.missing
         failed = [str(end) for end in ends if end is not None and not isinstance(end, NoPlace)]
         self._failures = self._failures + 1 if failed else 0
         if started:
@@ -252,22 +245,16 @@ class ElasticPool:
         if failed:
             self._notify(f"{len(failed)} engines did not start in the place of lost ones: {failed[0]}")
 
-    def _growth_ended(self, growth: asyncio.Task[None]) -> None:
-        """Tell the user why missing engines could not be started, if something else than an engine failed."""
-        if not growth.cancelled() and (error := growth.exception()) is not None:
-            self._failures += 1
-            logger.error("missing engines could not be started", exc_info=error)
-            self._notify(f"engines that were lost could not be started again: {error}")
-
     async def _start_one(self, index: int) -> Exception | None:
         """Start an engine and add it; return why it did not start."""
+        table = self._fleet.table
         try:
-            placed = partial(self._fleet.membership.placed, index)
-            self._fleet.states.add(index, await self._start(index, placed))
+            actor = await self._start(index, lambda: table.placed(index))
         except Exception as error:
             logger.warning("replica %d did not start: %s", index, error)
-            self._fleet.membership.not_started(index)
+            table.forget(index)
             return error
+        table.started(index, self._fleet.client(index, actor))
         return None
 
     async def _emptied(self, index: int) -> None:
@@ -281,12 +268,17 @@ class ElasticPool:
                 )
             await asyncio.sleep(LOOK_S)
 
-    async def _end_when_possible(self, index: int) -> None:
+    async def _end_when_possible(self, replica: Replica) -> None:
         """End the engine of a replica that leaves. What it waits for has bounds of its own: reports, starts, syncs."""
-        while not self._fleet.can_end(index):
+        while not self._fleet.can_end(replica):
             await asyncio.sleep(LOOK_S)
-        self._end(self._fleet.states.forget(index))
-        logger.info("replica %d has ended", index)
+        if replica.index in self._fleet.table:
+            self._end_engine(self._fleet.table.forget(replica.index))
+        logger.info("replica %d has ended", replica.index)
+
+    def _end_engine(self, client: ReplicaClient | None) -> None:
+        if client is not None:
+            self._end(client.actor)
 
     async def _reserve_all(self, count: int) -> list[int]:
         """Reserve places for `count` engines. Raises RolloutError if Ray has no room for them, also after a while."""
@@ -296,7 +288,7 @@ class ElasticPool:
             if indices:
                 return indices
             if time.monotonic() > until:
-                placing = len(self._fleet.membership.unplaced)
+                placing = self._fleet.table.unplaced
                 besides = f" besides {placing} that are being started" if placing else ""
                 raise RolloutError(
                     f"{count} engines cannot be added: Ray has room for {room}{besides}. Remove others, add nodes to "
@@ -311,7 +303,7 @@ class ElasticPool:
         """
         async with self._reserving:
             room = await self._room()
-            return self._fleet.membership.reserve(min(room, most)) if room >= least else [], room
+            return self._fleet.table.reserve(min(room, most)) if room >= least else [], room
 
     async def _room(self) -> int:
         """Return how many engines Ray has room for besides those that are being started.
@@ -319,7 +311,7 @@ class ElasticPool:
         Raises RolloutError after `timeouts.rpc_s`. The thread that asks cannot be ended; until it has, no other one
         is started.
         """
-        rpc_s, placing = self._timeouts.rpc_s, len(self._fleet.membership.unplaced)
+        rpc_s, placing = self._timeouts.rpc_s, self._fleet.table.unplaced
         try:
             async with asyncio.timeout(rpc_s):
                 if self._look is not None:
@@ -339,18 +331,22 @@ class ElasticPool:
         if not self._has_trainer:
             raise RolloutError("the trainer has not begun to use the pool, or its new controller, yet; try again later")
 
-    def _refuse_unknown(self, index: int) -> None:
-        members = self._fleet.membership
-        if index in members.starting:
-            raise RolloutError(f"replica {index} is being started; try again when it is up")
-        if index in members.leaving:
-            raise RolloutError(f"replica {index} is being removed already")
-        if index not in members.all:
-            there = ", ".join(map(str, sorted(members.all)))
+    def _find(self, index: int) -> Replica:
+        """Return a replica that can be changed."""
+        self._refuse_closed()
+        table = self._fleet.table
+        if index not in table:
+            there = ", ".join(str(each.index) for each in table if each.state is not State.STARTING)
             raise RolloutError(f"there is no replica {index}; there are {there}")
+        replica = table[index]
+        if replica.state is State.STARTING:
+            raise RolloutError(f"replica {index} is being started; try again when it is up")
+        if replica.leaving:
+            raise RolloutError(f"replica {index} is being removed already")
+        return replica
 
     def _refuse_last(self, index: int, done: str) -> None:
-        if not self._fleet.states.serves_without(index):
+        if not self._fleet.table.serves_without(index):
             raise RolloutError(
                 f"replica {index} cannot be {done}: no other replica serves training now. Add one first, and wait "
                 "until it serves"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
@@ -18,14 +18,11 @@ from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.calls import GROUP_TERMS, CallRunner, CallTerms
-from megarl.rollout.fleet.drain import PublicationHold, RunningCalls
-from megarl.rollout.fleet.membership import Membership
-from megarl.rollout.fleet.replacements import Replacements
-from megarl.rollout.fleet.replica_actors import ReplicaActors
-from megarl.rollout.fleet.replica_states import ReplicaStates
-from megarl.rollout.fleet.router import Dispatcher
-from megarl.rollout.fleet.speed import ProgressRates, rate_metrics
+from megarl.rollout.fleet.calls import GROUP_TERMS, Call, CallRunner, CallTerms, RunningCalls
+from megarl.rollout.fleet.replica_client import ReplicaClient, as_rollout_error
+from megarl.rollout.fleet.replica_table import Replica, ReplicaTable
+from megarl.rollout.fleet.router import PublicationHold, Router
+from megarl.rollout.fleet.speed import rate_metrics
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -46,8 +43,7 @@ class EnginePool:
     Requests of one call go to one replica; another one continues its responses if that one is lost (`calls.py`).
     A lost replica that turns out to be sound serves again after the next weight sync.
 
-    `actors`: calls a replica. `states`: what each replica does; the changes of the pool act on it. `membership`: which
-    replicas take part in publications.
+    `table`: what each replica does; the changes of the pool act on it.
     """
 
     def __init__(
@@ -62,68 +58,74 @@ class EnginePool:
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
-        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `sync_restarts`: see
-        `Replacements`.
+        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `sync_restarts`: how often
+        a failed sync is repeated with new replicas (`weight_sync.restarts`).
         """
-        self._timeouts, self._restart = timeouts, restart
+        self._timeouts, self._restart, self._describe = timeouts, restart, describe
         # What an engine holds is missing from a report, so the next one comes earlier by as much.
         self._report_interval_s = report_interval_s - hold_within(report_interval_s)
-        self.actors = ReplicaActors(replicas, timeouts.rpc_s, describe)
-        self.membership = Membership(replicas)
-        self._replacements = Replacements(timeouts, sync_restarts)
+        clients = {index: self.client(index, actor) for index, actor in replicas.items()}
+        self.table = ReplicaTable(clients, replaces=sync_restarts > 0)
+        replacement_s = all_attempts_s(timeouts, sync_restarts)
         # For as long as running responses may take to end, and then a weight sync with all its attempts.
-        self._hold = PublicationHold(timeouts.generate_s + self._replacements.timeout_s)
-        self._dispatcher = Dispatcher(replicas, self._hold)
-        self.states = ReplicaStates(
-            self.actors, self.membership, self._replacements, self._dispatcher, ProgressRates(timeouts.rpc_s)
-        )
+        self._hold = PublicationHold(timeouts.generate_s + replacement_s)
+        self._router = Router(self.table, self._hold, replacement_s)
         self._calls = RunningCalls()
-        self._runner = CallRunner(
-            self.actors, self.states, self._replacements, self._dispatcher, self._calls, timeouts,
-            self._report_interval_s,
-        )  # fmt: skip
+        self._runner = CallRunner(self.table, self._router, self._calls, timeouts, self._report_interval_s)
+
+    def client(self, index: int, actor: ActorHandle) -> ReplicaClient:
+        """Return what calls the actor of a replica."""
+        return ReplicaClient(index, actor, self._timeouts.rpc_s, self._describe(index))
+
+    async def call(self, index: int, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
+        """Call a method of a replica; see `ReplicaClient.call`. Raises ReplicaFailed too if it has left the pool."""
+        client = self.table[index].client if index in self.table else None
+        if client is None:
+            raise ReplicaFailed(index, f"replica {index} has left the pool")
+        return await client.call(method, *args, timeout_s=timeout_s)
 
     @property
     def members(self) -> list[int]:
         """Indices of the replicas that take part in the publication that is being made, or else in the next one."""
-        return self.membership.members
+        return [each.index for each in self.table.members]
 
     @property
     def serving(self) -> list[int]:
         """Indices of the replicas that serve, sorted."""
-        return sorted(self._dispatcher.load)
+        return [each.index for each in self.table.serving]
 
     @property
     def idle(self) -> list[int]:
         """Indices of the replicas that are started, wait for their first weights, or are drained, sorted."""
-        return sorted(self.membership.idle - self.lost.keys())
+        return [each.index for each in self.table.idle]
 
     @property
     def lost(self) -> dict[int, ReplicaFailed]:
         """The replicas that do not serve because they failed, with the reasons; the last one lost is at the end."""
-        return self.states.lost
+        return self.table.lost
 
     @property
     def needs_publication(self) -> str:
         """The reason why the trainer must publish its weights now, because only that brings a replica; else empty."""
-        if not self.lost or self._dispatcher.load or self._replacements.under_way:
+        if self.table.serving or self.table.under_way or not (lost := self.lost):
             return ""
-        return str(next(reversed(self.lost.values())))
+        return str(next(reversed(lost.values())))
 
     def expect_publication(self, publishes: bool) -> None:
         """Record whether a trainer publishes as soon as it is told that it must (`needs_publication`).
 
         Responses whose last replica is lost then wait for that, instead of ending the run.
         """
-        self._replacements.expect(publishes)
+        self.table.expects = publishes
+        self._router.look_again()
 
     def take_load(self) -> EngineLoad:
         """Return the peaks of all replicas since the last call, as far as they have reported."""
-        return self._dispatcher.take_load()
+        return self._router.take_load()
 
     def take_rates(self) -> dict[str, float]:
         """Return the speed of each replica since the last call as metrics."""
-        return rate_metrics(self._runner.work.take())
+        return rate_metrics({each.index: each.work for each in self.table})
 
     async def generate(
         self,
@@ -143,10 +145,9 @@ class EnginePool:
         one is coming, RolloutError if the group fails by its deadline, if no replica has room within
         `timeouts.generate_s`, or if one that works has not ended them within that time.
         """
-        responses = ResponsesSoFar(requests, context.tokens)
-        outside = terms.foreign and not terms.of_group
-        with self._calls.of(responses, background=background, foreign=outside) as call:
-            await self._runner.run(call, context, terms)
+        call = Call(ResponsesSoFar(requests, context.tokens), background, terms)
+        with self._calls.of(call):
+            await self._runner.run(call, context)
             return call.responses.results()
 
     @property
@@ -158,9 +159,9 @@ class EnginePool:
         """Return the number of responses on which a replica works, those that a drained one gives up included."""
         return self._calls.on(index)
 
-    def can_end(self, index: int) -> bool:
+    def can_end(self, replica: Replica) -> bool:
         """Tell whether the engine of a replica that leaves can end: nothing works on it, with it or for it."""
-        return not (self._calls.on(index) or self.membership.needed(index) or self._replacements.comes(index))
+        return not (self._calls.on(replica.index) or replica.published or replica.coming)
 
     async def begin_sync(self) -> None:
         """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
@@ -169,26 +170,24 @@ class EnginePool:
         again after the sync. Else it is told to refuse the sync, so that it is replaced, unless a failed sync ends the
         run (`weight_sync.restarts` is 0): it then takes part, and serves no more.
         """
-        replaces = self._replacements.begin_sync()
-        for index in self.membership.begin_sync():
-            self._replacements.join(index)
-        lost = [index for index in self.lost if not self._replacements.comes(index)]
-        await asyncio.gather(*(self._readmit(index, replaces) for index in lost))
+        self.table.begin_sync()
+        lost = [each for each in self.table if each.lost and not each.coming]
+        await asyncio.gather(*(self._readmit(each, self.table.sync_replaces) for each in lost))
 
-    async def _readmit(self, index: int, replaces: bool) -> None:
+    async def _readmit(self, replica: Replica, replaces: bool) -> None:
         """Let a lost replica join if it is sound; else, if the sync `replaces` those that refuse it, have it refuse."""
-        reason = self.lost.get(index)
+        index, reason = replica.index, replica.failure
         try:
-            if index not in self.states.replaced_next:
-                await self.actors.call(index, "reset", timeout_s=_RESET_S)
-                self._replacements.join(index)
+            if not replica.condemned:
+                await self.call(index, "reset", timeout_s=_RESET_S)
+                self.table.join(index)
                 return
         except RolloutError as error:
             logger.info("replica %d stays lost: %s", index, error)
-        if not replaces or index not in self.lost:  # it may have been removed meanwhile
+        if not replaces or not replica.lost:  # it may have been removed meanwhile
             return
         try:
-            await self.actors.call(index, "fail", f"was lost: {reason}", timeout_s=_RETIRE_S)
+            await self.call(index, "fail", f"was lost: {reason}", timeout_s=_RETIRE_S)
         except RolloutError as error:
             logger.info("replica %d, which is lost, was not told so: %s", index, error)
 
@@ -200,7 +199,7 @@ class EnginePool:
         """
         self._hold.begin()
         try:
-            await self._calls.end(timeout_s, lambda call: not call.foreign)
+            await self._calls.end(timeout_s)
         except BaseException:
             self._let_go()
             raise
@@ -208,7 +207,7 @@ class EnginePool:
     def _let_go(self) -> None:
         """Place what `drain` has held back."""
         self._hold.end()
-        self._dispatcher.look_again()
+        self._router.look_again()
 
     async def may_begin(self) -> None:
         """Wait until requests are not held back by `drain`. Raises RolloutError if that takes too long."""
@@ -219,9 +218,7 @@ class EnginePool:
 
         Drained ones do not.
         """
-        self.states.admit_joining()
-        self._replacements.end_sync()
-        self.membership.end_sync()
+        self.table.admit()
         self._let_go()
 
     async def restart(self, indices: Sequence[int]) -> None:
@@ -231,59 +228,53 @@ class EnginePool:
         Raises RolloutError if one does not come up. The controller owns them: the actors of a rank would end with the
         rank.
         """
-
-        actors = self.actors.by_index
-
-        async def restart_one(index: int) -> None:
-            self.states.lose(index, ReplicaFailed(index, f"replica {index} is being replaced"))
-            self.states.replaced_next.discard(index)
-            self.membership.new.discard(index)
-            with self._replacements.starting(index):
-                try:
-                    actors[index] = await self._restart(index, actors[index])
-                except Exception as error:
-                    self.states.lost.pop(index, None)  # so that it is the last one again
-                    reason = self.actors.failure(index, "restart", error)
-                    self.states.lose(index, ReplicaFailed(index, str(reason)))
-                    raise
-
-        for index in self.membership.leaving:
-            self.membership.excuse(index)
-        wanted = [index for index in indices if index in actors and index not in self.membership.leaving]
-        ends = await asyncio.gather(*(restart_one(index) for index in wanted), return_exceptions=True)
-        failures = {index: end for index, end in zip(wanted, ends, strict=True) if end is not None}
-        left = set(self.members) - self.membership.drained - failures.keys()
+        self.table.excuse_leaving()
+        wanted = [each for index in indices if index in self.table and not (each := self.table[index]).leaving]
+        ends = await asyncio.gather(*(self._restart_one(each) for each in wanted), return_exceptions=True)
+        failures = {each.index: end for each, end in zip(wanted, ends, strict=True) if end is not None}
+        left = [each for each in self.table.members if not each.drained and each.index not in failures]
         for error in failures.values():
             if not (isinstance(error, NoPlace) and left):
                 raise error
         for index, error in failures.items():
             logger.warning("the pool goes on without replica %d: %s", index, error)
-            self.states.give_up(index)
+            self.table.give_up(index)
+
+    async def _restart_one(self, replica: Replica) -> None:
+        assert replica.client is not None  # a publication is not made to one whose engine is being started
+        index = replica.index
+        self.table.restarting(index)
+        try:
+            actor = await self._restart(index, replica.client.actor)
+        except BaseException as error:
+            reason = as_rollout_error(index, "restart", error, self._describe(index))
+            self.table.not_restarted(replica, ReplicaFailed(index, str(reason)))
+            raise
+        self.table.restarted(replica, self.client(index, actor))
 
     async def reset(self) -> None:
         """Make every engine drop its requests and be ready to serve; replace those that cannot, or are too slow.
 
         Lost ones serve again after `admit_joining`.
         """
-        self._replacements.end_sync()
-        self.membership.end_sync()
+        self.table.end_sync()
         self._let_go()
         broken = []
 
-        async def reset_one(index: int) -> None:
-            if index in self.states.replaced_next:
-                logger.warning("replacing replica %d: %s", index, self.lost[index])
+        async def reset_one(replica: Replica) -> None:
+            index = replica.index
+            if replica.condemned:
+                logger.warning("replacing replica %d: %s", index, replica.failure)
                 broken.append(index)
                 return
             try:
-                await self.actors.call(index, "reset", timeout_s=self._timeouts.rpc_s)
-                if index in self.lost:
-                    self._replacements.join(index)
+                await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
+                self.table.join(index)
             except RolloutError as error:
                 logger.warning("replacing replica %d: %s", index, error)
                 broken.append(index)
 
-        await asyncio.gather(*(reset_one(index) for index in self.members))
+        await asyncio.gather(*(reset_one(each) for each in self.table.members))
         await self.restart(sorted(broken))
 
     async def take_over(self, *, in_sync: bool) -> None:
@@ -294,17 +285,21 @@ class EnginePool:
 
         async def take(index: int) -> None:
             try:
-                await self.actors.call(index, "reset", timeout_s=self._timeouts.rpc_s)
+                await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
             except ReplicaFailed as error:
-                self.states.lose(index, error)
+                self.table.lose(index, error)
 
         if in_sync:
-            self._replacements.begin_sync()
-            self.membership.begin_sync()
+            self.table.begin_sync()
         await asyncio.gather(*(take(index) for index in self.members))
         for index, reason in self.lost.items():
             logger.warning("replica %d does not serve until the next publication: %s", index, reason)
 
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""
-        return [await self.actors.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.serving]
+        return [await self.call(index, "devices", timeout_s=self._timeouts.rpc_s) for index in self.serving]
+
+
+def all_attempts_s(timeouts: TimeoutsConfig, sync_restarts: int) -> float:
+    """Return the seconds that all attempts at a weight sync can take, with a restart between two of them."""
+    return (sync_restarts + 1) * timeouts.weight_sync_s + sync_restarts * timeouts.engine_start_s

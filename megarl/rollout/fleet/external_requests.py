@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from megarl.common.errors import RequestFailed, RolloutError, clear_text
@@ -27,6 +28,7 @@ from megarl.rollout.engine.response_parts import ResponsePart, tokens_from
 from megarl.rollout.fleet.calls import CallTerms
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.background import cancel_all
+from megarl.rollout.transport.gather import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +127,10 @@ class ExternalRequests:
         self._open: dict[str, _Open] = {}
         self._changed: set[str] = set()
         self._wake = asyncio.Event()
-        self._report = ExternalReport(0, {})
-        self._serves = serves
+        self._replay: Replay[dict[str, ExternalNews]] = Replay({})
+        self._serves = asyncio.Event()
+        if serves:
+            self._serves.set()
 
     def begin(self, gateway: str, requests: Sequence[ExternalRequest]) -> None:
         """Begin to work on requests; one that is known is not begun again. `gateway`: the name of the gateway's
@@ -141,10 +145,7 @@ class ExternalRequests:
             deadline = None if each.deadline is None else each.deadline.received(now)
             opened = _Open(each, tokens, now + each.timeout_s, len(each.so_far.response_ids), deadline)
             self._open[name] = opened
-            if self._serves:
-                self._start(opened)
-            else:
-                self._expire_later(name, opened)
+            self._start(opened)
 
     def drop(self, gateway: str, names: Collection[str]) -> None:
         """Stop working on requests. Those that are not known, or have ended, are ignored."""
@@ -164,41 +165,34 @@ class ExternalRequests:
         """Wait for news, `wait_s` at most, and return them. `seen`: the number of the last report that the gateway
         has."""
         self._greet(gateway)
+        number, news = await self._replay.take(seen, partial(self._collect, gateway, wait_s))
+        return ExternalReport(number, news) if gateway == self._gateway else ExternalReport(seen, {})
+
+    async def _collect(self, gateway: str, wait_s: float) -> dict[str, ExternalNews]:
+        """Wait for news, `wait_s` at most, and return those since the report before."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._changed and not self._unseen(seen) and gateway == self._gateway:
+                while not self._changed and gateway == self._gateway:
                     self._wake.clear()
                     await self._wake.wait()
         if gateway != self._gateway:
-            return ExternalReport(seen, {})
-        if not self._unseen(seen) and self._changed:
-            news = {name: each for name in self._changed if (each := self._news(name)) is not None}
-            self._changed.clear()
-            self._report = ExternalReport(self._report.number + 1, news)
-            self._wake.set()  # of a call whose caller has gone there may be a second one
-        return self._report if self._unseen(seen) else ExternalReport(seen, {})
-
-    def _unseen(self, seen: int) -> bool:
-        """Tell whether the gateway does not have the last report: it is new, or was lost on its way."""
-        return seen != self._report.number
+            return {}
+        news = {name: each for name in self._changed if (each := self._news(name)) is not None}
+        self._changed.clear()
+        return news
 
     async def hold(self) -> None:
         """Keep all requests back until `serve`. When this returns, none is on its way to a replica."""
-        self._serves = False
-        running = [each.task for each in self._open.values() if each.task is not None and each.end is None]
-        for name, each in self._open.items():
-            each.task = None
-            self._expire_later(name, each)
+        self._serves.clear()
+        held = [each for each in self._open.values() if each.end is None]
+        running = [each.task for each in held if each.task is not None]
+        for each in held:
+            self._start(each)
         await cancel_all(running, "requests from outside")
 
     def serve(self) -> None:
         """Let the requests go to the replicas, from the tokens that they have. Nothing happens if they may already."""
-        if self._serves:
-            return
-        self._serves = True
-        for each in self._open.values():
-            if each.end is None:
-                self._start(each)
+        self._serves.set()
 
     def close(self) -> None:
         """Drop everything."""
@@ -208,7 +202,7 @@ class ExternalRequests:
         if gateway == self._gateway:
             return
         self._drop_all()
-        self._gateway, self._report = gateway, ExternalReport(0, {})
+        self._gateway, self._replay = gateway, Replay({})
         self._changed.clear()
         self._wake.set()
 
@@ -224,6 +218,7 @@ class ExternalRequests:
         error, replica = "", -1
         try:
             async with asyncio.timeout(opened.until - time.monotonic()) as limit:
+                await self._serves.wait()
                 [result] = await self._fleet.generate(context, [asked.request], terms=terms)
             replica = result.replica
             if result.finish_reason == "abort":
@@ -248,20 +243,12 @@ class ExternalRequests:
             self._changed.add(name)
             self._wake.set()
 
-    def _expire_later(self, name: str, opened: _Open) -> None:
-        left_s = max(0.0, opened.until - time.monotonic())
-        asyncio.get_running_loop().call_later(left_s, self._expire, name, opened)
-
-    def _expire(self, name: str, opened: _Open) -> None:
-        """End a request whose time is over while all are kept back."""
-        if self._open.get(name) is opened and opened.task is None and opened.end is None:
-            self._end(opened, ExternalNews(ResponsePart(), -1, "late", self._late(opened)))
-
     def _late(self, opened: _Open) -> str:
         tokens, serving = len(opened.part.response_ids), self._fleet.serving
-        where = f"replicas that serve: {serving}" if self._serves else "the engines wait for weights of the trainer"
+        held = "the engines wait for weights of the trainer"
+        where = f"replicas that serve: {serving}" if self._serves.is_set() else held
         return (
-            f"the request waited {opened.request.timeout_s:.0f} s (gateway.request_timeout_s) for the rollout pool; "
+            f"the request waited {opened.request.timeout_s:.0f} s (timeouts.generate_s) for the rollout pool; "
             f"it had {tokens} tokens; {where}"
         )
 

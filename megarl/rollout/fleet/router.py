@@ -1,224 +1,223 @@
-"""Chooses the replica of the next requests; until one has room they wait, those of an evaluation behind training's."""
+"""Chooses the replica of the next requests; until one has room they wait, those of an evaluation behind training's.
+
+The replica with the fewest outstanding requests is chosen, with prefix affinity: requests of one group (one prompt) go
+to the replica of the group's first request, which has the prompt in its KV cache, unless that replica has more than
+`slack` outstanding requests above the least loaded one.
+
+An engine whose KV cache is full throws requests out of its batch and computes them again later. Requests that wait
+outside can go to another engine instead. So each engine has a limit that follows the classic rule of congestion
+control: additive increase, multiplicative decrease. There is no limit before the first sign of pressure.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.drain import PublicationHold
+from megarl.rollout.fleet.replica_table import Lease, Replica, ReplicaTable
 
-# The choice of the replica for the next requests. Pure: no clock, no processes.
-#
-# The replica with the fewest outstanding samples is chosen, with prefix affinity: requests of one group (one prompt) go
-# to the replica of the group's first request, which has the prompt in its KV cache, unless that replica has more than
-# `slack` outstanding samples above the least loaded one.
+logger = logging.getLogger(__name__)
 
-
-class Router:
-    """Counts outstanding samples per replica and assigns requests."""
-
-    def __init__(self, replicas: Iterable[int], slack: int = 64) -> None:
-        """`slack`: outstanding samples above the least loaded replica up to which affinity holds (>= 0).
-
-        Raises ValueError without a replica.
-        """
-        self._load: dict[int, int] = dict.fromkeys(sorted(replicas), 0)
-        self._home: dict[Hashable, int] = {}
-        self._open: dict[Hashable, int] = {}
-        self.slack = slack
-        if not self._load:
-            raise ValueError("routing needs at least one replica")
-
-    @property
-    def load(self) -> dict[int, int]:
-        """The number of outstanding samples per serving replica."""
-        return dict(self._load)
-
-    def assign(
-        self,
-        prefix: Hashable,
-        samples: int,
-        number: int | None = None,
-        full: Container[int] = (),
-        near: int | None = None,
-    ) -> int | None:
-        """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding.
-
-        `near`: a replica that has the prefix in its cache although no request is outstanding there, as between two
-        turns of a dialogue. With `number` the choice depends on nothing but that number modulo the number of serving
-        replicas. None if the chosen replica, or without `number` every replica, is in `full`, and if there is no
-        replica.
-        """
-        open_ = [replica for replica in self._load if replica not in full]
-        if number is not None:
-            open_ = [each for each in open_ if each == sorted(self._load)[number % len(self._load)]]
-        if not open_:
-            return None
-        chosen = min(open_, key=lambda replica: (self._load[replica], replica))
-        home = self._home.get(prefix, near)
-        if home in open_ and self._load[home] - self._load[chosen] <= self.slack:
-            chosen = home
-        self._home[prefix] = chosen
-        self._open[prefix] = self._open.get(prefix, 0) + samples
-        self._load[chosen] += samples
-        return chosen
-
-    def release(self, prefix: Hashable, replica: int, samples: int) -> None:
-        """Record that `samples` requests (>= 0), which `assign` gave to `replica`, are done.
-
-        A removed replica is accepted. Raises ValueError if the replica has fewer outstanding samples.
-        """
-        if not samples:
-            return
-        if replica in self._load:
-            if samples > self._load[replica]:
-                raise ValueError(f"replica {replica} has {self._load[replica]} outstanding samples, not {samples}")
-            self._load[replica] -= samples
-        self._open[prefix] -= samples
-        if self._open[prefix] <= 0:
-            del self._open[prefix]
-            self._home.pop(prefix, None)
-
-    def remove(self, replica: int) -> None:
-        """Remove a replica that is lost; one that is not there is accepted."""
-        self._load.pop(replica, None)
-        self._home = {prefix: home for prefix, home in self._home.items() if home != replica}
-
-    def add(self, replica: int) -> None:
-        """Add a new or restarted replica, which is idle. Raises ValueError if it is in the pool already."""
-        if replica in self._load:
-            raise ValueError(f"replica {replica} is already in the pool")
-        self._load[replica] = 0
-
-
-# The number of requests that an engine gets at a time, by the room in its KV cache. Pure.
-#
-# An engine whose cache is full throws requests out of its batch and computes them again later. Requests that wait
-# outside can go to another engine instead. So each engine has a limit that follows the classic rule of congestion
-# control: additive increase, multiplicative decrease. There is no limit before the first sign of pressure.
-
+SLACK = 64
 FULL = 0.95  # share of the KV cache; a request that waits for another reason sees less
 DECREASE = 0.75
 ENDED_PER_INCREASE = 8
 
 
-class BackPressure:
-    """Keeps a limit for each replica, from its reports."""
+def has_room(replica: Replica, more: int) -> bool:
+    """Tell whether a replica has room for `more` requests. One that is idle has room for any number."""
+    return not replica.load or replica.load + more <= replica.limit
 
-    def __init__(self) -> None:
-        self._limits: dict[int, float] = {}
 
-    def limit(self, replica: int) -> float:
-        """Return how many requests a replica may have in flight; infinity if nothing is known against more."""
-        return self._limits.get(replica, math.inf)
+def adapt_limit(replica: Replica, load: EngineLoad, ended: int) -> None:
+    """Adapt a replica's limit to its report, made with `replica.load` requests in flight, of which `ended` ended.
 
-    def full(self, in_flight: Mapping[int, int], more: int) -> set[int]:
-        """Return the replicas that have no room for `more` requests. One that is idle has room for any number."""
-        return {replica for replica, now in in_flight.items() if now and now + more > self.limit(replica)}
+    Under pressure the limit falls once, and not again before the requests above it have ended.
+    """
+    if load.waiting and load.kv_usage >= FULL:
+        if replica.load <= replica.limit:
+            replica.limit = max(replica.load * DECREASE, 1.0)
+    else:
+        replica.limit += ended / ENDED_PER_INCREASE
 
-    def reported(self, replica: int, load: EngineLoad, in_flight: int, ended: int) -> None:
-        """Adapt a replica's limit to its report, made when it had `in_flight` requests, of which `ended` ended.
 
-        Under pressure the limit falls once, and not again before the requests above it have ended.
-        """
-        limit = self.limit(replica)
-        if load.waiting and load.kv_usage >= FULL:
-            if in_flight <= limit:
-                self._limits[replica] = max(in_flight * DECREASE, 1.0)
-        elif limit < math.inf:
-            self._limits[replica] = limit + ended / ENDED_PER_INCREASE
+class PublicationHold:
+    """Tells whether what has not begun is held back, and since when; `end` lets it go."""
 
-    def forget(self, replica: int) -> None:
-        """Forget a replica that is lost or new."""
-        self._limits.pop(replica, None)
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: the longest time that it may last; whoever waits longer fails."""
+        self.limit_s = limit_s
+        self.ended_at = -math.inf
+        self._began_at: float | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+
+    @property
+    def active(self) -> bool:
+        """True if anything is held back."""
+        return self._began_at is not None
+
+    @property
+    def until(self) -> float:
+        """The time (`time.monotonic`) at which the hold has lasted too long."""
+        return math.inf if self._began_at is None else self._began_at + self.limit_s
+
+    def begin(self) -> None:
+        """Hold back what has not begun. A hold that is active goes on."""
+        if self._began_at is None:
+            self._began_at = time.monotonic()
+            self._open.clear()
+
+    def end(self) -> None:
+        """Let go what was held back; nothing happens if no hold is active."""
+        if self._began_at is not None:
+            self._began_at, self.ended_at = None, time.monotonic()
+            self._open.set()
+
+    async def wait(self, what: str) -> None:
+        """Wait for the end of the hold. Raises RolloutError naming `what` if it lasts too long."""
+        with contextlib.suppress(TimeoutError):
+            while self.active:
+                async with asyncio.timeout(self.until - time.monotonic()):
+                    await self._open.wait()
+        if self.active:
+            raise self.too_long(what)
+
+    def too_long(self, what: str) -> RolloutError:
+        """Return the error of `what` that was held back too long."""
+        return RolloutError(
+            f"{what} waited {self.limit_s:.0f} s for a publication to end that lets running responses end first "
+            "(rollout.partial_rollout: false)"
+        )
 
 
 @dataclass(eq=False)
 class _Place:
-    """One that waits for room. `look`: set when it may have got some; only its owner clears it."""
+    """One that waits. `look`: set when a replica may have got room for it; only its owner clears it.
+
+    `since`: from when on its wait for room counts; `alone_since`: since when no replica serves.
+    """
 
     background: bool
+    since: float
+    alone_since: float | None = None
     look: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Dispatcher:
-    """A router, limits by back-pressure, and the queue of those that are held back."""
+class Router:
+    """Places requests on the replicas that serve, and keeps the queue of those that wait."""
 
-    def __init__(self, replicas: Iterable[int], hold: PublicationHold | None = None) -> None:
-        """`hold`: whether all requests are held back that have not begun; None: never."""
-        self._hold = hold or PublicationHold(math.inf)
-        self._router = Router(replicas)
-        self._limits = BackPressure()
+    def __init__(
+        self, table: ReplicaTable, hold: PublicationHold, replacement_s: float = math.inf, slack: int = SLACK
+    ) -> None:
+        """`hold`: whether all requests are held back that have not begun. `replacement_s`: how long a replica may take
+        to come while none serves.
+        """
+        self._table, self._hold, self._replacement_s, self._slack = table, hold, replacement_s, slack
+        self._home: dict[Hashable, int] = {}
+        self._open: dict[Hashable, int] = {}
         self._queue: list[_Place] = []  # of those that wait for it, in the order in which they came
         self._peak = EngineLoad()
-
-    @property
-    def load(self) -> dict[int, int]:
-        """The number of outstanding requests per serving replica."""
-        return self._router.load
+        table.on_change = self.look_again
 
     async def place(
-        self,
-        context: RequestContext,
-        samples: int,
-        *,
-        begun: bool,
-        background: bool,
-        timeout_s: float,
-    ) -> int | None:
-        """Wait for a replica with room for `samples` requests and assign them.
+        self, context: RequestContext, samples: int, tokens: int, *, background: bool, timeout_s: float
+    ) -> Lease | None:
+        """Wait for a replica with room for `samples` requests and assign them; None if their deadline has come.
 
-        None if the deadline has come, and if no replica serves (any more). Training comes before requests
-        in the `background`; within each, whoever comes first is placed first. Requests that have been `begun` do not
-        wait for room, nor for the end of a hold. Raises RolloutError after `timeout_s`, which does not count while they
-        are held back, or if the hold lasts too long.
+        Training comes before requests in the `background`; within each, whoever comes first is placed first. Requests
+        that have begun, with `tokens` (> 0), do not wait for room, nor for the end of a hold. While no replica serves,
+        they wait for one that is coming.
+
+        Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, or if none has come in
+        time; RolloutError after `timeout_s`, which does not count while they are held back, or if the hold lasts too
+        long.
         """
-        came, deadline = time.monotonic(), context.deadline
-        place = _Place(background)
+        place = _Place(background, time.monotonic())
         self._queue.append(place)
+        end = math.inf if context.deadline is None else context.deadline.at
         try:
             while True:
-                if not self._router.load:
+                if (lease := self._assign_next(place, context, samples, tokens)) is not None:
+                    return lease
+                until, error = self._limit(place, samples, tokens, timeout_s)
+                now = time.monotonic()
+                if now >= end:
                     return None
-                held = not begun and self._hold.active
-                closed = self._router.load if held else self._closed(place, samples, begun)
-                if (index := self._assign(context, samples, closed)) is not None:
-                    return index
-                now, load = time.monotonic(), self._router.load
-                if deadline is not None and now >= deadline.at:
-                    return None
-                until = self._hold.until if held else max(came, self._hold.ended_at) + timeout_s
-                if now >= until and held:
-                    raise self._hold.too_long(f"{samples} requests")
                 if now >= until:
-                    raise RolloutError(
-                        f"{samples} requests waited {timeout_s:.0f} s for room in a replica; requests in flight: {load}"
-                    )
+                    raise error
                 place.look.clear()
                 with contextlib.suppress(TimeoutError):
-                    end = until if deadline is None else min(until, deadline.at)
-                    async with asyncio.timeout(end - now):
+                    async with asyncio.timeout(min(until, end) - now):
                         await place.look.wait()
         finally:
             self._queue.remove(place)
             self._wake_next()
 
-    def _assign(self, context: RequestContext, samples: int, closed: Container[int]) -> int | None:
-        return self._router.assign(context.prefix, samples, context.home, closed, context.near)
+    def _assign_next(self, place: _Place, context: RequestContext, samples: int, tokens: int) -> Lease | None:
+        """Assign requests that have begun, and others if nothing holds them back and nobody comes before them."""
+        if not tokens and (self._hold.active or not self._is_next(place)):
+            return None
+        return self.assign(context.prefix, samples, context.home, context.near, any_room=tokens > 0)
 
-    def _closed(self, place: _Place, samples: int, begun: bool) -> Container[int]:
-        """Return the replicas that cannot be assigned to a place in the queue."""
-        if begun:
-            return ()
-        load = self._router.load
-        return self._limits.full(load, samples) if self._is_next(place) else load
+    def _limit(self, place: _Place, samples: int, tokens: int, timeout_s: float) -> tuple[float, RolloutError]:
+        """Return the time (`time.monotonic`) at which requests have waited too long, and the error for that.
+
+        Raises NoReplicaLeft if no replica serves them, and none is coming.
+        """
+        now = time.monotonic()
+        if serving := self._table.serving:
+            if place.alone_since is not None:
+                place.since, place.alone_since = now, None
+            if not tokens and self._hold.active:
+                return self._hold.until, self._hold.too_long(f"{samples} requests")
+            in_flight = {each.index: each.load for each in serving}
+            waited = (
+                f"{samples} requests waited {timeout_s:.0f} s for room in a replica; requests in flight: {in_flight}"
+            )
+            return max(place.since, self._hold.ended_at) + timeout_s, RolloutError(waited)
+        if not self._table.coming:
+            raise self._table.none_left()
+        if place.alone_since is None:
+            place.alone_since = now
+            logger.warning("no replica serves: %d responses with %d tokens wait for a new one", samples, tokens)
+        limit = f"{self._replacement_s:.0f} s (timeouts.weight_sync_s and engine_start_s)"
+        lost = self._table.none_left(f"{samples} responses waited {limit} for a new replica after: ")
+        return place.alone_since + self._replacement_s, lost
+
+    def assign(
+        self, prefix: Hashable, samples: int, number: int | None = None, near: int | None = None, *,
+        any_room: bool = False,
+    ) -> Lease | None:  # fmt: skip
+        """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding.
+
+        `near`: a replica that has the prefix in its cache although no request is outstanding there, as between two
+        turns of a dialogue. With `number` the choice depends on nothing but that number modulo the number of serving
+        replicas. None if the chosen replica, or without `number` every replica, has no room, and if none serves; with
+        `any_room` all have.
+        """
+        serving = self._table.serving
+        if number is not None and serving:
+            serving = [serving[number % len(serving)]]
+        open_ = {each.index: each for each in serving if any_room or has_room(each, samples)}
+        if not open_:
+            return None
+        chosen = min(open_.values(), key=lambda each: (each.load, each.index))
+        home = open_.get(self._home.get(prefix, near))  # type: ignore[arg-type]  # None is no index
+        if home is not None and home.load - chosen.load <= self._slack:
+            chosen = home
+        self._home[prefix] = chosen.index
+        self._open[prefix] = self._open.get(prefix, 0) + samples
+        chosen.load += samples
+        return chosen.lease()
 
     def _is_next(self, place: _Place) -> bool:
         """Tell whether nobody comes before a place in the queue."""
@@ -232,37 +231,35 @@ class Dispatcher:
                 first.look.set()
 
     def look_again(self) -> None:
-        """Let all that wait look again.
-
-        Call it when replicas came or went, or a hold has begun or ended.
-        """
+        """Let all that wait look again: replicas came or went, or a hold has begun or ended."""
         for place in self._queue:
             place.look.set()
 
-    def reported(self, prefix: Hashable, replica: int, ended: int, load: EngineLoad) -> None:
+    def reported(self, prefix: Hashable, lease: Lease, ended: int, load: EngineLoad) -> None:
         """Record a replica's report, in which `ended` responses ended."""
         self._peak |= load
-        if replica in self._router.load:
-            self._limits.reported(replica, load, self._router.load[replica], ended)
-        self.release(prefix, replica, ended)
+        if lease.valid:
+            adapt_limit(lease.replica, load, ended)
+        self.release(prefix, lease, ended)
 
-    def release(self, prefix: Hashable, replica: int, requests: int) -> None:
-        """Record that a replica does not work on these requests any more."""
-        self._router.release(prefix, replica, requests)
+    def release(self, prefix: Hashable, lease: Lease, samples: int) -> None:
+        """Record that a replica does not work on these requests (>= 0) any more.
+
+        Raises ValueError if it has fewer outstanding requests; one that has given them up has none of them.
+        """
+        if samples:
+            if lease.valid:
+                if samples > lease.replica.load:
+                    index, load = lease.replica.index, lease.replica.load
+                    raise ValueError(f"replica {index} has {load} outstanding samples, not {samples}")
+                lease.replica.load -= samples
+            self._open[prefix] -= samples
+            if self._open[prefix] <= 0:
+                del self._open[prefix]
+                self._home.pop(prefix, None)
         self._wake_next()
 
     def take_load(self) -> EngineLoad:
         """Return the peaks of all replicas since the last call, as far as they have reported."""
         peak, self._peak = self._peak, EngineLoad()
         return peak
-
-    def remove(self, replica: int) -> None:
-        """Place nothing more on a replica; one that is not there is accepted."""
-        self._router.remove(replica)
-        self._limits.forget(replica)
-        self.look_again()
-
-    def add(self, replica: int) -> None:
-        """Add a new or restarted replica, which is idle. Raises ValueError if it is there already."""
-        self._router.add(replica)
-        self.look_again()

@@ -1,75 +1,61 @@
-"""Tells an engine that is much slower than the others from their reports. Pure: the caller has the clock.
-
-A slow engine answers every call, so nothing counts it as lost; but each step waits for its responses.
-"""
+"""How fast one engine works, from the tokens that it reports. Pure: the caller has the clock, in seconds."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-# The speed of each engine since the last batch, from the tokens that it reports and its time with work. Pure.
-#
-# The mean over all engines hides a slow one, because the others have most of the tokens.
 
 
 @dataclass
-class _Work:
+class Work:
+    """The tokens of an engine since the last batch, and its time with work. The mean over all would hide a slow one.
+
+    Tokens come some seconds after they were made, so the time is counted up to the last report. The time of an engine
+    that reports no token stays, and is counted together with its next tokens.
+    """
+
     calls: int = 0  # that it works on
     since: float = 0.0  # up to when its time is counted
     busy_s: float = 0.0
     tokens: int = 0
 
+    def begin(self, now: float) -> None:
+        """Record that the engine gets a call."""
+        if not self.calls:
+            self.since = now
+        self.calls += 1
 
-class ReplicaWork:
-    """Collects the work by replica; the caller has the clock, in seconds.
+    def note(self, tokens: int, now: float) -> None:
+        """Record a report with new tokens of a call."""
+        self.busy_s += now - self.since
+        self.since = now
+        self.tokens += tokens
 
-    Tokens come some seconds after they were made, so the time of an engine is counted up to its last report. The time
-    of one that reports no token stays, and is counted together with its next tokens.
-    """
+    def end(self, now: float) -> None:
+        """Record that the engine has no more to do for a call."""
+        self.note(0, now)
+        self.calls -= 1
 
-    def __init__(self) -> None:
-        self._works: dict[int, _Work] = {}
-
-    def begin(self, replica: int, now: float) -> None:
-        """Record that a replica gets a call."""
-        work = self._works.setdefault(replica, _Work())
-        if not work.calls:
-            work.since = now
-        work.calls += 1
-
-    def note(self, replica: int, tokens: int, now: float) -> None:
-        """Record a report with new tokens of a call. Raises KeyError without `begin`."""
-        work = self._works[replica]
-        work.busy_s += now - work.since
-        work.since = now
-        work.tokens += tokens
-
-    def end(self, replica: int, now: float) -> None:
-        """Record that a replica has no more to do for a call. Raises KeyError without `begin`."""
-        self.note(replica, 0, now)
-        self._works[replica].calls -= 1
-
-    def take(self) -> dict[int, float]:
-        """Return the tokens per second of each replica that has reported tokens since the last `take`, by its index."""
-        rates = {}
-        for replica, work in sorted(self._works.items()):
-            if work.tokens and work.busy_s > 0:
-                rates[replica] = work.tokens / work.busy_s
-                work.busy_s, work.tokens = 0.0, 0
-        self._works = {index: work for index, work in self._works.items() if work.calls or work.busy_s}
-        return rates
+    def take(self) -> float | None:
+        """Return the tokens per second since the last `take`; None if no token was reported."""
+        if not self.tokens or self.busy_s <= 0:
+            return None
+        rate = self.tokens / self.busy_s
+        self.busy_s, self.tokens = 0.0, 0
+        return rate
 
 
-def rate_metrics(rates: dict[int, float]) -> dict[str, float]:
-    """Return the declared metrics of what `ReplicaWork.take` has returned."""
+def rate_metrics(works: Mapping[int, Work]) -> dict[str, float]:
+    """Return the declared metrics of what the replicas have worked since the last call, by index."""
+    rates = {index: rate for index, work in works.items() if (rate := work.take()) is not None}
     if not rates:
         return {}
     name = "rollout/replica_tokens_per_second"
     return {
         f"{name}_min": min(rates.values()),
         f"{name}_max": max(rates.values()),
-        **{f"{name}/{replica}": rate for replica, rate in rates.items()},
+        **{f"{name}/{index}": rate for index, rate in rates.items()},
     }
 
 
@@ -80,7 +66,12 @@ WINDOW_S = 600.0  # response-seconds after which older ones count half
 
 
 @dataclass
-class _Rate:
+class Progress:
+    """Tokens of an engine and the seconds that responses took for them.
+
+    A slow engine answers every call, so nothing else counts it as lost; but each step waits for its responses.
+    """
+
     tokens: float = 0.0
     seconds: float = 0.0
     slow_since: float | None = None
@@ -90,41 +81,28 @@ class _Rate:
         """Tokens per second of a response."""
         return self.tokens / self.seconds
 
+    def note(self, tokens: int, seconds: float, others: Iterable[Progress], now: float, patience_s: float) -> str:
+        """Record a report; return why the engine is too slow to be used, empty if it is not.
 
-class ProgressRates:
-    """Collects tokens and the seconds that responses took for them, by replica."""
-
-    def __init__(self, patience_s: float) -> None:
-        """`patience_s`: for how long a replica must be slow without a break; its first calls may take long."""
-        self._patience_s = patience_s
-        self._rates: dict[int, _Rate] = {}
-
-    def note(self, replica: int, tokens: int, seconds: float, now: float) -> str:
-        """Record a report; return why the replica is too slow to be used, empty if it is not.
-
-        `seconds`: the sum over the responses, since the report before.
+        `seconds`: the sum over the responses, since the report before. `patience_s`: for how long it must be slow
+        without a break; its first calls may take long.
         """
         if seconds <= 0:
             return ""
-        rate = self._rates.setdefault(replica, _Rate())
-        rate.tokens += tokens
-        rate.seconds += seconds
-        if rate.seconds > WINDOW_S:
-            rate.tokens /= 2
-            rate.seconds /= 2
-        others = [each.value for index, each in self._rates.items() if index != replica]
-        if not others or rate.value * SLOW >= (usual := statistics.median(others)):
-            rate.slow_since = None
+        self.tokens += tokens
+        self.seconds += seconds
+        if self.seconds > WINDOW_S:
+            self.tokens /= 2
+            self.seconds /= 2
+        values = [each.value for each in others if each is not self and each.seconds]
+        if not values or self.value * SLOW >= (usual := statistics.median(values)):
+            self.slow_since = None
             return ""
-        if rate.slow_since is None:
-            rate.slow_since = now
-        if now - rate.slow_since < self._patience_s:
+        if self.slow_since is None:
+            self.slow_since = now
+        if now - self.slow_since < patience_s:
             return ""
         return (
-            f"makes {rate.value:.3g} tokens per second of a response, and has for {now - rate.slow_since:.0f} s been "
+            f"makes {self.value:.3g} tokens per second of a response, and has for {now - self.slow_since:.0f} s been "
             f"more than {SLOW:.0f} times slower than the others, which make {usual:.3g}"
         )
-
-    def forget(self, replica: int) -> None:
-        """Forget a replica that is lost or replaced."""
-        self._rates.pop(replica, None)

@@ -26,8 +26,9 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.counters import Counters
-from megarl.rollout.agents.batch_stats import BusyClock, RunningGroups
-from megarl.rollout.agents.group_runner import GroupRunner
+from megarl.rollout.agents.batch_stats import BusyClock
+from megarl.rollout.agents.loop_host import LoopHost
+from megarl.rollout.agents.loop_run import RunningGroups
 from megarl.rollout.agents.loops import SingleTurn, find_loop
 from megarl.rollout.engine.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, HeldDevices
 from megarl.rollout.engine.replica import ReplicaSpec
@@ -41,14 +42,12 @@ from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.orchestrator.step_batches import StepBatches, StepEnds
 from megarl.rollout.orchestrator.trainer_waits import TrainerWaits
-from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal import RolloutJournal
 from megarl.rollout.resume.retention import History
 from megarl.rollout.tasks.prompts import PromptSource, reward_pool
 from megarl.rollout.transport.background import BackgroundTasks
 from megarl.rollout.workers.agent_worker import AgentWorker
-from megarl.rollout.workers.finished_group import GroupEnd, LocalRows
-from megarl.rollout.workers.worker_groups import WorkerGroups, make_worker_groups
+from megarl.rollout.workers.worker_pool import WorkerPool, make_worker_pool
 from megarl.telemetry.trace import events
 
 # The queue of a run, whose actors belong to the rollout controller: how many there are, and on which nodes.
@@ -96,7 +95,7 @@ class RolloutController(PoolController):
         self._engine_time = BusyClock()
         self._tasks = BackgroundTasks()
         self._journal = RolloutJournal(self.config, self.run_dir)
-        self._workers: WorkerGroups | None = None
+        self._workers: WorkerPool | None = None
         self._cwd = cwd
 
     async def start(self) -> dict[str, float]:
@@ -118,8 +117,11 @@ class RolloutController(PoolController):
             self._rewards.start(),
         )
         self._begin_with(fleet)
-        self._batcher = RequestCoalescer(self._fleet, clock=self._engine_time)
-        self._running = RunningGroups(partial(self._journal.persist, source=self._source))
+        self._coalescer = RequestCoalescer(self._fleet, clock=self._engine_time)
+        self._running = RunningGroups(
+            config, self._source, self._coalescer.generate, self.partition,
+            persist=partial(self._journal.persist, source=self._source), in_workers=bool(config.rollout.agent_workers),
+        )  # fmt: skip
         self._running.stats.skipped_prompts = self._source.skipped
         self._writer = await asyncio.to_thread(
             QueueWriter.attach,
@@ -129,44 +131,36 @@ class RolloutController(PoolController):
             who="the rollout controller",
         )
         if config.rollout.agent_workers:
-            self._workers = make_worker_groups(
-                config, self._source, self._batcher.generate, self._running, self._writer,
-                pool=self.spec, partition=self.partition, cwd=self._cwd, kind=self.worker_kind,
-            )  # fmt: skip
+            self._workers = make_worker_pool(
+                config.rollout.agent_workers, timeouts, self.spec, self._cwd, self.worker_kind
+            )
             await self._workers.start()
-        else:
-            self._runner = GroupRunner(
-                config, self._loop, self._source, self._batcher.generate, self._rewards,
-                partition=self.partition, toolboxes=self._source.toolboxes,
-                teachers=attach_teachers(config, self.spec.namespace), groups=self._running,
-            )  # fmt: skip
-        elsewhere = None
-        # Single turns stay here: their order, and so their replica in a deterministic run, depends on nothing else.
-        if self._workers is not None and not isinstance(self._loop, SingleTurn):
-            elsewhere = self._workers.respond
-        self._evaluations = Evaluator(
-            config,
-            self.run_dir,
-            self._source,
-            self._fleet,
-            self._rewards.score,
-            self._tasks,
-            loop=self._loop,
-            elsewhere=elsewhere,
-        )
+        # With workers it has no loops but single turns of evaluations.
+        self._host = LoopHost(
+            self._loop, self._rewards, self._source.decode_all, timeout_s=timeouts.rpc_s,
+            toolboxes=self._source.toolboxes, eval_toolboxes=self._source.eval_toolboxes,
+            teachers=attach_teachers(config, self.spec.namespace) if self._workers is None else None,
+        )  # fmt: skip
         self._join()
         exempt_present_objects()
         collect_for_loops(shipped=self._workers is not None and config.agent.loop in SHIPPED_LOOPS)
         return {"start_s": time.monotonic() - started}
 
     def _join(self) -> None:
-        """Join what was started: prompt groups, the batches of steps, and the waits for them."""
+        """Join what was started: prompt groups, the batches of steps, evaluations, and the waits for them."""
+        # Single turns of evaluations stay here: their order, and so their replica in a deterministic run, depends on
+        # nothing else.
+        here = self._workers is None or isinstance(self._loop, SingleTurn)
+        self._evaluations = Evaluator(
+            self.config, self.run_dir, self._source, self._fleet, self._tasks, self._host,
+            None if here else self._workers,
+        )  # fmt: skip
         self._groups = PromptGroups(
             self.config,
             self.run_dir,
             source=self._source,
             fleet=self._fleet,
-            run=self._run_here if self._workers is None else self._workers.run,
+            run_loops=(self._workers or self._host).run_group,
             running=self._running,
             writer=self._writer,
             journal=self._journal,
@@ -179,10 +173,6 @@ class RolloutController(PoolController):
         self._waits = TrainerWaits(
             generate_s, self._tasks, self._fleet, self._groups, self._steps, self._evaluations, self._working
         )
-
-    async def _run_here(self, group_id: int, begun: UnfinishedGroup | None) -> GroupEnd:
-        """Run the loops of a group in this process."""
-        return LocalRows(await self._runner.run(group_id, begun), self._writer)
 
     @property
     def _admission(self) -> Admission:
@@ -217,7 +207,7 @@ class RolloutController(PoolController):
         self._tasks.check()
         self._fleet.admit_joining()
         self._admission.set_version(version)
-        self._foreign.serve()
+        self._external.serve()
         if self._journal.resuming:
             await self._groups.use_again(version)
         return await self.admit() if admit else self._admission.counters
@@ -319,7 +309,7 @@ class RolloutController(PoolController):
         the prompts are not the saved ones.
         """
         self._journal.note_unfinished(self._running.progress, self._source)
-        await self._foreign.hold()  # to the first `set_version`
+        await self._external.hold()  # to the first `set_version`
         await self._drop_everything()
         await self._go_back(state)
         await self._fleet.reset()
@@ -343,7 +333,7 @@ class RolloutController(PoolController):
             self._admission.hold(handover.base, {batch.step: batch.taken for batch in handover.held})
         if handover.history is not None or handover.held:
             self._running.stats.skipped_prompts = 0
-        await self._foreign.hold()
+        await self._external.hold()
         await self._fleet.take_over(in_sync=handover.announced is not None)
         self.elastic.open()
         self._expect_publications()
@@ -352,7 +342,7 @@ class RolloutController(PoolController):
             self._admission.set_version(handover.version)
             await self._groups.use_again(handover.version)
             if handover.announced is None:
-                self._foreign.serve()
+                self._external.serve()
             if handover.evaluation is not None:
                 self._evaluations.start(handover.version, handover.evaluation)
         if handover.announced is not None:
@@ -383,7 +373,7 @@ class RolloutController(PoolController):
     async def _drop_everything(self) -> None:
         await self._tasks.drop()
         self._evaluations.drop()
-        await self._batcher.cancel()
+        await self._coalescer.cancel()
         if self._workers is not None:
             await self._workers.drop_all()
         await self._writer.clear_all()
@@ -395,7 +385,7 @@ class RolloutController(PoolController):
 
     async def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
         """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
-        return self._fleet.states.quarantine(index, reason)
+        return self._fleet.table.quarantine(index, reason)
 
     async def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""
@@ -412,8 +402,8 @@ class RolloutController(PoolController):
     async def shutdown(self) -> None:
         """Cancel the groups in flight, end the reward processes and close the queue."""
         self._tasks.cancel()
-        if self._foreign_requests is not None:
-            self._foreign_requests.close()
+        if self._external_requests is not None:
+            self._external_requests.close()
         try:
             if self._workers is not None:
                 await self._workers.close()

@@ -11,35 +11,24 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from megarl.common.errors import RolloutError
 from megarl.common.rundir.notices import write_notice
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
-from megarl.rewards.types import RewardInput, RewardOutcome
-from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.eval_context import Share
+from megarl.rollout.agents.loop_host import LoopHost
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.orchestrator.evaluation import Elsewhere, evaluate_on_fleet, record_lines
+from megarl.rollout.orchestrator.evaluation import Share, evaluate_on_fleet, record_lines
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
-from megarl.rollout.tasks.eval_sets import EvalSet
-from megarl.rollout.tasks.prompts import PromptSource
+from megarl.rollout.tasks.prompts import EvalSet, PromptSource
 from megarl.rollout.transport.background import BackgroundTasks
+from megarl.rollout.workers.worker_pool import WorkerPool
 
 # The part of an engine's places (`rollout.max_num_seqs`) that an evaluation beside training has at once. An engine
 # takes no place away from a running request, so without a limit training would wait for the end of long responses.
 SHARE = 4
 PRIORITY = 1  # of its requests; those of training have 0, which comes first
-
-
-class Score(Protocol):
-    """Scores a response by one of the pool's reward functions."""
-
-    def __call__(self, sample: RewardInput, function: int = 0) -> Awaitable[RewardOutcome]:
-        """Return the outcome of reward function number `function`."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +55,17 @@ class Evaluator:
         run_dir: Path,
         source: PromptSource,
         fleet: EnginePool,
-        score: Score,
         tasks: BackgroundTasks,
-        *,
-        loop: AgentLoop,
-        elsewhere: Elsewhere | None = None,
+        host: LoopHost,
+        workers: WorkerPool | None = None,
     ) -> None:
         """`tasks`: those of the controller; the failure of an evaluation beside training ends the run.
 
-        `loop`: that of the run. `elsewhere`: runs it in another process; None: it runs here.
+        `workers`: those that run the loops; None: `host` does.
         """
-        self._loop, self._elsewhere = loop, elsewhere
+        self._host, self._workers = host, workers
         self._config, self._run_dir, self._tasks = config, run_dir, tasks
-        self._source, self._fleet, self._score = source, fleet, score
+        self._source, self._fleet = source, fleet
         self._running: str | None = None
         self._finished: list[FinishedEvaluation] = []
 
@@ -152,16 +139,13 @@ class Evaluator:
             write_notice(self._run_dir, f"{path} could not be written ({error}); its evaluation is in the metrics")
 
     def _evaluate_set(self, eval_set: EvalSet, version: int, label: str, share: Share | None) -> Awaitable[SetReport]:
-        score: Callable[[RewardInput], Awaitable[RewardOutcome]] = partial(self._score, function=eval_set.reward)
         return evaluate_on_fleet(
             eval_set,
             self._fleet,
-            score,
-            self._source.decode,
+            self._host,
+            self._workers,
             version=version,
             tag=f"v{version}{label}",
             in_turn=self._config.run.deterministic,
             share=share,
-            loop=self._loop,
-            elsewhere=self._elsewhere,
         )

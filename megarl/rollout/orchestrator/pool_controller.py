@@ -41,8 +41,8 @@ class PoolController:
         self.config = Config.model_validate_json(spec.config_json)
         self.run_dir = Path(spec.run_dir)
         redirect_output(self.run_dir / "logs" / "controller.log")
-        events.open_events(self.config, self.run_dir, CONTROLLER)
-        self._foreign_requests: ExternalRequests | None = None  # until the fleet is there
+        events.open_events(self.config.telemetry.events_mib, self.run_dir, CONTROLLER)
+        self._external_requests: ExternalRequests | None = None  # until the fleet is there
         self._calls = AnsweredCalls()
 
     async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
@@ -53,12 +53,12 @@ class PoolController:
         """Begin with the fleet of the run; the gateway's requests wait until its engines serve."""
         self._fleet = fleet
         self.elastic = self._elastic_pool()
-        self._foreign_requests = ExternalRequests(fleet, serves=False)
+        self._external_requests = ExternalRequests(fleet, serves=False)
 
     def _elastic_pool(self) -> ElasticPool:
         import ray
 
-        timeouts, needs = self.config.timeouts, engine_needs(self.config, cuda=self.spec.cuda)
+        timeouts, needs = self.config.timeouts, engine_needs(self.config.rollout.tensor_parallel, cuda=self.spec.cuda)
 
         async def start(index: int, placed: Callable[[], object]) -> ActorHandle:
             return await start_replica(create_replica(self.spec, index), index, timeouts, placed=placed)
@@ -71,28 +71,27 @@ class PoolController:
         return ElasticPool(self._fleet, timeouts, start, end, partial(free_places, needs), notify)
 
     @property
-    def _foreign(self) -> ExternalRequests:
+    def _external(self) -> ExternalRequests:
         """The requests of the gateway, which may call before this actor has started. Raises RolloutError then."""
-        if self._foreign_requests is None:
+        if self._external_requests is None:
             raise RolloutError("the rollout controller is still starting")
-        return self._foreign_requests
+        return self._external_requests
 
-    async def begin_foreign(self, gateway: str, requests: list[ExternalRequest]) -> None:
-        """Begin to work on requests of the gateway. Admission, if there is one, neither counts them nor waits for
-        them."""
-        self._foreign.begin(gateway, requests)
+    async def begin_external(self, gateway: str, requests: list[ExternalRequest], dropped: list[str]) -> None:
+        """Begin to work on requests of the gateway, and stop working on those with the names `dropped`.
 
-    async def drop_foreign(self, gateway: str, names: list[str]) -> None:
-        """Stop working on requests of the gateway."""
-        self._foreign.drop(gateway, names)
+        Admission, if there is one, neither counts them nor waits for them.
+        """
+        self._external.begin(gateway, requests)
+        self._external.drop(gateway, dropped)
 
-    async def take_foreign(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
+    async def take_external(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
         """Wait for news of the gateway's requests; see `ExternalRequests.take`."""
-        return await self._foreign.take(gateway, seen, wait_s)
+        return await self._external.take(gateway, seen, wait_s)
 
     async def list_replicas(self) -> tuple[list[ReplicaReport], int]:
         """Return the state of every replica, and how many are missing because there is no room for them."""
-        return await self.elastic.reports(), self._fleet.membership.missing
+        return await self.elastic.reports(), self._fleet.table.missing
 
     async def drain_replica(self, index: int) -> str:
         """Give a replica no more work. Raises RolloutError if that cannot be."""

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megarl.algorithms.filters import without_signal
 from megarl.common.errors import NoReplicaLeft, NoWorkerLeft, RolloutError, clear_text
-from megarl.common.values import by_sample
+from megarl.common.values import by_sample, first_parts
 from megarl.config.derived.algorithm import shaping_of
 from megarl.config.derived.datasets import response_limits
-from megarl.config.derived.staleness import capacity_groups, pace_of, refill_groups
+from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
-from megarl.queue.trajectory import SampleTag
+from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.queue.transfer import QueueWriter
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE, ScheduleFile
-from megarl.rollout.agents.batch_stats import RunningGroups
-from megarl.rollout.agents.group_runner import failed_group
+from megarl.rollout.agents.loop_host import failed_group
+from megarl.rollout.agents.loop_run import LoopRun, RunningGroups
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal import RolloutJournal
@@ -34,8 +34,50 @@ from megarl.rollout.resume.kept_groups import KeptGroup
 from megarl.rollout.resume.retention import History
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.transport.background import BackgroundTasks
-from megarl.rollout.workers.finished_group import GroupEnd, LocalRows
 from megarl.telemetry.trace import events
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A group whose samples have all ended."""
+
+    rows: Sequence[Trajectory]
+
+    @property
+    def tags(self) -> Sequence[SampleTag]:
+        """The summaries of the rows, in the order of samples and parts."""
+        return [row.tag for row in self.rows]
+
+    @property
+    def rewards(self) -> Sequence[float]:
+        """The rewards of the samples that can be used."""
+        return [row.reward for row in first_parts(self.rows) if row.status == "ok"]
+
+    @property
+    def failures(self) -> Sequence[str]:
+        """The reasons why the other samples cannot be used."""
+        return [row.failure for row in first_parts(self.rows) if row.status != "ok"]
+
+    @property
+    def versions(self) -> Set[int]:
+        """The versions that the tokens of all samples count as."""
+        return {span.counts_as for row in self.rows for span in row.versions}
+
+    @property
+    def demonstrated(self) -> bool:
+        """True if its samples are demonstrations, which have no rewards."""
+        return any(row.demonstrated for row in self.rows)
+
+    @property
+    def usable(self) -> bool:
+        """True if the group can be trained on."""
+        return usable_samples(["ok"] * len(self.rewards))
+
+
+def usable_samples(statuses: Iterable[str]) -> bool:
+    """Tell whether a group can be trained on: at least two samples are ok, as an advantage compares samples."""
+    return sum(status == "ok" for status in statuses) >= 2
+
 
 # The rule that decides whether a failed prompt group ends the run or is counted. Pure.
 
@@ -118,7 +160,7 @@ class PromptGroups:
         *,
         source: PromptSource,
         fleet: EnginePool,
-        run: Callable[[int, UnfinishedGroup | None], Awaitable[GroupEnd]],
+        run_loops: Callable[[LoopRun], Awaitable[list[Trajectory]]],
         running: RunningGroups,
         writer: QueueWriter,
         journal: RolloutJournal,
@@ -126,10 +168,10 @@ class PromptGroups:
     ) -> None:
         """`tasks`: a failure of a group that ends the run is a failure of its task.
 
-        `run`: runs the loops of a group, from what it had in an attempt before. `running`: the groups of which it does.
+        `run_loops`: runs the loops of a group, here or in a worker. `running`: the groups of which it does.
         """
         self._config = config
-        self._source, self._fleet, self._run_loops, self._running = source, fleet, run, running
+        self._source, self._fleet, self._run_loops, self._running = source, fleet, run_loops, running
         self._writer, self._journal, self._tasks = writer, journal, tasks
         self._schedule = ScheduleFile(run_dir / SCHEDULE_FILE)
         self._shaping = shaping_of(config)
@@ -154,7 +196,6 @@ class PromptGroups:
             config.batch.groups,
             pace_of(config),
             refill=refill_groups(config),
-            capacity=capacity_groups(config),
             steps=config.run.steps,
             max_uses=config.admission.max_uses,
             **recorded,
@@ -187,7 +228,7 @@ class PromptGroups:
         """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
         async with self._decoding:
             rows = await asyncio.to_thread(kept.rows)
-            await self._settle(kept.group, LocalRows(rows, self._writer))
+            await self._settle(kept.group, FinishedGroup(rows))
 
     def check_present(self, admission: Admission, what: str) -> None:
         """Raise RolloutError if a trainer has begun since `admission` was the present one."""
@@ -219,7 +260,7 @@ class PromptGroups:
         """
         try:
             await self._fleet.may_begin()  # the group's deadline counts from then
-            end = await self._run_loops(group_id, begun)
+            end = FinishedGroup(await self._running.run(group_id, begun, self._run_loops))
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)
             if (failure := self._failures.decide(group_id, error)) is not None:
@@ -227,14 +268,14 @@ class PromptGroups:
             reason = str(error) or type(error).__name__
             events.fault("group", f"group {group_id} failed: {reason}")
             samples, dataset = self._config.batch.samples_per_group, self._source.dataset(group_id)
-            end = LocalRows(failed_group(group_id, samples, dataset, reason), self._writer)
+            end = FinishedGroup(failed_group(group_id, samples, dataset, reason))
         else:
             self._judge(group_id, end)
             if not end.demonstrated:  # the data file has them, and no engine has worked for them
-                end.note(self._journal, self._source)
+                self._journal.note(end.rows, self._source)
         await self._settle(group_id, end)
 
-    def _judge(self, group_id: int, ended: GroupEnd) -> None:
+    def _judge(self, group_id: int, ended: FinishedGroup) -> None:
         """Tell the failure policy how a group has ended; one whose samples cannot be used has failed too.
 
         Log-probs that are not finite are left to the trainer, which keeps the batch and bounds the number of such
@@ -252,28 +293,27 @@ class PromptGroups:
         if (end := self._failures.decide(group_id, RolloutError(_reason(ended)))) is not None:
             raise end
 
-    async def _settle(self, group_id: int, end: GroupEnd) -> None:
+    async def _settle(self, group_id: int, end: FinishedGroup) -> None:
         """Queue a finished group, or replace it by another one if it has no signal."""
         self._source.finish(group_id, [] if end.demonstrated else end.rewards)
         versions = end.versions
         if self._replaces(group_id, end):
-            end.drop()
             self.start()
         else:
             await self._put(end)
             self.admission.finish(group_id, end.usable, versions)
         self._tasks.changed.set()
 
-    async def _put(self, end: GroupEnd) -> None:
+    async def _put(self, end: FinishedGroup) -> None:
         """Write a finished group to the queue, at once if no other group is in flight."""
         self._putting += 1
         self.queued.note(end.tags)
         try:
-            await end.put(more=self._putting < len(self.admission.in_flight))
+            await self._writer.put_group(end.rows, more=self._putting < len(self.admission.in_flight))
         finally:
             self._putting -= 1
 
-    def _replaces(self, group_id: int, end: GroupEnd) -> bool:
+    def _replaces(self, group_id: int, end: FinishedGroup) -> bool:
         """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""
         if not self._config.admission.refill:
             return False
@@ -288,7 +328,7 @@ class PromptGroups:
         return True
 
 
-def _reason(ended: GroupEnd) -> str:
+def _reason(ended: FinishedGroup) -> str:
     """Return why a group cannot be trained on."""
     samples = len(ended.failures) + len(ended.rewards)
     return f"{len(ended.failures)} of {samples} samples cannot be used; the first: {ended.failures[0]}"

@@ -16,6 +16,7 @@ from megarl.common.process.memory_tuning import collect_rarely, exempt_present_o
 from megarl.common.rundir.notices import write_notice
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.fleet.elastic_pool import attach_fleet
+from megarl.rollout.fleet.replica_table import State
 from megarl.rollout.orchestrator.pool_controller import PoolController
 from megarl.telemetry.trace import events
 
@@ -50,7 +51,7 @@ class ServingController(PoolController):
         collect_rarely()
         self.elastic.open()
         await asyncio.gather(*(self._await_engine(index) for index in self._fleet.serving))
-        self._foreign.serve()
+        self._external.serve()
         return {"start_s": time.monotonic() - started}
 
     async def _await_engine(self, index: int) -> None:
@@ -59,7 +60,7 @@ class ServingController(PoolController):
         deadline = time.monotonic() + bound_s
         while True:
             try:
-                return await self._fleet.actors.call(index, "set_weight_version", VERSION, timeout_s=bound_s)
+                return await self._fleet.call(index, "set_weight_version", VERSION, timeout_s=bound_s)
             except RolloutError:
                 if time.monotonic() > deadline:
                     raise
@@ -69,14 +70,15 @@ class ServingController(PoolController):
         """Replace replicas that were lost, without waiting for that. The supervisor calls it at intervals."""
         await self.elastic.tend()
         idle = self._renewal is None or self._renewal.done()
-        if idle and (self._fleet.lost or self._fleet.membership.new) and time.monotonic() >= self._renew_at:
+        waits = any(each.lost or each.state is State.NEW for each in self._fleet.table)
+        if idle and waits and time.monotonic() >= self._renew_at:
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     async def _renew(self) -> None:
         """Let replicas serve that were lost or added, as a publication would: sound ones at once, others anew."""
         try:
             await self._fleet.begin_sync()
-            broken = [index for index in self._fleet.lost if self._fleet.states.state_of(index) != "joining"]
+            broken = [index for index in self._fleet.lost if not self._fleet.table[index].coming]
             if broken:
                 write_notice(self.run_dir, f"replicas {sorted(broken)} were lost and are started again")
                 await self._fleet.restart(sorted(broken))
@@ -92,10 +94,10 @@ class ServingController(PoolController):
         for index in self._fleet.serving:
             with contextlib.suppress(RolloutError):  # its next request tells that it is lost
                 bound_s = self.config.timeouts.rpc_s
-                await self._fleet.actors.call(index, "set_weight_version", VERSION, timeout_s=bound_s)
+                await self._fleet.call(index, "set_weight_version", VERSION, timeout_s=bound_s)
 
     async def shutdown(self) -> None:
         """Drop all requests."""
-        if self._foreign_requests is not None:
-            self._foreign_requests.close()
+        if self._external_requests is not None:
+            self._external_requests.close()
         events.close_events()

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict, Unpack
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.agents.batch_stats import BusyClock, RunningGroups
+from megarl.rollout.agents.batch_stats import BusyClock
+from megarl.rollout.agents.loop_run import RunningGroups
 from megarl.rollout.agents.sample_times import TrajectoryTimes
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, ReadyBatches
 from megarl.rollout.tasks.prompts import PromptSource
-from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.rollout.workers.worker_pool import WorkerPool
 from megarl.telemetry.trace import events
 
 # The events of a batch that the trainer takes: the batch itself, and its slowest trajectories.
@@ -56,7 +57,7 @@ class StepBatches:
         source: PromptSource,
         fleet: EnginePool,
         engine_time: BusyClock,
-        workers: WorkerGroups | None = None,
+        workers: WorkerPool | None = None,
     ) -> None:
         """`engine_time`: the clock of the calls to engines. `workers`: those that run the loops, if there are any."""
         self._groups, self._running, self._source = groups, running, source
@@ -86,9 +87,10 @@ class StepBatches:
         metrics = stats.metrics(
             replicas_serving=len(fleet.serving), replicas_lost=len(fleet.lost),
             replicas_idle=len(fleet.idle), load=fleet.take_load(),
-            workers=None if self._workers is None else self._workers.alive,
         )  # fmt: skip
         metrics |= fleet.take_rates()
+        if self._workers is not None:
+            metrics |= self._workers.take_metrics()
         batch = self._batches.take(step, admission, metrics, self._source.rewards)
         record_batch_taken(batch, stats.slowest, in_flight=len(admission.in_flight))
         return batch
@@ -121,4 +123,6 @@ class StepBatches:
         """Forget all batches and what was measured, because a trainer begins anew."""
         self._batches.clear()
         self._running.take_stats()
+        if self._workers is not None:
+            self._workers.take_metrics()
         self._taken_at, self.needed = None, -1

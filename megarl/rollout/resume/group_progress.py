@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from megarl.common.values import packed
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.resume.loop_records import FrozenLoop, LoopRecord
+from megarl.rollout.resume.loop_records import FrozenLoop
 
 RequestPlace = tuple[int, int]  # sample, turn: which request of a group it is, in every attempt
 
@@ -27,7 +27,7 @@ class UnfinishedGroup:
     """The progress of a group: the responses that have tokens, and the records of agent loops by sample."""
 
     responses: Mapping[RequestPlace, BegunResponse] = field(default_factory=dict)
-    loops: Mapping[int, LoopRecord] = field(default_factory=dict)
+    loops: Mapping[int, FrozenLoop] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -56,8 +56,7 @@ class GroupProgress:
         self.prompt_ids, self.dataset = prompt_ids, dataset
         self.tokens: dict[str, ResponsePart] = {}
         self._kept = dict(kept.responses) if kept is not None else {}
-        loops = kept.loops if kept is not None else {}
-        self.loops: dict[int, FrozenLoop] = {sample: each.decoded() for sample, each in loops.items()}
+        self.loops: dict[int, FrozenLoop] = dict(kept.loops) if kept is not None else {}
         self.changed: set[int] = set()
         self._requests: dict[str, _Request] = {}
         self._names: dict[RequestPlace, str] = {}

@@ -90,7 +90,6 @@ def encode_unfinished(group: int, begun: UnfinishedGroup, problem: str) -> bytes
     ]
     arrays = [packed(kind, getattr(each.tokens, name)) for each in begun.responses.values() for name, kind in _TOKENS]
     head = {"kind": "unfinished", "group": group, "problem": problem, "rows": heads}
-    # Records of loops that run in another process are JSON already.
     loops = b",".join(b"[%d,%s]" % (sample, loop.encoded()) for sample, loop in begun.loops.items())
     return _joined(_text(head)[:-1] + b',"loops":[' + loops + b"]}", arrays)
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -60,51 +60,14 @@ class FrozenLoop:
         return found if found is not None and found.digest == digest else None
 
     def encoded(self) -> bytes:
-        """See `LoopRecord.encoded`."""
+        """Return the records as a JSON text."""
         return msgspec.json.encode(self)  # of every loop at every change: `json` takes ten times as long
-
-    def decoded(self) -> FrozenLoop:
-        """See `LoopRecord.decoded`."""
-        return self
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> FrozenLoop:
         """Return the records with a content. Raises KeyError or TypeError for another one."""
         calls = {int(number): CallRecord(**call) for number, call in content["calls"].items()}
         return cls(**{**content, "calls": calls})
-
-
-class LoopRecord(Protocol):
-    """The records of a loop, decoded or not."""
-
-    @property
-    def version(self) -> int:
-        """A number that grows with every change."""
-        ...
-
-    def encoded(self) -> bytes:
-        """Return the records as a JSON text."""
-        ...
-
-    def decoded(self) -> FrozenLoop:
-        """Return what can be gone on with."""
-        ...
-
-
-@dataclass(frozen=True)
-class EncodedLoop:
-    """The records of a loop that runs in another process: nobody here has to read them."""
-
-    version: int
-    text: bytes
-
-    def encoded(self) -> bytes:
-        """See `LoopRecord.encoded`."""
-        return self.text
-
-    def decoded(self) -> FrozenLoop:
-        """See `LoopRecord.decoded`. Raises KeyError, TypeError or ValueError for a text that is no such record."""
-        return FrozenLoop.of(json.loads(self.text))
 
 
 def call_digest(tool: str, arguments: Mapping[str, Any]) -> str:

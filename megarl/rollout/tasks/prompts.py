@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megarl.chat.tokenize import PromptEncoder, TokenDecoder, load_tokenizer, stop_token_ids
@@ -34,7 +34,6 @@ from megarl.models.hf.read_config import load_info
 from megarl.rewards.types import RewardInput, RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.engine.messages import SamplingSpec
-from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.tasks.toolboxes import Toolboxes
 
@@ -84,7 +83,29 @@ class PromptTask:
 
     def reward_input(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
         """Return the reward function's input for one response."""
-        return _reward_input(self.prompt, response, token_ids, finish_reason)
+        return RewardInput(
+            prompt=self.prompt.text,
+            response=response,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            answer=self.prompt.answer,
+            row=self.prompt.row,
+        )
+
+
+@dataclass
+class EvalSet:
+    """A held-out set: each problem gets one greedy response and `samples` others, sampled as the problem says.
+
+    `records`: one JSON object per response.
+    """
+
+    name: str
+    problems: Sequence[PromptTask]
+    greedy: SamplingSpec
+    samples: int
+    seed: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 class PromptSource:
@@ -116,6 +137,7 @@ class PromptSource:
         self._weights = {each.chosen.name: each.chosen.weight for each in self._sets}
         self._curriculum = _curriculum(config, self._weights)
         # Now, not when the first evaluation is due: a mistake in a set must not end a run that is under way.
+        self.eval_toolboxes: dict[str, Toolbox] = {}  # of held-out sets by name; empty if the run has single turns
         self._held_out = [self._eval_set(each) for each in held_out_sets(config)]
         self.reset()
 
@@ -199,10 +221,12 @@ class PromptSource:
         return [replace(each, records=[]) for each in self._held_out]
 
     def _eval_set(self, chosen: HeldOutSet) -> EvalSet:
-        limit = self._evaluation_limit
-        problems = []
+        limit, reward = self._evaluation_limit, self._reward(chosen.reward)
+        sampling = SamplingSpec.evaluation(chosen.sampling, chosen.max_tokens, self.stop_token_ids)
         try:
             toolbox = self._toolbox(chosen)
+            if toolbox is not None:
+                self.eval_toolboxes[chosen.name] = toolbox
             encoder = PromptEncoder(
                 self.tokenizer,
                 limit.tokens,
@@ -210,20 +234,18 @@ class PromptSource:
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
             )
-            for prompt in load_prompts(chosen.path, chosen.data, chosen.limit):
-                judged = partial(_reward_input, prompt)
-                problems.append(EvalProblem(encoder.encode(prompt), judged, prompt.answer, prompt))
+            problems = [
+                PromptTask(prompt, encoder.encode(prompt), sampling, chosen.name, reward)
+                for prompt in load_prompts(chosen.path, chosen.data, chosen.limit)
+            ]
         except ValueError as error:
             raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
         return EvalSet(
             name=chosen.name,
             problems=problems,
             greedy=SamplingSpec.greedy(chosen.max_tokens, self.stop_token_ids),
-            sampled=SamplingSpec.evaluation(chosen.sampling, chosen.max_tokens, self.stop_token_ids),
             samples=chosen.sampling.samples,
             seed=self.config.run.seed,
-            reward=self._reward(chosen.reward),
-            toolbox=toolbox,
         )
 
     def finish(self, group_id: int, rewards: Sequence[float]) -> None:
@@ -364,14 +386,3 @@ class _TrainingPrompts:
 def _curriculum(config: Config, weights: dict[str, float]) -> Curriculum | None:
     chosen = config.data.curriculum
     return None if chosen.function is None else Curriculum(chosen.function, chosen.kwargs, weights)
-
-
-def _reward_input(prompt: Prompt, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
-    return RewardInput(
-        prompt=prompt.text,
-        response=response,
-        token_ids=token_ids,
-        finish_reason=finish_reason,
-        answer=prompt.answer,
-        row=prompt.row,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.chat.dialogue import Dialogue
 from megarl.chat.tool_calls import HERMES
 from megarl.chat.tool_format import tool_format
+from megarl.common.imports import imported
 from megarl.common.process.child_process import StartError
 from megarl.common.trust.secret_references import resolved
 from megarl.config.derived.datasets import HeldOutSet, TrainSet
@@ -109,7 +109,7 @@ def make_tool(chosen: ToolConfig, key: str) -> Tool:
             others = {name: value for name, value in chosen.kwargs.items() if name not in kept}
             kwargs = {**resolved(others, f"{key}.kwargs"), **{name: chosen.kwargs[name] for name in kept}}
             return _shipped(chosen, kwargs)
-        found = _imported(chosen.kind)
+        found = imported(chosen.kind, "the tool")
         if not inspect.isclass(found):
             return function_tool(chosen.kind, name=chosen.name, **resolved(chosen.kwargs, f"{key}.kwargs"))
         return class_tool(chosen.kind, name=chosen.name, kwargs=resolved(chosen.kwargs, f"{key}.kwargs"))
@@ -131,14 +131,6 @@ def _shipped(chosen: ToolConfig, kwargs: Mapping[str, Any]) -> Tool:
 
 def _in_worker(chosen: ToolConfig, key: str) -> Tool:
     """Return a class's object in this process."""
-    if chosen.kind in SHIPPED_TOOLS or not inspect.isclass(_imported(chosen.kind)):
+    if chosen.kind in SHIPPED_TOOLS or not inspect.isclass(imported(chosen.kind, "the tool")):
         raise ValueError("in_worker is for tools that are classes: remove it")
     return made(chosen.kind, chosen.name, resolved(chosen.kwargs, f"{key}.kwargs"))
-
-
-def _imported(path: str) -> object:
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ValueError(f"the import failed with {type(error).__name__}: {error}") from error

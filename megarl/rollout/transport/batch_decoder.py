@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from megarl.common.errors import RolloutError
-
-Waiting = list[tuple[Sequence[int], asyncio.Future[str]]]
+from megarl.rollout.transport.gather import Turn
 
 
 class BatchDecoder:
@@ -20,21 +18,18 @@ class BatchDecoder:
     def __init__(self, decode_all: Callable[[Sequence[Sequence[int]]], list[str]], timeout_s: float) -> None:
         """`timeout_s`: the longest time that a text may take, `timeouts.rpc_s` of the config."""
         self._decode_all, self._timeout_s = decode_all, timeout_s
-        self._waiting: Waiting = []
+        self._turn: Turn[Sequence[int], str] | None = None
 
     async def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids.
 
         Raises what `decode_all` raises for the turn's token ids, and RolloutError if no text comes in time.
         """
-        loop = asyncio.get_running_loop()
-        decoded: asyncio.Future[str] = loop.create_future()
-        self._waiting.append((ids, decoded))
-        if len(self._waiting) == 1:
-            loop.call_soon(self._send)
+        if self._turn is None or not self._turn.open:
+            self._turn = Turn(self._decode)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await decoded
+                return await self._turn.join(ids)
         except TimeoutError as error:
             if not limit.expired():  # `decode_all` has raised it
                 raise
@@ -43,33 +38,5 @@ class BatchDecoder:
                 "controller to decode it; give that process more of a core, or raise the bound"
             ) from error
 
-    def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        sequences = [ids for ids, _ in waiting]
-        try:
-            texts = asyncio.get_running_loop().run_in_executor(None, self._decode_all, sequences)
-        except Exception as error:  # no thread can be started, or the executor was shut down
-            _fail(waiting, error)
-            return
-        texts.add_done_callback(partial(_settle, waiting))
-
-
-def _fail(waiting: Waiting, error: Exception) -> None:
-    """Give each of those that still wait the error because of which nothing was decoded."""
-    for _, decoded in waiting:
-        if not decoded.done():
-            decoded.set_exception(error)
-
-
-def _settle(waiting: Waiting, texts: asyncio.Future[list[str]]) -> None:
-    """Give each of those that still wait its text, or the failure of all."""
-    error = None if texts.cancelled() else texts.exception()
-    for position, (_, decoded) in enumerate(waiting):
-        if decoded.done():
-            continue
-        if texts.cancelled():
-            decoded.cancel()
-        elif error is not None:
-            decoded.set_exception(error)
-        else:
-            decoded.set_result(texts.result()[position])
+    async def _decode(self, sequences: list[Sequence[int]]) -> list[str]:
+        return await asyncio.get_running_loop().run_in_executor(None, self._decode_all, sequences)

@@ -1,4 +1,7 @@
-"""Messages that wait to be sent, and go together in calls of bounded size."""
+"""What goes together in one call: what comes in one turn of the event loop, or messages of a bounded size.
+
+A call between processes costs as much as 20 messages. One that was lost is made again, and counts once.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,47 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+
+class Turn(Generic[Asked, Answer]):
+    """One call for all that join in the present turn of the event loop; `task` makes it in the next one."""
+
+    def __init__(self, call: Callable[[list[Asked]], Awaitable[Sequence[Answer]]]) -> None:
+        """`call`: returns the answers to what has joined, in the order of it."""
+        self.joined: list[Asked] = []
+        self.open = True
+        self.task = asyncio.get_running_loop().create_task(self._make(call))
+
+    async def _make(self, call: Callable[[list[Asked]], Awaitable[Sequence[Answer]]]) -> Sequence[Answer]:
+        self.open = False
+        return await call(self.joined)
+
+    async def join(self, asked: Asked) -> Answer:
+        """Return the answer to something that is asked while this is `open`. Raises what the call has raised."""
+        position = len(self.joined)
+        self.joined.append(asked)
+        return (await asyncio.shield(self.task))[position]  # the others wait on if this one is cancelled
+
+
+class Replay(Generic[Answer]):
+    """Keeps the last thing that was taken, by its number, until whoever takes has it: the answer may have been lost."""
+
+    def __init__(self, nothing: Answer) -> None:
+        self._number, self._last = 0, nothing
+        self._taking = asyncio.Lock()
+
+    async def take(self, seen: int, more: Callable[[], Awaitable[Answer]]) -> tuple[int, Answer]:
+        """Return the number and the thing after number `seen`; `more` returns what is new, if that is not the last."""
+        async with self._taking:
+            if seen == self._number:
+                self._last = await more()
+                self._number += 1
+            return self._number, self._last
 
 
 class Sized(Protocol):
@@ -21,7 +63,7 @@ class Sized(Protocol):
 
 Sent = TypeVar("Sent", bound=Sized)
 
-# Between two calls: a call costs a process as much as 20 messages. Where thousands of loops are under way, the turn of
+# Between two calls. Where thousands of loops are under way, the turn of
 # each of them takes seconds, and their messages would hardly ever meet within the shortest time.
 GATHER_S, GATHER_EACH_S, MOST_GATHER_S = 0.005, 4e-5, 0.2
 # Of one call, so that neither side is busy with it for long: 200,000 numbers are read in about 10 ms. Calls follow each

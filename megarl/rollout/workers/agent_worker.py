@@ -21,7 +21,7 @@ from megarl.config.derived.datasets import HeldOutSet, TrainSet, held_out_sets, 
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.models.hf.read_config import load_info
-from megarl.queue.transfer import QueueWriter
+from megarl.rollout.agents.loop_host import LoopHost
 from megarl.rollout.agents.loops import find_loop
 from megarl.rollout.engine.placement import ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
@@ -29,9 +29,9 @@ from megarl.rollout.engine.teachers.teacher_client import attach_teachers
 from megarl.rollout.tasks.prompts import reward_pool
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.tasks.toolboxes import Toolboxes
-from megarl.rollout.workers.messages import ToWorker, WorkerReport
+from megarl.rollout.transport.link import Parcel
+from megarl.rollout.workers.messages import ToController, ToWorker
 from megarl.rollout.workers.worker_loops import WorkerLoops
-from megarl.rollout.workers.worker_runs import LoopParts
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import worker_process
 
@@ -43,10 +43,9 @@ CALLS = 16  # at once: one of each kind, and those that are repeated
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Holds what a worker is made from. `partition`: that of the queue; `cwd`: see RolloutController."""
+    """Holds what a worker is made from. `cwd`: see RolloutController."""
 
     pool: ReplicaSpec
-    partition: str
     index: int
     cwd: str = ""
 
@@ -97,7 +96,7 @@ class AgentWorker:
         self.config = Config.model_validate_json(spec.pool.config_json)
         self.run_dir = Path(spec.pool.run_dir)
         redirect_output(self.run_dir / "logs" / f"worker-{spec.index}.log")
-        events.open_events(self.config, self.run_dir, worker_process(spec.index))
+        events.open_events(self.config.telemetry.events_mib, self.run_dir, worker_process(spec.index))
         if spec.cwd:
             os.chdir(spec.cwd)
             sys.path.insert(0, spec.cwd)
@@ -105,36 +104,21 @@ class AgentWorker:
         spec.pool.watch_supervisor()
 
     async def start(self) -> None:
-        """Load tokenizer, tools and loop, start the reward processes, attach to the queue."""
+        """Load tokenizer, tools and loop, start the reward processes."""
         config = self.config
         self._rewards = reward_pool(
             config, partial(write_notice, self.run_dir), shares=config.rollout.agent_workers + 1
         )
-        loop, texts, writer, _ = await asyncio.gather(
-            asyncio.to_thread(find_loop, config.agent),
-            asyncio.to_thread(self._texts),
-            asyncio.to_thread(
-                QueueWriter.attach,
-                self.spec.partition,
-                namespace=self.spec.pool.namespace,
-                timeout_s=config.timeouts.rpc_s,
-                who=f"agent worker {self.spec.index}",
-            ),
-            self._rewards.start(),
+        loop, texts, _ = await asyncio.gather(
+            asyncio.to_thread(find_loop, config.agent), asyncio.to_thread(self._texts), self._rewards.start()
         )
         self._tools = texts.tools
-        parts = LoopParts(
-            loop,
-            self._rewards,
-            writer,
-            texts.decoder.texts,
-            texts.training,
-            texts.held_out,
-            self._rewards.waiting,
-            attach_teachers(config, self.spec.pool.namespace),
-        )
-        self._loops = WorkerLoops(config, self.spec.partition, parts)
-        writer.under_way = self._loops.under_way
+        host = LoopHost(
+            loop, self._rewards, texts.decoder.texts, timeout_s=config.timeouts.rpc_s,
+            toolboxes=texts.training, eval_toolboxes=texts.held_out,
+            teachers=attach_teachers(config, self.spec.pool.namespace),
+        )  # fmt: skip
+        self._loops = WorkerLoops(host, self._rewards.waiting)
         self._passing = asyncio.create_task(self._loops.pass_on())
         exempt_present_objects()
         collect_for_loops(shipped=config.agent.loop in SHIPPED_LOOPS)
@@ -152,14 +136,14 @@ class AgentWorker:
         return _Texts(made, boxes(train_sets(config)), boxes(held_out_sets(config)), TokenDecoder(tokenizer))
 
     async def give(self, number: int, messages: Sequence[ToWorker]) -> None:
-        """See `WorkerLoops.give`."""
-        await self._loops.give(number, messages)
+        """See `LinkServer.give`."""
+        await self._loops.link.give(number, messages)
 
-    async def take(self, seen: int, wait_s: float) -> WorkerReport:
-        """See `WorkerLoops.take`. Raises what has ended the sending of the loops' records."""
+    async def take(self, seen: int, wait_s: float) -> Parcel[ToController]:
+        """See `LinkServer.take`. Raises what has ended the sending of the loops' records."""
         if self._passing.done():
             self._passing.result()
-        return await self._loops.take(seen, wait_s)
+        return await self._loops.link.take(seen, wait_s)
 
     async def drop(self) -> None:
         """See `WorkerLoops.drop`."""

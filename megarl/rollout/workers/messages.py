@@ -1,8 +1,7 @@
 """Messages between the controller and an agent worker about the loops that the worker runs. Pure.
 
-Each message names a run: one attempt of one worker at one group, or at one response of an evaluation. The numbers of
-runs are never used twice, so a message of a run that is over, of another worker or of a history that the trainer has
-left changes nothing.
+Each message names a run: one attempt of one worker at a job. The numbers of runs are never used twice, so a message of
+a run that is over, of another worker or of a history that the trainer has left changes nothing.
 """
 
 from __future__ import annotations
@@ -10,16 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.common.errors import NoReplicaLeft, RequestFailed, RolloutError, ToolFailed
-from megarl.queue.trajectory import SampleTag
+from megarl.queue.trajectory import Trajectory
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.agents.batch_stats import BatchStats
 from megarl.rollout.agents.eval_context import EvaluatedResponse
+from megarl.rollout.agents.loop_run import LoopJob
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
-from megarl.rollout.resume.group_progress import RequestPlace
-from megarl.rollout.tasks.eval_sets import EvalTask
-from megarl.rollout.tasks.prompts import PromptTask
+from megarl.rollout.resume.group_progress import RequestPlace, UnfinishedGroup
+from megarl.rollout.resume.loop_records import FrozenLoop
 
-START, START_ONE = 12_000, 1_000  # of the start of a group, which is much work: all of its loops begin; of one loop
+START = 800  # of the start of one loop, which is much work
 PLAIN = 64  # the size of a message without tokens, where a token, and a log-prob, has size 1
 
 
@@ -52,36 +52,22 @@ _KNOWN: dict[str, type[Exception]] = {
 
 
 @dataclass(frozen=True)
-class StartGroup:
-    """To the worker: run the loops of a group. `kept`: the record of what an attempt before had (journal_records).
+class Start:
+    """To the worker: run the loops of a job. `kept`: what they had in another worker, or in a run before.
 
-    `left_s`: the seconds until the group's deadline, which counts from its first start; None if it has none.
+    `deadline`: that of a group, as `GroupDeadline.sent`, which counts from its first start.
     """
 
     run: int
-    group: int
-    drawn: PromptTask
-    kept: bytes | None = None
-    left_s: float | None = None
+    job: LoopJob
+    kept: UnfinishedGroup
+    deadline: GroupDeadline | None = None
 
     @property
     def size(self) -> int:
         """See `PLAIN`."""
-        return START + len(self.drawn.ids) + len(self.kept or b"") // 4
-
-
-@dataclass(frozen=True)
-class StartResponse:
-    """To the worker: run the loop of one response of an evaluation. `kept`: as of `StartGroup`."""
-
-    run: int
-    task: EvalTask
-    kept: bytes | None = None
-
-    @property
-    def size(self) -> int:
-        """See `PLAIN`."""
-        return START_ONE + len(self.task.problem.prompt_ids) + len(self.kept or b"") // 4
+        tokens = sum(2 * len(each.tokens.response_ids) for each in self.kept.responses.values())
+        return START * len(self.job.samples) + len(self.job.prompt.ids) + tokens
 
 
 @dataclass(frozen=True)
@@ -110,21 +96,8 @@ class Persisted:
 
 
 @dataclass(frozen=True)
-class GroupVerdict:
-    """To the worker: write the rows of a group that has ended to the queue, or forget them.
-
-    `more`: see `QueueWriter.put_group`.
-    """
-
-    run: int
-    queue: bool
-    more: bool = False
-    size = PLAIN
-
-
-@dataclass(frozen=True)
-class DropGroup:
-    """To the worker: end the loops of a group, or of a response of an evaluation, and forget it."""
+class Drop:
+    """To the worker: end the loops of a run, and forget it."""
 
     run: int
     size = PLAIN
@@ -134,7 +107,7 @@ class DropGroup:
 class Asked:
     """To the controller: a request of a loop. `near`: the replica that has its beginning in the cache.
 
-    `prompt`: the digest of its prompt (`prompt_digest`).
+    `prompt`: a digest of its prompt (`prompt_digest`).
     """
 
     run: int
@@ -151,17 +124,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Frozen:
-    """To the controller: the records of a loop (`FrozenLoop`) as JSON, of that version."""
+    """To the controller: the records of a loop."""
 
     run: int
     sample: int
-    version: int
-    text: bytes
+    loop: FrozenLoop
 
     @property
     def size(self) -> int:
         """See `PLAIN`."""
-        return PLAIN + len(self.text) // 4
+        return PLAIN + (len(self.loop.state) + sum(len(call.text or "") for call in self.loop.calls.values())) // 4
 
 
 @dataclass(frozen=True)
@@ -178,36 +150,21 @@ class Persist:
 
 @dataclass(frozen=True)
 class Ended:
-    """To the controller: all loops of a group have ended.
+    """To the controller: all loops of the run have ended. `result`: what `LoopHost` returns for its job.
 
-    `failures`: of the samples that cannot be used. `record`: the rows, as the journal has them (journal_records).
     `stats`: what was measured of the samples.
     """
 
     run: int
-    tags: tuple[SampleTag, ...]
-    failures: tuple[str, ...]
-    versions: frozenset[int]
-    record: bytes
+    result: list[Trajectory] | EvaluatedResponse
     stats: BatchStats
 
     @property
     def size(self) -> int:
         """See `PLAIN`."""
-        return PLAIN * len(self.tags) + len(self.record) // 4
-
-
-@dataclass(frozen=True)
-class Responded:
-    """To the controller: the loop of a response of an evaluation has ended."""
-
-    run: int
-    ended: EvaluatedResponse
-
-    @property
-    def size(self) -> int:
-        """See `PLAIN`."""
-        return PLAIN + self.ended.scored.tokens
+        if isinstance(self.result, EvaluatedResponse):
+            return PLAIN + self.result.scored.tokens
+        return sum(PLAIN + len(row.prompt_ids) + 3 * len(row.response_ids) for row in self.result)
 
 
 @dataclass(frozen=True)
@@ -220,23 +177,5 @@ class Failed:
     size = PLAIN
 
 
-@dataclass(frozen=True)
-class Queued:
-    """To the controller: the rows of a group are in the queue, or why they are not."""
-
-    run: int
-    failure: SentFailure | None = None
-    size = PLAIN
-
-
-ToWorker = StartGroup | StartResponse | Answered | Persisted | GroupVerdict | DropGroup
-ToController = Asked | Frozen | Persist | Ended | Responded | Failed | Queued
-
-
-@dataclass(frozen=True)
-class WorkerReport:
-    """News of a worker since the last report. `waiting`: what its reward processes work on, the end of a sentence."""
-
-    number: int
-    messages: tuple[ToController, ...] = ()
-    waiting: str = ""
+ToWorker = Start | Answered | Persisted | Drop
+ToController = Asked | Frozen | Persist | Ended | Failed

@@ -1,92 +1,157 @@
-"""All loops of an agent worker: takes the controller's messages, and keeps the news until the controller takes them."""
+"""The loops of an agent worker: takes the controller's messages, and keeps the news until the controller takes them.
+
+Requests go to the controller, which has the engines, and so do the records of the loops: a worker that is started in
+place of a dead one goes on from there.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from megarl.config.schema import Config
+from megarl.rollout.agents.loop_host import LoopHost
+from megarl.rollout.agents.loop_run import LoopRun
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.resume.group_progress import RequestPlace
 from megarl.rollout.transport.background import cancel_all
-from megarl.rollout.transport.batch_decoder import BatchDecoder
 from megarl.rollout.transport.gather import Outbox
-from megarl.rollout.workers.messages import StartGroup, StartResponse, ToController, ToWorker, WorkerReport
-from megarl.rollout.workers.worker_runs import LoopParts, WorkerGroup, WorkerResponse, WorkerRun
+from megarl.rollout.transport.link import LinkServer
+from megarl.rollout.workers.messages import (
+    Answered,
+    Asked,
+    Ended,
+    Failed,
+    Frozen,
+    Persist,
+    Persisted,
+    SentFailure,
+    Start,
+    ToController,
+    ToWorker,
+)
+
+logger = logging.getLogger(__name__)
 
 FREEZE_S = 0.5  # by which the controller's records of the loops may be behind
 SLICE = 8  # messages that are handled at once: each lets a loop go on, which computes for about a millisecond
-ENCODED_AT_ONCE = 64  # records, between which other tasks run
+RECORDS_AT_ONCE = 512  # that are sent, between which other tasks run
+
+
+class WorkerRun(LoopRun):
+    """A job in a worker: its requests go to the controller, and what has to be kept too. `task` runs it."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self, start: Start, outbox: Outbox[ToController]) -> None:
+        deadline = None if start.deadline is None else start.deadline.received(time.monotonic())
+        super().__init__(start.job, None, kept=start.kept, deadline=deadline)
+        self.number, self._outbox = start.run, outbox
+        self._asked: dict[RequestPlace, asyncio.Future[GenerateResult]] = {}
+        self._persisting: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+
+    def send_records(self, samples: set[int] | None = None) -> int:
+        """Send the records of loops that have changed, of these `samples` or of all; return how many these are."""
+        progress = self.progress
+        changed = progress.changed if samples is None else progress.changed & samples
+        for sample in sorted(changed):
+            self._outbox.put(Frozen(self.number, sample, progress.loops[sample]))
+        count = len(changed)
+        progress.changed -= changed
+        return count
+
+    async def generate(self, request: GenerateRequest, near: int | None) -> GenerateResult:
+        """See `LoopRun.generate`."""
+        place = self.progress.place(request.request_id)
+        self.send_records({place[0]})  # before it, so that nobody has a response to a turn of which nothing is known
+        answer: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        self._asked[place] = answer
+        self._outbox.put(Asked(self.number, place, request, near, self.progress.prompt(request.request_id)))
+        return await answer
+
+    async def persist(self) -> None:
+        """See `LoopRun.persist`."""
+        self.send_records()
+        number = next(self._numbers)
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._persisting[number] = written
+        self._outbox.put(Persist(self.number, number))
+        await written
+
+    def receive(self, message: Answered | Persisted) -> None:
+        """Take what the controller says to a request."""
+        if isinstance(message, Answered):
+            _settle(self._asked.pop(message.place, None), message.result, message.failure)
+        else:
+            _settle(self._persisting.pop(message.number, None), None, message.failure)
 
 
 class WorkerLoops:
-    """Runs groups, and responses of evaluations."""
+    """Runs the jobs that the controller gives to the worker."""
 
-    def __init__(self, config: Config, partition: str, parts: LoopParts) -> None:
-        """`partition`: that of the queue; it makes request ids unique."""
-        self._config, self._partition, self._parts = config, partition, parts
-        self._decoder = BatchDecoder(parts.decode_all, config.timeouts.rpc_s)
+    def __init__(self, host: LoopHost, waiting: Callable[[], str] = str) -> None:
+        """`waiting`: what the reward processes work on, the end of a sentence."""
+        self._host = host
         self._runs: dict[int, WorkerRun] = {}
-        self._loops = 0  # of all runs together
-        self._outbox: Outbox[ToController] = Outbox(self.under_way)
-        self._given = 0  # the number of the last call of `give`
-        self._report = WorkerReport(0)
-        self._taking = asyncio.Lock()
+        self.link: LinkServer[ToController] = LinkServer(self._receive, self.under_way, waiting=waiting)
 
     def under_way(self) -> int:
         """Return the number of loops that run."""
-        return self._loops
+        return sum(len(run.job.samples) for run in self._runs.values())
 
-    async def give(self, number: int, messages: Sequence[ToWorker]) -> None:
-        """Take messages of the controller. `number`: of the call; one that was made twice counts once."""
-        if number <= self._given:
-            return
-        self._given = number
+    async def _receive(self, messages: Sequence[ToWorker]) -> None:
+        """Take messages of the controller."""
         for count, message in enumerate(messages):
             if count % SLICE == 0:  # each of them lets loops go on
                 await asyncio.sleep(0)
-            if isinstance(message, StartGroup | StartResponse):
-                self._start(message)
-            elif (run := self._runs.get(message.run)) is not None:
-                run.receive(message)
-
-    async def take(self, seen: int, wait_s: float) -> WorkerReport:
-        """Return news: at once if there are any, after `wait_s` at the latest.
-
-        `seen`: the number of the last report that the controller has; a later one was lost on its way, and is repeated.
-        """
-        async with self._taking:
-            if seen == self._report.number:
-                messages = tuple(await self._outbox.take(wait_s))
-                self._report = WorkerReport(seen + 1, messages, self._parts.waiting())
-            return self._report
+            if isinstance(message, Start):
+                run = self._runs[message.run] = WorkerRun(message, self.link.outbox)
+                run.task = asyncio.get_running_loop().create_task(self._run(run))
+            elif (found := self._runs.get(message.run)) is None:
+                continue
+            elif isinstance(message, Answered | Persisted):
+                found.receive(message)
+            else:
+                found.task.cancel()
+                del self._runs[message.run]
 
     async def drop(self) -> None:
-        """Forget everything. When this returns, no row is on its way to the queue."""
-        runs, self._runs, self._loops = list(self._runs.values()), {}, 0
-        await cancel_all([task for run in runs for task in run.tasks], "loops of an agent worker")
-        await self._parts.writer.settle()
-        self._outbox.clear()
+        """End all loops, and forget everything."""
+        runs, self._runs = list(self._runs.values()), {}
+        await cancel_all([run.task for run in runs], "loops of an agent worker")
+        self.link.outbox.clear()
 
     async def pass_on(self) -> None:
         """Send the records of the loops at intervals. Never ends."""
         while True:
             await asyncio.sleep(FREEZE_S)
-            encoded = 0
+            sent = 0
             for run in list(self._runs.values()):
-                encoded += run.send_records()
-                if encoded >= ENCODED_AT_ONCE:
-                    encoded = 0
+                sent += run.send_records()
+                if sent >= RECORDS_AT_ONCE:
+                    sent = 0
                     await asyncio.sleep(0)
 
-    def _start(self, start: StartGroup | StartResponse) -> None:
-        run: WorkerRun
-        if isinstance(start, StartGroup):
-            run = WorkerGroup(start, self._config, self._partition, self._parts, self._decoder, self._outbox)
-        else:
-            run = WorkerResponse(start, self._parts, self._outbox)
-        self._runs[start.run] = run
-        self._loops += run.loops
-        run.begin(self._forget)
+    async def _run(self, run: WorkerRun) -> None:
+        try:
+            work = self._host.run_group if run.job.evaluated is None else self._host.respond
+            self.link.outbox.put(Ended(run.number, await work(run), run.stats))
+        except Exception as error:
+            logger.warning("run %d failed", run.number, exc_info=error)
+            self.link.outbox.put(Failed(run.number, SentFailure.of(error), run.stats))
+        finally:
+            self._runs.pop(run.number, None)
 
-    def _forget(self, run: WorkerRun) -> None:
-        if self._runs.pop(run.number, None) is not None:
-            self._loops -= run.loops
+
+def _settle(future: asyncio.Future[Any] | None, result: object, failure: SentFailure | None) -> None:
+    """Give one that still waits its result, or raise there what has failed."""
+    if future is None or future.done():
+        return
+    if failure is not None:
+        future.set_exception(failure.exception())
+    else:
+        future.set_result(result)

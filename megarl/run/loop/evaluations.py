@@ -15,7 +15,7 @@ from megarl.config.derived.staleness import evaluates_beside_training
 from megarl.config.schema import Config
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
-from megarl.run.pool.rollout_client import RolloutClient
+from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.record.recorder import Recorder
 
 

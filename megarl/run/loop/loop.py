@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from megarl.common.errors import RolloutError
@@ -11,7 +11,6 @@ from megarl.config.derived.staleness import pace_of
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.run.loop.batches import PreparedBatch
 from megarl.run.loop.session import Session
-from megarl.run.step.plan import StepBatch, TrainedGroups
 from megarl.run.step.step import train_step
 from megarl.trainer.policy import StepRefused
 
@@ -39,27 +38,28 @@ def train(session: Session) -> None:
         session.keep_evaluation()
     recorder.start_clock(session.first_step)
     for step in session.steps():
-        prepared = take_batch(session, step)
-        batch, plan, trained = prepared.batch, prepared.plan, TrainedGroups()
+        batch = take_batch(session, step)
+        plan, timings = batch.plan, batch.timings
+        trained: set[int] = set()
         try:
-            with pool.keep_batch_on_failure(batch):
+            with session.batches.keep_on_failure(batch):
                 trained = train_step(
-                    policy, plan, prepared.rows, config, recorder.timer, recorder.metrics, step=step,
-                    packed=prepared.packed, watch=session.monitor.watch,
+                    policy, plan, batch.rows, config, recorder.timer, recorder.metrics, step=step,
+                    watch=session.monitor.watch,
                 )  # fmt: skip
         except StepRefused as error:
             plan = session.skip(error, plan)
         session.refresh_reference(step + 1)
-        recorder.samples(batch, prepared.samples)
-        del prepared  # its rows need no place beside those of the next batch and of the one that is prepared then
-        counted = pool.commit(batch, plan)
+        recorder.samples(step, batch.samples)
+        del batch  # its rows need no place beside those of the next batch and of the one that is prepared then
+        counted = pool.commit(step, plan)
         session.version += pace.updates_per_step
         alarmed = session.monitor.act(session.version)
         if evaluation_due(session, step + 1):
             finish_evaluation(session, step + 1)  # so that the next one finds all replicas with the newest weights
-        if alarmed or pace.publishes_after(step + 1) or publishes_early(session, batch):
+        if alarmed or pace.publishes_after(step + 1) or publishes_early(session, step, timings):
             publish(session)
-        recorder.step(batch, plan, trained, session.version, counted)
+        recorder.step(step, plan, timings, trained, session.version, counted)
         session.evaluations.collect(step + 1)
         if evaluation_due(session, step + 1) and step + 1 < config.run.steps:
             evaluate(session, step + 1, f"step_{step + 1}")
@@ -125,13 +125,13 @@ def publish(session: Session, *, drain: bool = True) -> None:
     session.pool.set_version(version)
 
 
-def publishes_early(session: Session, batch: StepBatch) -> bool:
-    """Tell whether the weights are published out of turn after the step of `batch`.
+def publishes_early(session: Session, step: int, timings: Mapping[str, float]) -> bool:
+    """Tell whether the weights are published out of turn after `step`. `timings`: those of its batch.
 
     They are before an evaluation, the one at the end of the run included, and if replicas were lost: a new replica has
     no weights, and gets them by a publication, until which it refuses to generate.
     """
-    return batch.replicas_are_lost or evaluation_due(session, batch.step + 1)
+    return timings.get("rollout/replicas_lost", 0.0) > 0 or evaluation_due(session, step + 1)
 
 
 def evaluation_due(session: Session, steps_done: int) -> bool:

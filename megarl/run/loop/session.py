@@ -25,9 +25,9 @@ from megarl.models.hf.export import HFExporter, save_hf
 from megarl.models.hf.read_config import load_info
 from megarl.run.loop.batches import BatchSource
 from megarl.run.loop.evaluations import Evaluations
-from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
+from megarl.run.loop.monitor import MOST_SKIPPED_BY_ALARMS, AlarmSkipsStep, AlarmStopsRun, RunMonitor
+from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.loop.stop import StopSignals, StopVote
-from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder, Stateful, collect, restore
 from megarl.run.step.plan import StepPlan
@@ -57,7 +57,6 @@ class Session:
         self.config = config
         self.peers = ControlGroup(config.timeouts)
         self._refuse_different_plans()
-        self._meet()
         self.recorder = Recorder(config, self.peers, terminal)
         self.recorder.say("building the policy")
         info = load_info(config.model.path)
@@ -68,7 +67,7 @@ class Session:
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
         self.pool = RolloutClient(config, self.peers, self.recorder)
-        self.batches = BatchSource(config, self.pool, self.recorder, self.policy.packer)
+        self.batches = BatchSource(config, self.pool, self.peers, self.recorder)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
@@ -99,13 +98,6 @@ class Session:
                 ]
             )
 
-    def _meet(self) -> None:
-        """Record a moment at which all ranks are in one collective, by which a trace aligns the clocks of hosts."""
-        number = self.peers.gather(time.time_ns() // 1000, JSON)[0]  # from here on all are about equally far
-        begin = time.monotonic()
-        self.peers.gather(number, JSON)
-        events.record("ranks_meet", begin, time.monotonic(), args={"id": str(number)})
-
     def _resume(self) -> int:
         """Load the checkpoint that `checkpoint.resume` names, if any; return the steps done by its history."""
 
@@ -127,7 +119,7 @@ class Session:
         """Wait for the pool and form the weight-sync group with its engines."""
         self.recorder.say("waiting for the rollout engines")
         started = time.perf_counter()
-        self.pool.attach(launch)
+        self.batches.attach(self.pool.attach(launch))
         self.recorder.say(f"engines are up ({time.perf_counter() - started:.0f} s)")
         self.sender.connect(self.pool.engine_handles())
 
@@ -168,14 +160,14 @@ class Session:
     def skip(self, error: StepRefused, plan: StepPlan) -> StepPlan:
         """Return the plan of a step that is skipped because of `error`, which is raised if it may not be.
 
-        It may be if it has made no update, and `trainer.max_skipped_steps`, for an alarm `monitor.max_skipped_steps`,
-        allows it. An alarm that stops the run saves the last step before.
+        It may be if it has made no update, and `trainer.max_skipped_steps`, for an alarm MOST_SKIPPED_BY_ALARMS, allows
+        it. An alarm that stops the run saves the last step before.
         """
         by_alarm = isinstance(error, AlarmSkipsStep)
         if isinstance(error, AlarmStopsRun):
             self._save_before_failure()
             raise error
-        most = (self.config.monitor if by_alarm else self.config.trainer).max_skipped_steps
+        most = MOST_SKIPPED_BY_ALARMS if by_alarm else self.config.trainer.max_skipped_steps
         done = self.skipped_by_alarms if by_alarm else self.skipped_steps
         skipped = plan.skipped() if not error.updates and done < most else None
         if skipped is None:
@@ -195,11 +187,10 @@ class Session:
 
     def refresh_reference(self, steps_done: int) -> None:
         """Give the reference policy the weights after `steps_done` steps, if due. Called before the next step."""
-        if not self.policy.reference_due(steps_done):
-            return
         with self.recorder.phase("update"):
-            self.policy.refresh_reference(steps_done)
-        self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
+            refreshed = self.policy.refresh_reference(steps_done)
+        if refreshed:
+            self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
 
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +16,8 @@ import torch
 from torch.distributed import TCPStore
 
 from megarl.common.clocks import GRACE_S
-from megarl.common.errors import NotAuthentic
-from megarl.common.trust.object_collectives import Codec, all_gather, broadcast, codec_of, sendable
+from megarl.common.errors import BatchNotReady, NotAuthentic
+from megarl.common.trust.object_collectives import TEXT, Codec, all_gather, broadcast, codec_of, sendable
 from megarl.common.trust.object_guard import guard_object_collectives
 from megarl.common.trust.run_secret import run_secret
 from megarl.common.trust.signed_store import connect_store, serve_store, sign, verify
@@ -24,6 +27,7 @@ from megarl.run.ranks.failure import PeerFailedError
 T = TypeVar("T")
 
 _OUTCOME: Codec[tuple[bytes, str | None]] = codec_of(tuple[bytes, str | None])
+_RANKS: Codec[tuple[int, ...]] = codec_of(tuple[int, ...])
 
 
 StoreAddress = tuple[str, int]  # host and port
@@ -132,3 +136,84 @@ class ControlGroup:
     def barrier(self) -> None:
         """Wait for all ranks."""
         torch.distributed.barrier(self.group)
+
+
+# How often a rank that waits for a batch looks whether it is asked to stop, and tells the other ranks that it waits.
+SLICE_S = 2.0
+LEAST_S = 0.05  # the shortest question, if a bound has nearly passed
+
+
+class ChannelClosed(Exception):  # noqa: N818
+    """The wait was ended by `close`."""
+
+
+class BatchChannel:
+    """The collectives by which ranks take a batch: gloo groups of all ranks, and of each replica.
+
+    They are its own, because a thread beside training may use them: all ranks must call the collectives of a group in
+    the same order, and training calls those of its communicators all the time.
+
+    A wait for a batch may begin long before the trainer needs it. Its bound, `timeouts.generate_s`, counts from the
+    call of `hurry`. Rank 0 asks again and again, which the other ranks follow. So no rank waits longer in a collective
+    than its time-out allows, and `close` ends the wait within `SLICE_S`: `ray.shutdown` finds no thread that waits in
+    Ray.
+    """
+
+    def __init__(self, timeouts: TimeoutsConfig) -> None:
+        """Form the groups. Collective over all ranks, in the main thread, with the parallel layout initialised."""
+        from megarl.trainer import parallel  # it imports Megatron-Core, which takes a rank that starts too long
+
+        self._peers = ControlGroup(timeouts)
+        own = parallel.replica_ranks()
+        replicas = sorted(set(self._peers.gather(tuple(own), _RANKS)))
+        groups = {ranks: self._peers.subgroup(ranks) for ranks in replicas if len(ranks) > 1}
+        self._leader, self._replica = own[0], groups.get(tuple(own))
+        self._bound_s = timeouts.generate_s
+        self._hurried_at: float | None = None
+        self._closed = threading.Event()
+
+    def hurry(self) -> None:
+        """Let the bound of the current wait count from now: the trainer has nothing else to do."""
+        self._hurried_at = time.monotonic()
+
+    def relax(self) -> None:
+        """Let the next wait take as long as training takes."""
+        self._hurried_at = None
+
+    def close(self) -> None:
+        """End the wait of every rank's thread. Needed on rank 0 only; the others follow."""
+        self._closed.set()
+
+    def wait(self, ask: Callable[[float], T], codec: Codec[T | None]) -> T:
+        """Return on every rank what `ask` returns on rank 0, which asks in slices of `SLICE_S` until there is a result.
+
+        `ask` gets a bound in seconds, and raises BatchNotReady when it has passed. `codec` must also have None, which
+        stands for "not yet". Raises ChannelClosed after `close`, and BatchNotReady when the bound has passed.
+        """
+        while True:
+            result = self._peers.on_first_rank(lambda: self._ask_once(ask), codec)
+            if result is not None:
+                return result
+
+    def _ask_once(self, ask: Callable[[float], T]) -> T | None:
+        if self._closed.is_set():
+            raise ChannelClosed("the run stops")
+        hurried_at = self._hurried_at
+        left = math.inf if hurried_at is None else self._bound_s - (time.monotonic() - hurried_at)
+        try:
+            return ask(min(SLICE_S, max(left, LEAST_S)))
+        except BatchNotReady as error:
+            if left > SLICE_S:
+                return None
+            waited = f"the trainer waited {self._bound_s:.0f} s (timeouts.generate_s) for its batch"
+            raise BatchNotReady(f"{waited}; at last, {error}") from None
+
+    def in_replica(self, own: T | None, codec: Codec[T]) -> T:
+        """Return the leader's `own` on every rank of its replica."""
+        if self._replica is None:
+            return own  # type: ignore[return-value]
+        return broadcast(own, codec, self._leader, self._replica)
+
+    def gather(self, own: str) -> Sequence[str]:
+        """Return the texts of all ranks."""
+        return self._peers.gather(own, TEXT)

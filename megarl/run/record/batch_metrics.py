@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from megarl.common.values import first_parts
 from megarl.evaluation.accuracy import CORRECT_AT
 from megarl.queue.trajectory import SampleTag
-from megarl.run.step.plan import StepPlan, TrainedGroups
+from megarl.run.step.plan import StepPlan
 from megarl.telemetry.metrics.registry import StepMetrics
 
 LENGTHS = (10, 50, 90, 99)  # percentiles of the response length
 
 
-def record_batch(metrics: StepMetrics, plan: StepPlan, trained: TrainedGroups) -> None:
+def record_batch(metrics: StepMetrics, plan: StepPlan, trained: Set[int]) -> None:
     """Record `reward/*`, `groups/*`, `batch/*`, the lengths and lags under `rollout/*`, `data/*` of several sets.
 
     Samples that an earlier step has trained are in `batch/*` only: they were generated and scored once. So are
     demonstrations, which never were. Numbers of samples and means of rewards are over samples; lengths, tokens and lags
-    are over all their trajectories. `trained`: what the step has trained, as `train_step` returns it.
+    are over all their trajectories. `trained`: the groups that the step has trained, as `train_step` returns them.
     """
     tags, new = list(plan.tags.values()), plan.new_tags
     usable = [tag for tag in tags if tag.status == "ok"]
@@ -127,7 +127,7 @@ def clustered_stderr(groups: Sequence[Sequence[float]]) -> float:
     return math.sqrt(squares * len(groups) / (len(groups) - 1)) / count
 
 
-def _groups(metrics: StepMetrics, plan: StepPlan, trained: TrainedGroups, usable: list[SampleTag]) -> None:
+def _groups(metrics: StepMetrics, plan: StepPlan, trained: Set[int], usable: list[SampleTag]) -> None:
     groups: dict[int, list[bool]] = defaultdict(list)
     for tag in usable:
         groups[tag.group_id].append(tag.reward >= CORRECT_AT)
@@ -135,11 +135,11 @@ def _groups(metrics: StepMetrics, plan: StepPlan, trained: TrainedGroups, usable
     metrics.update(
         {
             "admitted": len(plan.admitted),
-            "trained": trained.new,
+            "trained": len(trained - plan.reused),
             "filtered": outcome.filtered,
             "dropped_stale": outcome.dropped_stale,
             "failed": outcome.failed,
-            "reused": trained.reused,
+            "reused": len(trained & plan.reused),
         },
         prefix="groups/",
     )

@@ -51,7 +51,7 @@ class StepEvents:
 
 def begin_events(config: Config, rank: int) -> None:
     """Begin to record the events of this rank."""
-    events.open_events(config, config.run_dir, rank_process(rank))
+    events.open_events(config.telemetry.events_mib, config.run_dir, rank_process(rank))
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank == 0 and restarts:
         events.recovery("ranks", f"torchrun has started the ranks again (restart {restarts})")

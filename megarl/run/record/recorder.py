@@ -6,7 +6,7 @@ Every rank has a recorder, because every rank measures; only the one of rank 0 w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.batch_metrics import nothing_trained, record_batch
 from megarl.run.record.events import StepEvents, end_of_history
 from megarl.run.record.performance import Performance, peak_memory_gib
-from megarl.run.step.plan import CountersDiffer, StepBatch, StepPlan, TrainedGroups
+from megarl.run.step.plan import CountersDiffer, StepPlan
 from megarl.telemetry.metrics.declarations import step_metrics
 from megarl.telemetry.metrics.summary import RunSummary
 from megarl.telemetry.metrics.timer import Phase, PhaseTimer
@@ -255,29 +255,32 @@ class Recorder:
             prefix="sync/",
         )
 
-    def sample_keys(self, batch: StepBatch) -> list[str]:
+    def sample_keys(self, step: int, plan: StepPlan) -> list[str]:
         """Choose the trajectories that `samples` writes, of those that no earlier step had; return their keys."""
-        return choose_keys(batch.new_keys, self._config.telemetry.samples_per_step, self._config.run.seed, batch.step)
+        keys = [tag.key for tag in plan.new_tags]
+        return choose_keys(keys, self._config.telemetry.samples_per_step, self._config.run.seed, step)
 
-    def samples(self, batch: StepBatch, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
+    def samples(self, step: int, rows: Sequence[tuple[Trajectory, str | None]]) -> None:
         """Append trajectories, with reference answers, to samples.jsonl."""
         for row, reference in rows:
             assert self._tokenizer is not None  # load_tokenizer loads it wherever there are rows
-            record = partial(sample_record, batch.step + 1, row, self._tokenizer.decode, reference)
-            self._writer.sample(batch.step + 1, record)
+            record = partial(sample_record, step + 1, row, self._tokenizer.decode, reference)
+            self._writer.sample(step + 1, record)
 
     def step(
-        self, batch: StepBatch, plan: StepPlan, trained: TrainedGroups, version: int, counted: Counters | None
-    ) -> None:
+        self, step: int, plan: StepPlan, timings: Mapping[str, float], trained: Set[int], version: int,
+        counted: Counters | None,
+    ) -> None:  # fmt: skip
         """Close the step's clock and write its metrics. Collective. `version`: that of the weights after the step.
 
-        `trained`: the groups that the step has trained, as its backward passes have counted them. `counted`: what the
-        rollout side has counted, on rank 0. Raises CountersDiffer if the trainer has not.
+        `timings`: the controller's metrics of the batch. `trained`: ids of the groups that the step has trained, as its
+        backward passes have counted them. `counted`: what the rollout side has counted, on rank 0. Raises
+        CountersDiffer if the trainer has not.
         """
         assert self._performance is not None
         self._evaluated.current = version
         record_batch(self.metrics, plan, trained)
-        self.metrics.update(batch.timings)
+        self.metrics.update(timings)
         values = self.metrics.reduce()
         values |= self.timer.finish_step(values.get("rollout/engine_seconds", 0.0))
         self._events.finish_step()
@@ -289,7 +292,7 @@ class Recorder:
         if lost := events.lost_events():
             values["total/lost_events"] = lost
         values["total/wall_seconds"] = self.summary.wall_seconds
-        steps_done = batch.step + 1
+        steps_done = step + 1
         untrained = nothing_trained(plan)
         if untrained and not self._untrained:  # the first one in a row
             self.say(f"step {steps_done}: {untrained}")

@@ -7,17 +7,90 @@ weights, and one call of each reward function. A mistake would otherwise show wh
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 
 from megarl.chat.formats import Prompt
 from megarl.checkpoint.save.resume import resume_problems
 from megarl.common.errors import Findings
+from megarl.common.values import GIB
+from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN
+from megarl.config.schema.data import RewardConfig
 from megarl.data.check_files import Tell, data_file_findings, first_prompts
 from megarl.data.check_tokenizer import tokenizer_findings
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.run.start.check_rewards import reward_findings, trial_calls
+from megarl.rewards.trial_call import TrialCall, TrialProblem, trials
+from megarl.rewards.types import RewardInput, RewardSpec, Turn
+
+Trials = AbstractContextManager[Iterator[TrialProblem]]
+
+
+def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collection[str] = ()) -> Trials:
+    """Start the trial of every reward, without those whose keys are in `left_out`.
+
+    `first`: the first prompt of each set by the set's key; a reward without one is imported and not called.
+    """
+    reward = config.reward
+    calls = []
+    for key, own in reward_functions(config).items():
+        if key in left_out:
+            continue
+        sample, row = _sample(config, own, first) if reward.trial_call else (None, "")
+        calls.append(TrialCall(RewardSpec(own.function, own.kwargs, key), sample, row))
+    return trials(
+        calls,
+        timeout_s=reward.timeout_s,
+        start_timeout_s=config.timeouts.engine_start_s,
+        memory_bytes=None if reward.memory_gib is None else int(reward.memory_gib * GIB),
+    )
+
+
+def reward_findings(reward: RewardConfig, problems: Iterator[TrialProblem]) -> Findings:
+    """Wait for the trial of the rewards.
+
+    A call that fails is a warning where the config says what becomes of such samples: `reward.on_error` is a number, or
+    `reward.max_error_share` is 1.
+    """
+    found = Findings()
+    for each in problems:
+        if each.called and _expects_failures(reward):
+            found.warnings.append(each.text)
+        elif each.called:
+            hint = "(reward.trial_call: false if it may fail or must not be called)"
+            found.problems.append(f"{each.text}\n      {hint}")
+        else:
+            found.problems.append(each.text)
+    return found
+
+
+def _expects_failures(reward: RewardConfig) -> bool:
+    return reward.on_error != "drop" or reward.max_error_share >= 1
+
+
+def scored_sets(config: Config, reward: RewardConfig) -> list[TrainSet | HeldOutSet]:
+    """Return the sets whose responses `reward` scores; those of demonstrations are not scored."""
+    scored = [each for each in all_sets(config) if each.reward == reward]
+    return [each for each in scored if not (isinstance(each, TrainSet) and each.demonstrates)]
+
+
+def _sample(config: Config, reward: RewardConfig, first: Mapping[str, Prompt]) -> tuple[RewardInput | None, str]:
+    """Return a response to the first prompt of a set that `reward` scores, and what it is; None if there is no set.
+
+    The response is the reference answer, as if the model had written nothing else.
+    """
+    for each in scored_sets(config, reward):
+        prompt = first.get(each.key)
+        if prompt is None:
+            continue
+        ids = list(range(len(prompt.answer)))
+        several = config.agent.loop != SINGLE_TURN
+        turns = (Turn("assistant", prompt.answer, len(ids)),) if several else ()
+        sample = RewardInput(prompt.text, prompt.answer, ids, "stop", prompt.answer, prompt.row, turns)
+        return sample, f"the first row of {each.path} and its answer {prompt.answer!r:.60} as the response"
+    return None, ""
+
 
 CHECKED_BY_VARIABLE = "MEGARL_CHECKED_BY"  # the pid of a `megarl train` that has become torchrun
 
@@ -37,10 +110,10 @@ def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) ->
     """Try what the run will open and call. `tell`: as in `check_start`."""
     from megarl.checkpoint.format.load_weights import weight_problems
 
-    first = first_prompts(config)
+    first = first_prompts(all_sets(config))
     found = Findings()
     with trial_calls(config, first) as calls:  # they start while the files are read
-        found.add(data_file_findings(config, tell))
+        found.add(data_file_findings(all_sets(config), tell))
         found.add(_tokenizer_and_agent(config, info, first, whole=tell is not None))
         found.add(Findings(list(weight_problems(config, info))))
         found.add(Findings(list(resume_problems(config, info))))

@@ -111,7 +111,7 @@ def _check_first_start(config: Config, plan: RunPlan, tell: Tell | None) -> None
 
     `tell`: as in `check_start`.
     """
-    check_endpoint(config)
+    check_endpoint(config.telemetry)
     if not is_checked(os.environ):
         for warning in check_start(config, plan.info, tell):
             sys.stderr.write(f"megarl: warning: {warning}\n")
@@ -252,7 +252,7 @@ def _train(
     begin_events(config, rank)  # after rank 0 has moved those of an earlier run aside
     watch = watch_ranks(store, config.run_dir, config.timeouts, report)
     if rank == 0:
-        terminal.write(f"megarl: {config.run.name}: {_headline(config, plan)}\n")
+        terminal.write(f"megarl: {config.run.name}: {_headline(plan)}\n")
     from megarl.run.loop.loop import train
     from megarl.run.loop.session import Session
 
@@ -289,14 +289,14 @@ def _restarts_left() -> bool:
     return count < most
 
 
-def _headline(config: Config, plan: RunPlan) -> str:
+def _headline(plan: RunPlan) -> str:
     layout = plan.layout
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"EP {layout.expert}", f"DP {layout.data}"]
     engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"
     return (
         f"{plan.parameters / 1e6:.3g} M parameters on {plan.device}, trainer {' x '.join(parts)}, {engines}, "
         f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step; "
-        f"logs in {config.run_dir / 'logs'}"
+        f"logs in {plan.config.run_dir / 'logs'}"
     )
 
 

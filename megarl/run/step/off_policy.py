@@ -1,55 +1,186 @@
-"""Tokens of other weights, before an update: masks that take tokens out, and the interpolated proximal policy.
+"""The policy that sampled the tokens of a step, which may be of other weights, and the one that the step updates.
+
+The engines' log-probs are compared with the trainer's: over all tokens, and by the source of each, which is a replica
+and a version lag. Before an update, masks take tokens out, and the interpolated proximal policy is set. Every rank
+finds the same buckets of sources from the tags of the batch, so the sums of all ranks can be added.
 
 Shapes: `_R` the response tokens of one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from megarl.algorithms.correction.apply import importance_weights, interpolation
-from megarl.algorithms.objective.stats import LossStats
+from megarl.algorithms.correction.config import CorrectionSpec
+from megarl.algorithms.objective.stats import SAMPLING, LossStats
 from megarl.algorithms.objective.terms import term_mask
+from megarl.algorithms.objective.token_origin import NO_SOURCE, Gap, OriginGaps
 from megarl.common.trust.object_collectives import Codec, codec_of
-from megarl.config.derived.logprob_passes import rejection_of
-from megarl.config.schema import Config
-from megarl.queue.streams import OLD_LOGPROBS, PROXIMAL_ALPHA, ROLLOUT_LOGPROBS
-from megarl.queue.trajectory import Trajectory
-from megarl.run.step.update_metrics import record_correction
-from megarl.telemetry.metrics.registry import StepMetrics
+from megarl.config.checks.telemetry import SourceBuckets
+from megarl.queue.streams import OLD_LOGPROBS, PROXIMAL_ALPHA, ROLLOUT_LOGPROBS, SOURCES
+from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 
-_VECTORS: Codec[tuple[list[float], list[float]]] = codec_of(tuple[list[float], list[float]])
 _LENGTHS: Codec[dict[str, int]] = codec_of(dict[str, int])
+_VECTORS: Codec[list[list[float]]] = codec_of(list[list[float]])
 
 
-def _encode_stats(stats: LossStats) -> bytes:
-    return _VECTORS.encode((stats.sum_vector().tolist(), stats.max_vector().tolist()))
+@dataclass(frozen=True)
+class OriginComparison:
+    """The comparison of all tokens, and of those of each lag, and of each replica by lag, without what has no tokens.
+
+    `by_replica` has only replicas with a slot.
+    """
+
+    whole: Gap
+    by_lag: Mapping[int, Gap]
+    by_replica: Mapping[int, Mapping[int, Gap]]
 
 
-def _decode_stats(content: bytes) -> LossStats:
-    sums_K, maxima_M = (torch.tensor(part, dtype=torch.float64) for part in _VECTORS.decode(content))
-    return LossStats.from_vectors(sums_K, maxima_M)
+@dataclass(frozen=True)
+class TokenOrigins:
+    """The buckets of one step. `slot_of`: the slots of the replicas that have one, by index."""
+
+    buckets: SourceBuckets
+    slot_of: Mapping[int, int]
+
+    @classmethod
+    def of(cls, tags: Iterable[SampleTag], buckets: SourceBuckets) -> TokenOrigins:
+        """Return the buckets of a step with these tags. If there are more replicas than slots, the newest have them."""
+        replicas = sorted({replica for tag in tags for replica in tag.replicas}, reverse=True)
+        return cls(buckets, {replica: slot for slot, replica in enumerate(sorted(replicas[: buckets.slots - 1]))})
+
+    def of_rows(self, rows: Sequence[Trajectory], versions: Sequence[int]) -> list[torch.Tensor]:
+        """Return for each row the bucket of each response token, int64 [R]: parts of one tensor.
+
+        `versions`: for each row, that of the weights with which its tokens are compared. A token that no span covers
+        was not sampled, and has NO_SOURCE.
+        """
+        lengths = [len(row.response_ids) for row in rows]
+        # One array for all: a step has hundreds of rows, and one costs more to make than to fill.
+        sources = np.full(sum(lengths), NO_SOURCE, dtype=np.int64)
+        index_of: dict[tuple[int, int], int] = {}
+        end = 0
+        for row, length, version in zip(rows, lengths, versions, strict=True):
+            begin, end = end, end + length
+            for span in row.versions:
+                place = span.replica, version - span.counts_as
+                if (index := index_of.get(place)) is None:
+                    index = index_of[place] = self._index(*place)
+                sources[begin + span.start : min(begin + span.end, end)] = index
+        return list(torch.from_numpy(sources).split(lengths)) if rows else []
+
+    def _index(self, replica: int, lag: int) -> int:
+        return self.buckets.index(self.slot_of.get(replica, self.buckets.slots - 1), lag)
+
+    def compare(self, gaps: OriginGaps) -> OriginComparison:
+        """Return the comparison of all tokens in `gaps`, and its parts."""
+        filled = gaps.filled()
+        replica_of = {slot: replica for replica, slot in self.slot_of.items()}
+        of_lag: dict[int, list[list[float]]] = {}
+        of_replica: dict[int, dict[int, Gap]] = {}
+        for bucket, row in filled.items():
+            slot, lag = divmod(bucket, self.buckets.lags)
+            of_lag.setdefault(lag, []).append(row)
+            if slot in replica_of:
+                of_replica.setdefault(replica_of[slot], {})[lag] = Gap.of([row])
+        return OriginComparison(
+            whole=Gap.of(list(filled.values())),
+            by_lag={lag: Gap.of(of_lag[lag]) for lag in sorted(of_lag)},
+            by_replica=dict(sorted(of_replica.items())),
+        )
 
 
-STATS = Codec(_encode_stats, _decode_stats)
+@dataclass
+class StepMeasures:
+    """Holds what a step has measured when its first update is about to change the weights; equal on every rank.
+
+    `compared`: engine (old) against trainer (new) over all compared tokens, by the names of `LossStats.means`; None if
+    the step makes no update. `gaps`: the same by source, changed by the methods alone; those of later updates of the
+    step are added when they have been made. `entropy`: of the policy, in nats per token; None if it was not measured.
+    """
+
+    sources: TokenOrigins
+    gaps: OriginGaps
+    compared: Mapping[str, float] | None = None
+    entropy: float | None = None
+    _by_source: OriginComparison | None = field(default=None, init=False, repr=False)
+
+    @property
+    def by_source(self) -> OriginComparison:
+        """The comparison by source, of the updates so far."""
+        if self._by_source is None:
+            self._by_source = self.sources.compare(self.gaps)
+        return self._by_source
+
+    @classmethod
+    def begin(cls, tags: Iterable[SampleTag], buckets: SourceBuckets) -> StepMeasures:
+        """Return what is known before anything is computed. `tags`: those of the whole batch."""
+        return cls(TokenOrigins.of(tags, buckets), OriginGaps.zeros(buckets.size))
+
+    def compare_in_pass(self, samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory]) -> None:
+        """Compare the engine's log-probs with those of a pass of the trainer, over all sampled tokens. Collective.
+
+        `samples` and `rows`: this replica's, by key.
+        """
+        parts, own = [LossStats.zeros()], OriginGaps.zeros(self.sources.buckets.size)
+        for key, sample in samples.items():
+            if rows[key].demonstrated:  # no engine has scored it
+                continue
+            engine_R = torch.tensor(rows[key].rollout_logprobs, dtype=torch.float32)
+            sampled_R = torch.tensor(rows[key].response_mask, dtype=torch.bool)
+            cuts = torch.tensor([0, engine_R.numel()])
+            trainer_R = sample.streams[OLD_LOGPROBS]
+            parts.append(LossStats.of_pair(engine_R, trainer_R, sampled_R, cuts))
+            own.add(engine_R, trainer_R, sampled_R, sample.streams[SOURCES])
+        everyone = _gather_stats(LossStats.merge(parts), own.sums_BK.flatten(), own.maxima_B)
+        for _, vectors in everyone:
+            self.add_gaps(OriginGaps.from_vectors(*vectors))
+        self.compared = LossStats.merge(stats for stats, _ in everyone).means()
+
+    def compare_in_update(self, values: Mapping[str, float], gaps: OriginGaps | None) -> None:
+        """Take over what the first update has found: its metrics and `gaps`; None if a pass has compared all."""
+        self.entropy = values.get("entropy") if values["tokens"] else None
+        if gaps is not None:
+            self.compared, self.gaps, self._by_source = engine_against_trainer(values), gaps, None
+
+    def add_gaps(self, gaps: OriginGaps) -> None:
+        """Add what another rank, or a later update of the step, has compared."""
+        self.gaps.merge(gaps)
+        self._by_source = None
+
+
+def engine_against_trainer(values: Mapping[str, float]) -> Mapping[str, float]:
+    """Return what the first update of a step tells about the engine's log-probs (old) and the trainer's (new).
+
+    Without a correction its ratio compares them. With one, its ratio has the trainer's log-probs on both sides.
+    """
+    compared = {name.removeprefix(SAMPLING): value for name, value in values.items() if name.startswith(SAMPLING)}
+    return compared or values
+
+
+def _gather_stats(stats: LossStats, *more: torch.Tensor) -> list[tuple[LossStats, list[torch.Tensor]]]:
+    """Return the statistics of every replica, and `more` vectors of each, fp64. Collective."""
+    own = [vector.tolist() for vector in (stats.sum_vector(), stats.max_vector(), *more)]
+    everyone = parallel.dp_all_gather_object(own, _VECTORS)
+    found = ([torch.tensor(vector, dtype=torch.float64) for vector in part] for part in everyone)
+    return [(LossStats.from_vectors(sums_K, maxima_M), others) for sums_K, maxima_M, *others in found]
 
 
 def reject_before_updates(
-    samples: Mapping[str, TrainSample], config: Config, metrics: StepMetrics
-) -> dict[str, int] | None:
+    samples: Mapping[str, TrainSample], correction: CorrectionSpec
+) -> tuple[dict[str, int], dict[str, float]]:
     """Take the tokens that the masks leave out from the loss masks of this replica's samples. Collective.
 
-    Returns the number of tokens that each sample of any replica still trains; None if no masks act before the updates
-    (`algorithm.correction.denominator: trained`). Records `correction/*` over every token that was trained before. The
-    samples must have the trainer's log-probs.
+    Returns the number of tokens that each sample of any replica still trains, and the numbers of `correction/*` over
+    every token that was trained before. The samples must have the trainer's log-probs.
     """
-    correction = rejection_of(config)
-    if correction is None:
-        return None
     parts, own = [LossStats.zeros()], {}
     for key, sample in samples.items():
         proximal_R, sampling_R = sample.streams[OLD_LOGPROBS], sample.streams[ROLLOUT_LOGPROBS]
@@ -62,9 +193,9 @@ def reject_before_updates(
         parts.append(stats)
         sample.loss_mask_R = trained_R & ~weights.rejected  # only judged tokens are rejected
         own[key] = sample.trained_tokens
-    numbers = LossStats.merge(parallel.dp_all_gather_object(LossStats.merge(parts), STATS))
-    record_correction(metrics, numbers.means() | numbers.correction_means(), correction)
-    return {key: value for part in parallel.dp_all_gather_object(own, _LENGTHS) for key, value in part.items()}
+    numbers = LossStats.merge(stats for stats, _ in _gather_stats(LossStats.merge(parts)))
+    kept = {key: value for part in parallel.dp_all_gather_object(own, _LENGTHS) for key, value in part.items()}
+    return kept, numbers.means() | numbers.correction_means()
 
 
 def set_interpolation(

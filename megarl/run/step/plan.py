@@ -9,7 +9,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from megarl.algorithms.filters import ShapedBatch, alive_samples, shape_batch
 from megarl.common.values import first_parts
@@ -19,39 +19,6 @@ from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag
 from megarl.trainer.packing import assign_to_ranks, partition_hash
-
-# The batch of one step, as every trainer rank has it.
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """Holds keys and tags of all samples of a step, failed ones included, in (group, sample) order.
-
-    `version`: the version of the weights that the step updates; `timings`: the controller's declared metrics of the
-    batch; `replaced`: ids of the groups without signal that rollout replaced before it; `reused`: ids of the groups of
-    the batch that an earlier step has trained; `rebuilds`: how often the pool had started another queue before the one
-    that has its rows.
-    """
-
-    step: int
-    version: int
-    keys: list[str]
-    tags: list[SampleTag]
-    timings: dict[str, float]
-    replaced: list[int] = field(default_factory=list)
-    reused: list[int] = field(default_factory=list)
-    rebuilds: int = 0
-
-    @property
-    def new_keys(self) -> list[str]:
-        """The keys of the samples that no earlier step has trained."""
-        return [tag.key for tag in self.tags if tag.group_id not in set(self.reused)] if self.reused else self.keys
-
-    @property
-    def replicas_are_lost(self) -> bool:
-        """True if replicas were lost that only a publication of the weights replaces."""
-        return self.timings.get("rollout/replicas_lost", 0.0) > 0
-
 
 T = TypeVar("T")
 
@@ -244,18 +211,8 @@ class CountersDiffer(RuntimeError):  # noqa: N818
     """The trainer has trained or counted other groups than the rollout side, which counts by the plans of the steps."""
 
 
-class TrainedGroups(NamedTuple):
-    """Numbers of groups that a step has trained.
-
-    `new`: those that no earlier step has trained; `reused`: the others.
-    """
-
-    new: int = 0
-    reused: int = 0
-
-
-def count_groups(plan: StepPlan, keys: Iterable[str]) -> TrainedGroups:
-    """Count the groups of the samples `keys`: those of all replicas, each as often as it was trained.
+def check_trained(plan: StepPlan, keys: Iterable[str]) -> set[int]:
+    """Return the ids of the groups of the samples `keys`: those of all replicas, each as often as it was trained.
 
     Raises CountersDiffer unless they are the samples that the plan trains, each of them once.
     """
@@ -269,8 +226,7 @@ def count_groups(plan: StepPlan, keys: Iterable[str]) -> TrainedGroups:
             f"(the first: sample {key}, {times[key]} times instead of {planned[key]}); the run ends because its "
             "results cannot be trusted"
         )
-    groups = {plan.tags[key].group_id for key in times}
-    return TrainedGroups(new=len(groups - plan.reused), reused=len(groups & plan.reused))
+    return {plan.tags[key].group_id for key in times}
 
 
 def _groups(plan: StepPlan, times: Mapping[str, int], planned: Mapping[str, int]) -> int:

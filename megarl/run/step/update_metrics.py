@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from megarl.algorithms.correction.config import CorrectionSpec
 from megarl.algorithms.correction.stats import CORRECTION_NUMBERS
 from megarl.algorithms.objective.stats import SAMPLING
-from megarl.config.derived.logprob_passes import correction_of, rejection_of
-from megarl.config.schema import Config
-from megarl.run.step.compare_logprobs import StepMeasures
+from megarl.run.step.off_policy import StepMeasures
 from megarl.telemetry.metrics.registry import StepMetrics
 
 # Names in `LossStats` -> names of the metrics.
@@ -41,8 +39,8 @@ CORRECTION_OF_SEQUENCES = {
 HIDDEN = {"ratio_squared", "pearson"}
 
 
-def record_update(metrics: StepMetrics, values: Mapping[str, float], config: Config) -> None:
-    """Record `policy/*`, and with a correction `correction/*`, unless that was recorded before the updates.
+def record_update(metrics: StepMetrics, values: Mapping[str, float], correction: CorrectionSpec | None) -> None:
+    """Record `policy/*`, and `correction/*` of a `correction` that acts in the updates.
 
     Of the terms `ref_kl` and `ce` only if they have tokens.
     """
@@ -54,8 +52,7 @@ def record_update(metrics: StepMetrics, values: Mapping[str, float], config: Con
     for count, names in TERMS.items():
         if own := values.get(count, 0.0):
             metrics.update({name: values[name] for name in names}, prefix="policy/", weight=own)
-    correction = correction_of(config)
-    if correction is not None and rejection_of(config) is None and "weight_mean" in values:
+    if correction is not None and "weight_mean" in values:
         record_correction(metrics, values, correction)
 
 

@@ -25,6 +25,7 @@ from megarl.common.files import write_private
 from megarl.common.trust.run_secret import derived_key, run_secret
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE, one_address
 from megarl.config.schema import Config
+from megarl.config.schema.job import TelemetryConfig
 from megarl.telemetry.sinks import prometheus_names as names
 from megarl.telemetry.sinks.scrape_server import ScrapeServer
 
@@ -64,6 +65,8 @@ class _Snapshot:
 class PrometheusSink(Collector):
     """Serves the newest value of each metric by HTTP, from `listen` to `close`."""
 
+    name = "Prometheus"
+
     def __init__(self, config: Config) -> None:
         self._config, self._run_dir = config, config.run_dir.resolve()
         self._snapshot = _Snapshot()
@@ -73,7 +76,7 @@ class PrometheusSink(Collector):
         """Open the port. Raises ConfigError if that is impossible."""
         token, file = derived_key(run_secret(self._run_dir), _PURPOSE).hex(), self._run_dir / TOKEN_FILE
         write_private(file, token + "\n")
-        host, port = _address(self._config)
+        host, port = _address(self._config.telemetry)
         try:
             registry = CollectorRegistry(auto_describe=False)
             registry.register(self)
@@ -129,10 +132,10 @@ def _goes_with_its_step(name: str) -> bool:
     return bool(names.place_of(name)[0].labels) and not name.startswith("eval/")
 
 
-def check_endpoint(config: Config) -> None:
+def check_endpoint(telemetry: TelemetryConfig) -> None:
     """Raise ConfigError if the endpoint of a run that starts on this node could not listen."""
-    if config.telemetry.prometheus_port:
-        host, port = _address(config)
+    if telemetry.prometheus_port:
+        host, port = _address(telemetry)
         try:
             family, address = one_address(host)
             with socket.socket(family, socket.SOCK_STREAM) as probe:  # binds only: several processes may ask at once
@@ -142,10 +145,10 @@ def check_endpoint(config: Config) -> None:
             raise ConfigError([_cannot_listen(host, port, error)]) from None
 
 
-def _address(config: Config) -> tuple[str, int]:
+def _address(telemetry: TelemetryConfig) -> tuple[str, int]:
     """Return host and port of the endpoint: by default the address of this node at which the run's sockets listen."""
-    host = config.telemetry.prometheus_host or os.environ.get(NODE_ADDRESS_VARIABLE, _LOOPBACK)
-    return host, config.telemetry.prometheus_port
+    host = telemetry.prometheus_host or os.environ.get(NODE_ADDRESS_VARIABLE, _LOOPBACK)
+    return host, telemetry.prometheus_port
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> str:

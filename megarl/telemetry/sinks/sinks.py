@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +30,7 @@ from megarl.config.schema.job import TimeoutsConfig
 from megarl.telemetry.metrics.declarations import REGISTRY
 from megarl.telemetry.metrics.progress import Progress
 from megarl.telemetry.metrics.summary import RunSummary
-from megarl.telemetry.sinks.remote_sink import GATHER_S, RemoteSink
+from megarl.telemetry.sinks.remote_sink import RemoteSink, own_id
 from megarl.telemetry.sinks.writer_thread import WriterHungError, WriterThread
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,9 @@ COMPLAIN_S = 60.0  # between two warnings to the user; the log has all of them
 
 
 class Sink(Protocol):
-    """One output for the reduced metrics of each step."""
+    """One output for the reduced metrics of each step. `name`: what messages call it."""
+
+    name: str
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the reduced metrics of one step by name."""
@@ -66,7 +67,7 @@ class JsonlSink:
     def __init__(self, path: Path, limit: int = 0) -> None:
         """`limit`: bytes of all parts together, which one line may exceed; 0: one file that keeps all lines."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._limit = path, limit
+        self.path, self.name, self._limit = path, str(path), limit
         self._file: FileIO | None = path.open("ab", buffering=0)
         _remove_cut_line(path)
         self._waiting = bytearray()
@@ -138,6 +139,8 @@ class WandbSink:
     below the last one, so `steps` is a metric of its own, and steps that are done again appear twice.
     """
 
+    name = "Weights & Biases"
+
     def __init__(self, project: str, config: Config) -> None:
         try:
             import wandb
@@ -147,7 +150,7 @@ class WandbSink:
             ) from None
         self._run = wandb.init(
             project=project,
-            id=_wandb_id(config.run_dir / WANDB_FILE),
+            id=own_id(config.run_dir / WANDB_FILE),
             resume="allow",
             name=config.run.name,
             dir=str(config.run_dir),
@@ -168,22 +171,6 @@ class WandbSink:
     def close(self) -> None:
         """Finish the run in Weights & Biases, which uploads what is left."""
         self._run.finish()
-
-
-def _wandb_id(path: Path) -> str:
-    """Return the id of the run in Weights & Biases, which the first start chooses and writes to `path`."""
-    if not path.exists():
-        write_json(path, {"id": secrets.token_hex(4)})
-    return str(json.loads(path.read_text())["id"])
-
-
-def _name_of(what: object) -> str:
-    """Return what messages call a target: a file's path, the name of a service, or that of a sink's class."""
-    if isinstance(what, JsonlSink | Path):
-        return str(what.path if isinstance(what, JsonlSink) else what)
-    if isinstance(what, RemoteSink):
-        return what.name
-    return type(what).__name__
 
 
 class MetricsWriter:
@@ -213,7 +200,7 @@ class MetricsWriter:
         self._counting = threading.Lock()
         for sink in sinks:
             if isinstance(sink, RemoteSink):
-                sink.report_to(partial(self._complain, sink))
+                sink.report = partial(self._complain, sink.name)
         timeouts = timeouts or TimeoutsConfig()
         self._shutdown_s = timeouts.shutdown_s
         self._closed = False
@@ -231,10 +218,9 @@ class MetricsWriter:
         if telemetry.wandb_project is not None:
             sinks.append(WandbSink(telemetry.wandb_project, config))
         if telemetry.mlflow_experiment is not None:
-            from megarl.telemetry.sinks.mlflow_remote import MlflowRemote
+            from megarl.telemetry.sinks.mlflow import MlflowSink
 
-            # Half of the time in which all sinks have to close, so that the others have the rest.
-            sinks.append(RemoteSink(MlflowRemote(config), config.timeouts.shutdown_s / 2, gather_s=GATHER_S))
+            sinks.append(MlflowSink(config))
         limit = math.ceil(telemetry.keep_gib * GIB)
         samples = JsonlSink(run_dir / "samples.jsonl", limit) if telemetry.samples_per_step else None
         progress = Progress(terminal, config.run.steps, reference=config.needs_reference)
@@ -274,9 +260,9 @@ class MetricsWriter:
 
     def roll_back(self, step: int) -> None:
         """Discard what was written after `step` in every sink, because the run resumes there."""
-        self.flush()
         for sink in (*self._sinks, *([self._samples] if self._samples is not None else [])):
-            self._attempt(sink, partial(sink.roll_back, step))
+            self._submit(sink, partial(sink.roll_back, step))
+        self.flush()
 
     def sample(self, step: int, make: Callable[[], Mapping[str, Any]]) -> None:
         """Append one sample to the newest part of samples.jsonl (`megarl.queue.sample_lines`).
@@ -292,29 +278,28 @@ class MetricsWriter:
         files = [sink for sink in (*self._sinks, self._samples) if isinstance(sink, JsonlSink)]
         return {sink.path.name: sink.waiting_bytes for sink in files}
 
-    def _submit(self, what: object, action: Callable[[], object]) -> None:
+    def _submit(self, what: Sink | Path, action: Callable[[], object]) -> None:
         """Let the thread do `action` as `_attempt` does."""
-        self._thread.submit(_name_of(what), partial(self._attempt, what, action))
+        name = str(what) if isinstance(what, Path) else what.name
+        self._thread.submit(name, partial(self._attempt, name, action, ours=isinstance(what, JsonlSink)))
 
-    def _attempt(self, what: object, action: Callable[[], object]) -> None:
-        """Do `action`; report its failure, and go on. A library's own sink may raise anything."""
+    def _attempt(self, name: str, action: Callable[[], object], *, ours: bool) -> None:
+        """Do `action`; report its failure, and go on. A library's own sink may raise anything, `ours` an OSError."""
         try:
             action()
-        except OSError as error:
-            self._complain(what, error)
         except Exception as error:
-            if isinstance(what, JsonlSink):
+            if ours and not isinstance(error, OSError):
                 raise
-            self._complain(what, error)
+            self._complain(name, error)
 
-    def _complain(self, what: object, error: Exception) -> None:
+    def _complain(self, name: str, error: Exception) -> None:
         with self._counting:  # services report from threads of their own
             self.failures += 1
             tell = self._complaints.allows()
-        logger.warning("%s: %r", _name_of(what), error)
+        logger.warning("%s: %r", name, error)
         if tell:
             self.progress.message(
-                f"warning: {_name_of(what)} could not be written ({error}); the run goes on and tries again; "
+                f"warning: {name} could not be written ({error}); the run goes on and tries again; "
                 f"{self.failures} failed writes so far"
             )
 
@@ -354,7 +339,10 @@ class MetricsWriter:
             return
         self._closed = True
         sinks = [sink for sink in (*self._sinks, self._samples) if sink is not None]
-        last = [(_name_of(sink), partial(self._attempt, sink, sink.close)) for sink in sinks]
+        last = [
+            (sink.name, partial(self._attempt, sink.name, sink.close, ours=isinstance(sink, JsonlSink)))
+            for sink in sinks
+        ]
         try:
             self._thread.close(last, self._shutdown_s, "timeouts.shutdown_s")
         except WriterHungError as error:

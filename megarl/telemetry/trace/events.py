@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Unpack
 
 from megarl.common.values import MIB
-from megarl.config.schema import Config
 from megarl.telemetry.trace.kinds import FAULTS, UndeclaredEvent
-from megarl.telemetry.trace.lines import Scalar
+from megarl.telemetry.trace.lines import EventPlace, Scalar
 from megarl.telemetry.trace.writer import EventWriter
 
 logger = logging.getLogger(__name__)
@@ -26,12 +26,12 @@ MAX_CHARACTERS = 500  # of the text of a fault
 _writer: EventWriter | None = None
 
 
-def open_events(config: Config, run_dir: Path, process: str) -> None:
-    """Begin to write the events of this process, unless `telemetry.events_mib` is 0."""
+def open_events(mib: float, run_dir: Path, process: str) -> None:
+    """Begin to write the events of this process, unless `mib`, their most MiB (`telemetry.events_mib`), is 0."""
     global _writer
     close_events()
-    if config.telemetry.events_mib:
-        _writer = EventWriter(run_dir, process, int(config.telemetry.events_mib * MIB))
+    if mib:
+        _writer = EventWriter(run_dir, process, int(mib * MIB))
         _writer.start()
 
 
@@ -49,47 +49,44 @@ def lost_events() -> int:
 
 
 def record(
-    name: str, begin: float, end: float | None = None, *, step: int | None = None, version: int | None = None,
-    group: int | None = None, sample: int | None = None, replica: int | None = None,
-    args: Mapping[str, Scalar] | None = None,
+    name: str, begin: float, end: float | None = None, *, args: Mapping[str, Scalar] | None = None,
+    **place: Unpack[EventPlace],
 ) -> None:  # fmt: skip
     """Record an event; see `EventWriter.record`."""
     if _writer is not None:
-        _writer.record(
-            name, begin, end, step=step, version=version, group=group, sample=sample, replica=replica, args=args,
-        )  # fmt: skip
+        _writer.record(name, begin, end, args=args, **place)
 
 
-def mark(name: str, *, step: int | None = None, args: Mapping[str, Scalar] | None = None) -> None:
+def mark(name: str, *, args: Mapping[str, Scalar] | None = None, **place: Unpack[EventPlace]) -> None:
     """Record a mark at this moment."""
-    record(name, time.monotonic(), step=step, args=args)
+    record(name, time.monotonic(), args=args, **place)
 
 
 @contextmanager
-def span(name: str, *, step: int | None = None, version: int | None = None) -> Iterator[None]:
+def span(name: str, **place: Unpack[EventPlace]) -> Iterator[None]:
     """Record the time of the block, also if it raises."""
     begin = time.monotonic()
     try:
         yield
     finally:
-        record(name, begin, time.monotonic(), step=step, version=version)
+        record(name, begin, time.monotonic(), **place)
 
 
-def fault(kind: str, text: str, *, replica: int | None = None, step: int | None = None, rule: str = "") -> None:
+def fault(kind: str, text: str, *, rule: str = "", **place: Unpack[EventPlace]) -> None:
     """Record that something was lost or has failed. `kind`: one of `FAULTS`. Raises UndeclaredEvent.
 
     `rule`: of the monitor, for an alarm.
     """
-    _of_fault("fault", kind, text, replica, step, rule)
+    _of_fault("fault", kind, text, rule, place)
 
 
-def recovery(kind: str, text: str, *, replica: int | None = None, step: int | None = None, rule: str = "") -> None:
+def recovery(kind: str, text: str, *, rule: str = "", **place: Unpack[EventPlace]) -> None:
     """Record that the run goes on after a fault of this kind, replica and rule. Raises UndeclaredEvent."""
-    _of_fault("recovery", kind, text, replica, step, rule)
+    _of_fault("recovery", kind, text, rule, place)
 
 
-def _of_fault(name: str, kind: str, text: str, replica: int | None, step: int | None, rule: str) -> None:
+def _of_fault(name: str, kind: str, text: str, rule: str, place: EventPlace) -> None:
     if kind not in FAULTS:
         raise UndeclaredEvent(f"{kind!r} is no kind of fault; there are {', '.join(FAULTS)}")
     args: dict[str, Scalar] = {"kind": kind, "text": text[:MAX_CHARACTERS]}
-    record(name, time.monotonic(), replica=replica, step=step, args=args | ({"rule": rule} if rule else {}))
+    record(name, time.monotonic(), args=args | ({"rule": rule} if rule else {}), **place)

@@ -6,8 +6,8 @@ All times are whole microseconds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,60 +25,37 @@ class Placed(Generic[T]):
     item: T
 
 
-@dataclass
-class _Line:
-    """The ends of the spans that are open on one line, the innermost last."""
-
-    open: list[int] = field(default_factory=list)
-
-    def take(self, begin: int, end: int) -> int | None:
-        """Place a span, which begins no earlier than those before; return its end, or None if it does not fit."""
-        while self.open and self.open[-1] <= begin:
-            self.open.pop()
-        if self.open and end > self.open[-1] + ROUNDING_US:
-            return None
-        end = min(end, self.open[-1]) if self.open else end
-        self.open.append(end)
-        return end
-
-
-def nest(spans: Iterable[tuple[int, int, T]], first_line: int = 0) -> list[Placed[T]]:
-    """Place spans (begin, end, item), each on the first line from `first_line` on where it nests, in order of time."""
-    lines: list[_Line] = []
-    placed = []
-    for begin, end, item in sorted(spans, key=lambda span: (span[0], -span[1])):
-        fits = ((number, fit) for number, line in enumerate(lines) if (fit := line.take(begin, end)) is not None)
-        number, fit = next(fits, (len(lines), end))
-        if number == len(lines):
-            lines.append(_Line([end]))
-        placed.append(Placed(first_line + number, begin, fit, item))
-    return placed
-
-
 def share_lines(spans: Sequence[tuple[int, int, Hashable, T]]) -> list[Placed[T]]:
     """Place spans (begin, end, unit, item) such that those of a unit are on one line, as long as they nest there.
 
     Units that overlap are on different lines, of which as few are used as possible.
     """
-    units: dict[Hashable, list[tuple[int, int, T]]] = {}
-    for begin, end, unit, item in spans:
-        units.setdefault(unit, []).append((begin, end, item))
-    inside = [nest(each) for each in units.values()]
+    last: dict[Hashable, int] = {}  # when a unit ends
+    for _, end, unit, _ in spans:
+        last[unit] = max(end, last.get(unit, end))
     free: list[int] = []  # lines, the lowest first
     busy: list[tuple[int, int]] = []  # (end, line)
-    count = 0
-    result = []
-    for members in sorted(inside, key=lambda each: each[0].begin):
-        begin, end = members[0].begin, max(each.end for each in members)
+    # Of each unit its lines, each with the ends of the spans that are open there, the innermost last.
+    lines: dict[Hashable, list[tuple[int, list[int]]]] = {unit: [] for unit in last}
+    placed = []
+    for begin, end, unit, item in sorted(spans, key=lambda span: (span[0], -span[1])):
         while busy and busy[0][0] <= begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        lines = []
-        for _ in range(1 + max(each.line for each in members)):
-            if not free:
-                heapq.heappush(free, count)
-                count += 1
-            lines.append(heapq.heappop(free))
-        for line in lines:
-            heapq.heappush(busy, (end, line))
-        result += [Placed(lines[each.line], each.begin, each.end, each.item) for each in members]
-    return result
+        fits = ((line, fit) for line, open_ in lines[unit] if (fit := _take(open_, begin, end)) is not None)
+        if (found := next(fits, None)) is None:
+            line = heapq.heappop(free) if free else len(free) + len(busy)
+            heapq.heappush(busy, (last[unit], line))
+            lines[unit].append((line, [end]))
+            found = line, end
+        placed.append(Placed(found[0], begin, found[1], item))
+    return placed
+
+
+def _take(open_: list[int], begin: int, end: int) -> int | None:
+    """Add a span to a line if it fits there, and return its end. `open_`: the ends of those that began before it."""
+    while open_ and open_[-1] <= begin:
+        open_.pop()
+    if open_ and end > open_[-1] + ROUNDING_US:
+        return None
+    open_.append(min(end, open_[-1]) if open_ else end)
+    return open_[-1]

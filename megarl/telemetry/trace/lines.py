@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypedDict, cast
 
 import msgspec
 
@@ -37,6 +37,16 @@ def replica_process(index: int) -> str:
 def worker_process(index: int) -> str:
     """Return the name of an agent worker in event files."""
     return f"worker-{index}"
+
+
+class EventPlace(TypedDict, total=False):
+    """What an event belongs to, as fields of its line."""
+
+    step: int | None
+    version: int | None
+    group: int | None
+    sample: int | None
+    replica: int | None
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

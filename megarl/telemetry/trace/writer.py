@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import msgspec
 
 from megarl.common.clocks import RateLimit
 from megarl.telemetry.trace.kinds import STREAMS, EventStream, kind_of
-from megarl.telemetry.trace.lines import SCHEMA, EventFileName, EventLine, Header, Scalar
+from megarl.telemetry.trace.lines import SCHEMA, EventFileName, EventLine, EventPlace, Header, Scalar
 from megarl.telemetry.trace.parts import PartWriter
 
 logger = logging.getLogger(__name__)
@@ -68,9 +69,8 @@ class EventWriter:
         self._thread: threading.Thread | None = None
 
     def record(
-        self, name: str, begin: float, end: float | None = None, *, step: int | None = None, version: int | None = None,
-        group: int | None = None, sample: int | None = None, replica: int | None = None,
-        args: Mapping[str, Scalar] | None = None,
+        self, name: str, begin: float, end: float | None = None, *, args: Mapping[str, Scalar] | None = None,
+        **place: Unpack[EventPlace],
     ) -> None:  # fmt: skip
         """Record a span from `begin` to `end`, or a mark at `begin`; both in seconds of `time.monotonic`.
 
@@ -83,7 +83,7 @@ class EventWriter:
             return
         us = 0 if end is None or end < begin else int((end - begin) * 1e6 + 0.5)
         at = int(begin * 1e6 + 0.5)
-        self._waiting.append((stream, EventLine(name, at, us, step, version, group, sample, replica, args or None)))
+        self._waiting.append((stream, EventLine(name, at, us, args=args or None, **place)))
         if stream == "rare" or waiting == MOST_WAITING // 2:
             self._wake.set()
 

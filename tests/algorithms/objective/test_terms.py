@@ -18,10 +18,9 @@ from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.losses import LOSSES
 from megarl.algorithms.objective import objective as objective_module
 from megarl.algorithms.objective import terms as terms_module
-from megarl.algorithms.objective.aggregation import GlobalCounts
 from megarl.algorithms.objective.objective import LossFunction, LossInputs, MicroBatchLoss, Objective, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import TermCounts, count_terms
+from megarl.algorithms.objective.terms import GlobalCounts, TermCounts, count_terms
 from tests.support.losses.loss_batches import MAX_TOKENS, Batch, cu_seqlens, random_batch
 from tests.support.models.mutants import mutant
 

@@ -28,7 +28,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[BackgroundExpo
     """A job, what it says, and a function that sets the program which stands for the converter."""
     config = pool_config(tmp_path, tmp_path / "model")
     said: list[str] = []
-    job = BackgroundExport(config, CheckpointDirectory(config.checkpoint_dir), said.append)
+    job = BackgroundExport(config.run_dir, CheckpointDirectory(config.checkpoint_dir), said.append)
     for step in (2, 4):
         make_checkpoint(CheckpointDirectory(config.checkpoint_dir), step)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megarl.common.process.child_process import AnswerError
 from megarl.common.process.frames import FrameError, framed, read_frame, receive_frame, send_frame
+from megarl.rewards.process import MAX_ANSWER_BYTES, RewardAnswer, decode_answer, encode_answer
 from megarl.rewards.types import RewardResult
-from megarl.rewards.worker_protocol import MAX_ANSWER_BYTES, RewardAnswer, decode_answer, encode_answer
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -8,15 +8,12 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megarl.common.errors import ConfigError
 from megarl.common.process.processes import ProcessId
@@ -53,11 +50,8 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 class Clock:
     """A clock that only sleeps advance. `at_sleep`: called after each one, as another host would act."""
 
-    now: float = 1e9
+    now: float = 1e6
     at_sleep: Callable[[], object] = lambda: None
-
-    def time(self) -> float:
-        return self.now
 
     def monotonic(self) -> float:
         return self.now
@@ -163,53 +157,40 @@ def make(run_dir: Path, holder: Holder) -> None:
 
 def holder_of(run_dir: Path) -> Holder:
     seen = Sighting.of(run_dir)
-    assert seen is not None and seen.holder is not None
+    assert seen is not None
     return seen.holder
 
 
 def test_a_claim_of_another_host_is_respected_while_it_is_renewed(tmp_path: Path, clock: Clock) -> None:
     held = claim(tmp_path, elsewhere(), NODE_S)
-    clock.at_sleep = lambda: os.utime(tmp_path / CLAIM_FILE, ns=(0, int(clock.now * 1e9)))
+    clock.at_sleep = lambda: os.utime(tmp_path / CLAIM_FILE)
     said: list[str] = []
     with pytest.raises(ConfigError, match=r"torchrun \(pid \d+ on node-7"):
         claim(tmp_path, OWN, NODE_S, said.append)
     assert len(said) == 1 and "waiting up to 30 s (timeouts.node_s)" in said[0]
     held.release()
-    assert not (tmp_path / CLAIM_FILE).exists()
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("ahead_s", [-1e6, -NODE_S, 0.0, 1e6], ids=["old", "silent", "just_renewed", "clock_ahead"])
-def test_a_requeued_job_takes_over_from_a_host_that_is_silent(tmp_path: Path, clock: Clock, ahead_s: float) -> None:
+@pytest.mark.parametrize(
+    ("ago_s", "waits_s"), [(1e6, 0.0), (NODE_S, 0.0), (NODE_S / 2, NODE_S / 2), (0.0, NODE_S), (-1e6, NODE_S)]
+)
+def test_a_requeued_job_takes_over_from_a_host_that_is_silent(
+    tmp_path: Path, clock: Clock, ago_s: float, waits_s: float
+) -> None:
     """SLURM starts it on another host, with a launch id of its own, and the first host cannot give its claim up."""
     silent = claim(tmp_path, elsewhere("77-0"), NODE_S)
-    os.utime(tmp_path / CLAIM_FILE, ns=(0, int((clock.now + ahead_s) * 1e9)))
+    os.utime(tmp_path / CLAIM_FILE, (0, os.stat(tmp_path / CLAIM_FILE).st_mtime - ago_s))
     began = clock.now
     requeued = replace(OWN, launch="77-1")
     claim(tmp_path, requeued, NODE_S)
-    assert holder_of(tmp_path) == requeued
-    # However old it looks, it is watched: the clocks of two hosts may differ. And never for longer than node_s.
-    assert claims.WATCH_S <= clock.now - began <= 1.5 * NODE_S
+    assert holder_of(tmp_path) == requeued and [path.name for path in tmp_path.iterdir()] == [CLAIM_FILE]
+    assert clock.now - began == pytest.approx(waits_s, abs=2)
     # The other run, which was only suspended, finds out that it has lost the directory, and leaves it alone.
     taken = silent.renew()
     assert taken == requeued
     silent.release()
     assert holder_of(tmp_path) == requeued
-
-
-@given(age_s=st.floats(-1e5, 1e6), watched_s=st.floats(0, 300), node_s=st.floats(1, 200), renewed=st.booleans())
-def test_a_claim_of_another_host_falls_only_after_a_silence_that_was_watched(
-    age_s: float, watched_s: float, node_s: float, renewed: bool
-) -> None:
-    """Whatever the clocks say: a claim that is renewed is held, and one falls after `node_s` of watching at most."""
-    now_ns = int((time.time() - age_s) * 1e9)
-    seen, first = Sighting(elsewhere(), now_ns + renewed), Sighting(elsewhere(), now_ns)
-    held = claims._is_held(seen, first, watched_s, node_s)
-    if renewed:
-        assert held is True
-    elif held is False:
-        assert watched_s >= min(claims.WATCH_S, node_s) and max(watched_s, age_s + 1) >= node_s
-    else:
-        assert held is None and watched_s < node_s
 
 
 def test_a_start_with_force_takes_the_directory_of_a_living_run(

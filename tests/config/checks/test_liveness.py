@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.checks.engine import fits_queue, liveness_problems
+from megarl.config.checks.engine import liveness_problems
 from megarl.config.derived.staleness import Pace
 from tests.support.machines.admission_states import steps_without_room
 from tests.support.trainer.configs import config
@@ -35,16 +35,10 @@ def test_a_pace_is_accepted_exactly_if_every_step_has_room(updates: int, steps: 
         assert not without
 
 
-def test_a_step_has_to_fit_the_queue() -> None:
-    assert fits_queue(3, None) and fits_queue(3, 3) and not fits_queue(3, 2)
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({}, ""),
-        ({"queue__capacity": 12}, ""),
-        ({"queue__capacity": 11}, "queue.capacity: 11 samples hold 2 groups of 4, but a step takes batch.groups=3 at"),
         ({"admission__refill": True}, ""),
         ({"algorithm__filter_zero_variance": False}, ""),
         (

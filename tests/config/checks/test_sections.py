@@ -55,12 +55,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         },
         "monitor.rules.ess.action: a step that trains groups again (admission.max_uses=2) cannot be skipped",
     ),
-    (
-        {"telemetry__entropy_every": 0, "monitor__rules__entropy": {"action": "stop"}},
-        "monitor.rules.entropy.action: the entropy is never measured with telemetry.entropy_every=0",
-    ),
     ({"trainer__mini_batches": 5}, "trainer.mini_batches: 5 updates from 4 groups"),
-    ({"queue__capacity": 15}, "queue.capacity: 15 samples hold 3 groups of 4, but a step takes batch.groups=4 at once"),
     (
         {"admission__refill": True, "algorithm__filter_zero_variance": False},
         "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops",
@@ -75,7 +70,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         "trainer.optimizer.warmup_steps: 8 must be below the 8 updates of the run (run.steps * trainer.mini_batches)",
     ),
     ({"trainer__optimizer": {"betas": [0.9, 1.0]}}, "trainer.optimizer.betas.1: must be in [0, 1)"),
-    ({"algorithm__clip_low": 1.0}, "algorithm.clip_low"),
+    ({"algorithm__loss_options__clip_low": 1.0}, "algorithm.loss_options.clip_low"),
     ({"algorithm__overlong": {"buffer_tokens": 33}}, "algorithm.overlong.buffer_tokens: 33 is more than"),
     ({"rollout__group_deadline_s": 1800}, "rollout.group_deadline_s: 1800 s would never come"),
     (

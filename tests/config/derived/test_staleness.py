@@ -118,19 +118,6 @@ def test_a_bound_in_which_uses_leave_little_to_generate_ahead_is_noted(uses: int
     assert notes(least) == notes(least - 1, max_uses=1) == []
 
 
-def test_a_queue_without_room_for_groups_that_are_used_again_is_noted() -> None:
-    """Six steps of 8 groups are within the bound, and half as many groups start."""
-
-    def notes(capacity: int | None, uses: int = 2) -> list[str]:
-        section = {"mode": "async", "max_uses": uses}
-        return list(pace_notes(config("model", batch__groups=8, queue__capacity=capacity, admission=section)))
-
-    [note] = notes(127)
-    assert note.startswith("queue.capacity: 127 samples hold 31 groups, but up to 24 are generated ahead")
-    assert note.endswith("set it to at least 128")
-    assert notes(128) == notes(None) == notes(127, uses=1) == []
-
-
 @pytest.mark.parametrize("numbers", [(0, 1, 0), (1, 0, 0), (2, 3, 4), (1, 4, 2)])
 def test_impossible_paces_do_not_exist(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be"):

@@ -7,9 +7,9 @@ import re
 from megarl.config.loading.key_levels import BASIC, level, ordered
 from megarl.config.loading.load import config_from_tree, walk_keys
 from megarl.config.loading.marked_yaml import marked_yaml
-from megarl.config.loading.options_page import configuration_page
 from megarl.config.schema import Config, RolloutConfig
 from tests.support.trainer.configs import tree
+from tools.docs.options import configuration_page
 
 
 def test_every_basic_key_exists() -> None:

@@ -63,11 +63,11 @@ def test_resolved_yaml_reads_back_equal(good: Path, tmp_path: Path) -> None:
 def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
     config = load_config(
         good,
-        ["run.steps=7", "run.steps=8", "algorithm.clip_dual=3", "data.system_prompt=", "trainer.optimizer.lr=3E-4",
+        ["run.steps=7", "run.steps=8", "algorithm.kl.coef=3", "data.system_prompt=", "trainer.optimizer.lr=3E-4",
          "megatron.ddp.overlap_grad_reduce=true", "rollout.engine_kwargs={block_size: 16}"],
     )  # fmt: skip
     assert config.run.steps == 8
-    assert config.algorithm.clip_dual == 3.0
+    assert config.algorithm.kl.coef == 3.0
     assert config.data.system_prompt is None
     assert config.trainer.optimizer.lr == 3e-4
     assert config.megatron.ddp == {"overlap_grad_reduce": True}

@@ -59,12 +59,14 @@ def test_a_config_that_an_earlier_version_has_stored_is_read_without_what_is_gon
     path = tmp_path / "config.yaml"
     stored = tree("model") | {"monitor": {"ess": {"threshold": 0.3}, "min_tokens": 7}, "ray": {"num_cpus": 3}}
     stored["door"] = {"enabled": True}
+    stored["algorithm"] = {"clip_low": 0.1, "clip_high": None, "loss_options": {"clip_dual": 3.0}}
     stored["admission"] = {"trigger_parameter_sync_step": None, "staleness_threshold": None}
     path.write_text(yaml.safe_dump(stored))
     with pytest.raises(ConfigError, match=r"ray\.num_cpus: no such key"):
         load_config(path)
     read = load_config(path, stored=True)
     assert read.monitor.min_tokens == 7 and read.gateway.enabled
+    assert read.algorithm.loss_options == {"clip_low": 0.1, "clip_dual": 3.0}
     stored["admission"]["staleness_threshold"] = 0.5
     path.write_text(yaml.safe_dump(stored))
     with pytest.raises(ConfigError, match=r"write admission\.max_staleness"):

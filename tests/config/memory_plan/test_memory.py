@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.derived.pools import trainer_layout
 from megarl.config.memory_plan.memory import forward_bytes
-from megarl.config.memory_plan.parameters import logits_bytes, peak_bytes, recompute_bytes, state_bytes
+from megarl.config.memory_plan.parameters import TrainerRank
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 from megarl.trainer.logprobs import linear_token_logprobs
@@ -77,12 +77,12 @@ def assert_plan_equals_measurement(world: Any, size: int, model: Path, case: Cas
     )
     for stage in range(stages):
         real = [rank for rank in ranks if rank["stage"] == stage]
-        state = state_bytes(planned, info, layout, stage)
+        rank = TrainerRank.of(planned, info, layout, fused=False)
+        state = rank.state_bytes(stage)
         for kind in ("weights", "gradients", "optimizer"):
             measured = max(rank[kind] for rank in real)
             assert getattr(state, kind) == pytest.approx(measured, rel=0.01), f"{kind} of stage {stage}"
-        expected = peak_bytes(planned, info, layout, stage, fused=False)
-        expected += recompute_bytes(planned, info, layout, stage, fused=False)
+        expected = rank.peak_bytes(stage) + rank.recompute_bytes(stage)
         measured = max(rank["activations"] for rank in real)
         assert expected == pytest.approx(measured, rel=0.15), f"activations of stage {stage}"
 
@@ -104,7 +104,7 @@ VOCABULARY, HIDDEN, ROWS, CHUNK = 8192, 64, 256, 64
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("entropy", ["never", "measured", "weighed"])
+@pytest.mark.parametrize("entropy", ["measured", "weighed"])
 def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is the head's largest memory, forward alone and with backward; the vocabulary outweighs all else here."""
     monkeypatch.setattr("megarl.trainer.logprobs.CACHED", CHUNK * VOCABULARY)  # a chunk at a time, as on a GPU
@@ -114,7 +114,6 @@ def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monke
         trainer__precision=precision,
         trainer__logprob_chunk_tokens=CHUNK,
         algorithm__entropy_coef=0.1 if entropy == "weighed" else 0.0,
-        telemetry__entropy_every=int(entropy == "measured"),
     )
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     hidden = torch.randn(ROWS, HIDDEN, dtype=dtype, requires_grad=True)
@@ -124,10 +123,10 @@ def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monke
     with torch.no_grad(), LiveBytes() as forward:
         linear_token_logprobs(hidden, weight, targets, **options)
     with LiveBytes() as update:
-        logprobs, found = linear_token_logprobs(hidden, weight, targets, with_entropy=entropy != "never", **options)
+        logprobs, found = linear_token_logprobs(hidden, weight, targets, with_entropy=True, **options)
         (logprobs.sum() + (found.sum() if found is not None and entropy == "weighed" else 0.0)).backward()
     for live, whole in ((forward, False), (update, True)):
-        expected = logits_bytes(planned, load_info(model), Layout(), update=whole)
+        expected = TrainerRank.of(planned, load_info(model), Layout(), fused=False).logits_bytes(update=whole)
         assert expected == pytest.approx(live.peak, rel=0.05), "update" if whole else "log-probs"
 
 
@@ -154,5 +153,5 @@ def test_the_forward_pass_of_one_layer(
         "sampling__max_tokens": 180,
     }
     [measured] = world(1).run("tests.support.ranks.training.memory:forward_peak", tree=tree(model, **changes))
-    expected = forward_bytes(config(model, **changes), load_info(model), Layout(), fused=False)
+    expected = forward_bytes(TrainerRank.of(config(model, **changes), load_info(model), Layout(), fused=False))
     assert 0.8 <= expected / measured <= 1.4, (expected, measured)

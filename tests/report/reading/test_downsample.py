@@ -28,14 +28,14 @@ def test_every_bucket_has_the_extremes_and_the_mean_of_its_rows(rows: list, cuts
     for chunk in chunks(rows, cuts):
         envelope.add(chunk)
     width, buckets = envelope.width, envelope.buckets
-    assert envelope.rows == len(rows) and len(buckets) <= limit
+    assert envelope.rows == len(rows) and buckets.number <= limit
     assert width == 1 or len(rows) > width * limit / 2, "buckets are wider than they need to be"
-    assert len(buckets) == math.ceil(len(rows) / width)
-    for number in range(len(buckets)):
+    assert buckets.number == math.ceil(len(rows) / width)
+    for number in range(buckets.number):
         inside = rows[number * width : (number + 1) * width]
         for column in range(2):
             known = [row[column] for row in inside if not math.isnan(row[column])]
-            assert buckets.count[number, column] == len(known)
+            assert buckets.known[number, column] == len(known)
             if known:
                 assert buckets.low[number, column] == min(known) and buckets.high[number, column] == max(known)
                 assert buckets.mean[number, column] == pytest.approx(math.fsum(known) / len(known), abs=1e-6)
@@ -50,7 +50,7 @@ def test_one_peak_in_a_long_series_stays_visible() -> None:
         if start == 42_000:
             rows[7] = 9.0
         envelope.add(rows)
-    assert len(envelope.buckets) <= 100 and envelope.width == 1024
+    assert envelope.buckets.number <= 100 and envelope.width == 1024
     assert envelope.buckets.high.max() == 9.0 and int(envelope.buckets.high.argmax()) == 42_007 // 1024
 
 
@@ -59,7 +59,7 @@ def test_a_new_column_has_no_values_before() -> None:
     envelope.add(np.ones((6, 1)))
     envelope.add_columns(1)
     envelope.add(np.full((6, 2), 5.0))
-    assert envelope.buckets.count.sum(axis=0).tolist() == [12, 6]
+    assert envelope.buckets.known.sum(axis=0).tolist() == [12, 6]
     assert envelope.buckets.low[0].tolist()[0] == 1.0 and math.isnan(envelope.buckets.low[0, 1])
     assert envelope.buckets.high[-1].tolist() == [5.0, 5.0]
 

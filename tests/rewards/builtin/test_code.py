@@ -22,8 +22,7 @@ ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a',
 
 
 def passed(program: str, *pieces: str, timeout_s: float = LONG_S) -> list[bool]:
-    verdicts = CodeReward(timeout_s=timeout_s).verdicts(program, CodeTests(pieces=pieces))
-    return [verdict.passed for verdict in verdicts]
+    return CodeReward(timeout_s=timeout_s).verdicts(program, CodeTests(pieces=pieces))
 
 
 def fenced(program: str) -> str:
@@ -45,6 +44,10 @@ def fenced(program: str) -> str:
         ("```python\nnever closed", None),
         ("x = 1", None),
         ("```python\ns = '''a ``` b'''\n```", "s = '''a ``` b'''\n"),
+        ("1. So:\n\n   ```python\n   if x:\n       y()\n   ```\n", "if x:\n    y()\n"),  # in a list
+        ("- ```py\n  x\n  ```", "x\n"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),  # a longer fence holds a shorter one
+        ("~~~python\nx\n~~~", "x\n"),
     ],
 )
 def test_the_last_program_counts(response: str, program: str | None) -> None:
@@ -54,7 +57,7 @@ def test_the_last_program_counts(response: str, program: str | None) -> None:
 def test_forms_of_tests() -> None:
     assert read_tests({"tests": ["assert f()"]}).pieces == ("assert f()",)
     assert read_tests({"tests": "x = 1\nassert f(x)\nassert g()\ncheck(f)"}).pieces == (
-        "x = 1\nassert f(x)", "assert g()", "check(f)",
+        "x = 1\nassert f(x)", "assert g()\ncheck(f)",
     )  # fmt: skip
     pairs = (("1\n", "2\n"),)
     assert read_tests({"tests": {"inputs": ["1\n"], "outputs": ["2\n"]}}).pairs == pairs
@@ -62,12 +65,63 @@ def test_forms_of_tests() -> None:
     assert read_tests({"tests": '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'}).pairs == pairs
 
 
+RIGHT = "def f(x):\n    return x + 1\nclass Solution:\n    def f(self, x):\n        return x + 1\n"
+WRONG = RIGHT.replace("x + 1", "0")
+CHECK = "METADATA = {}\ndef check(candidate):\n    assert candidate(1) == 2\n"
+CASE = """import unittest
+class Case(unittest.TestCase):
+    def setUp(self):
+        self.given = 1
+    def test_one(self):
+        self.assertEqual(f(self.given), 2)
+    def test_two(self):
+        self.assertTrue(f(2) == 3)
+if __name__ == "__main__":
+    unittest.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [
+        ({"tests": CHECK, "entry_point": "f"}, 1),
+        ({"tests": CHECK + "check(f)"}, 1),
+        ({"tests": "import pytest\ndef test_a():\n    assert f(1) == 2\ndef test_b():\n    assert f(2) == 3\n"}, 2),
+        ({"tests": "class TestF:\n    def test_a(self):\n        assert f(1) == 2\n"}, 1),
+        ({"tests": CASE}, 2),
+        ({"tests": "def test():\n    assert f(1) == 2\nif __name__ == '__main__':\n    test()"}, 1),
+        ({"tests": "f(1) == 2\nf(2) == 3"}, 2),
+        ({"tests": ["f(1) == 2"]}, 1),
+        ({"tests": ["def same(a, b):\n    assert a == b", "same(f(1), 2)", "same(f(2), 3)"]}, 2),
+        ({"tests": "for a, b in [(1, 2), (2, 3)]:\n    assert f(a) == b"}, 1),
+        ({"tests": "try:\n    f('a')\nexcept TypeError:\n    pass\nelse:\n    raise E"}, 1),
+        ({"tests": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [2, 3]}}, 2),
+        ({"tests": '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}'}, 1),
+    ],
+)
+def test_tests_run_as_their_form_means(row: dict[str, object], count: int) -> None:
+    """Each was a definition or a thrown away value, which every program passed."""
+    cases = read_tests(row)
+    reward = CodeReward(timeout_s=LONG_S)
+    assert reward.verdicts(RIGHT, cases) == [True] * count
+    assert not any(reward.verdicts(WRONG, cases)[-1:])
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
         ({}, "needs the field `tests`"), ({"tests": 5}, "needs the field"), ({"tests": []}, "needs the field"),
-        ({"tests": ""}, "is empty"), ({"tests": "assert ("}, "no Python"), ({"tests": ["def"]}, "no Python"),
+        ({"tests": ""}, "no statement"), ({"tests": "assert ("}, "no Python"), ({"tests": ["def"]}, "no Python"),
         ({"tests": ["assert f()", "# later"]}, "number 1 of the row's `tests` has no statement"),
+        ({"tests": CHECK}, "entry_point"), ({"tests": "x = f(1)\nprint(x)"}, "never assert"),
+        ({"tests": "def test_a(x):\n    assert f(x)"}, "arguments of a test runner"),
+        ({"tests": "async def test_a():\n    assert f(1)"}, "asynchronous"), ({"tests": "pass"}, "never assert"),
+        ({"tests": "if False:\n    assert f(1) == 2"}, "never assert"),
+        ({"tests": "import pytest\ndef test_a():\n    with pytest.raises(E):\n        f(1)"}, "use pytest"),
+        ({"tests": {"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}}, "list of arguments"),
+        ({"tests": {"fn_name": "a b", "inputs": [[1]], "outputs": [2]}}, "name of a function"),
+        ({"tests": [{"input": "1", "output": "2"}]}, "list of cases"),
+        ({"tests": '[{"input": "1", "output": "2"}]'}, "list of cases"),
         ({"tests": "{"}, "no JSON"), ({"inputs": ["1"], "outputs": []}, "same length"),
         ({"inputs": "1", "outputs": "1"}, "same length"), ({"inputs": [1], "outputs": [1]}, "texts"),
     ],
@@ -102,9 +156,9 @@ def test_pairs_of_input_and_output() -> None:
     judge = CodeReward(timeout_s=LONG_S)
     tests = CodeTests(pairs=(("1 2\n", "3\n"), ("5 5\n", "10"), ("x\n", "error\n")))
     double = "print(sum(map(int, input().split())))"
-    assert [verdict.passed for verdict in judge.verdicts(double, tests)] == [True, True, False]
+    assert judge.verdicts(double, tests) == [True, True, False]
     shown = "print(3)\nimport os; os._exit(1)"  # the right output, and then a failure
-    assert [verdict.passed for verdict in judge.verdicts(shown, tests)] == [False, False, False]
+    assert judge.verdicts(shown, tests) == [False, False, False]
 
 
 def test_tests_of_many_kinds() -> None:
@@ -268,7 +322,7 @@ def test_endless_programs_end_in_time_and_leave_nothing() -> None:
 def test_tests_before_an_endless_one_count() -> None:
     program = "def add(a, b):\n    while a < 0: pass\n    return a + b"
     verdicts = read_verdicts('["passed", ""]\n["pas', 3)  # as it is told when the time is over
-    assert [each.passed for each in verdicts] == [True, False, False]
+    assert verdicts == [True, False, False]
     assert passed(program, *ADD_TESTS, timeout_s=5.0)[1:] == [False, False]
 
 

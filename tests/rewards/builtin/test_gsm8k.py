@@ -177,3 +177,26 @@ def test_the_full_files_own_answers_are_right() -> None:
         # The last number of the worked answer without its mark is the same number nearly always.
         unmarked = [final_number(a.rpartition("####")[0]) == final_number(a) for a in answers]
         assert sum(unmarked) > 0.9 * rows
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The volume is \\boxed{18\\text{ cm}^3}.", "18"),
+        ("The final answer is \\boxed{5}. (See step 2.)", "5"),
+        ("First \\boxed{4}, no: \\boxed{6}, which is 2 more.", "6"),
+        ("\\boxed{x}, so 7", "7"),  # no number in the box
+        ("#### 10 + 10 = 20", "20"),
+        ("#### 4 × 5 = 20 eggs", "20"),
+        ("#### 18 eggs in 2 days", "18"),
+        ("\\boxed{3} \n#### 4", "4"),  # the mark counts before a box
+    ],
+)
+def test_boxes_and_sums(text: str, expected: str) -> None:
+    assert final_number(text) == Fraction(expected)
+
+
+def test_only_what_follows_the_reasoning_is_judged() -> None:
+    assert gsm8k(RewardInput("", "<think>7, or 8?</think>It is 7.", answer="7")).score == 1.0
+    assert gsm8k(RewardInput("", "<think>It is 7", answer="7")).score == 0.0
+    assert gsm8k(RewardInput("", "<think>It is 7", answer="7"), answer_after=None).score == 1.0

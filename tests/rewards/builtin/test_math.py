@@ -6,7 +6,10 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +19,7 @@ from megarl.rewards.builtin.math import _parse, canonical, compare, last_boxed, 
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool
 from tests.support.checkout import EXCERPTS
+from tests.support.rewards.math_decisions import DECISIONS, PAGE, with_table
 from tests.support.rewards.reward_pool import make_reward_pool, score_all
 
 EXCERPT = EXCERPTS / "problems.jsonl"
@@ -82,6 +86,127 @@ def test_equivalence(response: str, answer: str, score: float) -> None:
     assert math(RewardInput("", response, answer=answer)).score == score
 
 
+PAIRS = [
+    pytest.param(*pair, float(equal), id=f"{pair[1]} {'=' if equal else '!='} {pair[0]}")
+    for kind in DECISIONS
+    for pairs, equal in ((kind.equal, True), (kind.different, False))
+    for pair in pairs
+]
+
+
+@pytest.mark.parametrize(("answer", "content", "score"), PAIRS)
+def test_decisions(answer: str, content: str, score: float) -> None:
+    assert math(RewardInput("", rf"Hence \boxed{{{content}}}.", answer=answer)).score == score
+
+
+def test_the_page_shows_the_decisions() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_table(page), "run `python -m tests.support.rewards.math_decisions`"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("The answer is 8.", "8", 1.0),
+        ("The answer is: **8**", "8", 1.0),
+        ("so x = 8", "8", 1.0),
+        ("The answers are 12 and 18.", "12 and 18", 1.0),
+        ("The answer is 3 1/2", "7/2", 1.0),
+        ("The answer is 3 1/2", "1", 0.0),
+        ("It is 3 1/2.", "2", 0.0),
+        ("so it is \\frac{1}{2}.", "1/2", 1.0),
+        ("The answer is 18 because 3*6 = 18, out of 20.", "18", 1.0),
+        ("The rate is 7.1e-3.", "0.0071", 1.0),
+        ("The interest rate is 4%.", r"4\%", 1.0),
+        ("The total is 45\\,000.", "45000", 1.0),
+        ("所以答案是8。", "8", 1.0),
+        ("答案是8，共有3种方法。", "8", 1.0),
+        ("因此一共有8个。", "8", 1.0),
+        ("It costs $5.", "5", 1.0),
+        ("Between $5 and $7 it is, so $7.", "7", 1.0),
+        ("The answer is CAB.", "CAB", 1.0),
+        ("The answer is ABC.", "CAB", 0.0),
+        ("Hence $f(x) = x+1$.", "x+1", 1.0),
+        ("10 + 10 = 20", "20", 1.0),
+        ("There are **6** ways.", "6", 1.0),
+        ("The answer is one half", "1/2", 0.0),
+    ],
+)
+def test_answers_without_a_box(response: str, answer: str, score: float) -> None:
+    assert math(RewardInput("", response, answer=answer)).score == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        (r"<think>\boxed{8}</think> It is \boxed{7}.", 1.0),
+        (r"<think>First \boxed{7}. No.</think> The answer is 9.", 0.0),
+        (r"a </think> \boxed{8} </think> \boxed{7}", 1.0),
+        (r"<think>Perhaps \boxed{7}; let me check the", 0.0),  # cut in its reasoning
+        (r"\boxed{7} is what I think.", 1.0),
+    ],
+)
+def test_only_what_follows_the_reasoning_is_judged(response: str, score: float) -> None:
+    assert math(RewardInput("", response, answer="7")).score == score
+
+
+def test_the_whole_response_is_judged_on_request() -> None:
+    sample = RewardInput("", r"<think>Perhaps \boxed{7}; let me check", answer="7")
+    assert math(sample, answer_after=None).score == math(sample, answer_after="none").score == 1.0
+    assert math(RewardInput("Solve it. <think>", r"\boxed{7}", answer="7")).score == 0.0
+
+
+def ways_to_write(value: Fraction) -> list[str]:
+    """Return ways to write a number that all have its value."""
+    top, bottom = value.numerator, value.denominator
+    sign, size = ("-", -top) if top < 0 else ("", top)
+    ways = [rf"\frac{{{top}}}{{{bottom}}}", rf"\dfrac{{{2 * top}}}{{{2 * bottom}}}", f"{top}/{bottom}"]
+    ways += [
+        f"**{top}/{bottom}**",
+        rf"\textcolor{{blue}}{{\frac{{{top}}}{{{bottom}}}}}",
+        rf"x = \frac{{{top}}}{{{bottom}}}.",
+    ]
+    if bottom > 1 and size > bottom:
+        ways += [f"{sign}{size // bottom} {size % bottom}/{bottom}"]
+        ways += [rf"{sign}{size // bottom}\frac{{{size % bottom}}}{{{bottom}}}"]
+    scaled = value * 10**6
+    if scaled.denominator == 1:
+        decimal = f"{Decimal(top) / Decimal(bottom):f}"
+        ways += [decimal, f"{decimal}0" if "." in decimal else f"{decimal}.0"]
+        ways += [rf"{scaled.numerator} \times 10^{{-6}}", f"{scaled.numerator}e-06", rf"{100 * top}/{bottom}\%"]
+    if bottom == 1:
+        grouped = f"{size:,}"
+        ways += [f"{sign}{grouped}", sign + grouped.replace(",", r"\,"), sign + grouped.replace(",", "~"), f"{top}.0"]
+        ways += [rf"{top}\text{{ cm}}", f"{top} apples", f"{top}°", f"${top}$"]
+    return ways
+
+
+NUMBERS = st.one_of(
+    st.integers(-(10**7), 10**7).map(Fraction),
+    st.fractions(-100, 100, max_denominator=60),
+    st.integers(-(10**9), 10**9).map(lambda number: Fraction(number, 10**6)),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), NUMBERS)
+def test_another_way_to_write_the_same_number_is_right(data: st.DataObject, value: Fraction) -> None:
+    reference, content = (data.draw(st.sampled_from(ways_to_write(value))) for _ in range(2))
+    assert math(RewardInput("", rf"\boxed{{{content}}}", answer=reference)).score == 1.0
+
+
+def test_of_2000_wrong_pairs_none_is_right() -> None:
+    drawn = Random(20261129)
+    for _ in range(2000):
+        kind = drawn.randrange(3)
+        value = Fraction(drawn.randint(-(10**6), 10**6), (1, drawn.randint(2, 60), 10**3)[kind])
+        other = value + drawn.choice((1, -1, Fraction(1, 7), Fraction(1, 1000), value)) if value else Fraction(1)
+        if other in (100 * value, value / 100):
+            continue
+        reference, content = (drawn.choice(ways_to_write(number)) for number in (value, other))
+        assert compare(reference, content)[1] is False, (reference, content)
+
+
 def test_components() -> None:
     def components(response: str, **kwargs: bool) -> tuple[float, ...]:
         result = math(RewardInput("", response, answer="27"), **kwargs).components
@@ -120,9 +245,9 @@ def test_the_same_answer_of_a_group_is_compared_once(monkeypatch: pytest.MonkeyP
     verify = math_verify.verify
     monkeypatch.setattr(math_verify, "verify", lambda *args, **kwargs: calls.append(args) or verify(*args, **kwargs))
     compare.cache_clear()
-    for thought, content in [("a", "1/2"), ("b", "1/2"), ("c", "1/3"), ("d", "1/2"), ("e", "1/3")]:
-        result = math(RewardInput(prompt="", response=rf"{thought} \boxed{{{content}}}", answer="0.5"))
-        assert result.score == float(content == "1/2")
+    for thought, content in [("a", "1+x"), ("b", "1+x"), ("c", "1-x"), ("d", "1+x"), ("e", "1-x")]:
+        result = math(RewardInput(prompt="", response=rf"{thought} \boxed{{{content}}}", answer="x+1"))
+        assert result.score == float(content == "1+x")
     assert len(calls) == 2
 
 
@@ -180,13 +305,12 @@ def test_integers_are_compared_without_math_verify_and_as_it_does(number: int, a
     from math_verify import verify
 
     other = number + apart
-    answer = rf"\boxed{{{number}}}"
-    found, expected = _parse(answer), _parse(rf"\boxed{{{other}}}")
-    theirs = (canonical(found), bool(verify(expected, found, timeout_seconds=None)))
-    assert compare(str(other), answer) == theirs == (str(number), apart == 0)
+    found, expected = _parse(str(number)), _parse(str(other))
+    theirs = (canonical(found), bool(verify(list(expected), list(found), timeout_seconds=None)))
+    assert compare(str(other), str(number)) == theirs == (str(number), apart == 0)
 
 
 def test_integers_that_are_written_in_another_way_are_left_to_math_verify() -> None:
-    assert compare("7", r"\boxed{07}") == ("7", True)
-    assert compare("1000", r"\boxed{1,000}")[1]
-    assert compare("7", r"\boxed{7.0}")[1]
+    assert compare("7", "07") == ("7", True)
+    assert compare("1000", "1,000")[1]
+    assert compare("7", "7.0")[1]

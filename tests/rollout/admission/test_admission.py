@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.checks.engine import fits_queue
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
 from megarl.rollout.admission.reusable_groups import ReplayUse, ReusableGroups
-from megarl.rollout.workers.finished_group import usable_samples
+from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from tests.support.machines.admission_machine import AdmissionMachine
 from tests.support.machines.admission_states import explore, steps_without_room
 from tests.support.machines.admission_timeline import run_timeline
@@ -111,22 +110,6 @@ class SettlesReplacedTwice(Admission):
         return taken
 
 
-class IgnoresTaken(Admission):
-    """Fills the queue as if the step that is being trained had left it."""
-
-    @property
-    def _taken_count(self) -> int:
-        return 0
-
-
-class ForgetsTheStepAhead(Admission):
-    """Fills the queue as if only the oldest step that is taken were in it."""
-
-    @property
-    def _taken_count(self) -> int:
-        return sum(len(each.ok) + len(each.failed) + len(each.reused) for each in [*self._taken.values()][:1])
-
-
 class TrainsFailed(Admission):
     """Hands groups out that cannot be trained."""
 
@@ -212,14 +195,6 @@ class SettlesReused(Admission):
         self._done["trained"] += numbers["reused"]
 
 
-class IgnoresReused(Admission):
-    """Fills the queue as if groups that a step uses again had no rows."""
-
-    @property
-    def _taken_count(self) -> int:
-        return sum(len(taken.ok) for taken in self._taken.values())
-
-
 class KeepsRows(Admission):
     """Does not free the rows of a group if it is a single one."""
 
@@ -239,29 +214,17 @@ class Endless(ReusableGroups):
 class MostUsedFirst(ReusableGroups):
     """Uses the wrong groups first."""
 
-    def take(self, number: int) -> dict[int, ReplayUse]:
-        return self._remove(lambda group, use: (-use.uses, use.oldest, group), number)
+    @staticmethod
+    def _order(group: int, use: ReplayUse) -> tuple[int, int, int]:
+        return -use.uses, use.oldest, group
 
 
 class YoungestFirst(ReusableGroups):
     """Lets groups become too old although they could be used."""
 
-    def take(self, number: int) -> dict[int, ReplayUse]:
-        return self._remove(lambda group, use: (use.uses, -use.oldest, group), number)
-
-
-class EvictsTheBest(ReusableGroups):
-    """Lets the wrong groups go first."""
-
-    def evict(self, number: int) -> list[int]:
-        return list(self.take(number))
-
-
-class NeverEvicts(ReusableGroups):
-    """Keeps groups that new ones need the room of."""
-
-    def evict(self, number: int) -> list[int]:
-        return []
+    @staticmethod
+    def _order(group: int, use: ReplayUse) -> tuple[int, int, int]:
+        return use.uses, -use.oldest, group
 
 
 def holding(
@@ -292,7 +255,6 @@ class Small:
     pace: Pace
     steps: int
     refill: int = 0
-    capacity: int | None = None
     max_uses: int = 1
     ahead: int = 0
     ends: bool = False
@@ -300,13 +262,11 @@ class Small:
 
     def make(self, kind: type[Admission] = Admission) -> Admission:
         steps = self.steps if self.ends else None
-        return kind(
-            self.groups, self.pace, refill=self.refill, capacity=self.capacity, steps=steps, max_uses=self.max_uses
-        )
+        return kind(self.groups, self.pace, refill=self.refill, steps=steps, max_uses=self.max_uses)
 
 
 # A step off, many versions in flight, updates per step, several steps per publication; then groups that are replaced,
-# a queue that holds less than the bound allows, with and without a batch that is taken beside the step that trains.
+# with and without a batch that is taken while another step trains.
 SMALL = [
     Small(2, Pace(), 3),
     Small(2, Pace(max_staleness=1), 3),
@@ -318,25 +278,18 @@ SMALL = [
     Small(2, Pace(max_staleness=1), 3, refill=2),
     Small(1, Pace(max_staleness=2), 4, refill=1),
     Small(1, Pace(updates_per_step=2, sync_interval=4, max_staleness=6), 4, refill=2),
-    Small(2, Pace(max_staleness=2), 3, capacity=5, ahead=1),
-    Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2, ahead=1),
-    Small(2, Pace(max_staleness=2), 3, capacity=3),
-    Small(1, Pace(max_staleness=2), 4, refill=1, capacity=2),
+    Small(1, Pace(max_staleness=2), 4, refill=1, ahead=1),
     Small(2, Pace(max_staleness=1), 3, ahead=1, ends=True),
 ]
 # The same with groups that are used again: with a batch taken ahead, up to the end of the run, three times, with
-# several updates per step and steps per publication, in a queue that holds less, beside groups that are replaced, and
-# in such a queue with a batch taken ahead.
+# several updates per step and steps per publication, and with groups that are replaced.
 REUSING = [
     Small(2, Pace(max_staleness=1), 4, max_uses=2, ahead=1),
     Small(2, Pace(max_staleness=2), 4, max_uses=2, ends=True),
     Small(3, Pace(max_staleness=2), 4, max_uses=3, ends=True, plain=True),
     Small(2, Pace(updates_per_step=2, sync_interval=2, max_staleness=5), 4, max_uses=2, ends=True),
     Small(2, Pace(sync_interval=2, max_staleness=3), 4, max_uses=2, ahead=1, ends=True),
-    Small(2, Pace(max_staleness=3), 4, max_uses=3, capacity=5, plain=True),
     Small(2, Pace(max_staleness=1), 3, max_uses=2, refill=1),
-    Small(2, Pace(max_staleness=2), 4, max_uses=2, capacity=5, ahead=1, ends=True),
-    Small(2, Pace(sync_interval=2, max_staleness=3), 4, max_uses=2, refill=1, capacity=5, ahead=1, plain=True),
 ]
 
 
@@ -363,8 +316,6 @@ def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
         (LateRefillLimit, "a group is queued below the limit"),
         (ForgetsReplaced, "a replaced group is not settled"),
         (SettlesReplacedTwice, "the counters do not add up"),
-        (IgnoresTaken, "the queue holds more than it may"),
-        (ForgetsTheStepAhead, "the queue holds more than it may"),
         (TrainsFailed, "a failed group counts as trainable"),
         (holding(in_flight=AgeOfTheStart), "an older group is left"),
     ],
@@ -388,13 +339,10 @@ def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
         (ReusesTooOld, "rows are kept that no step can use"),
         (ReusesFiltered, "a group is used again that was not trained|are not counted"),
         (SettlesReused, "a group ends twice"),
-        (IgnoresReused, "the queue holds more than it may"),
         (KeepsRows, "rows are kept that no step can use"),
         (holding(Endless), "rows are kept that no step can use"),
         (holding(MostUsedFirst), "groups that come later are used again first"),
         (holding(YoungestFirst), "groups that come later are used again first"),
-        (holding(EvictsTheBest), "rows of more value leave the queue"),
-        (holding(NeverEvicts), "the queue holds more than it may"),
     ],
 )
 def test_each_rule_of_bounded_replay_is_needed(mutant: type[Admission], broken: str) -> None:
@@ -415,17 +363,17 @@ class AnyPace(Pace):
 def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_for_ever(updates: int, steps_per_sync: int) -> None:
     interval = updates * steps_per_sync
     refused = 0
-    sizes = itertools.product(range(interval + 1), (1, 2, 3, 4, None), (0, 1), (1, 2), (0, 1))
-    for staleness, capacity, refill, max_uses, ahead in sizes:
+    sizes = itertools.product(range(interval + 1), (0, 1), (1, 2), (0, 1))
+    for staleness, refill, max_uses, ahead in sizes:
         pace = AnyPace(updates, interval, staleness)
-        small = Small(2, pace, steps_per_sync + 1, refill, capacity, max_uses)
-        if not steps_without_room(pace) and fits_queue(small.groups, capacity):
+        small = Small(2, pace, steps_per_sync + 1, refill, max_uses)
+        if not steps_without_room(pace):
             explore(small.make, small.steps, ahead, plain=True)
         else:
             refused += 1
             with pytest.raises(AssertionError, match="deadlock"):
                 explore(small.make, small.steps, ahead, plain=True)
-    assert refused > 8
+    assert refused == 8 * (interval - 1)
 
 
 def labels_of_the_first_group(pace: Pace, shift: int, steps: int) -> None:

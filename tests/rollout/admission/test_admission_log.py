@@ -16,7 +16,7 @@ from megarl.rollout.admission.schedule_replay import ScheduleMismatch, read_sche
 
 def test_events_are_recorded_in_their_order_and_only_if_they_change_something() -> None:
     events: list[Event] = []
-    admission = Admission(1, Pace(), refill=1, capacity=4, record=events.append)
+    admission = Admission(1, Pace(), refill=1, record=events.append)
     admission.load_state_dict(admission.state_dict(), attempts=2)
     admission.announce(0)
     assert admission.admit() == [] and admission.batch(0) is None
@@ -32,7 +32,7 @@ def test_events_are_recorded_in_their_order_and_only_if_they_change_something() 
     admission.commit(0, trained=0, filtered=1, dropped_stale=0, failed=1)
     begin, *others = json.loads(json.dumps(events))
     pace = {"updates_per_step": 1, "sync_interval": 1, "max_staleness": 0}
-    settings = {"groups": 1, "refill": 1, "capacity": 4, "steps": None, "pace": pace, "attempts": 2}
+    settings = {"groups": 1, "refill": 1, "steps": None, "pace": pace, "attempts": 2}
     assert begin == {"event": "begin", **settings, "state": Admission(1, Pace()).state_dict()}
     assert others == [
         {"event": "announce", "version": 0},

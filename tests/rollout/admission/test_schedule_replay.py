@@ -38,7 +38,7 @@ class RecordingMachine(AdmissionMachine):
 
     compared: ClassVar[list[Batches]] = []  # of all examples
 
-    def make(self, groups: int, pace: Pace, refill: int, capacity: int | None) -> Admission:
+    def make(self, groups: int, pace: Pace, refill: int) -> Admission:
         self.events = getattr(self, "events", [])
         self.taken: Batches = getattr(self, "taken", {})
         machine = self
@@ -50,7 +50,7 @@ class RecordingMachine(AdmissionMachine):
                 super().commit(step, dropped_stale=dropped_stale, **others)
 
         record = self.events.append
-        made = Noting(groups, pace, refill=refill, capacity=capacity, max_uses=self.max_uses, record=record)
+        made = Noting(groups, pace, refill=refill, max_uses=self.max_uses, record=record)
         if not self.events:  # else the attempt begins with the state that the machine resumes
             made.load_state_dict(made.state_dict())
         return made
@@ -83,7 +83,7 @@ def recorded() -> tuple[list[Event], Batches]:
         taken[step] = (*batch, admission.replaced(step), ends["dropped_stale"], admission.reused(step))
         admission.commit(step, **ends)
 
-    admission = Admission(2, PACE, refill=1, capacity=8, record=events.append)
+    admission = Admission(2, PACE, refill=1, record=events.append)
     admission.load_state_dict(admission.state_dict())
     admission.announce(0)
     admission.set_version(0)
@@ -100,7 +100,7 @@ def recorded() -> tuple[list[Event], Batches]:
     for group in (7, 4, 6):
         admission.finish(group, True, {0, 2})
     take(2, trained=2)
-    admission = Admission(2, PACE, refill=1, capacity=8, record=events.append)
+    admission = Admission(2, PACE, refill=1, record=events.append)
     admission.load_state_dict(saved, attempts=12)
     admission.announce(2)
     admission.set_version(2)

@@ -49,7 +49,7 @@ def check(first: Stop, second: dict[str, Any], record: bytes) -> None:
     adds = [*first.calls["add"], *second["add"]]
     assert {str(call) for call in adds} == {str(call) for call in EXPECTED["add"]}
     texts = [turn["text"] for turns in second["turns"] for turn in turns]
-    interrupted = interrupted_books(record) if record else 0
+    interrupted = interrupted_books(decode_unfinished(record)) if record else 0
     assert texts.count(INTERRUPTED) == interrupted
     if not interrupted:
         assert second["rows"] == EXPECTED["rows"] and second["turns"] == EXPECTED["turns"]
@@ -76,7 +76,7 @@ def test_the_records_of_the_journal_are_older_at_most_points() -> None:
     stops = [killed(at) for at in range(POINTS)]
     stale = [stop.written for stop in stops if stop.written not in (b"", stop.record)]
     assert len(stale) > POINTS / 2
-    assert {bool(interrupted_books(record)) for record in stale} == {True, False}
+    assert {bool(interrupted_books(decode_unfinished(record))) for record in stale} == {True, False}
 
 
 def test_every_waiting_state_is_among_those_points() -> None:

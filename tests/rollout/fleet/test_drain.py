@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
 
+
 from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.drain import PublicationHold
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.router import Dispatcher
 from tests.support.engines.versioned_engines import VersionedEngine, of_length, settle
 
 Results = list[GenerateResult]
@@ -61,7 +60,7 @@ class Pool:
     async def lose(self, index: int) -> None:
         self.engines[index].dead = True
         await self.engines[index].give_turns()
-        self.fleet.states.lose(index, ReplicaFailed(index, f"replica {index} is dead"))
+        self.fleet.table.lose(index, ReplicaFailed(index, f"replica {index} is dead"))
         await settle()
 
     async def set_weights(self) -> None:
@@ -211,19 +210,15 @@ def test_nobody_is_held_back_for_ever() -> None:
 
 def test_the_time_for_which_requests_are_held_back_does_not_count() -> None:
     async def scenario() -> None:
-        hold = PublicationHold(60.0)
-        dispatcher = Dispatcher([0], hold=hold)
-        hold.begin()
+        pool = Pool(1)
+        await pool.fleet.drain(1.0)
         placed = asyncio.ensure_future(
-            dispatcher.place(RequestContext("a", home=0), 1, begun=False, background=False, timeout_s=0.05)
+            pool.fleet._router.place(RequestContext("a", home=0), 1, 0, background=False, timeout_s=0.05)
         )
         await asyncio.sleep(0.1)
         assert not placed.done()
-        dispatcher.remove(0)
-        dispatcher.add(0)
-        hold.end()
-        dispatcher.look_again()
-        assert await placed == 0
+        await pool.set_weights()
+        assert await placed is not None
 
     run(scenario)
 

@@ -104,36 +104,7 @@ def test_a_response_goes_on_elsewhere_from_its_last_token_and_does_not_count_as_
         assert fleet.lost == {} and fleet.serving == [6]
         assert await publish(fleet) == ([5, 6] if how == "drain" else [6])
         assert fleet.serving == [6] and pool.ended == ([] if how == "drain" else [first])
-        assert (5 in fleet.actors._links) is (how == "drain"), "links of replicas that have ended add up"
-
-    run(work)
-
-
-def test_a_drained_replica_serves_again_after_a_publication() -> None:
-    async def work() -> None:
-        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
-        pool = Pool(fleet)
-        await pool.elastic.drain(1)
-        assert fleet.idle == [1] and await publish(fleet) == [0, 1] and fleet.serving == [0]
-        await pool.elastic.undrain(1)
-        assert fleet.serving == [0] and fleet.states.state_of(1) == "joining"
-        await publish(fleet)
-        assert fleet.serving == [0, 1] and fleet.idle == []
-        await publish(fleet)
-
-    run(work)
-
-
-def test_a_drained_replica_that_is_replaced_stays_drained() -> None:
-    old = {0: FakeReplica(0), 1: FakeReplica(1)}
-
-    async def work() -> None:
-        fleet = fleet_of(old, FakeReplica(1))
-        await Pool(fleet).elastic.drain(1)
-        await fleet.begin_sync()
-        await fleet.restart([1])
-        fleet.admit_joining()
-        assert fleet.serving == [0] and fleet.states.state_of(1) == "drained" and fleet.lost == {}
+        assert (5 in fleet.table) is (how == "drain")
 
     run(work)
 
@@ -194,7 +165,7 @@ def test_all_others_lost_while_a_new_one_waits_for_its_weights_asks_for_a_public
         fleet = fleet_of({0: FakeReplica(0)})
         fleet.expect_publication(True)
         await Pool(fleet).elastic.add(1)
-        fleet.states.lose(0, ReplicaFailed(0, "replica 0 died"))
+        fleet.table.lose(0, ReplicaFailed(0, "replica 0 died"))
         assert fleet.needs_publication == "replica 0 died"
         await fleet.begin_sync()
         fleet.admit_joining()
@@ -227,7 +198,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(
         await pool.elastic.drain(1)
         with pytest.raises(RolloutError, match=told):
             await ask(pool.elastic)
-        assert fleet.serving == [0] and fleet.members == [0, 1] and not fleet.membership.starting
+        assert fleet.serving == [0] and fleet.members == [0, 1] and len(list(fleet.table)) == 2
 
     run(work)
 
@@ -239,7 +210,7 @@ def test_an_engine_that_does_not_start_is_named_and_the_others_join() -> None:
         pool.failing = [ReplicaFailed(1, "replica 1 failed to start: out of memory")]
         with pytest.raises(RolloutError, match=r"1 of 2 engines did not start: .*out of memory; replica 2 joins"):
             await pool.elastic.add(2)
-        assert await publish(fleet) == [0, 2] and fleet.membership.idle == set()
+        assert await publish(fleet) == [0, 2] and fleet.idle == []
 
     run(work)
 
@@ -256,7 +227,7 @@ def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_new_nu
         pool = Pool(fleet, room=0)
         await fleet.begin_sync()
         await fleet.restart([1])
-        assert fleet.members == [0] and fleet.lost == {} and fleet.membership.missing == 1
+        assert fleet.members == [0] and fleet.lost == {} and fleet.table.missing == 1
         fleet.admit_joining()
         await pool.elastic.tend()
         await pool.elastic.tend()
@@ -266,7 +237,7 @@ def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_new_nu
         pool.elastic._look_at = 0.0
         await asyncio.sleep(0.05)  # in which the look that found no place ends
         await pool.elastic.tend()
-        while fleet.membership.missing:
+        while fleet.table.missing:
             await asyncio.sleep(0.01)
         assert pool.room == 3 and "1 engines that were lost are up again" in pool.told[-1]
         assert await publish(fleet) == fleet.serving == [0, 2]
@@ -281,18 +252,18 @@ def test_a_place_that_is_free_is_given_once() -> None:
 
     async def work() -> None:
         fleet = fleet_of({0: FakeReplica(0)})
-        fleet.membership.missing = 1
+        fleet.table.missing = 1
         pool = Pool(fleet, room=3)
         pool.may_place.clear()
         pool.may_start.clear()
         added = [asyncio.create_task(pool.elastic.add(1)) for _ in range(2)]
         await pool.elastic.tend()
-        while len(fleet.membership.unplaced) < 3:
+        while fleet.table.unplaced < 3:
             await asyncio.sleep(0.01)
-        fleet.membership.missing += 1
+        fleet.table.missing += 1
         assert await pool.elastic._reserve(1, 1) == ([], 0), "Ray says 3, and all of them are given"
         pool.may_place.set()
-        while fleet.membership.unplaced:
+        while fleet.table.unplaced:
             await asyncio.sleep(0.01)
         pool.room = 2
         assert await pool.elastic._reserve(3, 3) == ([], 2), "engines that have their place are Ray's to count"
@@ -317,7 +288,7 @@ def test_two_changes_at_once_do_not_take_the_same_place(monkeypatch: pytest.Monk
         refused, done = sorted(map(str, await ends))
         assert "1 engines cannot be added: Ray has room for 0 besides 1 that are being started" in refused
         assert done == "replica 1 joins the pool with the next publication of the weights"
-        assert pool.room == 0 and fleet.membership.unplaced == set()
+        assert pool.room == 0 and fleet.table.unplaced == 0
 
     run(work)
 
@@ -344,7 +315,7 @@ def test_a_look_for_places_that_ray_does_not_answer_is_bounded_and_made_once_at_
         while len(looks) == 1:  # an answer may need longer than the bound on a busy machine
             with suppress(RolloutError):
                 assert "replica 1 joins" in await pool.elastic.add(1)
-        assert fleet.membership.unplaced == set()
+        assert fleet.table.unplaced == 0
 
     run(work)
 
@@ -355,7 +326,7 @@ def test_a_look_for_places_that_fails_is_told_and_tried_again() -> None:
 
     async def work() -> None:
         fleet = fleet_of({0: FakeReplica(0)})
-        fleet.membership.missing = 1
+        fleet.table.missing = 1
         pool = Pool(fleet)
         pool.places = broken
         await pool.elastic.tend()
@@ -364,7 +335,7 @@ def test_a_look_for_places_that_fails_is_told_and_tried_again() -> None:
         assert pool.told[1] == "engines that were lost could not be started again: Ray's head is gone"
         pool.places, pool.elastic._look_at = lambda: 1, 0.0
         await pool.elastic.tend()
-        while fleet.membership.missing:
+        while fleet.table.missing:
             await asyncio.sleep(0.01)
         assert pool.elastic._failures == 0
 
@@ -386,9 +357,9 @@ def test_the_list_names_each_state_and_does_not_wait_for_a_replica_that_is_silen
             replica.status = Method(silent if index == 2 else status)  # type: ignore[attr-defined]
         fleet = fleet_of(replicas)
         pool = Pool(fleet)
-        fleet.states.lose(2, ReplicaFailed(2, "it hangs"))
+        fleet.table.lose(2, ReplicaFailed(2, "it hangs"))
         await pool.elastic.drain(1)
-        fleet.membership.reserve(1)
+        fleet.table.reserve(1)
         reports = await pool.elastic.reports()
         assert [(each.replica, each.state) for each in reports] == [
             (0, "serving"), (1, "drained"), (2, "lost"), (3, "serving"), (4, "serving"), (5, "starting"),
@@ -459,11 +430,11 @@ def test_a_lost_replica_is_removed_while_a_publication_asks_whether_it_is_sound(
 
         hung.reset = Method(reset)
         fleet = fleet_of({0: FakeReplica(0), 1: hung})
-        fleet.states.lose(1, ReplicaFailed(1, "hangs"))
+        fleet.table.lose(1, ReplicaFailed(1, "hangs"))
         publication = asyncio.create_task(fleet.begin_sync())
         await asked.wait()
-        fleet.states.leave(1)
-        fleet.states.lose(1, ReplicaFailed(1, "gone"))
+        fleet.table.leave(1)
+        fleet.table.lose(1, ReplicaFailed(1, "gone"))
         await publication
         fleet.admit_joining()
         assert fleet.serving == [0]
@@ -485,15 +456,15 @@ def test_a_replica_that_fails_in_a_publication_leaves_it_at_once_and_a_new_one_j
         response = await begun(fleet, first)
         await fleet.begin_sync()
         await pool.elastic.replace_later([5])
-        assert fleet.members == [6] and pool.ended == [first] and fleet.membership.missing == 1
+        assert fleet.members == [6] and pool.ended == [first] and fleet.table.missing == 1
         fleet.admit_joining()
         [result] = await response
         assert result.replica == 6 and result.response_ids[:2] == [5, 5] and result.response_ids[-1] == 6
         assert fleet.serving == [6]
         await pool.elastic.tend()
-        while fleet.membership.missing:
+        while fleet.table.missing:
             await asyncio.sleep(0.01)
-        assert fleet.serving == [6] and fleet.states.state_of(7) == "joining"
+        assert fleet.serving == [6] and fleet.table[7].does == "joining"
         assert await publish(fleet) == fleet.serving == [6, 7]
 
     run(work)
@@ -513,7 +484,7 @@ def test_replicas_that_fail_in_a_publication_are_waited_for_if_no_other_one_serv
         victim = next(iter(fleet.serving))
         await fleet.begin_sync()
         await pool.elastic.replace_later([0, 1] if other == "failed too" else [victim])
-        assert fleet.members == [0, 1] and pool.ended == [] and fleet.membership.missing == 0
+        assert fleet.members == [0, 1] and pool.ended == [] and fleet.table.missing == 0
         fleet.admit_joining()
         assert victim in fleet.serving
 
@@ -529,7 +500,7 @@ def test_a_replica_that_was_removed_is_not_replaced_after_it_has_failed_in_its_l
         await fleet.begin_sync()
         await pool.elastic.remove(1)
         await pool.elastic.replace_later([1, 2])
-        assert fleet.members == [0] and fleet.membership.missing == 1
+        assert fleet.members == [0] and fleet.table.missing == 1
         fleet.admit_joining()
         await asyncio.sleep(2 * elastic_pool.LOOK_S)
         assert set(pool.ended) == {replicas[1], replicas[2]} and fleet.serving == [0]

@@ -22,7 +22,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, Samp
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.replica_actors import as_rollout_error
+from megarl.rollout.fleet.replica_client import as_rollout_error
 from tests.support.checkout import ROOT
 from tests.support.engines.fake_replicas import (
     FakeReplica,
@@ -46,11 +46,12 @@ def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: s
         if wait == "for a report":
             slow.report = Method(lambda reported, wait_s: answer)
         elif wait == "for room":
-            fleet._dispatcher._limits.reported(0, EngineLoad(1.0, 1, 1), 0, 0)  # type: ignore[union-attr]
-            fleet._dispatcher._router.assign("busy", 9, 0)
+            fleet.table[0].limit = 1.0
+            busy = fleet._router.assign("busy", 9, 0)
+            assert busy is not None
         else:
             await fleet.begin_sync()
-            fleet.states.lose(0, ReplicaFailed(0, "gone"))
+            fleet.table.lose(0, ReplicaFailed(0, "gone"))
         request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
         task = asyncio.create_task(fleet.generate(RequestContext("g"), [request]))
         await asyncio.sleep(0.02)
@@ -58,37 +59,14 @@ def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: s
         if wait == "for a report":
             answer.set_result(EngineReport({"x": ResponsePart()}))
         elif wait == "for room":
-            fleet._dispatcher.release("busy", 0, 9)
+            fleet._router.release("busy", busy, 9)
         else:
-            fleet._replacements.end_sync()
+            fleet.table.end_sync()
         task.cancel()
         await asyncio.wait([task], timeout=1)
         return task.cancelled()
 
     assert asyncio.run(run())
-
-
-def test_groups_are_spread_and_answers_keep_their_order() -> None:
-    replicas = {i: FakeReplica(i, delay_s=0.01) for i in range(2)}
-
-    async def run() -> list[Any]:
-        pool = fleet_of(replicas)
-        return await asyncio.gather(*(pool.generate(RequestContext(group), requests(group)) for group in range(4)))
-
-    answers = asyncio.run(run())
-    assert list(map(answered, answers)) == [[f"{g % 2}:{g}.0", f"{g % 2}:{g}.1"] for g in range(4)]
-
-
-def test_a_failed_replica_is_taken_out_and_its_group_sampled_elsewhere() -> None:
-    replicas = {0: FakeReplica(0, ReplicaFailed(0, "replica 0: engine dead")), 1: FakeReplica(1)}
-
-    async def run() -> tuple[Any, EnginePool]:
-        pool = fleet_of(replicas, describe=lambda i: f"see log {i}")
-        return [await pool.generate(RequestContext(g), requests(g)) for g in range(3)], pool
-
-    answers, pool = asyncio.run(run())
-    assert list(map(answered, answers)) == [[f"1:{g}.0", f"1:{g}.1"] for g in range(3)]
-    assert pool.serving == [1] and "engine dead" in str(pool.lost[0]) and "see log 0" in str(pool.lost[0])
 
 
 def test_the_last_replicas_failure_is_raised_and_names_it() -> None:
@@ -110,23 +88,6 @@ def test_a_silent_replica_is_an_error_after_the_bound() -> None:
 
     with pytest.raises(RolloutError, match="waited 0 s for replica 0 to generate"):
         asyncio.run(run())
-
-
-def test_a_replaced_replica_serves_only_after_it_is_admitted() -> None:
-    old = {0: FakeReplica(0, ReplicaFailed(0, "replica 0 is gone")), 1: FakeReplica(1)}
-    new = FakeReplica(0)
-
-    async def run() -> list[Any]:
-        pool = fleet_of(old, new)
-        await pool.generate(RequestContext("a"), requests(0))
-        await pool.restart([0])
-        before = await pool.generate(RequestContext("b"), requests(1))
-        pool.admit_joining()
-        after = await pool.generate(RequestContext("c"), requests(2))
-        return [before, after]
-
-    before, after = asyncio.run(run())
-    assert before[0].replica == 1 and after[0].replica == 0
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -207,7 +168,7 @@ def test_a_response_that_takes_too_long_fails_its_group_and_costs_no_engine() ->
 
     fleet = asyncio.run(run())
     assert fleet.serving == [0, 1] and not fleet.lost and not other.served
-    assert fleet._dispatcher.load == {0: 0, 1: 0} and [list(each) for each in endless.ended] == [["x"]]
+    assert [each.load for each in fleet.table] == [0, 0] and [list(each) for each in endless.ended] == [["x"]]
     assert tokens["x"].response_ids == [0] * len(endless.reported) + [7, 7]
 
 
@@ -273,7 +234,7 @@ def test_what_another_call_has_found_lost_or_replaced_is_left_at_its_next_report
         while len(slow.reported) < 3:
             await asyncio.sleep(0)
         if how == "lost":
-            fleet.states.lose(0, ReplicaFailed(0, "replica 0 hangs"))
+            fleet.table.lose(0, ReplicaFailed(0, "replica 0 hangs"))
         else:
             await fleet.restart([0])
             fleet.admit_joining()
@@ -385,20 +346,20 @@ def test_a_lost_replica_leaves_its_place_to_those_that_wait() -> None:
 
     async def run() -> list[GenerateResult]:
         fleet = fleet_of({0: slow, 1: FakeReplica(1)}, new)
-        fleet.states.lose(1, ReplicaFailed(1, "gone"))
+        fleet.table.lose(1, ReplicaFailed(1, "gone"))
         begun = asyncio.create_task(
             fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
         )
         while len(slow.reported) < 3:
             await asyncio.sleep(0)
         for _ in range(9):  # down to a limit of one
-            fleet._dispatcher._limits.reported(0, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
+            fleet.table[0].limit = 1.0
         waiting = asyncio.create_task(fleet.generate(RequestContext("h"), requests(3)))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         await fleet.restart([1])
         fleet.admit_joining()
-        fleet.states.lose(0, ReplicaFailed(0, "gone too"))
+        fleet.table.lose(0, ReplicaFailed(0, "gone too"))
         return [*await asyncio.wait_for(begun, 5), *await asyncio.wait_for(waiting, 5)]
 
     assert answered(asyncio.run(run())) == ["1:x", "1:3.0", "1:3.1"]
@@ -414,10 +375,10 @@ def test_a_response_that_a_lost_replica_had_begun_does_not_wait_for_room() -> No
         while len(slow.reported) < 3 or not busy.reported:
             await asyncio.sleep(0)
         for replica in (0, 1):
-            fleet._dispatcher._limits.reported(replica, EngineLoad(1.0, 1, 1), 1, 0)  # type: ignore[union-attr]
+            fleet.table[replica].limit = 1.0
         tasks.append(asyncio.create_task(fleet.generate(RequestContext("z"), [endless["z"]])))
         await asyncio.sleep(0)
-        fleet.states.lose(0, ReplicaFailed(0, "gone"))
+        fleet.table.lose(0, ReplicaFailed(0, "gone"))
         await asyncio.sleep(0.05)
         assert [request.request_id for request in busy.asked] == ["y", "x"]
         for task in tasks:
@@ -466,15 +427,6 @@ def test_a_refused_request_costs_no_replica() -> None:
 
     fleet = asyncio.run(run())
     assert fleet.serving == [0, 1, 2] and not fleet.lost
-
-
-def test_a_replica_that_does_not_answer_is_lost_and_its_requests_are_sampled_elsewhere() -> None:
-    async def run() -> tuple[list[Any], EnginePool]:
-        fleet = fleet_of({0: FakeReplica(0, delay_s=5), 1: FakeReplica(1)}, interval_s=0.02, rpc_s=0.03)
-        return await fleet.generate(RequestContext("a"), requests(0)), fleet
-
-    answers, fleet = asyncio.run(run())
-    assert answered(answers) == ["1:0.0", "1:0.1"] and fleet.serving == [1] and fleet.members == [0, 1]
 
 
 def test_reset_replaces_what_cannot_serve() -> None:
@@ -530,29 +482,16 @@ def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuse
         running = asyncio.create_task(fleet.generate(RequestContext("a", home=0), requests(0)))
         while len(sick.reported) < 3:
             await asyncio.sleep(0)
-        done, text = fleet.states.quarantine(0, "alarm replica_gap of replica 0")
+        done, text = fleet.table.quarantine(0, "alarm replica_gap of replica 0")
         assert done and text == "replica 0 is quarantined until the next publication has replaced it"
         assert all(answer.replica == 1 for answer in await running), "its responses do not go on elsewhere"
-        assert fleet.serving == [1] and fleet.states.state_of(0) == "lost"
+        assert fleet.serving == [1] and fleet.table[0].does == "lost"
         assert (await fleet.generate(RequestContext("b", home=0), requests(1)))[0].replica == 1
         await fleet.begin_sync()
         assert len(told.told) == 1 and "alarm replica_gap of replica 0" in told.told[0]
         await fleet.restart([0])
         fleet.admit_joining()
         assert fleet.serving == [0, 1]
-        assert fleet.states.quarantine(1, "again")[0], "there is another one again"
-
-    asyncio.run(run())
-
-
-def test_the_last_replica_and_one_that_does_not_serve_are_not_quarantined() -> None:
-    async def run() -> None:
-        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
-        fleet.states.lose(0, ReplicaFailed(0, "it died"))
-        assert fleet.states.quarantine(0, "x") == (
-            False, "replica 0 does not serve any more; the next publication brings or replaces it",
-        )  # fmt: skip
-        assert fleet.states.quarantine(1, "x") == (False, "replica 1 stays, because no other replica serves training")
-        assert fleet.states.quarantine(7, "x")[0] is False and fleet.serving == [1]
+        assert fleet.table.quarantine(1, "again")[0], "there is another one again"
 
     asyncio.run(run())

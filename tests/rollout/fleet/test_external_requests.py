@@ -69,7 +69,7 @@ def test_requests_of_one_call_end_by_themselves() -> None:
         requests.begin(GATEWAY, [asked("short", 2)])  # the call was sent again
         ends = await all_news(requests, {"short"})
         assert ends["short"].part.response_ids == [101, 102] and ends["short"].replica == 0
-        ends = await all_news(requests, {"long"}, seen=requests._report.number)
+        ends = await all_news(requests, {"long"}, seen=requests._replay._number)
         assert len(replica.asked) == 2 and replica.working == 0
 
     run(scenario)
@@ -117,13 +117,13 @@ def test_the_tokens_through_holds_and_lost_replicas_are_those_of_an_undisturbed_
         fleet: EnginePool = fleet_of(replicas)
         requests = ExternalRequests(fleet, serves=True)
         requests.begin(GATEWAY, [asked("a", 150)])
-        await requests.take(GATEWAY, 0, 60.0)
-        part = requests._report.news["a"].part
+        first = await requests.take(GATEWAY, 0, 60.0)
+        part = first.news["a"].part
         replicas[0].dead = True
         await asyncio.sleep(0.02)
         await requests.hold()
         requests.serve()
-        ends = await all_news(requests, {"a"}, requests._report.number)
+        ends = await all_news(requests, {"a"}, first.number)
         whole = join_parts(part, ends["a"].part)
         assert whole.response_ids == list(range(101, 251)) and ends["a"].replica == 1
         assert whole.versions == (VersionSpan(0, 0, 150),)
@@ -137,11 +137,7 @@ def test_a_request_whose_time_is_over_is_stopped_and_says_why() -> None:
         requests = ExternalRequests(fleet_of({0: replica}), serves=True)
         requests.begin(GATEWAY, [asked("a", 10**6, timeout_s=0.1)])
         end = (await all_news(requests, {"a"}))["a"]
-        assert (
-            end.failure == "late"
-            and "gateway.request_timeout_s" in end.error
-            and "replicas that serve: [0]" in end.error
-        )
+        assert end.failure == "late" and "timeouts.generate_s" in end.error and "replicas that serve: [0]" in end.error
         await asyncio.sleep(0.01)
         assert replica.working == 0
 
@@ -182,7 +178,7 @@ def test_another_gateway_and_a_drop_end_the_work() -> None:
         requests.begin(GATEWAY, [asked("a", 10**6), asked("b", 10**6)])
         await requests.take(GATEWAY, 0, 60.0)
         requests.drop(GATEWAY, ["a", "unknown"])
-        waiting = asyncio.ensure_future(requests.take(GATEWAY, requests._report.number, 30.0))
+        waiting = asyncio.ensure_future(requests.take(GATEWAY, requests._replay._number, 30.0))
         await asyncio.sleep(0)
         requests.begin("gateway-2", [])
         assert (await waiting).news.keys() <= {"b"}

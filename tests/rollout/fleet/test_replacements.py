@@ -18,9 +18,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, Samp
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet import engine_pool as fleet_module
-from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.replacements import Replacements
-from megarl.rollout.fleet.speed import ProgressRates
+from megarl.rollout.fleet.engine_pool import EnginePool, all_attempts_s
 from tests.support.engines.fake_replicas import FakeReplica, Method, ScriptedReplica, SharesCalls, answered, requests
 
 LONG = SamplingSpec(10**9, 1.0, (2,))
@@ -133,10 +131,11 @@ def test_the_only_replica_serves_nothing_from_its_restart_to_its_weights() -> No
 
 async def lose_the_last(fleet: EnginePool) -> list[asyncio.Task[list[GenerateResult]]]:
     """Three groups of a fleet of one replica, 0, of which one waits for room; then the replica is lost."""
-    [replica] = fleet.actors.by_index.values()
+    [record] = fleet.table
+    replica: Any = record.client.actor  # type: ignore[union-attr]
     tasks = [asyncio.create_task(fleet.generate(RequestContext(name), endless(name))) for name in "xy"]
     await until(lambda: len(replica.asked) == 2)
-    fleet._dispatcher._limits._limits[0] = 1.0  # type: ignore[union-attr]
+    record.limit = 1.0
     tasks.append(asyncio.create_task(fleet.generate(RequestContext("z"), endless("z"))))
     await asyncio.sleep(0.01)
     assert len(replica.asked) == 2
@@ -188,7 +187,8 @@ def test_a_trainer_that_is_asked_to_publish_brings_back_the_only_replica() -> No
         assert not fleet.needs_publication
         for [result] in await asyncio.gather(*tasks):
             assert result.response_ids[-1] == 0 and result.finish_reason == "stop"
-        assert [len(each.prompt_ids) > 1 for each in new.asked] == [True, True, False], "tokens are not made again"
+        begun = {each.request_id: len(each.prompt_ids) > 1 for each in new.asked}
+        assert begun == {"x": True, "y": True, "z": False}, "tokens are not made again"
 
         refuse(new)
         new.reported.clear()
@@ -197,16 +197,6 @@ def test_a_trainer_that_is_asked_to_publish_brings_back_the_only_replica() -> No
         assert not later.done()
         fleet.expect_publication(False)  # it evaluates, and waits for just this
         await check_all_fail([later], REFUSAL)
-
-    run(scenario)
-
-
-def test_no_trainer_is_asked_to_publish_if_a_sync_would_not_replace_what_is_lost() -> None:
-    async def scenario() -> None:
-        replica = ScriptedReplica(0, 10**9, None)
-        fleet = fleet_of({0: resettable(replica)}, sync_restarts=0)
-        fleet.expect_publication(True)
-        await check_all_fail(await lose_the_last(fleet), REFUSAL)
 
     run(scenario)
 
@@ -262,17 +252,6 @@ def test_training_and_an_evaluation_wait_for_the_last_replica_that_is_restarted(
         assert beside.fleet.serving == [0]
         check_continued(await evaluation, lost=1, by=0)
         assert [result.replica for result in await training] == [0]
-
-    run(scenario)
-
-
-def test_an_evaluation_without_any_replica_is_told_so_if_none_is_coming() -> None:
-    async def scenario() -> None:
-        beside = Beside()
-        tasks = await beside.begin()
-        refuse(*beside.old.values())
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
-        assert [type(result) for result in results] == [NoReplicaLeft] * 2
 
     run(scenario)
 
@@ -363,7 +342,7 @@ def test_the_last_answer_of_a_replaced_replica_does_not_count_for_the_new_one(en
             assert [result.response_ids for result in await late] == [[0, 0]] * 2
         else:
             await until(lambda: len(new.asked) == 3)
-        assert fleet._dispatcher.load == {0: 1 if ends else 3}
+        assert fleet.table[0].load == (1 if ends else 3)
         late.cancel()
         now.cancel()
 
@@ -373,7 +352,7 @@ def test_the_last_answer_of_a_replaced_replica_does_not_count_for_the_new_one(en
 def test_a_lost_replica_that_can_be_reset_serves_again_with_the_next_version() -> None:
     async def scenario() -> None:
         fleet = fleet_of({0: resettable(FakeReplica(0))})
-        fleet.states.lose(0, ReplicaFailed(0, "replica 0 was silent"))
+        fleet.table.lose(0, ReplicaFailed(0, "replica 0 was silent"))
         await fleet.reset()
         assert fleet.serving == []
         fleet.admit_joining()
@@ -384,17 +363,7 @@ def test_a_lost_replica_that_can_be_reset_serves_again_with_the_next_version() -
 
 def test_the_bound_covers_every_attempt_at_a_sync() -> None:
     timeouts = TimeoutsConfig(weight_sync_s=10, engine_start_s=100)
-    assert [Replacements(timeouts, restarts).timeout_s for restarts in (0, 1, 2)] == [10, 120, 230]
-
-
-def test_a_joining_replica_whose_restart_fails_does_not_join() -> None:
-    replacements = Replacements(TimeoutsConfig(), 1)
-    with replacements.starting(3):
-        assert replacements.coming
-    assert replacements.coming
-    with pytest.raises(ReplicaFailed), replacements.starting(3):
-        raise ReplicaFailed(3, "no GPU is free")
-    assert not replacements.coming and replacements.take_joining() == []
+    assert [all_attempts_s(timeouts, restarts) for restarts in (0, 1, 2)] == [10, 120, 230]
 
 
 def test_a_lost_replica_that_is_sound_serves_again_after_the_next_sync() -> None:
@@ -415,14 +384,14 @@ def test_a_lost_replica_that_is_sound_serves_again_after_the_next_sync() -> None
         fleet = fleet_of({0: late, 1: other})
         begun = asyncio.create_task(fleet.generate(RequestContext("g", home=0), endless("x")))
         await until(lambda: len(late.reported) > late.rounds)
-        fleet.states.lose(0, ReplicaFailed(0, "its report was late"))
+        fleet.table.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.begin_sync()
         assert fleet.serving == [1] and not other.told
         fleet.admit_joining()
         assert fleet.serving == [0, 1] and not fleet.lost
         stuck.set()  # the call of before ends now, and says nothing about the replica of today
         await until(lambda: other.served or len(late.asked) > 1)
-        assert fleet.serving == [0, 1] and fleet._dispatcher.load == {0: len(late.asked) - 1, 1: 0}
+        assert fleet.serving == [0, 1] and [each.load for each in fleet.table] == [len(late.asked) - 1, 0]
         begun.cancel()
 
     run(scenario)
@@ -437,7 +406,7 @@ def test_a_lost_replica_that_cannot_be_reset_refuses_the_next_sync_so_that_it_is
         replicas = {index: FakeReplica(index) for index in range(3)}
         replicas[1].reset = Method(cannot)
         fleet = fleet_of(replicas, starting)
-        fleet.states.lose(1, ReplicaFailed(1, "its report was late"))
+        fleet.table.lose(1, ReplicaFailed(1, "its report was late"))
         restart = asyncio.create_task(fleet.restart([2]))
         await until(lambda: starting.begun)
         await fleet.begin_sync()
@@ -456,7 +425,7 @@ def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(silent: bool, m
     async def scenario() -> None:
         replica = FakeReplica(0, ReplicaFailed(0, "it died"), delay_s=60 if silent else 0)
         fleet = fleet_of({0: replica})
-        fleet.states.lose(0, ReplicaFailed(0, "it died"))
+        fleet.table.lose(0, ReplicaFailed(0, "it died"))
         await asyncio.wait_for(fleet.begin_sync(), 1)
         assert list(fleet.lost) == [0] and not replica.told
 
@@ -473,7 +442,7 @@ def test_a_lost_replica_takes_part_in_a_sync_that_would_not_replace_it() -> None
         replicas = {index: FakeReplica(index) for index in range(2)}
         replicas[0].reset = Method(cannot)
         fleet = fleet_of(replicas, sync_restarts=0)
-        fleet.states.lose(0, ReplicaFailed(0, "its report was late"))
+        fleet.table.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.begin_sync()
         assert fleet.serving == [1] and list(fleet.lost) == [0] and not replicas[0].told
 
@@ -523,7 +492,7 @@ def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_ag
     async def scenario() -> None:
         replicas = {0: Paced(0, 0.01), 1: Paced(1, 0.2), 2: Paced(2, 0.01)}
         fleet = fleet_of(replicas)
-        fleet.states._rates = ProgressRates(patience_s=0.05)
+        fleet._runner._timeouts = TimeoutsConfig(rpc_s=0.05)
         long = SamplingSpec(400, 1.0, (2,))
         groups = [
             asyncio.create_task(fleet.generate(RequestContext(f"g{i}", home=i), [GenerateRequest(f"x{i}", [1], long)]))
@@ -534,7 +503,7 @@ def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_ag
         [moved] = [result for result in results if result.lost_replicas]
         assert moved.response_ids[0] == 1 and moved.response_ids[-1] in (0, 2) and len(moved.response_ids) == 400
         await fleet.begin_sync()
-        assert replicas[1].told and not fleet._replacements.comes(1), "the sync replaces it"
+        assert replicas[1].told and not fleet.table[1].coming, "the sync replaces it"
 
     run(scenario)
 
@@ -547,29 +516,14 @@ def test_an_engine_that_was_drained_is_replaced_when_the_trainer_restarts() -> N
         restart = Starting({1: new})
         restart.go.set()
         fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)}, restart)
-        fleet.states._rates = ProgressRates(patience_s=0.0)
         for index, tokens in ((0, 100), (1, 1)):
-            fleet.states.note_progress(fleet.states.service(index), (tokens, 1.0))
+            fleet.table.note_progress(fleet.table[index].lease(), (tokens, 1.0), 0.0, 0.0)
         assert fleet.serving == [0] and "times slower than the others" in str(fleet.lost[1])
         await fleet.reset()
         fleet.admit_joining()
-        assert fleet.serving == [0, 1] and fleet.actors.by_index[1] is new and restart.begun == [1]
-        fleet.states.note_progress(fleet.states.service(1), (20, 1.0))
+        assert fleet.serving == [0, 1] and fleet.table[1].client.actor is new and restart.begun == [1]
+        fleet.table.note_progress(fleet.table[1].lease(), (20, 1.0), 0.0, 0.0)
         assert fleet.serving == [0, 1], "the new one was judged by what the old one had made too"
-
-    run(scenario)
-
-
-def test_the_last_engine_is_kept_however_slow_it_is() -> None:
-    async def scenario() -> None:
-        fleet = fleet_of({0: Paced(0, 0.01), 1: Paced(1, 9.0)})
-        fleet.states._rates = ProgressRates(patience_s=0.0)
-        fleet.states._rates.note(0, 100, 1.0, time.monotonic())
-        assert "times slower" in fleet.states._rates.note(1, 1, 9.0, time.monotonic())
-        fleet._dispatcher.remove(0)
-        fleet.states.lost[0] = ReplicaFailed(0, "gone")
-        [result] = await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))])
-        assert fleet.serving == [1] and result.response_ids == [1] * 50
 
     run(scenario)
 
@@ -590,10 +544,10 @@ def test_a_replica_that_was_lost_and_serves_again_does_not_go_on_with_its_former
         request = GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))
         task = asyncio.create_task(fleet.generate(RequestContext("g", home=0), [request]))
         await asyncio.sleep(0.05)
-        fleet.states.lose(0, ReplicaFailed(0, "its report was late"))
+        fleet.table.lose(0, ReplicaFailed(0, "its report was late"))
         await fleet.reset()
         fleet.admit_joining()
-        assert fleet.serving == [0, 1] and fleet.actors.by_index[0] is replicas[0]
+        assert fleet.serving == [0, 1] and fleet.table[0].client.actor is replicas[0]
         gate.set()
         [result] = await task
         assert result.lost_replicas == 1 and len(result.response_ids) == 50

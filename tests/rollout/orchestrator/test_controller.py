@@ -453,28 +453,6 @@ def test_no_group_is_started_for_a_step_after_the_last(tmp_path: Path, monkeypat
     run(scenario)
 
 
-def test_places_that_a_commit_frees_in_the_queue_are_used_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"mode": "one_step_off"},
-        queue={"capacity": (GROUPS + 1) * SAMPLES},
-    )
-    local = local_controller(settings, tmp_path, monkeypatch)
-
-    async def scenario() -> None:
-        # The bound would allow two steps.
-        assert (await local.controller.set_version(0)).admitted == GROUPS + 1
-        await local.controller.wait_batch(0, WAIT_S)
-        assert (await local.controller.admit()).admitted == GROUPS + 1
-        counters = await local.controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
-        assert (counters.admitted, counters.ready + counters.in_flight) == (2 * GROUPS, GROUPS)
-
-    run(scenario)
-
-
 def test_begin_resets_the_failure_policy(local: LocalController) -> None:
     """GROUPS failures in a row end the run; those before a restart of the trainer do not count."""
     failing = range(GROUPS - 1)
@@ -691,34 +669,6 @@ def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalC
         await asyncio.sleep(0.05)
         assert not reusing.queue.rows, "rows are left at the end of the run"
         assert counters.in_flight == counters.ready == counters.reusable == 0 and counters.balanced
-
-    run(scenario)
-
-
-def test_groups_that_could_be_used_again_make_room_for_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2},
-        queue={"capacity": (2 * GROUPS + 1) * SAMPLES},
-        run={"steps": 9},
-    )
-    local = local_controller(settings, tmp_path, monkeypatch)
-    local.fleet.held = set(range(GROUPS, 20))
-
-    async def scenario() -> None:
-        assert (await local.controller.set_version(0)).admitted == 2 * GROUPS
-        await local.controller.wait_batch(0, WAIT_S)
-        ends = {"filtered": 0, "dropped_stale": 0, "failed": 0}
-        counters = await local.controller.commit(0, trained=3, **ends, trained_groups=[0, 1, 2])
-        assert (counters.in_flight, counters.reusable) == (4, 3)
-        counters = await local.controller.set_version(1)
-        assert (counters.in_flight, counters.reusable) == (6, 1)
-        await asyncio.sleep(0)
-        assert set(local.queue.rows) == set(keys_of(2))
-        await local.controller.shutdown()
 
     run(scenario)
 
@@ -971,14 +921,14 @@ def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: Local
     run(scenario)
 
 
-def foreign(name: str) -> ExternalRequest:
+def external(name: str) -> ExternalRequest:
     return ExternalRequest(GenerateRequest(name, [7, 7], SamplingSpec(4, 1.0, (2,))), name, 60.0)
 
 
-async def foreign_tokens(local: LocalController, name: str, seen: int) -> ExternalReport:
+async def external_tokens(local: LocalController, name: str, seen: int) -> ExternalReport:
     """Wait for the end of a request of the gateway."""
     while True:
-        report = await local.controller.take_foreign("gateway", seen, WAIT_S)
+        report = await local.controller.take_external("gateway", seen, WAIT_S)
         seen = report.number
         if name in report.news and report.news[name].ended:
             return report
@@ -992,14 +942,14 @@ def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_drop_ever
     controller = local.controller
 
     async def scenario() -> None:
-        await controller.begin_foreign("gateway", [foreign("early")])
+        await controller.begin_external("gateway", [external("early")], [])
         await asyncio.sleep(0)
         assert "early" not in local.fleet.sent
         await controller.set_version(0, admit=False)
-        report = await foreign_tokens(local, "early", 0)
+        report = await external_tokens(local, "early", 0)
         assert report.news["early"].part.response_ids == [9, 9]
         local.fleet.held.add("held")
-        await controller.begin_foreign("gateway", [foreign("held")])
+        await controller.begin_external("gateway", [external("held")], [])
         while "held" not in local.fleet.sent:
             await asyncio.sleep(0)
         local.fleet.held.clear()
@@ -1007,12 +957,12 @@ def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_drop_ever
             await controller.take_over(Failover(None, version=0, announced=1))
         else:
             await controller.begin(None)
-        await controller.begin_foreign("gateway", [foreign("later")])
+        await controller.begin_external("gateway", [external("later")], [])
         assert "later" not in local.fleet.sent and len(local.fleet.sent["held"]) == 1
         await controller.set_version(1, admit=False)
         ended: dict[str, list[int]] = {}
         while {"held", "later"} - ended.keys():
-            report = await controller.take_foreign("gateway", report.number, WAIT_S)
+            report = await controller.take_external("gateway", report.number, WAIT_S)
             ended |= {name: news.part.response_ids for name, news in report.news.items() if news.ended}
         assert ended == {"held": [9, 9], "later": [9, 9]}
         assert (await controller.counters()).admitted == 0
@@ -1022,9 +972,9 @@ def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_drop_ever
 
 def test_a_new_controller_serves_the_gateway_with_the_weights_that_the_engines_have(local: LocalController) -> None:
     async def scenario() -> None:
-        await local.controller.begin_foreign("gateway", [foreign("open")])
+        await local.controller.begin_external("gateway", [external("open")], [])
         await local.controller.take_over(Failover(None, version=0))
-        assert (await foreign_tokens(local, "open", 0)).news["open"].part.response_ids == [9, 9]
+        assert (await external_tokens(local, "open", 0)).news["open"].part.response_ids == [9, 9]
 
     run(scenario)
 
@@ -1032,10 +982,10 @@ def test_a_new_controller_serves_the_gateway_with_the_weights_that_the_engines_h
 def test_a_controller_that_starts_refuses_the_gateway_for_now(
     config: Config, tmp_path: Path, local: LocalController
 ) -> None:
-    local.controller._foreign_requests = None
+    local.controller._external_requests = None
 
     async def scenario() -> None:
         with pytest.raises(RolloutError, match="still starting"):
-            await local.controller.begin_foreign("gateway", [])
+            await local.controller.begin_external("gateway", [], [])
 
     run(scenario)

@@ -14,11 +14,12 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.eval_context import answer_of
+from megarl.rollout.agents.loop_host import LoopHost
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, request_seed
 from megarl.rollout.orchestrator.evaluation import evaluate_on_fleet
-from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.tasks.prompts import EvalSet, PromptTask
 from tests.support.agents.scripted_agents import TOKENIZER, Counter, call_text, ids_of, toolbox_of
 
 
@@ -36,19 +37,31 @@ class Pool:
 
 
 def evaluate(pool: Pool, outcome: RewardOutcome, text: str = "it is 7") -> SetReport:
-    async def score(sample: RewardInput) -> RewardOutcome:
-        return outcome
+    return asyncio.run(evaluate_on_fleet(single_turns(), pool, host(outcome, text), version=0, tag="t"))  # type: ignore[arg-type]
 
-    running = evaluate_on_fleet(
-        single_turns(), pool, score, lambda ids: text, loop=SingleTurn(), version=0, tag="t"  # type: ignore[arg-type]
+
+class Rewards:
+    """Judges every response as `outcome`."""
+
+    def __init__(self, outcome: RewardOutcome) -> None:
+        self.outcome = outcome
+
+    async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
+        return self.outcome
+
+
+def host(outcome: RewardOutcome, text: str = "") -> LoopHost:
+    """A host of single turns. `text`: that of every response; "": its token ids."""
+    return LoopHost(
+        SingleTurn(), Rewards(outcome), lambda some: [text or str(ids) for ids in some], timeout_s=5.0  # type: ignore[arg-type]
     )  # fmt: skip
-    return asyncio.run(running)
 
 
 def single_turns() -> EvalSet:
-    prompt = Prompt(0, [], "7", {})
-    problems = [EvalProblem([1, 2], lambda text, ids, reason: RewardInput("", text, ids, reason), "7", prompt)] * 2
-    return EvalSet("dev", problems, SamplingSpec.greedy(8, (0,)), SamplingSpec(8, 1.0, (0,)), samples=2, seed=5)
+    problem = PromptTask(
+        Prompt(0, [{"role": "user", "content": "3 + 4?"}], "7", {}), [1, 2], SamplingSpec(8, 1.0, (0,)), "dev"
+    )
+    return EvalSet("dev", [problem] * 2, SamplingSpec.greedy(8, (0,)), samples=2, seed=5)
 
 
 @pytest.mark.parametrize(("logprob", "failed"), [(-1.0, 0), (float("nan"), 6)])
@@ -61,13 +74,8 @@ def test_the_seeds_and_the_lines_of_single_turns(logprob: float, failed: int) ->
             sent.extend(requests)
             return await super().generate(context, requests)
 
-    async def score(sample: RewardInput) -> RewardOutcome:
-        return GOOD
-
     wanted, pool = single_turns(), Keeping("stop", logprob)
-    running = evaluate_on_fleet(
-        wanted, pool, score, str, loop=SingleTurn(), version=0, tag="t"  # type: ignore[arg-type]
-    )  # fmt: skip
+    running = evaluate_on_fleet(wanted, pool, host(GOOD), version=0, tag="t")  # type: ignore[arg-type]
     assert asyncio.run(running).failed_generations == failed
     places = [
         (index, mode, sample) for index in range(2) for mode, sample in (("greedy", 0), ("sampled", 0), ("sampled", 1))
@@ -152,17 +160,18 @@ class ScriptedPool:
 
 
 def evaluate_agent(pool: ScriptedPool, loop: Any, tool: Counter) -> tuple[SetReport, EvalSet]:
-    async def score(sample: RewardInput) -> RewardOutcome:
-        return RewardOutcome(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
+    class Fours:
+        async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
+            return RewardOutcome(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
 
     box = toolbox_of(tool)
     prompt = Prompt(0, [{"role": "user", "content": "2 + 2?"}], "4", {})
     ids = box.dialogue.start(prompt.messages, box.schemas)
-    problem = EvalProblem(ids, lambda text, ids, reason: RewardInput("", text, ids, reason), "4", prompt)
-    greedy, sampled = SamplingSpec.greedy(256, (0,)), SamplingSpec(256, 1.0, (0,))
-    wanted = EvalSet("dev", [problem] * 3, greedy, sampled, samples=2, toolbox=box)
-    running = evaluate_on_fleet(wanted, pool, score, TOKENIZER.decode, version=3, tag="t", loop=loop)  # type: ignore[arg-type]
-    return asyncio.run(running), wanted
+    problem = PromptTask(prompt, ids, SamplingSpec(256, 1.0, (0,)), "dev")
+    wanted = EvalSet("dev", [problem] * 3, SamplingSpec.greedy(256, (0,)), samples=2)
+    decode = lambda some: [TOKENIZER.decode(ids) for ids in some]  # noqa: E731
+    own = LoopHost(loop, Fours(), decode, timeout_s=5.0, eval_toolboxes={"dev": box})  # type: ignore[arg-type]
+    return asyncio.run(evaluate_on_fleet(wanted, pool, own, version=3, tag="t")), wanted  # type: ignore[arg-type]
 
 
 def test_an_agent_is_evaluated_by_its_own_loop() -> None:

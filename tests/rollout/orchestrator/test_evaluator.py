@@ -14,11 +14,10 @@ import pytest
 
 from megarl.chat.formats import Prompt
 from megarl.common.errors import RolloutError
-from megarl.rewards.types import RewardInput
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.orchestrator.controller import RolloutController
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
-from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
+from megarl.rollout.tasks.prompts import EvalSet, PromptTask
 from tests.support.rollout.fake_rollout import LocalController, local_controller, response
 from tests.support.trainer.configs import config as config_of
 
@@ -52,14 +51,8 @@ class Engines:
 
 
 def eval_sets() -> list[EvalSet]:
-    def judge(text: str, ids: list[int], reason: str) -> RewardInput:
-        return RewardInput("", text, ids, reason)
-
-    return [
-        EvalSet(
-            "dev", [EvalProblem([1, 2], judge, "7", Prompt(0, [], "7", {}))] * PROBLEMS, SPEC, SPEC, samples=SAMPLES
-        )
-    ]
+    problem = PromptTask(Prompt(0, [{"role": "user", "content": "3 + 4?"}], "7", {}), [1, 2], SPEC, "dev")
+    return [EvalSet("dev", [problem] * PROBLEMS, SPEC, samples=SAMPLES)]
 
 
 @pytest.fixture

@@ -42,9 +42,9 @@ class Noting(Admission):
 class RebuildMachine(AdmissionMachine):
     """Now and then a new admission takes over, with a step in the trainer's hands or without one."""
 
-    def make(self, groups: int, pace: Pace, refill: int, capacity: int | None) -> Admission:
+    def make(self, groups: int, pace: Pace, refill: int) -> Admission:
         self.events: list[Any] = getattr(self, "events", [])
-        return Noting(groups, pace, refill=refill, capacity=capacity, max_uses=self.max_uses, record=self.events.append)
+        return Noting(groups, pace, refill=refill, max_uses=self.max_uses, record=self.events.append)
 
     def publish(self) -> None:
         if self.admission is not getattr(self, "followed", None):
@@ -58,7 +58,7 @@ class RebuildMachine(AdmissionMachine):
     def rebuild(self, holds: bool, starts: bool) -> None:
         old = self.followed
         held = {self.step: old.taken(self.step)} if holds and old.batch(self.step) is not None else {}
-        fresh: Any = self.make(old.groups, self.pace, old.refill, old.capacity)
+        fresh: Any = self.make(old.groups, self.pace, old.refill)
         fresh.load_state_dict(old.history, old.attempts)
         fresh.history = old.history
         fresh.hold(self.base, held)

@@ -155,7 +155,7 @@ def test_what_a_set_has_for_itself_reaches_its_prompts_and_no_other(model: Path,
     assert (large.sampling.temperature, large.sampling.max_tokens) == (1.0, RESPONSE)
     assert (small.reward, large.reward) == (0, 1)
     [held_out] = source.eval_sets()
-    assert held_out.reward == 1  # the run's
+    assert held_out.problems[0].reward == 1  # the run's
 
 
 def test_a_held_out_set_is_sampled_and_scored_its_own_way(model: Path, tmp_path: Path) -> None:
@@ -166,11 +166,17 @@ def test_a_held_out_set_is_sampled_and_scored_its_own_way(model: Path, tmp_path:
         {"name": "plain", "path": path},
     ]  # fmt: skip
     own, plain = PromptSource(config(tmp_path, model, evaluation={"sets": sets})).eval_sets()
-    assert (own.samples, own.sampled.temperature, own.sampled.max_tokens, own.greedy.max_tokens) == (32, 0.6, 9, 9)
-    assert (plain.samples, plain.sampled.temperature, plain.sampled.max_tokens) == (1, 1.0, RESPONSE)
-    assert (len(own.problems), len(plain.problems)) == (2, 3) and (own.reward, plain.reward) == (1, 0)
-    assert own.problems[0].reward_input("r", [1], "stop").prompt.endswith("!")
-    assert len(own.problems[0].prompt_ids) > len(plain.problems[0].prompt_ids)
+    first, plains = own.problems[0], plain.problems[0]
+    assert (own.samples, first.sampling.temperature, first.sampling.max_tokens, own.greedy.max_tokens) == (
+        32,
+        0.6,
+        9,
+        9,
+    )
+    assert (plain.samples, plains.sampling.temperature, plains.sampling.max_tokens) == (1, 1.0, RESPONSE)
+    assert (len(own.problems), len(plain.problems)) == (2, 3) and (first.reward, plains.reward) == (1, 0)
+    assert first.reward_input("r", [1], "stop").prompt.endswith("!")
+    assert len(first.ids) > len(plains.ids)
 
 
 def test_a_mistake_in_a_held_out_set_is_found_at_the_start_and_names_it(model: Path, tmp_path: Path) -> None:
@@ -285,9 +291,8 @@ def test_prompts_of_agents_show_the_tools_of_their_set(tmp_path: Path) -> None:
         text = source.tokenizer.decode(source.draw(group).ids)
         assert text.startswith(shown) and text.endswith(plain.tokenizer.decode(plain.draw(group).ids))
     [wanted] = source.eval_sets()
-    assert all(source.tokenizer.decode(each.prompt_ids).startswith(shown) for each in wanted.problems)
-    assert all(each.prompt is not None for each in wanted.problems) and wanted.toolbox is not None
-    assert list(wanted.toolbox.tools) == list(source.toolboxes[""].tools) == ["compute"]
+    assert all(source.tokenizer.decode(each.ids).startswith(shown) for each in wanted.problems)
+    assert list(source.eval_toolboxes[wanted.name].tools) == list(source.toolboxes[""].tools) == ["compute"]
     unseen = make_tiny_model(tmp_path / "other")
     hidden = agents.model_copy(update={"model": agents.model.model_copy(update={"path": unseen})})
     with pytest.raises(ValueError, match="does not show tools to the model"):

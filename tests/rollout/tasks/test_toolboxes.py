@@ -96,7 +96,7 @@ def test_functions_and_shipped_tools_are_made_under_their_names() -> None:
         (
             "no_such_module:f",
             {},
-            "tools.0: 'no_such_module:f' cannot be made: the import failed with ModuleNotFoundError",
+            "tools.0: .* cannot be made: the tool .no_such_module:f. cannot be imported: ModuleNotFoundError",
         ),
         ("http", {"url": "http://far:1"}, "tools.0: 'http' cannot be made: .*name"),
         ("python", {"memory_mib": 1}, "tools.0: 'python' cannot be made: .*memory_mib"),

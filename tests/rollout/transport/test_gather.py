@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from megarl.rollout.transport import gather
-from megarl.rollout.transport.gather import Outbox, gathering_s
+from megarl.rollout.transport.gather import Outbox, Replay, gathering_s
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,24 @@ def test_what_is_left_over_is_no_full_call() -> None:
         return time.monotonic() - began
 
     assert asyncio.run(scenario()) >= 0.1
+
+
+def test_what_was_lost_on_its_way_is_given_again_and_nothing_twice() -> None:
+    async def scenario() -> None:
+        replay: Replay[str] = Replay("")
+        letters = iter("abc")
+
+        async def more() -> str:
+            await asyncio.sleep(0)
+            return next(letters)
+
+        assert await asyncio.gather(*(replay.take(0, more) for _ in range(3))) == [(1, "a")] * 3
+        assert await replay.take(0, more) == (1, "a")
+        assert await replay.take(1, more) == (2, "b")
+        waiting = asyncio.ensure_future(replay.take(2, asyncio.Event().wait))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert await replay.take(1, more) == (2, "b") and await replay.take(2, more) == (3, "c")
+
+    asyncio.run(scenario())

@@ -14,18 +14,17 @@ from transformers import AutoTokenizer
 
 from megarl.config.loading.load import config_from_tree
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout.agents.group_runner import GroupRunner
+from megarl.rollout.agents.loop_run import RunningGroups
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.workers import agent_worker
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec
-from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.rollout.workers.worker_pool import WorkerPool
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.files import read_events
 from tests.support.engines.fake_replicas import Method
 from tests.support.models.chat_templates import CHATML_TOOLS
-from tests.support.rollout.fake_workers import WorkerQueue, rows_of
 from tests.support.runs.run import tiny_config
 
 REAL_TIME = True  # it waits for reward processes
@@ -64,17 +63,15 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
     tree["rollout"] |= {"agent_workers": 1, "max_model_len": 500}
     tree["trainer"]["micro_batch_tokens"] = 1024
     config = config_from_tree(tree)
-    queue = WorkerQueue()
     monkeypatch.setattr(agent_worker, "redirect_output", lambda path: None)
     monkeypatch.setattr(agent_worker, "collect_for_loops", lambda *, shipped: None)
     monkeypatch.setattr(agent_worker, "exempt_present_objects", lambda: None)
-    monkeypatch.setattr(agent_worker, "QueueWriter", SimpleNamespace(attach=lambda *args, **options: queue))
     pool = ReplicaSpec(config.model_dump_json(), str(tmp_path), "run", cuda=False, max_model_len=64, supervisor=None)
 
     async def scenario() -> None:
         source = await asyncio.to_thread(PromptSource, config)
         engines = CallsThenAnswers(source.tokenizer, source.stop_token_ids[0])
-        worker = AgentWorker(WorkerSpec(pool, "run.0", 0))
+        worker = AgentWorker(WorkerSpec(pool, 0))
         await worker.start()
         boxes = (*worker._texts().training.values(), *source.toolboxes.values())
         assert [box.max_model_len for box in boxes] == [500, 500], "which ends a loop's trajectory, in either process"
@@ -84,32 +81,19 @@ def test_a_worker_runs_tool_agents_and_judges_them_with_its_share_of_the_reward_
             names: Sequence[str] = ("give", "take", "drop", "shutdown")
             return SimpleNamespace(**{name: Method(getattr(worker, name)) for name in names})
 
-        unused: Any = None
-        runner = GroupRunner(config, unused, source, engines.generate, unused, partition="run.0")
-        writer: Any = queue
-        assert writer.under_way == worker._loops.under_way, "by which its puts gather"
-        groups = WorkerGroups(
-            config,
-            source,
-            engines.generate,
-            runner.groups,
-            writer,
-            start=start,
-            end=lambda actor: None,
-            notify=lambda text: None,
-        )
-        await groups.start()
-        end = await groups.run(3)
-        await end.put(more=False)
-        rows = rows_of(queue, 3)
+        unused = lambda actor: None  # noqa: E731
+        workers = WorkerPool(1, config.timeouts, start=start, end=unused, notify=unused)
+        await workers.start()
+        groups = RunningGroups(config, source, engines.generate, "run.0", in_workers=True)
+        rows = await groups.run(3, None, workers.run_group)
         samples = config.batch.samples_per_group
         assert len(rows) == samples and {row.status for row in rows} == {"ok"}
-        assert len(engines.asked) == 2 * samples and runner.groups.stats.tool_calls == samples
+        assert len(engines.asked) == 2 * samples and groups.stats.tool_calls == samples
         for row in rows:
             inserted = [token for token, mask in zip(row.response_ids, row.response_mask, strict=True) if not mask]
             assert "42" in source.tokenizer.decode(inserted)
             assert row.reward == 1.0, "the share of digits in the last turn alone"
-        await groups.close()
+        await workers.close()
         await source.close_tools()
 
     try:

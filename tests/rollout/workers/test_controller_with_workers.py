@@ -15,18 +15,20 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
 from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
-from megarl.rollout.workers.messages import Ended, Failed, Frozen, Queued, SentFailure, WorkerReport
+from megarl.rollout.resume.loop_records import FrozenLoop
+from megarl.rollout.transport.link import Parcel
+from megarl.rollout.workers.messages import Ended, Failed, Frozen, SentFailure
 from tests.support.agents.retokenized import Retokenized
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
-from tests.support.rollout.fake_workers import Crew, WorkerQueue
+from tests.support.rollout.fake_workers import Crew
+from tests.support.rollout.group_runner import GroupRunner
 from tests.support.trainer.configs import config as config_of
 
 GROUPS, SAMPLES = 3, 2
@@ -39,22 +41,22 @@ def with_workers(
 ) -> tuple[LocalController, Crew]:
     """A controller on stand-ins whose loops run in two workers; they are started by `scene`."""
     local = local_controller(config, directory, monkeypatch, loop)
-    queue = WorkerQueue()
     controller: Any = local.controller
-    controller._writer = controller._queue = local.queue = queue
-    crew = Crew(config, loop or SingleTurn(), controller._runner, queue)
-    controller._workers = crew.groups
+    runner = GroupRunner(config, loop or SingleTurn(), controller._source, None, local.rewards)
+    crew = Crew(config, runner)
+    controller._writer = controller._queue = local.queue = crew.queue
+    controller._workers = crew.pool
     controller._join()
     return local, crew
 
 
 def scene(crew: Crew, scenario: Callable[[], Awaitable[None]]) -> None:
     async def run() -> None:
-        await crew.groups.start()
+        await crew.pool.start()
         try:
             await scenario()
         finally:
-            await crew.groups.close()
+            await crew.pool.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -154,11 +156,11 @@ def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
         local.fleet.held = set(range(GROUPS, 2 * GROUPS))
         await controller.commit(0, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
         await controller.set_version(1)
-        while len(crew.groups._runs) < GROUPS:
+        while len(crew.pool._runs) < GROUPS:
             await asyncio.sleep(0.01)
         local.fleet.held = {0, 1, 2}
         await controller.begin(None)
-        assert not local.queue.rows and not crew.groups._runs
+        assert not local.queue.rows and not crew.pool._runs
         await controller.set_version(0)
         while len(controller._running.progress) < GROUPS:
             await asyncio.sleep(0.01)
@@ -169,13 +171,12 @@ def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
         for run in runs:
             told += [
                 replace(ended, run=run),
-                Frozen(run, 0, 99, b'{"state":"stale"}'),
+                Frozen(run, 0, FrozenLoop("stale", version=99)),
                 Failed(run, SentFailure("RolloutError", "stale"), ended.stats),
-                Queued(run),
             ]
         old = [message for message in told if message.run in runs]
         counters, stats = await controller.counters(), repr(controller._running.stats)
-        await crew.groups._receive(WorkerReport(99, tuple(old)))
+        await crew.pool._receive(Parcel(99, tuple(old)))
         await asyncio.sleep(0.1)
         assert await controller.counters() == counters and not local.queue.rows
         assert repr(controller._running.stats) == stats
@@ -201,8 +202,6 @@ def test_rows_that_are_being_written_when_a_trainer_begins_anew_are_not_there_af
         await local.controller.set_version(0)
         await writing.wait()
         await local.controller.begin(None)
-        while any(worker.loops._runs for worker in crew.made):  # as long as `scene` waits
-            await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)  # rows that were written late would come now
         assert not queue.rows and all(not worker.loops._runs for worker in crew.made)
 
@@ -241,12 +240,9 @@ def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_ove
             await drained.wait()
 
         loop = TwoTurns(between)
-        source: Any = FakeSource()
-        rewards: Any = FakeRewards()
-        runner = GroupRunner(CONFIG, loop, source, RequestCoalescer(fleet).generate, rewards, partition="p")
-        crew = Crew(CONFIG, loop, runner, WorkerQueue())
-        await crew.groups.start()
-        running = [asyncio.ensure_future(crew.groups.run(group)) for group in range(2)]
+        crew = Crew(CONFIG, GroupRunner(CONFIG, loop, FakeSource(), RequestCoalescer(fleet).generate, FakeRewards()))
+        await crew.pool.start()
+        running = [asyncio.ensure_future(crew.run(group)) for group in range(2)]
         while len(waiting) < 2 * SAMPLES:
             await asyncio.sleep(0.01)
         await fleet.drain(5.0)
@@ -255,41 +251,11 @@ def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_ove
         assert len(replica.served) == 2 and not any(each.done() for each in running), "the second turns are held back"
         fleet.admit_joining()  # as `set_version` does
         ends = await asyncio.gather(*running)
-        assert len(replica.served) == 2 + 2 * SAMPLES and all(end.usable for end in ends)
+        assert len(replica.served) == 2 + 2 * SAMPLES and [len(rows) for rows in ends] == [SAMPLES] * 2
         assert {name for served in replica.served for name in served} == {
             f"p-{group}-{sample}-{turn}" for group in range(2) for sample in range(SAMPLES) for turn in range(2)
         }
-        await crew.groups.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
-def test_calls_that_are_made_twice_count_once() -> None:
-    """A give with the number of the last one starts nothing; a take of a report that was lost gets it again."""
-
-    async def scenario() -> None:
-        source: Any = FakeSource()
-        rewards: Any = FakeRewards()
-        runner = GroupRunner(
-            CONFIG,
-            SingleTurn(),
-            source,
-            RequestCoalescer(fleet_of({0: FakeReplica(4)})).generate,
-            rewards,
-            partition="p",
-        )
-        crew = Crew(CONFIG, SingleTurn(), runner, WorkerQueue())
-        await crew.groups.start()
-        end = await crew.groups.run(0)
-        for worker in crew.made:
-            if worker.told:
-                given, report = worker.loops._given, worker.loops._report
-                groups = dict(worker.loops._runs)
-                await worker.loops.give(given, worker.told)
-                assert worker.loops._runs == groups
-                assert await worker.loops.take(report.number - 1, 5.0) is report
-        await end.put(more=False)
-        await crew.groups.close()
+        await crew.pool.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,25 +15,25 @@ from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.eval_context import EVAL_SEED_OFFSET, Share
+from megarl.rollout.agents.loop_run import EVAL_SEED_OFFSET
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.orchestrator.evaluation import evaluate_on_fleet
+from megarl.rollout.orchestrator.evaluation import Share, evaluate_on_fleet
 from megarl.rollout.resume.loop_records import INTERRUPTED
-from megarl.rollout.tasks.eval_sets import EvalProblem, EvalSet
-from megarl.rollout.workers.messages import StartResponse
-from megarl.rollout.workers.worker_groups import MOST_LOST
+from megarl.rollout.tasks.prompts import EvalSet, PromptTask
+from megarl.rollout.workers.messages import Start
+from megarl.rollout.workers.worker_pool import MOST_LOST
 from tests.support.agents.scripted_agents import (
-    TOKENIZER,
     Counter,
+    OneProblem,
     ScriptedBatcher,
-    agent_runner,
     call_text,
     ids_of,
     toolbox_of,
 )
-from tests.support.rollout.fake_workers import Crew, WorkerQueue
+from tests.support.rollout.fake_workers import Crew
+from tests.support.rollout.group_runner import GroupRunner
 from tests.support.trainer.configs import config as config_of
 
 PROBLEMS, SAMPLES = 3, 2
@@ -91,12 +91,13 @@ class Scene:
         self.loop = loop or ToolAgent()
         prompt = Prompt(0, [{"role": "user", "content": "2 + 2?"}], "4", {})
         ids = self.box.dialogue.start(prompt.messages, self.box.schemas)
-        judged = lambda text, ids, reason: RewardInput("", text, ids, reason, "4")  # noqa: E731
-        problems = [EvalProblem([*ids, *[ids[-1]] * number], judged, "4", prompt) for number in range(PROBLEMS)]
         greedy, sampled = SamplingSpec.greedy(1024, (0,)), SamplingSpec(1024, 1.0, (0,))
-        self.set = EvalSet("dev", problems, greedy, sampled, samples=SAMPLES, seed=5, reward=1, toolbox=self.box)
-        runner = agent_runner(CONFIG, self.loop, self.box, ScriptedBatcher([]), self)
-        self.crew = Crew(CONFIG, self.loop, runner, WorkerQueue(), {"dev": self.box})
+        problems = [
+            PromptTask(prompt, [*ids, *[ids[-1]] * number], sampled, "dev", reward=1) for number in range(PROBLEMS)
+        ]
+        self.set = EvalSet("dev", problems, greedy, samples=SAMPLES, seed=5)
+        source, unused = OneProblem(self.box, 1024), ScriptedBatcher([]).generate
+        self.crew = Crew(CONFIG, GroupRunner(CONFIG, self.loop, source, unused, self, toolboxes={"dev": self.box}))
         self.workers = workers
 
     async def point(self) -> None:
@@ -111,20 +112,14 @@ class Scene:
         return RewardOutcome(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
 
     async def evaluate(self, share: Share | None = None) -> SetReport:
-        async def score(sample: RewardInput) -> RewardOutcome:
-            return await self.score(sample, self.set.reward)
-
+        crew, pool = self.crew, cast(Any, self.pool)
         if self.workers:
-            await self.crew.groups.start()
-        pool: Any = self.pool
+            await crew.pool.start()
         try:
-            return await evaluate_on_fleet(
-                self.set, pool, score, lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True),
-                version=3, tag="t", share=share, loop=self.loop,
-                elsewhere=self.crew.groups.respond if self.workers else None,
-            )  # fmt: skip
+            workers = crew.pool if self.workers else None
+            return await evaluate_on_fleet(self.set, pool, crew.runner.host, workers, version=3, tag="t", share=share)
         finally:
-            await self.crew.groups.close()
+            await crew.pool.close()
 
     def report(self, share: Share | None = None) -> SetReport:
         return asyncio.run(asyncio.wait_for(self.evaluate(share), 30))
@@ -153,12 +148,11 @@ def test_workers_make_the_responses_that_the_controller_makes() -> None:
     assert scene.asked() == SCENE_HERE.asked() and len(scene.pool.sent) == len(TURNS) * RESPONSES
     assert len(scene.add.calls) == 2 * RESPONSES and len(scene.book.calls) == RESPONSES
     assert HERE.greedy.mean.value == 1.0 and HERE.oldest == HERE.newest == 3
-    starts = [[each for each in worker.told if isinstance(each, StartResponse)] for worker in scene.crew.made]
+    starts = [[each for each in worker.told if isinstance(each, Start)] for worker in scene.crew.made]
     assert [len(each) for each in starts] == [5, 4], "each of the two has its part"
-    assert not any(start.task.chosen.problems or start.task.chosen.toolbox for each in starts for start in each)
-    assert not scene.crew.groups._runs and not any(worker.loops._runs for worker in scene.crew.made)
-    assert {worker.loops._loops for worker in scene.crew.made} == {0}
-    assert not any(scene.crew.groups._loops.values())
+    assert not scene.crew.pool._runs and not any(worker.loops._runs for worker in scene.crew.made)
+    assert {worker.loops.under_way() for worker in scene.crew.made} == {0}
+    assert not any(scene.crew.pool._loops.values())
 
 
 def test_the_controller_admits_their_requests() -> None:
@@ -195,7 +189,7 @@ class EndsItsWorker:
     async def run(self, ctx: AgentContext) -> Trajectory:
         if ctx.seed is None and ctx.group_id == EVAL_SEED_OFFSET:
             assert self.scene is not None
-            while self.ended < RESPONSES - 1 or len(self.scene.crew.groups._runs) > 1:
+            while self.ended < RESPONSES - 1 or len(self.scene.crew.pool._runs) > 1:
                 await asyncio.sleep(0)
             for worker in self.scene.crew.made:
                 if worker.loops._runs:
@@ -231,7 +225,7 @@ def test_a_mistake_of_the_loop_ends_the_evaluation_with_its_own_words(workers: b
     with pytest.raises(Exception, match="no such thing") as caught:
         scene.report()
     assert type(caught.value).__name__ == "KeyError"
-    assert not scene.crew.groups._runs
+    assert not scene.crew.pool._runs
 
 
 def test_an_evaluation_that_is_given_up_leaves_nothing_in_the_workers() -> None:
@@ -240,15 +234,15 @@ def test_an_evaluation_that_is_given_up_leaves_nothing_in_the_workers() -> None:
     scene.pool.point = held.wait
 
     async def scenario() -> None:
-        groups = scene.crew.groups
+        pool = scene.crew.pool
         evaluation = asyncio.ensure_future(scene.evaluate())
         while len(scene.pool.sent) < RESPONSES:
             await asyncio.sleep(0)
-        assert "agent worker 0 has 0 groups and 5 responses of an evaluation" in groups.waiting()
-        close, groups.close = groups.close, nothing  # type: ignore[method-assign]
+        assert "agent worker 0 has 0 groups and 5 responses of an evaluation" in pool.waiting()
+        close, pool.close = pool.close, nothing  # type: ignore[method-assign]
         evaluation.cancel()
         await asyncio.wait({evaluation})
-        assert not groups._runs
+        assert not pool._runs
         while any(worker.loops._runs for worker in scene.crew.made):
             await asyncio.sleep(0.01)
         await close()

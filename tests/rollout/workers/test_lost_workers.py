@@ -14,16 +14,17 @@ import pytest
 from megarl.common.errors import NoWorkerLeft, RolloutError
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
+from megarl.rollout.agents import loop_run
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.resume.loop_records import INTERRUPTED
-from megarl.rollout.workers import remote_run, worker_groups
+from megarl.rollout.workers import worker_pool
 from tests.support.agents.frozen_agents import GROUP, TURNS, interrupted_books, undisturbed
 from tests.support.agents.scripted_agents import Counter, KeepingRewards, ScriptedBatcher, agent_runner, toolbox_of
 from tests.support.rollout.fake_rollout import FakeBatcher, FakeRewards, FakeSource
 from tests.support.rollout.fake_workers import Crew, WorkerQueue, rows_of
+from tests.support.rollout.group_runner import GroupRunner
 from tests.support.trainer.configs import config as config_of
 
 EXPECTED, _ = undisturbed()
@@ -54,7 +55,7 @@ class Scene:
         self.runner: GroupRunner = agent_runner(
             self.config, ToolAgent(), toolbox_of(self.add, self.book), self.batcher, self.rewards, 1024
         )
-        self.crew = Crew(self.config, ToolAgent(), self.runner, self.queue)
+        self.crew = Crew(self.config, self.runner, self.queue)
 
     async def point(self) -> None:
         """Something waits here. At point `at` the worker that has the group dies."""
@@ -65,14 +66,12 @@ class Scene:
 
     async def run(self) -> list[Trajectory]:
         """Run the group to its rows in the queue."""
-        groups = self.crew.groups
-        await groups.start()
+        await self.crew.pool.start()
         try:
-            end = await groups.run(GROUP)
-            await end.put(more=False)
+            await self.crew.run(GROUP)
             return rows_of(self.queue, GROUP)
         finally:
-            await groups.close()
+            await self.crew.pool.close()
 
     def outcome(self) -> list[Trajectory]:
         return asyncio.run(asyncio.wait_for(self.run(), 30))
@@ -97,7 +96,7 @@ def test_workers_make_the_rows_that_the_controller_makes_and_measure_the_same() 
     scene.outcome()
     stats = scene.runner.groups.stats
     assert (stats.turns, stats.tool_calls, len(stats.generate_seconds)) == ([4, 4], 8, 8)
-    assert (stats.workers_lost, stats.redone) == (0, 0) and len(stats.reward_seconds) == 2
+    assert scene.crew.pool.take_metrics()["rollout/workers_lost"] == 0 and len(stats.reward_seconds) == 2
 
 
 def test_later_turns_of_a_worker_are_sent_to_the_replica_that_has_their_beginning() -> None:
@@ -119,9 +118,8 @@ def test_a_worker_dies_at_any_point(at: int) -> None:
     scene = Scene(at)
     rows = scene.outcome()
     starts = scene.crew.starts_of(GROUP)
-    assert scene.runner.groups.stats.workers_lost == 1
-    kept = starts[-1][1].kept
-    interrupted = interrupted_books(kept) if len(starts) > 1 and kept else 0
+    assert scene.crew.pool.lost == (at < POINTS - 1), "at the last point the rows are here"
+    interrupted = interrupted_books(starts[-1][1].kept) if len(starts) > 1 else 0
     assert sorted(scene.book.calls, key=str) == sorted(EXPECTED["book"], key=str), "none is doubled"
     assert {str(call) for call in scene.add.calls} == {str(call) for call in EXPECTED["add"]}
     texts = [turn.text for judged in scene.rewards.judged[-2:] for turn in judged.turns]
@@ -131,11 +129,11 @@ def test_a_worker_dies_at_any_point(at: int) -> None:
     assert [len(group) for group in scene.queue.groups] == [2], "once in the queue"
     asked = [request.request_id for request, *_ in scene.batcher.asked]
     assert len(asked) == len(set(asked)), "no engine is asked twice for one name"
-    assert not any(scene.crew.groups._loops.values()), "a worker counts as busy with loops that it has not"
+    assert not any(scene.crew.pool._loops.values()), "a worker counts as busy with loops that it has not"
 
 
 def test_the_points_are_in_all_phases() -> None:
-    """While an engine works, in calls of both kinds, before a reward, and while rows are written."""
+    """While an engine works, in calls of both kinds, before a reward, and while rows are written to the queue."""
     assert POINTS > 50
 
 
@@ -149,7 +147,7 @@ def test_what_engines_had_made_of_a_turn_is_not_made_again() -> None:
 
 
 def test_a_worker_that_does_not_answer_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.workers.worker_client.POLL_S", 0.1)
+    monkeypatch.setattr("megarl.rollout.transport.link.POLL_S", 0.1)
     scene = Scene(rpc_s=0.5)
 
     async def silence() -> None:
@@ -158,7 +156,7 @@ def test_a_worker_that_does_not_answer_in_time_is_replaced(monkeypatch: pytest.M
 
     scene.batcher.pause = silence  # while an engine works on its first requests
     assert contents(scene.outcome()) == EXPECTED["rows"]
-    assert scene.runner.groups.stats.workers_lost == scene.runner.groups.stats.redone == 1
+    assert scene.crew.pool.lost == scene.crew.pool.redone == 1
 
 
 def test_a_group_that_takes_workers_with_it_fails() -> None:
@@ -173,11 +171,11 @@ def test_a_group_that_takes_workers_with_it_fails() -> None:
         RolloutError, match=r"5 agent workers were lost with group 5; the last: agent worker . has failed"
     ):
         scene.outcome()
-    assert scene.runner.groups.stats.workers_lost == 5 and scene.runner.groups.progress == {}
+    assert scene.crew.pool.lost == 5 and scene.runner.groups.progress == {}
 
 
 def test_the_group_fails_if_no_worker_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_groups, "RETRY_S", 0.01)
+    monkeypatch.setattr(worker_pool, "RETRY_S", 0.01)
     scene = Scene()
 
     async def kill_all() -> None:
@@ -213,7 +211,7 @@ class DiesTwice:
 
 def test_the_deadline_of_a_group_counts_from_its_start_in_the_first_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = DiesTwice()
-    for module in (worker_groups, remote_run):
+    for module in (worker_pool, loop_run):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: loop.now))
     config = config_of(
         "model",
@@ -223,12 +221,11 @@ def test_the_deadline_of_a_group_counts_from_its_start_in_the_first_worker(monke
 
     async def scenario() -> None:
         parts: list[Any] = [FakeSource(), FakeBatcher().generate, FakeRewards()]
-        crew = loop.crew = Crew(config, loop, GroupRunner(config, loop, *parts, partition="p"), WorkerQueue())
-        await crew.groups.start()
-        end = await crew.groups.run(GROUP)
-        await end.put(more=False)
-        assert [start.left_s for _, start in crew.starts_of(GROUP)] == [1000.0, 300.0, 0.0]
-        await crew.groups.close()
+        crew = loop.crew = Crew(config, GroupRunner(config, loop, *parts))
+        await crew.pool.start()
+        await crew.run(GROUP)
+        assert [start.deadline and start.deadline.at for _, start in crew.starts_of(GROUP)] == [1000.0, 300.0, 0.0]
+        await crew.pool.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     # A worker counts from when it has the message, on a clock that goes on.

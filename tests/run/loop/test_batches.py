@@ -45,8 +45,10 @@ def preparing() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("prepare-batch")]
 
 
-def test_the_next_batch_is_fetched_before_a_step_ends(make_run: Callable[..., FakeRun]) -> None:
+def test_the_next_batch_is_fetched_by_another_thread_while_a_step_trains(make_run: Callable[..., FakeRun]) -> None:
     run = make_run(3)
+    fetched_by: dict[str, str] = {}
+    run.fetching = lambda plan: fetched_by.update({plan: threading.current_thread().name})
     early: list[bool] = []
 
     def step() -> None:
@@ -56,36 +58,20 @@ def test_the_next_batch_is_fetched_before_a_step_ends(make_run: Callable[..., Fa
     run.train = step
     train(run.build())
     assert early == [True, True, True]
+    assert fetched_by == {f"plan for version {step}": f"prepare-batch-{step}" for step in range(3)}
     assert [line for line in run.journal if line.startswith("take")] == [
         f"take batch {step} for version {step}" for step in range(3)
     ], "each batch is taken once, and none beyond the last step"
-
-
-def test_the_next_batch_is_packed_by_another_thread_while_a_step_trains(make_run: Callable[..., FakeRun]) -> None:
-    run = make_run(3)
-    packed_by: dict[str, str] = {}
-    run.packing = lambda plan: packed_by.update({plan: threading.current_thread().name})
-    early: list[bool] = []
-
-    def step() -> None:
-        following = len(early) + 1
-        early.append(following == 3 or wait_for(lambda: f"pack plan for version {following}" in run.journal))
-
-    run.train = step
-    train(run.build())
-    assert early == [True, True, True]
-    assert packed_by == {f"plan for version {step}": f"prepare-batch-{step}" for step in range(3)}
-    assert run.packed == [f"packed plan for version {step}" for step in range(3)]
 
 
 def test_no_more_than_the_batch_that_trains_and_the_next_one_are_in_memory(
     make_run: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[PreparedBatch]] = []
-    training, packing = [], []
+    training, fetching = [], []
 
     def alive() -> int:
-        return len({id(each.batch) for ref in list(made) if (each := ref()) is not None})
+        return len([ref for ref in list(made) if ref() is not None])
 
     class Watched(PreparedBatch):
         def __init__(self, *parts: Any, **others: Any) -> None:
@@ -97,12 +83,12 @@ def test_no_more_than_the_batch_that_trains_and_the_next_one_are_in_memory(
 
     def step() -> None:
         following = len(training) + 1
-        assert following == 6 or wait_for(lambda: f"pack plan for version {following}" in run.journal)
+        assert following == 6 or wait_for(lambda: f"fetch plan for version {following}" in run.journal)
         training.append(alive())
 
-    run.train, run.packing = step, lambda plan: packing.append(alive())
+    run.train, run.fetching = step, lambda plan: fetching.append(alive())
     train(run.build())
-    assert training == [2, 2, 2, 2, 2, 1] and packing == [1, 2, 2, 2, 2, 2]
+    assert training == [2, 2, 2, 2, 2, 1] and fetching == [0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -110,7 +96,7 @@ def test_synchronous_training_takes_no_batch_early(make_run: Callable[..., FakeR
     """Nor does it start a thread: its batches are those of the weights that were just published."""
     run = make_run(3, admission={"mode": "sync"}, trainer__mini_batches=updates)
     taken: list[int] = []
-    run.packing = lambda plan: None if threading.current_thread() is threading.main_thread() else pytest.fail(plan)
+    run.fetching = lambda plan: None if threading.current_thread() is threading.main_thread() else pytest.fail(plan)
 
     def step() -> None:
         taken.append(sum(line.startswith("take") for line in run.journal))
@@ -118,8 +104,7 @@ def test_synchronous_training_takes_no_batch_early(make_run: Callable[..., FakeR
 
     run.train = step
     train(run.build())
-    assert taken == [1, 2, 3] and not run.channel.hurried.is_set()
-    assert len(run.packed) == 3 and all(run.packed)
+    assert taken == [1, 2, 3]
 
 
 def test_a_failed_preparation_is_raised_by_the_step_that_needs_it(make_run: Callable[..., FakeRun]) -> None:

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from megarl.algorithms.objective.token_origin import OriginGaps
+from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.schema.monitor import RULES
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.run.loop.alarm_inputs import logprob_values, plan_values, rules_of
-from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor
-from megarl.run.step.compare_logprobs import StepMeasures
+from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun, RunMonitor, logprob_values, plan_values, rules_of
+from megarl.run.step.off_policy import StepMeasures, TokenOrigins
 from megarl.run.step.plan import StepPlan, plan_step
-from megarl.run.step.token_origin import TokenOrigins
 from megarl.telemetry.metrics.declarations import step_metrics
 from tests.support.trainer.configs import config as config_of
 
@@ -73,7 +72,7 @@ class Made:
             for index, reward in enumerate(rewards)
         ]
         plan = plan_step([row.tag for row in rows], self.config, dp_size=1, version=version)
-        sources = TokenOrigins.of(plan.tags.values(), self.config)
+        sources = TokenOrigins.of(plan.tags.values(), SourceBuckets.of(self.config))
         sums = OriginGaps.zeros(sources.buckets.size)
         for row, sources_R in zip(rows, sources.of_rows(rows, [version] * len(rows)), strict=True):
             gap = torch.tensor([gaps.get(row.versions[0].replica, 0.0)])
@@ -165,12 +164,12 @@ def test_the_tokens_of_its_old_engine_are_not_judged_again() -> None:
 
 def test_a_replica_that_is_sick_again_and_again_is_left_to_the_user() -> None:
     off = {"action": "off"}
-    run = Made(monitor__most_quarantines=2, monitor__rules__logprob_gap=off, monitor__rules__ratio_tail=off)
+    run = Made(monitor__rules__logprob_gap=off, monitor__rules__ratio_tail=off)
     for version in range(6):
         run.step(version, {0: 0.01, 1: 0.9})
-    assert run.taken == [1, 1]
+    assert run.taken == [1, 1, 1]
     [told] = run.said
-    assert told.startswith("alarm replica_gap of replica 1: 30 is above 4") and "quarantined 2 times already" in told
+    assert told.startswith("alarm replica_gap of replica 1: 30 is above 4") and "quarantined 3 times already" in told
 
 
 def test_a_replica_that_cannot_be_taken_out_is_not_counted_as_such() -> None:
@@ -234,7 +233,7 @@ def test_truncated_and_signal_less_shares_are_those_of_the_plan() -> None:
 
 def test_a_mini_batch_of_demonstrations_tells_nothing_about_the_policy() -> None:
     """No token was sampled, so its entropy and its comparison of nothing are no values."""
-    measured = StepMeasures(TokenOrigins.of([], config_of("model")), OriginGaps.zeros(0))
+    measured = StepMeasures(TokenOrigins.of([], SourceBuckets.of(config_of("model"))), OriginGaps.zeros(0))
     measured.compare_in_update({"tokens": 0.0, "entropy": 0.0, "ess": 1.0, "approx_kl": 0.0}, OriginGaps.zeros(0))
     assert logprob_values(measured, 1) == {}
 
@@ -247,8 +246,9 @@ def test_the_gap_of_old_tokens_may_be_larger() -> None:
         assert bool(run.said) is alarm
 
 
-def test_a_run_that_resumes_goes_on_with_its_alarms_and_quarantines() -> None:
-    run = Made(monitor__rules__ess={"patience": 3}, monitor__most_quarantines=1)
+def test_a_run_that_resumes_goes_on_with_its_alarms_and_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.run.loop.monitor.MOST_QUARANTINES", 1)
+    run = Made(monitor__rules__ess={"patience": 3})
     run.step(3, {0: 0.01, 1: 0.9}, compared={"ess": 0.1})
     run.step(4, compared={"ess": 0.1})
     state = json.loads(json.dumps(run.monitor.state_dict()))

@@ -259,7 +259,8 @@ def test_a_step_that_has_changed_weights_or_trains_groups_again_is_not_skipped(r
 def test_steps_that_alarms_skip_have_a_bound_of_their_own_and_their_groups_have_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = fake_run(config_of("model", run__dir=str(tmp_path), monitor__max_skipped_steps=1), monkeypatch)
+    monkeypatch.setattr("megarl.run.loop.session.MOST_SKIPPED_BY_ALARMS", 1)
+    run = fake_run(config_of("model", run__dir=str(tmp_path)), monkeypatch)
     session = run.build()
     outcome = GroupOutcome(trained=3, filtered=1, dropped_stale=0, failed=1)
     plan = StepPlan({}, ShapedBatch([[]] * 3, trained_groups=3), [[["a"]]], outcome, version=1)

@@ -30,7 +30,7 @@ from megarl.rollout.admission.counters import Counters
 from megarl.rollout.agents.trajectory_builder import failed_trajectory
 from megarl.run.record import recorder as recorder_module
 from megarl.run.record.recorder import LastEvaluation, Recorder, ResultFiles, Totals
-from megarl.run.step.plan import CountersDiffer, StepBatch, plan_step
+from megarl.run.step.plan import CountersDiffer, plan_step
 from megarl.telemetry.monitor import RUN, Alarm, AlarmRule
 from megarl.telemetry.sinks import sinks
 from megarl.telemetry.trace import events
@@ -88,12 +88,11 @@ def take_step(
     recorder: Recorder, config: Config, step: int = 0, rows: list[Trajectory] = ROWS, **timings: float
 ) -> None:
     """Record one step of the recorded trajectories, as the loop does."""
-    keys, tags = [row.key for row in rows], [row.tag for row in rows]
-    batch = StepBatch(step, 0, keys, tags, {"rollout/replicas_alive": 1.0, **timings})
-    plan = plan_step(batch.tags, config, dp_size=1, version=0)
+    plan = plan_step([row.tag for row in rows], config, dp_size=1, version=0)
     with recorder.phase("update"):
         recorder.metrics.record("policy/updates", 1)
-    recorder.step(batch, plan, trained_as_planned(plan), version=1, counted=None)
+    of_batch = {"rollout/replicas_alive": 1.0, **timings}
+    recorder.step(step, plan, of_batch, trained_as_planned(plan), version=1, counted=None)
     recorder._writer.flush()
 
 
@@ -169,12 +168,12 @@ def test_a_step_that_the_rollout_side_has_counted_otherwise_ends_the_run(
     open_recorder: Callable[..., Recorder], config: Config
 ) -> None:
     recorder = open_recorder()
-    batch = StepBatch(0, 0, [row.key for row in ROWS], [row.tag for row in ROWS], {"rollout/replicas_alive": 1.0})
-    plan = plan_step(batch.tags, config, dp_size=1, version=0)
+    plan = plan_step([row.tag for row in ROWS], config, dp_size=1, version=0)
     recorder.metrics.record("policy/updates", 1)
     ended = {name: len(groups) for name, groups in plan.ended.items()}
     with pytest.raises(CountersDiffer):
-        recorder.step(batch, plan, trained_as_planned(plan), 1, Counters(**ended | {"trained": ended["trained"] + 1}))
+        counted = Counters(**ended | {"trained": ended["trained"] + 1})
+        recorder.step(0, plan, {"rollout/replicas_alive": 1.0}, trained_as_planned(plan), 1, counted)
     assert {name: getattr(plan.outcome, name) for name in ended} == ended
 
 
@@ -380,24 +379,21 @@ def test_the_summary_has_the_evaluations_before_between_and_after(
 def test_samples_that_an_earlier_step_had_are_not_shown_again(
     config: Config, open_recorder: Callable[..., Recorder]
 ) -> None:
-    keys, tags = [row.key for row in ROWS], [row.tag for row in ROWS]
-    shown = {key for step in range(50) for key in open_recorder().sample_keys(StepBatch(step, 0, keys, tags, {}))}
-    assert shown == set(keys)
-    reused = {
-        key
-        for step in range(50)
-        for key in open_recorder().sample_keys(StepBatch(step, 0, keys, tags, {}, reused=[0, 3]))
-    }
+    plan = plan_step([row.tag for row in ROWS], config, dp_size=1, version=0)
+    shown = {key for step in range(50) for key in open_recorder().sample_keys(step, plan)}
+    assert shown == {row.key for row in ROWS}
+    again = replace(plan, reused=frozenset([0, 3]))
+    reused = {key for step in range(50) for key in open_recorder().sample_keys(step, again)}
     assert {key.split(":")[0] for key in shown - reused} == {"0", "3"} and reused
 
 
 def test_samples_are_text_and_a_failed_one_is_empty(config: Config, open_recorder: Callable[..., Recorder]) -> None:
     recorder = open_recorder()
-    batch = StepBatch(6, 0, [row.key for row in ROWS], [row.tag for row in ROWS], {})
-    chosen = recorder.sample_keys(batch)
-    assert len(chosen) == 2 and set(chosen) <= set(batch.keys)
+    plan = plan_step([row.tag for row in ROWS], config, dp_size=1, version=0)
+    chosen = recorder.sample_keys(6, plan)
+    assert len(chosen) == 2 and set(chosen) <= set(plan.tags)
     failed = failed_trajectory(9, 0, "the tool is gone")
-    recorder.samples(batch, [(ROWS[0], "42"), (failed, None)])
+    recorder.samples(6, [(ROWS[0], "42"), (failed, None)])
     recorder._writer.flush()
     first, second = lines(config.run_dir / "samples.jsonl")
     assert (first["step"], first["reference"], first["response_tokens"]) == (7, "42", len(ROWS[0].response_ids))
@@ -425,7 +421,7 @@ def test_another_rank_writes_nothing_and_measures_all_the_same(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_alarms_are_events_of_the_first_rank(config: Config, open_recorder: Callable[..., Recorder], rank: int) -> None:
-    events.open_events(config, config.run_dir, "trainer-0")
+    events.open_events(config.telemetry.events_mib, config.run_dir, "trainer-0")
     try:
         config.run_dir.mkdir(exist_ok=True)
         recorder = open_recorder(rank)

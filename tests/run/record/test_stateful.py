@@ -17,8 +17,8 @@ from megarl.data.cursor import Cursor
 from megarl.rollout.admission.admission import Admission
 from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import RunMonitor
+from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.loop.session import Session
-from megarl.run.pool.rollout_client import RolloutClient
 from megarl.run.record.recorder import Recorder, collect, restore
 from tests.support.trainer.configs import config as config_of
 from tests.support.trainer.old_records import OLD_RECORD, ROLLOUT, SUMMARY, TOTALS

@@ -133,10 +133,9 @@ def test_each_data_set_learns_from_its_own_teacher(
 def test_gradients_agree_with_one_rank(
     world: Callable[[int], Any], models: dict[str, Path], rows: list[Trajectory], layout: str, where: str
 ) -> None:
-    """The samples of the layout are packed ahead of the step."""
     own = changes(models, where)
     alone = merge([part["gradients"] for part in run(world, models, rows, 1, {}, **own)])
-    got = run(world, models, rows, *LAYOUTS[layout], ahead=True, **own)
+    got = run(world, models, rows, *LAYOUTS[layout], **own)
     assert merge([part["gradients"] for part in got]).keys() == alone.keys()
     for name, value in merge([part["gradients"] for part in got]).items():
         torch.testing.assert_close(value, alone[name], atol=2e-5, rtol=1e-3)
@@ -214,7 +213,7 @@ def test_engines_bring_their_log_probs_with_the_rows(
         else row
         for row in rows
     ]
-    got = run(world, models, scored, 2, {}, ahead=True, **own)
+    got = run(world, models, scored, 2, {}, **own)
     assert all(not part["passes"] for part in got)
     for name, value in merge([part["gradients"] for part in got]).items():
         torch.testing.assert_close(value, merge([wanted["gradients"]])[name], atol=2e-5, rtol=1e-3)
@@ -222,13 +221,13 @@ def test_engines_bring_their_log_probs_with_the_rows(
         run(world, models, rows, 1, {}, **own)
 
 
-def test_a_batch_in_which_no_row_has_a_teacher_can_be_packed_ahead(
+def test_a_batch_in_which_no_row_has_a_teacher_can_be_trained(
     world: Callable[[int], Any], models: dict[str, Path], rows: list[Trajectory]
 ) -> None:
     """Engines bring log-probs with the rows that they score; the loss needs the stream in any case."""
     own = changes(models, "loss")
     own["teachers"] = [{**each, "where": "engine"} for each in own["teachers"]]
-    (got,) = run(world, models, [row for row in rows if row.demonstrated], 1, {}, ahead=True, **own)
+    (got,) = run(world, models, [row for row in rows if row.demonstrated], 1, {}, **own)
     assert got["metrics"]["policy/updates"] == 1 and "policy/ref_kl_tokens" not in got["metrics"]
 
 

@@ -25,9 +25,8 @@ from megarl.queue.streams import OLD_LOGPROBS, SOURCES
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan, sample_key
 from megarl.run.record.batch_metrics import record_batch
 from megarl.run.step import step
-from megarl.run.step.compare_logprobs import StepMeasures
+from megarl.run.step.off_policy import StepMeasures
 from megarl.run.step.plan import ReuseError, plan_step
-from megarl.run.step.step import entropy_due
 from megarl.telemetry.metrics.declarations import step_metrics
 from megarl.telemetry.metrics.timer import PhaseTimer
 from megarl.trainer.batch import TrainSample
@@ -278,14 +277,14 @@ def test_tokens_lag_by_the_updates_that_the_step_makes_before_their_own(correcti
 
 def test_demonstrations_are_not_compared_with_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine has scored them: their rows hold log-probs of zero."""
-    monkeypatch.setattr("megarl.run.step.compare_logprobs.parallel.dp_all_gather_object", lambda value, codec: [value])
+    monkeypatch.setattr("megarl.run.step.off_policy.parallel.dp_all_gather_object", lambda value, codec: [value])
     own, rows = config(), two_groups()
     rows[3:] = [replace(row, demonstrated=True, rollout_logprobs=[0.0], versions=()) for row in rows[3:]]
     plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
     samples = step.train_samples(plan, {row.key: row for row in rows}, own, 0)
     for sample in samples.values():
         sample.streams[OLD_LOGPROBS] = torch.tensor([-0.1])
-    measured = StepMeasures.begin(plan.tags.values(), own)
+    measured = StepMeasures.begin(plan.tags.values(), SourceBuckets.of(own))
     measured.compare_in_pass(samples, {row.key: row for row in rows})
     assert measured.compared is not None and measured.compared["tokens"] == 3
     assert measured.compared["ratio_max"] == pytest.approx(1.0)
@@ -319,7 +318,7 @@ def test_a_mini_batch_without_a_weight_makes_no_update(monkeypatch: pytest.Monke
     by_key = {row.key: row for row in rows}
     trained = step.train_step(policy, plan, by_key, own, PhaseTimer(), metrics, step=0, watch=keep)
     assert calls == [True, False] and len(watched) == 1
-    assert trained == (2, 0), "a mini-batch without a weight has nothing left to train"
+    assert trained == {0, 1}, "a mini-batch without a weight has nothing left to train"
     assert metrics.reduce()["policy/updates"] == 2 - len(empty)
     assert compared == sorted({1, 2} - {number + 1 for number in empty})[:1]
 
@@ -349,9 +348,8 @@ def test_a_step_whose_engine_has_returned_a_bad_logprob_makes_no_update() -> Non
 class ReturnsNan:
     """A policy whose log-probs of one sample are not finite; an update would be an error."""
 
-    def compute_logprobs(self, samples: list[TrainSample], *, reference: bool, packed: object) -> list[Any]:
-        values = [torch.tensor([float("nan") if sample.key == "1:2" else -0.1]) for sample in samples]
-        return [SimpleNamespace(logprobs_R=value) for value in values]
+    def compute_logprobs(self, samples: list[TrainSample], *, reference: bool) -> list[torch.Tensor]:
+        return [torch.tensor([float("nan") if sample.key == "1:2" else -0.1]) for sample in samples]
 
 
 def test_a_bad_logprob_of_the_trainer_is_found_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +460,7 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert plan.ended == {"trained": [8, 9], "filtered": [6], "dropped_stale": [7], "failed": []}
     metrics = step_metrics()
     record_batch(metrics, plan, trained_as_planned(plan))
-    step._set_advantages(plan, {}, {}, own, metrics)
+    step.set_advantages(plan, {}, {}, own, metrics)
     values = metrics.reduce()
     assert (values["groups/admitted"], values["groups/trained"], values["groups/reused"]) == (4, 2, 2)
     assert values["batch/samples"] == 12 and values["batch/trained_samples"] == 8
@@ -493,7 +491,7 @@ def test_the_kl_of_a_sample_is_that_of_all_its_parts(monkeypatch: pytest.MonkeyP
         rows, samples = {each.key: each for each, _ in made}, {each.key: sample for each, sample in made}
         plan = plan_step([each.tag for each in rows.values()], own, dp_size=1, version=0)
         assert sorted(plan.keys_of(0)) == sorted(rows)
-        step._set_advantages(plan, samples, rows, own, step_metrics())
+        step.set_advantages(plan, samples, rows, own, step_metrics())
         return {key: advantage_of(sample) for key, sample in samples.items()}
 
     whole = advantages(row((0, 0, 0), 1.0, [-1.0, -2.0, -4.0]), row((0, 1, 0), 0.0, [-1.0]))
@@ -633,26 +631,6 @@ def test_the_updates_of_a_step(
     assert worst(merged, gradients) <= 1e-4
 
 
-@pytest.mark.world
-@pytest.mark.parametrize("case", ["kl in the loss", "corrected, two updates", "masked, two updates"])
-def test_a_step_that_was_packed_ahead_is_the_same_bit_for_bit(
-    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], case: str
-) -> None:
-    model_dir, samples = problem
-    rows = [trajectory(sample) for sample in samples.values()]
-    late, ahead = (
-        world(2).run(
-            "tests.support.ranks.training.step:stepped",
-            model_dir=model_dir, rows=rows, ahead=each, **STEPS[case],
-        )
-        for each in (False, True)
-    )  # fmt: skip
-    for one, other in zip(late, ahead, strict=True):
-        assert one["updates"] == other["updates"] and one["metrics"] == other["metrics"]
-        assert one["weights"].keys() == other["weights"].keys()
-        assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-
-
 def weighted(number: int, row: Trajectory) -> Trajectory:
     """Every third row brings weights; of the others, every second one has tokens that the model did not sample."""
     size = len(row.response_ids)
@@ -667,26 +645,19 @@ def weighted(number: int, row: Trajectory) -> Trajectory:
 def test_weights_of_rows_and_of_the_config_reach_the_updates(
     world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], ranks: int
 ) -> None:
-    """Packed ahead or not; with one's own loss and advantage; each term counts its own tokens."""
+    """With one's own loss and advantage; each term counts its own tokens."""
     model_dir, samples = problem
     rows = [weighted(number, trajectory(sample)) for number, sample in enumerate(samples.values())]
     changes = {
         "algorithm__ce": {"tokens": "observations", "coef": 0.1},
         "algorithm__loss": "examples.tutorials.own_loss.topr:topr",
         "algorithm__advantage": "examples.tutorials.own_loss.topr:above_median",
-        "algorithm__clip_low": None,
-        "algorithm__clip_high": None,
+        "algorithm__loss_options": {},
         "algorithm__kl": {"coef": KL},
         "sampling__truncated": "mask",  # the last sample of each group
         "trainer__mini_batches": 2,
     }
-    run = partial(
-        world(ranks).run, "tests.support.ranks.training.step:stepped", model_dir=model_dir, rows=rows, **changes
-    )
-    late, ahead = run(ahead=False), run(ahead=True)
-    for one, other in zip(late, ahead, strict=True):
-        assert one["updates"] == other["updates"] and one["metrics"] == other["metrics"]
-        assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+    got = world(ranks).run("tests.support.ranks.training.step:stepped", model_dir=model_dir, rows=rows, **changes)
     trained = [row for row in rows if row.group_id != 2 and row.sample_index != PER_GROUP - 1]
     sampled = [sum(row.response_mask) for row in trained]
     in_rl = [int(sum(row.streams["rl_weights"])) if row.streams else sum(row.response_mask) for row in trained]
@@ -697,9 +668,9 @@ def test_weights_of_rows_and_of_the_config_reach_the_updates(
             len(row.response_ids) if row.streams else row.response_mask.count(0) for row in trained
         ),
     }
-    metrics = late[0]["metrics"]
+    metrics = got[0]["metrics"]
     assert {name: metrics[name] for name in expected} == expected
-    values = {value for part in late for update in part["updates"] for value, _ in update.values()}
+    values = {value for part in got for update in part["updates"] for value, _ in update.values()}
     assert values == {0.0, 1.0, -1.0, -0.5, 0.5}  # rewards minus the median of their group
 
 
@@ -710,15 +681,15 @@ def in_two_turns(row: Trajectory) -> Trajectory:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(("ranks", "ahead"), [(1, False), (2, True)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_tokens_of_each_turn_are_trained_with_its_own_advantage(
-    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], ranks: int, ahead: bool
+    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]], ranks: int
 ) -> None:
     """So are those of group 2, whose outcomes are equal. The gradients are those of each token's own advantage."""
     model_dir, samples = problem
     rows = [in_two_turns(trajectory(sample)) for sample in samples.values()]
     changes = {"algorithm__advantage": "mt_grpo", "algorithm__kl": {"coef": KL}}
-    run = partial(world(ranks).run, "tests.support.ranks.training.step:stepped", model_dir=model_dir, ahead=ahead)
+    run = partial(world(ranks).run, "tests.support.ranks.training.step:stepped", model_dir=model_dir)
     got = run(rows=rows, **changes)
     first = by_group([1.0, 0.0, 0.0], "grpo")
     expected, turns = {}, []
@@ -793,11 +764,10 @@ def test_a_correction_reports_its_weights_and_the_same_mismatch(
 @pytest.mark.parametrize(
     ("changes", "measured"),
     [
-        ({"telemetry__entropy_every": 1}, [True, False]),  # of the mini-batch whose weights sampled
-        ({"telemetry__entropy_every": 0}, [False, False]),
-        ({"telemetry__entropy_every": 0, "algorithm__entropy_coef": 0.1}, [True, True]),
+        ({}, [True, False]),  # of the mini-batch whose weights sampled
+        ({"algorithm__entropy_coef": 0.1}, [True, True]),
     ],
-    ids=["every step", "never", "in the loss"],
+    ids=["shown", "in the loss"],
 )
 def test_entropy_is_computed_where_it_is_shown_or_weighed(
     world: Callable[[int], Any],
@@ -814,12 +784,6 @@ def test_entropy_is_computed_where_it_is_shown_or_weighed(
     )
     assert got["entropy"] == got["computed"] == measured
     assert ("policy/entropy" in got["metrics"]) == any(measured)
-
-
-@pytest.mark.parametrize(("every", "due"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
-def test_entropy_is_due_by_the_step_of_the_history(every: int, due: list[int]) -> None:
-    settings = config(telemetry={"entropy_every": every})
-    assert [step for step in range(5) if entropy_due(settings.telemetry, step)] == due
 
 
 def expected_updates(

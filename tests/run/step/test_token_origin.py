@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.objective.token_origin import NO_SOURCE, OriginGaps
 from megarl.config.checks.telemetry import MOST_LAGS, SourceBuckets
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.run.step.token_origin import TokenOrigins
+from megarl.run.step.off_policy import TokenOrigins
 from tests.support.trainer.configs import config as config_of
 
 
@@ -41,7 +41,7 @@ def test_the_parts_of_one_response_keep_their_replicas_and_lags() -> None:
     )
     one = row(spans, 8)
     assert one.tag.replicas == [0, 7]
-    sources = TokenOrigins.of([one.tag], config())
+    sources = TokenOrigins.of([one.tag], SourceBuckets.of(config()))
     buckets = sources.buckets
     assert (buckets.slots, buckets.lags, sources.slot_of) == (5, 5, {0: 0, 7: 1})
     other = buckets.slots - 1
@@ -59,7 +59,7 @@ def test_rows_keep_their_own_tokens_and_versions() -> None:
         row((VersionSpan(3, 0, 9, replica=1),), 2, group=2),
         row((VersionSpan(4, 1, 2, replica=0),), 2, group=3),
     ]
-    sources = TokenOrigins.of([each.tag for each in rows], config())
+    sources = TokenOrigins.of([each.tag for each in rows], SourceBuckets.of(config()))
     index = sources.buckets.index
     found = sources.of_rows(rows, [3, 3, 5, 6])
     assert [each.tolist() for each in found] == [
@@ -71,7 +71,7 @@ def test_rows_keep_their_own_tokens_and_versions() -> None:
 def test_weights_whose_updates_were_lost_are_as_old_as_the_path_to_them() -> None:
     """Version 7 with 2 lost updates counts as version 3."""
     one = row((VersionSpan(7, 0, 1, lost=2, epoch=1, replica=1),), 1)
-    sources = TokenOrigins.of([one.tag], config())
+    sources = TokenOrigins.of([one.tag], SourceBuckets.of(config()))
     assert of_row(sources, one, 6).tolist() == [sources.buckets.index(0, 3)]
 
 
@@ -82,9 +82,9 @@ def test_all_ranks_have_the_same_slots_and_no_more_than_there_are(replicas: list
         row(tuple(VersionSpan(0, n, n + 1, replica=each) for n, each in enumerate(some)), len(some), group).tag
         for group, some in enumerate(replicas)
     ]
-    sources = TokenOrigins.of(tags, config(replicas=3))
+    sources = TokenOrigins.of(tags, SourceBuckets.of(config(replicas=3)))
     order.shuffle(tags)
-    assert TokenOrigins.of(tags, config(replicas=3)) == sources
+    assert TokenOrigins.of(tags, SourceBuckets.of(config(replicas=3))) == sources
     known = sorted({each for some in replicas for each in some})
     assert sorted(sources.slot_of) == known[-6:], "the newest replicas have a slot"
     assert sorted(sources.slot_of.values()) == list(range(len(sources.slot_of)))
@@ -95,7 +95,7 @@ def test_the_number_of_buckets_is_bounded_and_what_has_none_is_counted() -> None
     assert (buckets.slots, buckets.lags, buckets.size) == (5, MOST_LAGS, 5 * MOST_LAGS)
     assert buckets.index(1, 10**6) == buckets.index(1, MOST_LAGS - 1) < buckets.size
     many = [row((VersionSpan(0, 0, 1, replica=number),), 1, number) for number in range(9)]
-    sources = TokenOrigins.of([each.tag for each in many], config())
+    sources = TokenOrigins.of([each.tag for each in many], SourceBuckets.of(config()))
     gaps = OriginGaps.zeros(sources.buckets.size)
     for each in many:
         bucket_R = of_row(sources, each, 0)
@@ -107,7 +107,7 @@ def test_the_number_of_buckets_is_bounded_and_what_has_none_is_counted() -> None
 
 def test_lags_and_replicas_are_told_apart() -> None:
     one = row((VersionSpan(3, 0, 2, replica=0), VersionSpan(6, 2, 5, replica=1)), 5)
-    sources = TokenOrigins.of([one.tag], config())
+    sources = TokenOrigins.of([one.tag], SourceBuckets.of(config()))
     gaps = OriginGaps.zeros(sources.buckets.size)
     trainer_R = torch.tensor([0.4, 0.2, 0.0, 0.3, 0.0])
     gaps.add(torch.zeros(5), trainer_R, torch.tensor([1, 1, 1, 1, 0]), of_row(sources, one, 6))

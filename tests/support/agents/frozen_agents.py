@@ -21,8 +21,7 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents.context import LoopContext
-from megarl.rollout.agents.group_runner import GroupRunner
+from megarl.rollout.agents.context import SampleContext
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal_file import JournalFile
@@ -35,6 +34,7 @@ from tests.support.agents.scripted_agents import (
     call_text,
     toolbox_of,
 )
+from tests.support.rollout.group_runner import GroupRunner
 from tests.support.trainer.configs import config as config_of
 
 GROUP = 5
@@ -155,9 +155,9 @@ def undisturbed() -> tuple[dict[str, Any], int]:
     return json.loads(json.dumps(outcome(rows, attempt))), attempt.stop.seen
 
 
-def interrupted_books(record: bytes) -> int:
-    """Count the calls of `book` whose intent is in a record, without an answer."""
-    loops = decode_unfinished(record).loops.values()
+def interrupted_books(kept: UnfinishedGroup) -> int:
+    """Count the calls of `book` whose intent is kept, without an answer."""
+    loops = kept.loops.values()
     open_calls = [
         (json.loads(loop.state)["calls"], json.loads(loop.state)["answers"], loop)
         for loop in loops
@@ -167,8 +167,8 @@ def interrupted_books(record: bytes) -> int:
 
 
 def at_freezes(then: Callable[[str, int], None]) -> Callable[[Any, Any], None]:
-    """Return a `LoopContext.freeze` that calls `then` after each freeze of the first sample: phase, how many before."""
-    freeze, seen = LoopContext.freeze, dict[str, int]()
+    """Return a `SampleContext.freeze` that calls `then` after each of the first sample: phase, how many before."""
+    freeze, seen = SampleContext.freeze, dict[str, int]()
 
     def freeze_and_tell(self: Any, state: Any) -> None:
         freeze(self, state)
@@ -190,12 +190,12 @@ def stops_at_freezes() -> dict[tuple[str, int], Stop]:
             record=now.record, phase=phase, calls=now.calls, journal=list(now.journal), intents=now.intents
         )
 
-    freeze = LoopContext.freeze
-    LoopContext.freeze = at_freezes(keep)  # type: ignore[method-assign]
+    freeze = SampleContext.freeze
+    SampleContext.freeze = at_freezes(keep)  # type: ignore[method-assign]
     try:
         attempt.run()
     finally:
-        LoopContext.freeze = freeze  # type: ignore[method-assign]
+        SampleContext.freeze = freeze  # type: ignore[method-assign]
     return stops
 
 
@@ -245,7 +245,7 @@ def kill_at(path: Path, where: tuple[str, int]) -> None:
         if (phase, number) == where:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    LoopContext.freeze = at_freezes(kill)  # type: ignore[method-assign]
+    SampleContext.freeze = at_freezes(kill)  # type: ignore[method-assign]
     attempt.run()
 
 

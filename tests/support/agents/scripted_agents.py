@@ -15,7 +15,6 @@ from megarl.config.schema.agent import AgentConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.group_runner import GroupRunner
 from megarl.rollout.engine.continuation import ResponsesSoFar
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.request_context import RequestContext
@@ -23,6 +22,7 @@ from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.tools.tool import ToolAnswer
 from tests.support.models.chat_templates import chat_tokenizer
+from tests.support.rollout.group_runner import GroupRunner
 
 VERSION = 3
 TOKENIZER = chat_tokenizer("qwen3")
@@ -137,4 +137,4 @@ def agent_runner(
     config: Config, loop: AgentLoop, toolbox: Toolbox, batcher: Any, rewards: Any, max_tokens: int = 512
 ) -> GroupRunner:
     source: Any = OneProblem(toolbox, max_tokens)
-    return GroupRunner(config, loop, source, batcher.generate, rewards, partition="p", toolboxes={"": toolbox})
+    return GroupRunner(config, loop, source, batcher.generate, rewards, toolboxes={"": toolbox})

@@ -1,4 +1,4 @@
-"""The gateway without Ray and engines: its real server, link and text, and the real fleet over replicas in this
+"""The gateway without Ray and engines: its real server, client and text, and the real fleet over replicas in this
 process.
 
 `StandInGateway(directory)` serves on 127.0.0.1 in a thread of its own until `close()`.
@@ -17,7 +17,7 @@ from megarl.chat.tokenize import load_tokenizer, stop_token_ids
 from megarl.common.errors import ReplicaFailed, RequestFailed
 from megarl.gateway.app import GatewayRoutes, GatewayServer, listen
 from megarl.gateway.chats import Chats
-from megarl.gateway.pool_client import ControllerClient, Generations
+from megarl.gateway.pool_client import ControllerClient
 from megarl.gateway.request_fields import ModelLimits
 from megarl.gateway.sessions import Sessions
 from megarl.gateway.text import ModelText
@@ -137,23 +137,19 @@ class ActorDiedError(Exception):
     """Named like Ray's error of an actor that has died."""
 
 
-class LocalForeignController:
+class LocalController:
     """The controller's methods for the gateway, without its actor. Once `dead`, every call fails."""
 
     def __init__(self, requests: ExternalRequests) -> None:
         self.requests, self.dead = requests, False
         self.calls = 0
-        for name in ("begin", "drop", "take"):
-            setattr(self, f"{name}_foreign", Method(getattr(self, f"_{name}")))
+        self.begin_external, self.take_external = Method(self._begin), Method(self._take)
 
-    async def _begin(self, gateway: str, requests: list[Any]) -> None:
+    async def _begin(self, gateway: str, requests: list[Any], dropped: list[str]) -> None:
         self._check()
         self.calls += 1
         self.requests.begin(gateway, requests)
-
-    async def _drop(self, gateway: str, names: list[str]) -> None:
-        self._check()
-        self.requests.drop(gateway, names)
+        self.requests.drop(gateway, dropped)
 
     async def _take(self, gateway: str, seen: int, wait_s: float) -> Any:
         self._check()
@@ -172,8 +168,8 @@ class Parts:
 
     replicas: list[SpeakingReplica]
     fleet: Any
-    controller: LocalForeignController
-    link: ControllerClient
+    controller: LocalController
+    pool: ControllerClient
     sessions: Sessions
 
 
@@ -239,26 +235,26 @@ class StandInGateway:
         stops = tuple(stop_token_ids(self.model, tokenizer))
         replicas = [SpeakingReplica(index, self.answer, self.pace_s) for index in range(self.count)]
         fleet = fleet_of(dict(enumerate(replicas)), rpc_s=60.0, generate_s=600.0)
-        controller = LocalForeignController(ExternalRequests(fleet, serves=self.serves))
+        controller = LocalController(ExternalRequests(fleet, serves=self.serves))
 
-        async def find() -> LocalForeignController:
+        async def find() -> LocalController:
             return self.parts.controller
 
-        link, text = ControllerClient("gateway-1", find, 60.0), ModelText(self.model, stops)
+        pool, text = ControllerClient("gateway-1", find, 60.0), ModelText(self.model, stops)
         limits = ModelLimits(self.max_model_len, len(tokenizer), stops)
-        sessions, generations = Sessions(self.most_sessions, 10**7, 600.0), Generations(link, self.timeout_s)
-        self.parts = Parts(replicas, fleet, controller, link, sessions)
-        chats = Chats(text, limits, generations, MODEL)
-        server = GatewayServer(GatewayRoutes(link, generations, sessions, limits, chats, (MODEL,), TOKEN))
+        sessions = Sessions(self.most_sessions, 10**7, 600.0)
+        self.parts = Parts(replicas, fleet, controller, pool, sessions)
+        chats = Chats(text, limits, MODEL)
+        server = GatewayServer(GatewayRoutes(pool, self.timeout_s, sessions, limits, chats, (MODEL,), TOKEN))
         listener = listen("127.0.0.1", self.at)
         self.port = listener.getsockname()[1]
         await server.start(listener)
-        pump = asyncio.create_task(link.run())
+        pump = asyncio.create_task(pool.run())
         self._ready.set()
         await self._end.wait()
         await server.close()
         pump.cancel()
-        link.close()
+        await asyncio.wait({pump}, timeout=60)
         text.close()
         self.parts.controller.requests.close()
         await asyncio.sleep(0)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.objective.aggregation import Aggregation, GlobalCounts
 from megarl.algorithms.objective.objective import KLEstimator, LossInputs, Objective, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import TermCounts
+from megarl.algorithms.objective.terms import Aggregation, GlobalCounts, TermCounts
 
 MAX_TOKENS = 16
 

@@ -98,8 +98,7 @@ def make_config(model_dir: Path, **changes: Any) -> Config:
         "algorithm": {
             "kl": {"coef": KL},
             "entropy_coef": ENTROPY,
-            "clip_low": CLIP,
-            "clip_high": CLIP,
+            "loss_options": {"clip_low": CLIP, "clip_high": CLIP},
         },
         "batch": {"groups": 4, "samples_per_group": 2},
         "sampling": {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS},

@@ -29,13 +29,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         pace=paces(),
         first=st.integers(0, 3),
         refill=st.integers(0, 3),
-        spare=st.none() | st.integers(0, 3),
         max_uses=st.integers(1, 3),
     )
-    def start(self, groups: int, pace: Pace, first: int, refill: int, spare: int | None, max_uses: int) -> None:
-        capacity = None if spare is None else groups + spare
+    def start(self, groups: int, pace: Pace, first: int, refill: int, max_uses: int) -> None:
         self.max_uses = max_uses
-        self.admission, self.pace = self.make(groups, pace, refill, capacity), pace
+        self.admission, self.pace = self.make(groups, pace, refill), pace
         self.uses: dict[int, int] = {}  # of the groups that were trained in this history
         self.rows: set[int] = set()  # of finished groups that were not released
         self.reused = 0
@@ -49,8 +47,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.versions: list[int] = []  # all that were published
         self.publish()
 
-    def make(self, groups: int, pace: Pace, refill: int, capacity: int | None) -> Admission:
-        return Admission(groups, pace, refill=refill, capacity=capacity, max_uses=self.max_uses)
+    def make(self, groups: int, pace: Pace, refill: int) -> Admission:
+        return Admission(groups, pace, refill=refill, max_uses=self.max_uses)
 
     def publish(self) -> None:
         self.published = self.updates
@@ -70,8 +68,6 @@ class AdmissionMachine(RuleBasedStateMachine):
         released = self.admission.take_released()
         assert self.rows >= set(released), "rows are released twice"
         self.rows -= set(released)
-        capacity = self.admission.capacity
-        assert capacity is None or len(self.rows) + len(self.running) <= capacity
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), ok=st.booleans(), has_tokens=st.booleans())
@@ -145,7 +141,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule()
     def resume(self) -> None:
         old = self.admission
-        state, fresh = old.state_dict(), self.make(old.groups, self.pace, old.refill, old.capacity)
+        state, fresh = old.state_dict(), self.make(old.groups, self.pace, old.refill)
         fresh.load_state_dict(state)
         assert fresh.counters.admitted == fresh.counters.settled == len(self.ended)
         assert fresh.admit() == []  # the engines may have no weights yet

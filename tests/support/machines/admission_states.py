@@ -76,12 +76,6 @@ class Trial:
         finished = queued, len(self.replaced), training, tuple(sorted(self.held.values()))
         return self.step, self.published, tuple(sorted(self.running.values())), *finished
 
-    @property
-    def in_queue(self) -> int:
-        """The places of the queue that are taken."""
-        taken = sum(len(each.groups) + len(each.reused) for each in self.training)
-        return len(self.running) + len(self.oldest) + taken + len(self.held)
-
     def last_update(self, step: int) -> int:
         updates = self.admission.pace.updates_per_step
         return (step + 1) * updates - 1
@@ -93,18 +87,13 @@ class Trial:
         in_time = self.last_update(step) - oldest <= admission.pace.max_staleness
         return uses < admission.max_uses and in_time and (admission.steps is None or step < admission.steps)
 
-    def release(self, *, evicts: bool = False) -> None:
-        """Forget the rows that admission releases. `evicts`: groups that could be used may have to leave."""
-        released, before = self.admission.take_released(), self.in_queue
+    def release(self) -> None:
+        """Forget the rows that admission releases."""
+        released = self.admission.take_released()
         useful = [group for group in released if group in self.held and self.can_use(group)]
-        wanted = {group: use for group, use in self.held.items() if self.can_use(group)}
+        assert not useful, "rows that could be used again leave the queue"
         self.held = {group: use for group, use in self.held.items() if group not in released}
         assert all(map(self.can_use, self.held)), "rows are kept that no step can use"
-        if useful:
-            assert evicts, "rows that could be used again leave the queue"
-            assert before - len(useful) == self.admission.capacity, "more rows leave the queue than must"
-            order = sorted(wanted, key=lambda group: (-wanted[group][0], wanted[group][1], group))
-            assert sorted(order[: len(useful)]) == useful, "rows of more value leave the queue"
 
     def admit(self) -> None:
         groups = self.admission.admit()
@@ -113,9 +102,7 @@ class Trial:
         assert not known & set(groups), "a group is started twice"
         self.running |= dict.fromkeys(groups, self.published)
         assert self.admission.admit() == [], "a second call starts groups again"
-        self.release(evicts=True)
-        capacity = self.admission.capacity
-        assert capacity is None or self.in_queue <= capacity, "the queue holds more than it may"
+        self.release()
 
     def finish(self, group: int, *, ok: bool = True, newer: bool = False) -> None:
         """Finish a group. `newer`: its first token was sampled after its start, with the weights that are served."""

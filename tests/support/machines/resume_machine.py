@@ -67,10 +67,9 @@ class ResumeMachine(RuleBasedStateMachine):
     The trainer may resume from any checkpoint that was ever complete, also from one that was set aside.
     """
 
-    @initialize(groups=st.integers(1, 3), pace=paces(), spare=st.none() | st.integers(0, 3), max_uses=st.integers(1, 2))
-    def start(self, groups: int, pace: Pace, spare: int | None, max_uses: int = 1) -> None:
+    @initialize(groups=st.integers(1, 3), pace=paces(), max_uses=st.integers(1, 2))
+    def start(self, groups: int, pace: Pace, max_uses: int = 1) -> None:
         self.pace, self.groups, self.max_uses = pace, groups, max_uses
-        self.capacity = None if spare is None else groups + spare
         self.weights = Weights()
         self.disk: list[bytes] = []  # the journal
         self.everything: list[bytes] = []  # as if nothing were ever removed from it
@@ -80,7 +79,7 @@ class ResumeMachine(RuleBasedStateMachine):
         self.begin(None)
 
     def begin(self, saved: Saved | None) -> None:
-        self.admission = Admission(self.groups, self.pace, capacity=self.capacity, max_uses=self.max_uses)
+        self.admission = Admission(self.groups, self.pace, max_uses=self.max_uses)
         self.once: dict[int, set[int]] = {}  # the nodes of the groups that this attempt has trained once
         attempts = self.attempts if hasattr(self, "attempts") else 0
         if saved is not None:
@@ -147,7 +146,7 @@ class ResumeMachine(RuleBasedStateMachine):
         kept = KeptGroups(self.everything)
         kept.drop(lambda each: history.settled(each.group))
         kept.resume(resumed, self.weights.versions[self.node])
-        fresh = Admission(self.groups, self.pace, capacity=self.capacity)
+        fresh = Admission(self.groups, self.pace)
         if history.next_group:
             assert self.newest is not None
             fresh.load_state_dict(self.newest.admission)
@@ -301,7 +300,7 @@ def run_with_crashes(pace: Pace, groups: int, before: int, lost: int, left: int)
     unfinished groups that were used again.
     """
     run, finished, unfinished = ResumeMachine(), 0, 0
-    run.start(groups=groups, pace=pace, spare=None)
+    run.start(groups=groups, pace=pace)
     for attempt in range(4):
         run.work(count=before)
         if attempt < 2:

@@ -34,7 +34,7 @@ def pool_config(directory: Path, model: Path | None = None, **sections: dict[str
         "reward": {"function": "tests.support.rewards.reward_functions:digit_share"},
         "evaluation": {"sets": [{"name": "held_out", "path": write_problems(directory / "eval.jsonl", 8, 100)}]},
         "rollout": {"load_weights": True},  # there is no trainer whose first sync would bring them
-        "timeouts": {"ray_start_s": 400, "engine_start_s": 1200, "rpc_s": 120, "generate_s": 300},
+        "timeouts": {"engine_start_s": 1200, "rpc_s": 120, "generate_s": 300},
     }
     return Config.model_validate(with_sections(fields, sections))
 

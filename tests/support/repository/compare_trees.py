@@ -33,6 +33,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -100,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(before), options.before], check=True)
         stack.callback(subprocess.run, [*git, "remove", "--force", str(before)], check=True)
+        declare_entry_points(before)
         try:
             trees = {"before": before, "after": ROOT}
             if options.quickstart is not None:
@@ -118,6 +120,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     sys.stdout.write(f"equal, bit for bit: {options.before} and {ROOT}\n")
     return 0
+
+
+def declare_entry_points(root: Path) -> None:
+    """Give a checkout metadata of its own: vLLM and torchrun find megarl's plugins by entry points.
+
+    The first distribution of a name on the path counts, and the installed one names the modules of this tree.
+    """
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    metadata = root / f"{project['name']}-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+    lines = (
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {place}" for name, place in points.items()))
+    )
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 def _compare_layout(

@@ -19,8 +19,8 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.batch_stats import RunningGroups
-from megarl.rollout.agents.group_runner import GroupRunner
+from megarl.rollout.agents.loop_host import LoopHost
+from megarl.rollout.agents.loop_run import RunningGroups
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.engine.continuation import ResponsesSoFar
 from megarl.rollout.engine.engine_load import EngineLoad
@@ -32,7 +32,6 @@ from megarl.rollout.fleet.external_requests import ExternalRequests
 from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.orchestrator import pool_controller
 from megarl.rollout.orchestrator.controller import RolloutController
-from megarl.rollout.orchestrator.evaluator import Evaluator
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
@@ -295,18 +294,16 @@ def local_controller(
     queue, source, rewards = FakeQueue(), FakeSource(), FakeRewards()
     if fleet is None:
         fleet = FakeFleet(lambda: made._admission.version)
-    batcher = RequestCoalescer(fleet, clock=made._engine_time)
+    coalescer = RequestCoalescer(fleet, clock=made._engine_time)
     made._fleet, made._writer, made._queue, made._source, made._rewards = fleet, queue, queue, source, rewards
-    made._batcher = batcher
-    made._foreign_requests = ExternalRequests(fleet, serves=False)
+    made._coalescer = coalescer
+    made._external_requests = ExternalRequests(fleet, serves=False)
     loop = loop or SingleTurn()
-    made._running = RunningGroups(partial(made._journal.persist, source=source))
-    made._runner = GroupRunner(
-        config, loop, source, batcher.generate, rewards,  # type: ignore[arg-type]
-        partition="run.0", groups=made._running,
-    )  # fmt: skip
+    persist = partial(made._journal.persist, source=source)
+    made._running = RunningGroups(config, source, coalescer.generate, "run.0", persist=persist)  # type: ignore[arg-type]
+    made._host = LoopHost(loop, rewards, source.decode_all, timeout_s=config.timeouts.rpc_s)  # type: ignore[arg-type]
+    made._loop = loop
     made.elastic = FakeElasticPool()  # type: ignore[assignment]
-    made._evaluations = Evaluator(config, directory, source, fleet, rewards.score, made._tasks, loop=loop)  # type: ignore[arg-type]
     made._join()
     return LocalController(made, fleet, queue, rewards)
 

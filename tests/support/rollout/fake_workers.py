@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +11,12 @@ import cloudpickle
 
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.group_runner import GroupRunner
-from megarl.rollout.tasks.toolbox import Toolbox
-from megarl.rollout.workers.messages import StartGroup
-from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.rollout.workers.messages import Start
 from megarl.rollout.workers.worker_loops import WorkerLoops
-from megarl.rollout.workers.worker_runs import LoopParts
+from megarl.rollout.workers.worker_pool import WorkerPool
 from tests.support.engines.fake_replicas import Method
 from tests.support.rollout.fake_rollout import FakeQueue
+from tests.support.rollout.group_runner import GroupRunner
 
 
 class ActorDiedError(Exception):
@@ -48,16 +45,15 @@ class LocalWorker:
         """End at once: nothing more is sent, and nothing that runs goes on."""
         self._dead.set()
         self._passing.cancel()
-        for group in self.loops._runs.values():
-            for task in group.tasks:
-                task.cancel()
+        for run in self.loops._runs.values():
+            run.task.cancel()
 
     async def _give(self, number: int, messages: Any) -> None:
         self.told += messages
-        await self._living(self.loops.give(number, cloudpickle.loads(cloudpickle.dumps(messages))))
+        await self._living(self.loops.link.give(number, cloudpickle.loads(cloudpickle.dumps(messages))))
 
     async def _take(self, seen: int, wait_s: float) -> Any:
-        report = await self._living(self.loops.take(seen, wait_s))
+        report = await self._living(self.loops.link.take(seen, wait_s))
         self.kept_reports.append(report)
         return cloudpickle.loads(cloudpickle.dumps(report))
 
@@ -80,7 +76,7 @@ class LocalWorker:
 
 
 class WorkerQueue(FakeQueue):
-    """The queue as all workers and the controller write to it. `hold` is awaited before rows are written."""
+    """`hold` is awaited before rows are written."""
 
     hold: Callable[[], Any] | None = None
 
@@ -89,55 +85,40 @@ class WorkerQueue(FakeQueue):
             await self.hold()
         await super().put_group(rows, more=more)
 
-    async def settle(self) -> None: ...
-
 
 class Crew:
     """Several workers and the controller's part of them. `made`: all workers that were ever started, in their order."""
 
-    def __init__(
-        self, config: Config, loop: AgentLoop, runner: GroupRunner, queue: WorkerQueue,
-        eval_toolboxes: Mapping[str, Toolbox] | None = None,
-    ) -> None:  # fmt: skip
-        """`runner`: that of the controller. `eval_toolboxes`: of held-out sets, by name.
-
-        While `refuses` is set, no worker can be started.
-        """
-        self.queue = queue
+    def __init__(self, config: Config, runner: GroupRunner, queue: WorkerQueue | None = None) -> None:
+        """`runner`: runs the loops of all workers. While `refuses` is set, no worker can be started."""
+        self.runner, self.queue = runner, queue or WorkerQueue()
         self.made: list[LocalWorker] = []
         self.notices: list[str] = []
         self.refuses = False
-        parts = LoopParts(
-            loop, runner.rewards, queue, runner.source.decode_all, runner.toolboxes, eval_toolboxes or {}  # type: ignore[arg-type]
-        )  # fmt: skip
 
         async def start(index: int) -> Any:
             await asyncio.sleep(0)
             if self.refuses:
                 raise OSError("no memory")
-            self.made.append(LocalWorker(WorkerLoops(config, "p", parts)))
+            self.made.append(LocalWorker(WorkerLoops(runner.host)))
             return self.made[-1]
 
-        source: Any = runner.source
-        writer: Any = queue
-        self.groups = WorkerGroups(
-            config,
-            source,
-            runner.generate,
-            runner.groups,
-            writer,
-            start=start,
-            end=lambda actor: None,
-            notify=self.notices.append,
-        )
+        workers, end = config.rollout.agent_workers, lambda actor: None
+        self.pool = WorkerPool(workers, config.timeouts, start=start, end=end, notify=self.notices.append)
 
-    def starts_of(self, group: int) -> list[tuple[LocalWorker, StartGroup]]:
+    async def run(self, group: int) -> list[Trajectory]:
+        """Run a group, and put its rows into the queue."""
+        rows = await self.runner.groups.run(group, None, self.pool.run_group)
+        await self.queue.put_group(rows)
+        return rows
+
+    def starts_of(self, group: int) -> list[tuple[LocalWorker, Start]]:
         """The messages with which workers were given a group, in their order."""
         found = [
             (message.run, worker, message)
             for worker in self.made
             for message in worker.told
-            if isinstance(message, StartGroup) and message.group == group
+            if isinstance(message, Start) and message.job.group == group
         ]
         return [(worker, message) for _, worker, message in sorted(found, key=lambda each: each[0])]
 

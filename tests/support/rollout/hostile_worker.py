@@ -25,16 +25,14 @@ from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.batch_stats import RunningGroups
+from megarl.rollout.agents.loop_run import RunningGroups
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.tasks.prompts import PromptSource
-from megarl.rollout.workers import agent_worker
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec
-from megarl.rollout.workers.worker_groups import WorkerGroups
+from megarl.rollout.workers.worker_pool import WorkerPool
 from tests.support.engines.fake_replicas import Method
-from tests.support.rollout.fake_workers import WorkerQueue, rows_of
 from tests.support.runs.run import tiny_config
 
 GROUPS = (3, 4)
@@ -72,29 +70,26 @@ class Digits:
         )
 
 
-async def run(config: Config, directory: Path, queue: Any) -> dict[str, Any]:
-    """Run the groups in the worker, and return what came to the queue and to the engines."""
+async def run(config: Config, directory: Path) -> dict[str, Any]:
+    """Run the groups in the worker, and return what came of them and what the engines were asked."""
     source = await asyncio.to_thread(PromptSource, config)
     engines = Digits(source.tokenizer, source.stop_token_ids[0])
     spec = ReplicaSpec(config.model_dump_json(), str(directory), "run", cuda=False, max_model_len=64, supervisor=None)
-    worker = AgentWorker(WorkerSpec(spec, "run.0", 0))
+    worker = AgentWorker(WorkerSpec(spec, 0))
     await worker.start()
 
     async def start(index: int) -> Any:
         names: Sequence[str] = ("give", "take", "drop", "shutdown")
         return SimpleNamespace(**{name: Method(getattr(worker, name)) for name in names})
 
-    running = RunningGroups()
-    groups = WorkerGroups(
-        config, source, engines.generate, running, queue, start=start, end=lambda actor: None, notify=lambda text: None
-    )
-    await groups.start()
-    for end in await asyncio.gather(*(groups.run(group) for group in GROUPS)):
-        await end.put(more=False)
-    rows = [[row.group_id, row.sample_index, row.status, row.reward] for g in GROUPS for row in rows_of(queue, g)]
-    lost = running.stats.workers_lost
-    await groups.close()
-    return {"rows": rows, "asked": sorted(engines.asked), "lost": lost}
+    unused = lambda actor: None  # noqa: E731
+    workers = WorkerPool(1, config.timeouts, start=start, end=unused, notify=unused)
+    await workers.start()
+    groups = RunningGroups(config, source, engines.generate, "run.0", in_workers=True)
+    ended = await asyncio.gather(*(groups.run(group, None, workers.run_group) for group in GROUPS))
+    rows = [[row.group_id, row.sample_index, row.status, row.reward] for group in ended for row in group]
+    await workers.close()
+    return {"rows": rows, "asked": sorted(engines.asked), "lost": workers.lost}
 
 
 def living() -> list[list[str]]:
@@ -113,13 +108,8 @@ def main() -> None:
     tree = tiny_config(directory)
     tree["agent"] = {"loop": "tests.support.rollout.hostile_worker:Hostile"}
     tree["rollout"] |= {"agent_workers": 1}
-    queue = WorkerQueue()
-    attached = SimpleNamespace(attach=lambda *args, **options: queue)
-    with (
-        mock.patch.object(output, "RotatingLog", partial(output.RotatingLog, limit=LOG_BYTES)),
-        mock.patch.object(agent_worker, "QueueWriter", attached),
-    ):
-        result = asyncio.run(asyncio.wait_for(run(config_from_tree(tree), directory, queue), 480))
+    with mock.patch.object(output, "RotatingLog", partial(output.RotatingLog, limit=LOG_BYTES)):
+        result = asyncio.run(asyncio.wait_for(run(config_from_tree(tree), directory), 480))
     left = living()
     deadline = time.monotonic() + ENDS_S
     while left and time.monotonic() < deadline:

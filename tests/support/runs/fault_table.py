@@ -14,9 +14,7 @@ from benchmarks.lib.chaos import (
     POINTS,
     REPLICAS,
     Fault,
-    Happened,
     Kind,
-    RunPlace,
     SoakOutcome,
     Tempo,
     accounting_rows,
@@ -31,15 +29,14 @@ FIRST_STEP = 3  # before the first fault: engines are warm
 LAST_STEP = 12  # before all faults are due. Each waits until the run is over the one before
 GROUPS = 24
 SEED_VARIABLE = "MEGARL_FAULT_SEED"
-TEMPO = Tempo(rpc_s=10.0, weight_sync_s=20.0, slower=True)
-GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent one is noticed
+TEMPO = Tempo(rpc_s=10.0, weight_sync_s=20.0)
 
 
 @dataclass(frozen=True)
 class FaultRuns:
     """Runs of the quickstart's task with the same seed, of which one is undisturbed.
 
-    `kinds`: of the faults of all of them, which have the same config. `place`: where they run; None: on this machine.
+    `kinds`: of the faults of all of them, which have the same config.
     """
 
     assets: Path
@@ -47,7 +44,6 @@ class FaultRuns:
     steps: int
     minutes: float
     kinds: Sequence[Kind]
-    place: RunPlace | None = None
     replicas: int = REPLICAS
 
     @property
@@ -61,19 +57,13 @@ class FaultRuns:
     def run(self, name: str, faults: Sequence[Fault] = ()) -> SoakOutcome:
         """Make one run. The faults happen one after another; each waits until the run has got over the one before."""
         until = time.monotonic() + 60 * self.minutes
-        return run_once(name, self.options, self.directory, until, faults, 0.0, self.kinds, TEMPO, self.place)
+        return run_once(name, self.options, self.directory, until, faults, 0.0, self.kinds, TEMPO)
 
     def draw(self, kinds: Sequence[str]) -> list[Fault]:
         """Return faults of these kinds, in an order and at moments of a seed that is printed."""
         seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(10**6))
         print(f"{SEED_VARIABLE}={seed}")
         return schedule(seed, kinds, replicas=self.replicas, first=FIRST_STEP, last=LAST_STEP)
-
-    def noticed_s(self, event: Happened) -> float:
-        """Return the seconds in which the run must notice a fault of a replica."""
-        if event.fault.kind.moment == "in-sync" and event.fault.kind.action == "hang":
-            return TEMPO.weight_sync_s
-        return {"kill": 0.0, "hang": TEMPO.rpc_s, "crawl": 3 * TEMPO.rpc_s}[event.fault.kind.action]
 
 
 def problems_of(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[str]:
@@ -99,10 +89,8 @@ def table_of(outcome: SoakOutcome) -> str:
     samples = GROUPS * 8
     lines = [
         f"{each.fault}: {each.recovered_s:.0f} s, {each.redone_steps * samples} samples redone, "
-        f"{each.continued} responses continued, "
-        f"{each.start_s:.0f} s for the start; {'; '.join(each.notes)}"
+        f"{each.continued} responses continued; {'; '.join(each.notes)}"
         for each in outcome.happened
     ]
-    started = "" if outcome.engine_start_s is None else f"engines started in {outcome.engine_start_s:.0f} s; "
     accuracy = ", ".join(f"{mode} {outcome.accuracy(mode):.1f}%" for mode in ("greedy", "sampled"))
-    return "\n".join([f"{outcome.name}: {started}{accuracy}", *lines])
+    return "\n".join([f"{outcome.name}: {accuracy}", *lines])

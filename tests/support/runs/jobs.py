@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from benchmarks.lib.accounting import check_run
-from benchmarks.lib.hosts import Hosts
 from tests.support.checkout import ROOT, environment
+from tests.support.runs.hosts import Hosts
 from tests.support.runs.run import step_records, tiny_config
 from tests.support.trainer.configs import with_sections
 
@@ -38,7 +38,7 @@ def write_job(directory: Path, steps: int, **sections: dict[str, Any]) -> Path:
     config = tiny_config(directory, steps=steps)
     config["evaluation"] = {}
     config["telemetry"] = {"dump_batches": True}
-    config["timeouts"] |= {"node_s": 90, "ray_start_s": 240, "engine_start_s": 400, "generate_s": 300, "save_s": 30}
+    config["timeouts"] |= {"node_s": 90, "engine_start_s": 720, "generate_s": 300, "save_s": 60}
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(with_sections(config, sections)))
     return path

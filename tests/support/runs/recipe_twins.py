@@ -64,7 +64,7 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "rollout__replicas": 1,
         "rollout__max_num_seqs": 32,
         "queue__storage_units": 1,
-        "timeouts": {"collective_s": 120, "rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "engine_start_s": 900},
+        "timeouts": {"rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "save_s": 120, "engine_start_s": 900},
         **{f"trainer__parallel__{size}": min(ways, RANKS) for size, ways in _parallel_sizes(whole).items()},
     }
     if "group_deadline_s" in whole["rollout"]:

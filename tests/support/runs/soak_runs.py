@@ -18,7 +18,7 @@ from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import ScheduleFile
-from megarl.rollout.workers.finished_group import usable_samples
+from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from megarl.run.record.batch_metrics import record_batch
 from megarl.run.record.recorder import Totals
 from megarl.run.step.plan import plan_step

@@ -18,10 +18,10 @@ from megarl.rollout.admission.counters import Counters
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.run.loop import batches, loop, session
+from megarl.run.loop.batches import BatchSource, PreparedBatch
 from megarl.run.loop.session import Session
-from megarl.run.step.plan import StepBatch, TrainedGroups
 
-TRAINED = TrainedGroups(new=3)  # by each step that is not skipped
+TRAINED = {0, 1, 2}  # the groups, by each step that is not skipped
 
 
 class Part:
@@ -60,13 +60,15 @@ class FakeRecorder:
     def sync(self, version: int, report: str) -> None:
         self._note(f"record {report}")
 
-    def samples(self, batch: StepBatch, samples: Sequence[str]) -> None:
+    def samples(self, step: int, samples: Sequence[str]) -> None:
         self._note(f"write {', '.join(samples)}")
 
-    def step(self, batch: StepBatch, plan: str, trained: TrainedGroups, version: int, counted: Counters | None) -> None:
-        assert counted == Counters(trained=batch.step + 1), "the counters are those of another commit"
-        assert trained == (TrainedGroups() if plan.startswith("skipped") else TRAINED), "trained by another step"
-        self._note(f"record step {batch.step} of {plan}, which made version {version}")
+    def step(
+        self, step: int, plan: str, timings: object, trained: set[int], version: int, counted: Counters | None
+    ) -> None:
+        assert counted == Counters(trained=step + 1), "the counters are those of another commit"
+        assert trained == (set() if plan.startswith("skipped") else TRAINED), "trained by another step"
+        self._note(f"record step {step} of {plan}, which made version {version}")
         self.evaluated = {}
 
     def evaluation(
@@ -122,39 +124,9 @@ class FakePool(Part):
     def admit(self, needed: int) -> None:
         self._note(f"admit {needed}")
 
-    def take_batch(self, step: int, version: int, channel: object = None) -> StepBatch | PublicationNeeded:
-        self._run.taking(step)
-        if found_lost(self._run.lost, step):
-            return PublicationNeeded("replica 0 has died")
-        self._note(f"take batch {step} for version {version}")
-        return StepBatch(step, version, [], [], dict(self._run.timings.get(step, {})))
-
-    def fetch(self, batch: StepBatch, plan: str, channel: object = None) -> dict[str, Any]:
-        self._note(f"fetch {plan}")
-        return {}
-
-    def read_whole(self, batch: StepBatch) -> list[Any]:
-        return []
-
-    def keep(self, batch: StepBatch, *, lost: bool, channel: object = None) -> bool:
-        return not lost
-
-    def record(self, batch: StepBatch, share: Sequence[Any]) -> None: ...
-
-    def read_samples(self, batch: StepBatch) -> list[str]:
-        return [f"a sample of batch {batch.step}"]
-
-    @contextmanager
-    def keep_batch_on_failure(self, batch: StepBatch) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._note(f"keep batch {batch.step}: {error}")
-            raise
-
-    def commit(self, batch: StepBatch, plan: str) -> Counters:
-        self._note(f"commit {batch.step}")
-        return Counters(trained=batch.step + 1)
+    def commit(self, step: int, plan: str) -> Counters:
+        self._note(f"commit {step}")
+        return Counters(trained=step + 1)
 
     def saved(self, step: int) -> None:
         self.complete = step
@@ -189,6 +161,33 @@ class FakePool(Part):
 
     def close(self, *, keep_pool: bool) -> None:
         self._note("disconnect" if keep_pool else "end the pool")
+
+
+class FakeBatches(BatchSource):
+    """Takes, reads and keeps nothing; when it does so is as in a run."""
+
+    run: FakeRun
+
+    def attach(self, handle: object) -> None: ...
+
+    def _prepare(self, step: int, version: int) -> PreparedBatch | PublicationNeeded:
+        run, plan = self.run, f"plan for version {version}"
+        run.taking(step)
+        if found_lost(run.lost, step):
+            return PublicationNeeded("replica 0 has died")
+        run.journal.append(f"take batch {step} for version {version}")
+        run.fetching(plan)
+        run.journal.append(f"fetch {plan}")
+        timings, samples = dict(run.timings.get(step, {})), [f"a sample of batch {step}"]
+        return batches.PreparedBatch(step, plan, timings, 0, {}, samples, [])  # type: ignore[arg-type]
+
+    @contextmanager
+    def keep_on_failure(self, batch: PreparedBatch) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.run.journal.append(f"keep batch {batch.step}: {error}")
+            raise
 
 
 class FakeSender:
@@ -255,7 +254,6 @@ class FakeChannel:
     def __init__(self) -> None:
         self.hurried, self.closed = threading.Event(), threading.Event()
         self.hurry, self.relax, self.close = self.hurried.set, self.hurried.clear, self.closed.set
-        self.of_replicas: Callable[[str], list[str]] = lambda own: [own]
 
 
 class FakeRun:
@@ -281,8 +279,7 @@ class FakeRun:
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
         self.taking: Callable[[int], None] = lambda step: None  # before the batch of a step is taken
-        self.packing: Callable[[str], None] = lambda plan: None  # before the batch of a plan is packed
-        self.packed: list[object] = []  # what was packed for each step
+        self.fetching: Callable[[str], None] = lambda plan: None  # before the batch of a plan is fetched
         self.channel = FakeChannel()
         self.gather: Callable[[object, object], list[object]] = lambda mine, codec: [mine]
         self.session: Session | None = None
@@ -301,19 +298,15 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     run = FakeRun(config)
     note = run.journal.append
 
-    def plan_step(tags: object, config: Config, *, dp_size: int, version: int, replaced: object, reused: object) -> str:
-        return f"plan for version {version}"
-
-    def pack_step(packer: object, plan: str, *rest: object, **options: object) -> str:
-        run.packing(plan)
-        note(f"pack {plan}")
-        return f"packed {plan}"
-
-    def train_step(policy: object, plan: str, *rest: object, step: int, packed: object, watch: object) -> TrainedGroups:
+    def train_step(policy: object, plan: str, *rest: object, step: int, watch: object) -> set[int]:
         note(f"train {plan}")
-        run.packed.append(packed)
         run.train()
         return TRAINED
+
+    def refresh_reference(steps_done: int) -> bool:
+        if due := run.reference_due(steps_done):
+            run.refreshed.append(steps_done)
+        return due
 
     def install() -> None:
         note("install the stop vote")
@@ -332,13 +325,12 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             note("policy")
             or SimpleNamespace(
                 module_chunks=[],
-                packer=None,
-                reference_due=run.reference_due,
-                refresh_reference=run.refreshed.append,
+                refresh_reference=refresh_reference,
             )
         ),
         "HFExporter": lambda chunks, info, dtype: None,
         "save_hf": save_hf,
+        "BatchSource": type("BatchesOfRun", (FakeBatches,), {"run": run}),
         "RolloutClient": lambda config, peers, recorder: FakePool(run),
         "WeightSender": lambda settings, exporter, host: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
@@ -348,13 +340,6 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)
-    monkeypatch.setattr(
-        batches,
-        "parallel",
-        SimpleNamespace(dp_size=lambda: 2, dp_rank=lambda: 0, dp_all_gather_object=lambda own, codec: [own]),
-    )
-    monkeypatch.setattr(batches, "plan_step", plan_step)
-    monkeypatch.setattr(batches, "pack_step", pack_step)
-    monkeypatch.setattr(batches, "BackgroundChannel", lambda timeouts: run.channel)
+    monkeypatch.setattr(batches, "BatchChannel", lambda timeouts: run.channel)
     monkeypatch.setattr(loop, "train_step", train_step)
     return run

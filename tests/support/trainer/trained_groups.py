@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.run.step.plan import StepPlan, TrainedGroups, count_groups
+from megarl.run.step.plan import StepPlan, check_trained
 
 
 def planned_keys(plan: StepPlan) -> list[str]:
@@ -10,6 +10,6 @@ def planned_keys(plan: StepPlan) -> list[str]:
     return [key for mini_batch in plan.mini_batches for part in mini_batch for key in part]
 
 
-def trained_as_planned(plan: StepPlan) -> TrainedGroups:
+def trained_as_planned(plan: StepPlan) -> set[int]:
     """Return what `train_step` returns if it trains each sample of its plan once."""
-    return count_groups(plan, planned_keys(plan))
+    return check_trained(plan, planned_keys(plan))

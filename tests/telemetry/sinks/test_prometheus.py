@@ -273,15 +273,15 @@ def test_many_scrapes_at_once_see_whole_steps(sink: PrometheusSink, chosen: Conf
 
 
 def test_a_port_that_is_taken_is_told_before_the_start_and_never_ends_a_run(chosen: Config) -> None:
-    check_endpoint(chosen)
+    check_endpoint(chosen.telemetry)
     with socket.create_server(("127.0.0.1", chosen.telemetry.prometheus_port)) as taken:
         with pytest.raises(ConfigError, match=r"telemetry\.prometheus_port: port \d+ at 127\.0\.0\.1 cannot be used"):
-            check_endpoint(chosen)
+            check_endpoint(chosen.telemetry)
         terminal = io.StringIO()
         with MetricsWriter.open(chosen, terminal) as writer:
             writer.write(1, VALUES)
             writer.flush()
-            assert writer.failures == 2 and "PrometheusSink could not be written" in terminal.getvalue()
+            assert writer.failures == 2 and "Prometheus could not be written" in terminal.getvalue()
             taken.close()
             writer.write(2, VALUES)
             writer.flush()

@@ -152,7 +152,7 @@ def test_an_undeclared_event_is_refused(tmp_path: Path) -> None:
 def test_the_events_of_a_process(tmp_path: Path) -> None:
     events.record("update", 1.0, 2.0)  # nobody writes: nothing happens
     assert events.lost_events() == 0
-    events.open_events(config("model"), tmp_path, rank_process(0))
+    events.open_events(config("model").telemetry.events_mib, tmp_path, rank_process(0))
     try:
         with events.span("update", step=4):
             events.fault("engine", "y" * 9999, replica=3)
@@ -172,6 +172,6 @@ def test_the_events_of_a_process(tmp_path: Path) -> None:
 
 def test_events_can_be_switched_off(tmp_path: Path) -> None:
     off = config("model", telemetry__events_mib=0.0)
-    events.open_events(off, tmp_path, rank_process(0))
+    events.open_events(off.telemetry.events_mib, tmp_path, rank_process(0))
     events.close_events()
     assert not (tmp_path / FOLDER).exists()

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lib.manifests import CONFIGS, manifest_of
+from megarl.models.hf.read_config import load_info
+from megarl.models.megatron.shards import table
 from megarl.weights.plan.buckets import (
     ALIGNMENT,
     ITEM_BYTES,
@@ -22,6 +23,7 @@ from megarl.weights.plan.buckets import (
     specs_of,
     unpack_manifest,
 )
+from tests.support.checkout import ROOT
 
 DTYPES = ["float32", "bfloat16", "int64", "uint8"]
 shapes = st.lists(st.integers(0, 17), min_size=0, max_size=3).map(tuple)
@@ -121,10 +123,21 @@ def test_what_fits_into_one_bucket_is_not_split(specs: list[TensorSpec], bucket_
         assert not plan.is_split(bucket) or len(bucket.pieces) == 1, "a split tensor shares no bucket"
 
 
+def manifest_of_experts(expert_parallel: int) -> list[TensorSpec]:
+    """Return the manifest of Qwen3-30B-A3B: rank 0 owns what is not an expert, rank i the i-th part of the experts."""
+    info = load_info(ROOT / "examples" / "rl" / "models" / "Qwen3-30B-A3B-Base")
+    per_rank = (info.num_experts or 1) // expert_parallel
+    return [
+        TensorSpec(name, shape, "bfloat16", 0 if entry.expert is None else entry.expert // per_rank)
+        for entry in table(info).values()
+        for name, shape in zip(entry.names, entry.shapes, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("size", [512 * 2**20, 64 * 2**20])
 def test_experts_on_many_ranks_fill_buckets(size: int) -> None:
     """Under EP8 Qwen3-30B-A3B fills its buckets where the engine loads in place, and does not where it reloads."""
-    specs = manifest_of(CONFIGS["Qwen3-30B-A3B"], expert_parallel=8)
+    specs = manifest_of_experts(8)
     assert len(specs) == 18_867
     in_place = bucket_plan(specs, size, None)
     assert statistics.median(bucket.nbytes for bucket in in_place.buckets) >= 0.9 * size
@@ -135,7 +148,7 @@ def test_experts_on_many_ranks_fill_buckets(size: int) -> None:
 
 def test_one_owner_needs_no_limit() -> None:
     """Its layers arrive one after the other, so both kinds of engine get the same buckets."""
-    specs = manifest_of(CONFIGS["Qwen3-30B-A3B"], expert_parallel=1)
+    specs = manifest_of_experts(1)
     assert bucket_plan(specs, 2**29, 1).buckets == bucket_plan(specs, 2**29, None).buckets
 
 

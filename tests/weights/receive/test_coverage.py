@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.lib.vllm_model import vllm_model
 from megarl.common.errors import WeightSyncError
 from megarl.weights.receive.coverage import missing_message
 from megarl.weights.receive.loaders import ModelLoader
+from tests.support.engines.vllm_model import vllm_model
 from tests.support.models.tiny import FAMILIES, make_tiny_model
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.lib.vllm_model import vllm_model
 from megarl.weights.receive.in_place import in_place_obstacle
+from tests.support.engines.vllm_model import vllm_model
 from tests.support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.lib.vllm_model import vllm_model
 from megarl.common.errors import WeightSyncError
 from megarl.weights.receive import loaders
 from megarl.weights.receive.loaders import ModelLoader
 from tests.support.engines.engine_worker import bits
+from tests.support.engines.vllm_model import vllm_model
 from tests.support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine

@@ -93,7 +93,7 @@ ROLLOUT = [
         "rollout/prefetch_seconds",
         "s",
         "sum",
-        "Time to plan, fetch and pack the batch in a thread, if generation runs ahead. `time/generate` contains the "
+        "Time to plan and fetch the batch in a thread, if generation runs ahead. `time/generate` contains the "
         "part of it for which the trainer waited.",
         True,
     ),

@@ -7,7 +7,7 @@ from megarl.telemetry.metrics.registry import Metric
 POLICY = [
     Metric("policy/loss", "loss", "mean", "The objective that was differentiated, mean over mini-batches."),
     Metric("policy/policy_loss", "loss", "mean", "Its policy-gradient part, without KL, entropy and cross-entropy."),
-    Metric("policy/entropy", "nats", "weighted", "Entropy of the policy per token; see `telemetry.entropy_every`."),
+    Metric("policy/entropy", "nats", "weighted", "Entropy of the policy per token."),
     Metric("policy/ratio", "ratio", "weighted", "Importance ratio new/old per token; 1 on policy."),
     Metric("policy/ratio_max", "ratio", "max", "Largest importance ratio."),
     Metric("policy/ess", "share", "weighted", "Relative effective sample size of the ratios; 1 on policy."),

@@ -17,11 +17,10 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
 
-from megarl.checkpoint.format.load_weights import load_weights
+from megarl.checkpoint.format.load_weights import load_hf_weights, load_weights
 from megarl.checkpoint.format.sharding import content_metadata, model_sharded_state_dict
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.export import HFExporter, save_hf
-from megarl.models.hf.load import load_hf_weights
 from megarl.models.hf.model_files import HF_FILES, hf_files
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.build_model import build_model, transformer_config

@@ -6,9 +6,8 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from megarl.checkpoint.format.common_state import load_shards
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy
+from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, load_shards
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from tests.support.ranks.checkpoints.checkpoints import build
 from tests.support.ranks.models.layouts import make_layout, use_layout

@@ -19,7 +19,7 @@ from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.checkpoint.save.resume import ResumeError
 from megarl.checkpoint.save.training_state import (
     inner_optimizers,
-    optimizer_views,
+    live_views,
     rng_state,
     sharded_state,
     trainer_numbers,
@@ -247,7 +247,7 @@ def optimizer_parts(model_dir: Path, layout: dict[str, Any]) -> dict[str, Any]:
     with policy_under(model_dir, layout) as policy:
         shards = [
             shard
-            for parts in optimizer_views(sharded_state(policy)).values()
+            for parts in live_views(sharded_state(policy)["optimizer"]).values()
             for boxes in parts.values()
             for shard in boxes.values()
         ]

@@ -14,12 +14,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from megarl.checkpoint.format.load_weights import load_hf_weights
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.families import FAMILIES
 from megarl.models.hf import gather as gather_module
 from megarl.models.hf.export import ExportedTensor, HFExporter, save_hf
 from megarl.models.hf.gather import GatherRequest, Rows
-from megarl.models.hf.load import load_hf_weights
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.build_model import build_model, transformer_config
 from megarl.models.megatron.layout import Layout

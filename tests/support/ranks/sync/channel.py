@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.common.trust.object_collectives import JSON, TEXT
 from megarl.config.schema import TimeoutsConfig
-from megarl.run.pool.batch_collectives import BackgroundChannel, ChannelClosed
+from megarl.run.ranks.control_group import BatchChannel, ChannelClosed
 from megarl.run.ranks.failure import PeerFailedError
 from megarl.trainer import parallel
 from tests.support.ranks.models.layouts import make_layout, use_layout
@@ -23,9 +23,9 @@ WAIT_S = 30.0
 
 
 @contextmanager
-def opened(layout: dict[str, Any], **timeouts: float) -> Iterator[BackgroundChannel]:
+def opened(layout: dict[str, Any], **timeouts: float) -> Iterator[BatchChannel]:
     with use_layout(make_layout(**layout)):
-        channel = BackgroundChannel(TimeoutsConfig(**timeouts))
+        channel = BatchChannel(TimeoutsConfig(**timeouts))
         try:
             yield channel
         finally:
@@ -43,7 +43,7 @@ def beside_training(layout: dict[str, Any]) -> dict[str, Any]:
     """Return what a thread gets from its channel while the main thread reduces over the training groups."""
     rank, bounds, done = torch.distributed.get_rank(), [], threading.Event()
 
-    def ask(bound_s: float | None) -> str:
+    def ask(bound_s: float) -> str:
         bounds.append(bound_s)
         if len(bounds) < 3:
             raise BatchNotReady("not yet")
@@ -53,7 +53,7 @@ def beside_training(layout: dict[str, Any]) -> dict[str, Any]:
         try:
             first = channel.wait(ask, JSON)
             shares = [channel.in_replica(f"from {rank}" if parallel.is_leader() else None, TEXT) for _ in range(20)]
-            hashes = channel.of_replicas(f"plan of {parallel.dp_rank()}")
+            hashes = channel.gather(f"plan of {parallel.dp_rank()}")
             return [first, set(shares), set(hashes)]
         finally:
             done.set()
@@ -73,7 +73,7 @@ def hurried(bound_s: float) -> dict[str, Any]:
     """The end of a wait that is hurried after its first question, and the bounds of its questions and the next's."""
     asked, bounds = threading.Event(), []
 
-    def ask(bound: float | None) -> str:
+    def ask(bound: float) -> str:
         bounds.append(bound)
         asked.set()
         raise BatchNotReady("1 group in flight")
@@ -90,11 +90,11 @@ def hurried(bound_s: float) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "bounds": bounds}
 
 
-def closed_in_a_hurry() -> list[float | None]:
+def closed_in_a_hurry() -> list[float]:
     """The bounds of a wait that is hurried from its beginning, and closed during its first question."""
-    bounds: list[float | None] = []
+    bounds: list[float] = []
 
-    def ask(bound_s: float | None) -> str:
+    def ask(bound_s: float) -> str:
         bounds.append(bound_s)
         channel.close()
         raise BatchNotReady("not yet")
@@ -109,7 +109,7 @@ def closed_in_a_hurry() -> list[float | None]:
 def ended(how: str) -> str:
     """The exception of each rank's thread when rank 0 closes the channel, or when its question fails."""
 
-    def ask(bound_s: float | None) -> str:
+    def ask(bound_s: float) -> str:
         if how == "failure":
             raise RolloutError("no engine is left")
         raise BatchNotReady("not yet")

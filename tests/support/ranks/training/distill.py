@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from megarl.common.trust.object_collectives import TEXT
 from megarl.queue.trajectory import Trajectory
-from megarl.run.loop.pack_step import pack_step
 from megarl.run.step.plan import plan_step
 from megarl.run.step.step import train_step
 from megarl.telemetry.metrics.declarations import step_metrics
@@ -21,13 +18,8 @@ from megarl.trainer.batch import TrainSample
 from tests.support.ranks.training.policy import exported_gradients, policy_under
 
 
-def stepped(
-    model_dir: Path, layout: dict[str, Any], rows: list[Trajectory], ahead: bool = False, **changes: Any
-) -> dict[str, Any]:
-    """The streams of this rank's samples in the update, the gradients, and the step's metrics.
-
-    `ahead`: the samples are packed before the step, as by the thread that prepares a batch.
-    """
+def stepped(model_dir: Path, layout: dict[str, Any], rows: list[Trajectory], **changes: Any) -> dict[str, Any]:
+    """The streams of this rank's samples in the update, the gradients, and the step's metrics."""
     with policy_under(model_dir, layout, **changes) as policy:
         streams: dict[str, dict[str, torch.Tensor]] = {}
         gradients: list[dict[str, torch.Tensor]] = []
@@ -43,12 +35,8 @@ def stepped(
 
         by_key, metrics = {row.key: row for row in rows}, step_metrics()
         plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
-        gather = partial(parallel.dp_all_gather_object, codec=TEXT)
-        packed = None
-        if ahead:
-            packed = pack_step(policy.packer, plan, by_key, policy.config, replica=parallel.dp_rank(), gather=gather)
         with mock.patch.object(policy, "update", recorded), mock.patch.object(policy.optimizer, "step", recorded_step):
-            train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0, packed=packed)
+            train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0)
         return {
             "streams": streams,
             "gradients": gradients[0],

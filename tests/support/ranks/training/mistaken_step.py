@@ -21,8 +21,8 @@ from tests.support.ranks.training.policy import policy_under
 
 def counted(
     model_dir: Path, rows: list[Trajectory], layout: dict[str, Any], mistake: str = "none", **changes: Any
-) -> tuple[int, int] | str:
-    """Return the groups that a step says it has trained, new and reused ones, or why it was refused."""
+) -> set[int] | str:
+    """Return the groups that a step says it has trained, or why it was refused."""
     with policy_under(model_dir, layout, **changes) as policy, MISTAKES[mistake]():
         plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
         try:

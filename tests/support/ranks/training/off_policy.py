@@ -17,16 +17,12 @@ from megarl.trainer import parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.policy import Policy
 from tests.support.ranks.training.policy import exported, exported_gradients, policy_under
-from tests.support.ranks.training.step import _packed_ahead
 
 
-def corrected_step(
-    model_dir: Path, rows: list[Trajectory], version: int = 0, ahead: bool = False, **changes: Any
-) -> dict[str, Any]:
+def corrected_step(model_dir: Path, rows: list[Trajectory], version: int = 0, **changes: Any) -> dict[str, Any]:
     """`updates`: of each sample of each update (its loss mask, its alpha or None, whether it has old log-probs).
 
     Also the first update's gradients, the metrics, the weights after the step, and the number of log-prob passes.
-    `ahead`: another thread packs the samples before the step.
     """
     with policy_under(model_dir, {}, **changes) as policy:
         updates: list[dict[str, tuple[list[bool], list[float] | None, bool]]] = []
@@ -35,8 +31,7 @@ def corrected_step(
         _watch(policy, updates, gradients, passes)
         by_key, metrics = {row.key: row for row in rows}, step_metrics()
         plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=version)
-        packed = _packed_ahead(policy, plan, by_key) if ahead else None
-        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0, packed=packed)
+        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0)
         return {
             "updates": updates,
             "gradients": gradients[0] if gradients else {},

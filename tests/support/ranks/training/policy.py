@@ -5,29 +5,26 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megarl.algorithms.objective.aggregation import GlobalCounts
 from megarl.algorithms.objective.objective import LossFunction
-from megarl.algorithms.objective.terms import WEIGHT_STREAMS
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts
 from megarl.common.trust.object_collectives import JSON
 from megarl.config.schema import Config
 from megarl.models.hf.export import HFExporter
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 from megarl.models.megatron.shards import table
-from megarl.trainer import packed_batch, parallel
+from megarl.trainer import parallel
 from megarl.trainer import policy as policy_module
-from megarl.trainer.batch import TrainSample, pack
+from megarl.trainer.batch import TrainSample
 from megarl.trainer.packing import assign_to_ranks
 from megarl.trainer.policy import Policy
 from tests.support.losses.rl_problem import make_config
@@ -120,7 +117,6 @@ def train(
     layout: dict[str, Any],
     samples: list[TrainSample],
     steps: int = 1,
-    mutation: str | None = None,
     packed: bool = True,
     watch_sends: bool = False,
     **changes: Any,
@@ -128,10 +124,9 @@ def train(
     """`steps` updates on the same mini-batch: the first one's gradients, metrics, and the weights after the last."""
     with contextlib.ExitStack() as stack:
         if not packed:
-            stack.enter_context(mock.patch.object(packed_batch, "plan_micro_batches", one_each))
+            stack.enter_context(mock.patch.object(policy_module, "plan_micro_batches", one_each))
         if watch_sends:
             stack.enter_context(nothing_is_freed_before_it_has_left())
-        stack.enter_context(mutated(mutation))
         loads = stack.enter_context(expert_loads())
         policy = stack.enter_context(policy_under(model_dir, layout, **changes))
         _, mine = own_share(samples)
@@ -209,118 +204,8 @@ def logprobs(
     with policy_under(model_dir, layout, **changes) as policy:
         indices, mine = own_share(samples)
         results = policy.compute_logprobs(mine, reference=reference)
-        assert [len(r.logprobs_R) for r in results] == [len(s.response_ids) for s in mine]
-        return [(index, r.logprobs_R) for index, r in zip(indices, results, strict=True)]
-
-
-@contextlib.contextmanager
-def mutated(name: str | None) -> Iterator[None]:
-    """Break one rule of the update, so that the comparisons are seen to fail."""
-    if name is None:
-        yield
-        return
-    with mock.patch.multiple(policy_module, **MUTATIONS[name]()):
-        yield
-
-
-def _per_micro_batch() -> dict[str, Any]:
-    """Normalise by the micro-batch's own tokens, then average over micro-batches."""
-    original = policy_module.micro_batch_loss
-
-    def broken(spec: Any, inputs: Any) -> Any:
-        own = replace(inputs.counts.rl, tokens=max(1, int(inputs.mask_R.sum()) * 4))
-        return original(spec, replace(inputs, counts=replace(inputs.counts, rl=own, ref_kl=own)))
-
-    return {"micro_batch_loss": broken}
-
-
-def _doubled() -> dict[str, Any]:
-    original = policy_module.micro_batch_loss
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        return replace(result, loss=result.loss * 2)
-
-    return {"micro_batch_loss": broken}
-
-
-def _dropped_replica() -> dict[str, Any]:
-    """The last replica's samples are planned but not trained."""
-    original = policy_module.micro_batch_loss
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        last = parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1
-        return replace(result, loss=result.loss * (0 if last else 1))
-
-    return {"micro_batch_loss": broken}
-
-
-def _dropped_micro_batch() -> dict[str, Any]:
-    original = policy_module.forward_backward
-
-    def broken(chunks: Any, micro_batches: Any, function: Any, **options: Any) -> Any:
-        tensor = policy_module.parallel_state.get_tensor_model_parallel_world_size()
-        dropped = pack([], [], tensor, streams=list(micro_batches[0].streams))
-        return original(chunks, [dropped, *micro_batches[1:]], function, **options)
-
-    return {"forward_backward": broken}
-
-
-def _padding_in_softmax() -> dict[str, Any]:
-    original = policy_module.response_logprobs
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **(kwargs | {"vocab_size": kwargs["vocab_size"] + 1}))
-
-    return {"response_logprobs": broken}
-
-
-def _targets_off_by_one() -> dict[str, Any]:
-    original = policy_module.response_logprobs
-
-    def broken(chunk: Any, hidden: Any, batch: Any, **kwargs: Any) -> Any:
-        return original(chunk, hidden, replace(batch, rows_R=(batch.rows_R + 1) % hidden.shape[1]), **kwargs)
-
-    return {"response_logprobs": broken}
-
-
-def _mean_over_replicas() -> dict[str, Any]:
-    original = policy_module.forward_backward
-
-    def broken(chunks: Any, *args: Any, **options: Any) -> Any:
-        result = original(chunks, *args, **options)
-        for chunk in chunks:
-            chunk.scale_gradients(1 / parallel.dp_size())
-        return result
-
-    return {"forward_backward": broken}
-
-
-def _experts_times_replicas() -> dict[str, Any]:
-    """Expert gradients too large by the number of replicas: DDP scales their buffers apart from the others."""
-    original = policy_module.forward_backward
-
-    def broken(chunks: Any, *args: Any, **options: Any) -> Any:
-        result = original(chunks, *args, **options)
-        for chunk in chunks:
-            for buffer in chunk.expert_parallel_buffers:
-                buffer.scale_gradients(parallel.dp_size())
-        return result
-
-    return {"forward_backward": broken}
-
-
-MUTATIONS = {
-    "mean_over_replicas": _mean_over_replicas,
-    "experts_times_replicas": _experts_times_replicas,
-    "per_micro_batch": _per_micro_batch,
-    "doubled": _doubled,
-    "dropped_replica": _dropped_replica,
-    "dropped_micro_batch": _dropped_micro_batch,
-    "padding_in_softmax": _padding_in_softmax,
-    "targets_off_by_one": _targets_off_by_one,
-}
+        assert [len(each_R) for each_R in results] == [len(s.response_ids) for s in mine]
+        return list(zip(indices, results, strict=True))
 
 
 def raised(function: Any, *args: Any, **kwargs: Any) -> str:

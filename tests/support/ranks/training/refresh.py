@@ -33,7 +33,7 @@ def state(policy: Policy, samples: list[TrainSample]) -> dict[str, Any]:
     results = policy.compute_logprobs(mine, reference=True)
     return {
         "weights": reference_weights(policy),
-        "logprobs": {sample.key: found.logprobs_R for sample, found in zip(mine, results, strict=True)},
+        "logprobs": {sample.key: found_R for sample, found_R in zip(mine, results, strict=True)},
         "step": policy.reference_step,
     }
 

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from megarl.common.trust.object_collectives import TEXT
 from megarl.queue.trajectory import Trajectory
-from megarl.run.loop.pack_step import pack_step
-from megarl.run.step.plan import StepPlan, plan_step
+from megarl.run.step.plan import plan_step
 from megarl.run.step.step import train_step
 from megarl.telemetry.metrics.declarations import step_metrics
 from megarl.telemetry.metrics.timer import PhaseTimer
-from megarl.trainer import head, parallel
+from megarl.trainer import logprobs, parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.logprobs import linear_token_logprobs
-from megarl.trainer.packed_batch import PackedStep
-from megarl.trainer.policy import Policy
 from tests.support.ranks.training.policy import exported, exported_gradients, policy_under
 
 
-def stepped(model_dir: Path, rows: list[Trajectory], ahead: bool = False, **changes: Any) -> dict[str, Any]:
+def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str, Any]:
     """(advantage, trained tokens) of each update's samples on this rank, the first update's gradients, metrics.
 
     The advantage is NaN where the tokens of a sample have several; `by_token`: those of each token.
     `entropy`: whether each update has reported it; `computed`: whether its passes over the logits have computed it.
-    `ahead`: another thread packs the samples before the step.
     """
     with policy_under(model_dir, {}, **changes) as policy:
         updates: list[dict[str, tuple[float, int]]] = []
@@ -43,12 +36,11 @@ def stepped(model_dir: Path, rows: list[Trajectory], ahead: bool = False, **chan
         update, step = policy.update, policy.optimizer.step
 
         def recorded_update(samples: list[TrainSample], counts: Any, **options: Any) -> dict[str, float]:
-            assert (options["packed"] is not None) is ahead
             tokens = {sample.key: sample.streams["advantages"].tolist() for sample in samples}
             by_token.update(tokens)
             one = {key: values[0] if len(set(values)) == 1 else math.nan for key, values in tokens.items()}
             updates.append({sample.key: (one[sample.key], sample.trained_tokens) for sample in samples})
-            with mock.patch.object(head, "linear_token_logprobs", watched):
+            with mock.patch.object(logprobs, "linear_token_logprobs", watched):
                 values = update(samples, counts, **options)
             reported.append("entropy" in values)
             [with_entropy] = asked
@@ -68,8 +60,7 @@ def stepped(model_dir: Path, rows: list[Trajectory], ahead: bool = False, **chan
         policy.update, policy.optimizer.step = recorded_update, recorded_step
         by_key, metrics = {row.key: row for row in rows}, step_metrics()
         plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
-        packed = _packed_ahead(policy, plan, by_key) if ahead else None
-        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0, packed=packed)
+        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0)
         return {
             "updates": updates,
             "by_token": by_token,
@@ -79,12 +70,3 @@ def stepped(model_dir: Path, rows: list[Trajectory], ahead: bool = False, **chan
             "entropy": reported,
             "computed": computed,
         }
-
-
-def _packed_ahead(policy: Policy, plan: StepPlan, rows: dict[str, Trajectory]) -> PackedStep:
-    """Pack in another thread, as the one that prepares a batch does; nothing else communicates meanwhile."""
-    gather = partial(parallel.dp_all_gather_object, codec=TEXT)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(
-            pack_step, policy.packer, plan, rows, policy.config, replica=parallel.dp_rank(), gather=gather
-        ).result()

@@ -1,0 +1,25 @@
+"""Models of any size with random weights, for benchmarks whose results do not depend on what a model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+
+
+def make_model(directory: Path, *, moe: bool = False, **sizes: Any) -> None:
+    """Write a seeded random Qwen3 (dense or mixture of experts) in Hugging Face format, without a tokenizer.
+
+    `sizes`: fields of its config.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    fields = {"tie_word_embeddings": False, "dtype": "float32", **sizes}
+    if moe:
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**EXPERTS, **fields})).save_pretrained(directory)
+    else:
+        Qwen3ForCausalLM(Qwen3Config(**fields)).save_pretrained(directory)

@@ -1,0 +1,105 @@
+"""One request of a client and its responses: asked for as its session says, and recorded there."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from megarl.gateway.pool_client import ControllerClient, Generation
+from megarl.gateway.request_fields import BOUNDS, ApiError, SamplingChoice
+from megarl.gateway.sessions import GatewaySession, RecordedTurn, Sessions
+from megarl.rollout.engine.messages import GenerateRequest, request_seed
+from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.rollout.fleet.external_requests import ExternalRequest
+
+
+class Exchange:
+    """A request and its responses. `id`: a name of its own; `parent`: the turn of its session that it continues."""
+
+    def __init__(
+        self, pool: ControllerClient, timeout_s: float, sessions: Sessions, session: GatewaySession | None
+    ) -> None:
+        """`timeout_s`: the time of a response. `session`: None if the request has none; then nothing is recorded."""
+        self.id = uuid.uuid4().hex
+        self.session = session
+        self.prompt_ids: list[int] = []
+        self.parent: RecordedTurn | None = None
+        self.responses: list[Generation] = []
+        self._pool, self._timeout_s, self._sessions = pool, timeout_s, sessions
+        self._turns: list[int] = []
+
+    def begin(
+        self, prompt_ids: list[int], asked: SamplingChoice, parent: RecordedTurn | None, interval_s: float | None = None
+    ) -> None:
+        """Ask for the responses to a prompt, sampled as `asked` or as the terms of the session say.
+
+        `interval_s`: see `ExternalRequest`. Raises ApiError if the session may make no further request, or if too many
+        responses are under way.
+        """
+        # Requests without a session share no beginning with others, as far as the gateway knows.
+        prefix, of_group, deadline = self.id, False, None
+        if (session := self.session) is not None:
+            prefix = f"session {session.name}"
+            session.asked += 1
+            if (terms := session.terms) is not None:
+                asked = terms.choice(asked, session.asked - 1)
+                of_group, deadline = terms.prefix is not None, terms.deadline
+                prefix = terms.prefix or prefix if parent is None else prefix
+        self.prompt_ids, self.parent = prompt_ids, parent
+        replica = None if parent is None else parent.replica
+        # The first response has the seed of the request, the others different ones.
+        seeds = [asked.seed if not i or asked.seed is None else request_seed(asked.seed, 0, i) for i in range(asked.n)]
+        self.responses = self._pool.open(
+            ExternalRequest(
+                GenerateRequest("", prompt_ids, asked.spec, seed), prefix, self._timeout_s, replica, interval_s,
+                of_group=of_group, deadline=deadline,
+            )
+            for seed in seeds
+        )  # fmt: skip
+
+    async def results(self) -> list[ResponsePart]:
+        """Wait until the responses have ended; return them. Raises ApiError for the first that failed."""
+        for each in self.responses:
+            await each.more_than(float("inf"))
+        return [each.result() for each in self.responses]
+
+    def record(self, response: Generation, part: ResponsePart, **chat: Any) -> None:  # noqa: ANN401  # as they are there
+        """Record the tokens of a response that has ended. `chat`: `key`, `messages` and `calls` of a chat's turn."""
+        if self.session is None:
+            return
+        parent = None if self.parent is None else self.parent.number
+        turn = self.session.record(
+            self.prompt_ids, part, parent=parent, request_id=self.id, replica=response.replica, **chat
+        )
+        self._sessions.count(self.session, turn, time.monotonic())
+        self._turns.append(turn.number)
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the answer says about the session: the numbers of its new turns and of the one they continue."""
+        if self.session is None:
+            return {}
+        parent = None if self.parent is None else self.parent.number
+        return {"session": {"id": self.session.name, "turns": self._turns, "parent": parent}}
+
+
+@contextmanager
+def exchange_in(sessions: Sessions, name: str | None, pool: ControllerClient, timeout_s: float) -> Iterator[Exchange]:
+    """Give the exchange of a request in the session `name`, if it has one. Responses that nobody has taken are dropped.
+
+    The session keeps that the request has met a bound, by which the run knows why its agent then fails. Raises as
+    `Sessions.using`.
+    """
+    with nullcontext() if name is None else sessions.using(name, time.monotonic()) as session:
+        exchange = Exchange(pool, timeout_s, sessions, session)
+        try:
+            yield exchange
+        except ApiError as error:
+            if session is not None and error.code in BOUNDS:
+                session.refused = error.code or ""
+            raise
+        finally:
+            for each in exchange.responses:
+                pool.drop(each)

@@ -1,0 +1,226 @@
+"""Rows of Hugging Face tensors as views of memory-mapped files: nothing is copied, or read before it is used.
+
+The files must hold exactly the tensors that the family's table names, with its shapes; the error lists the differences.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.mapping import Entry
+from megarl.models.families import FAMILIES
+from megarl.models.hf.read_config import load_info
+from megarl.models.hf.safetensors import DTYPES, TensorRecord, read_records
+from megarl.models.megatron.shards import table
+
+READAHEAD_BYTES = 2**21
+LISTED = 20  # names that an error message lists at most
+
+
+class MappedFile:
+    """A memory-mapped file, whose bytes become tensors that share its pages. Never write to them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def bytes(self, start: int, stop: int) -> bytes:
+        """Return a copy of bytes [start, stop), fewer where the file ends before."""
+        return self._map[start:stop]
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        """Return the contiguous tensor that begins at byte `offset`. Raises ValueError if it ends beyond the file."""
+        count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        if offset + count * dtype.itemsize > len(self):
+            raise ValueError(f"{self.path} is truncated: {len(self)} bytes, but a tensor ends beyond that")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Ask the kernel to read bytes [start, stop) ahead.
+
+        The requests are small, because of each one Linux reads no more than the device's readahead.
+        """
+        stop = min(stop, len(self))
+        for position in range(start - start % mmap.PAGESIZE, stop, READAHEAD_BYTES):
+            self._map.madvise(mmap.MADV_WILLNEED, position, min(READAHEAD_BYTES, stop - position))
+
+
+class HFTensors(Protocol):
+    """A model's Hugging Face tensors, read from files of either format."""
+
+    path: Path
+    info: ModelInfo
+    entries: dict[str, Entry]
+
+    def names(self) -> list[str]:
+        """Return the Hugging Face names in the order of the family's table."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the tensor's Hugging Face shape. Raises KeyError for an unknown name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the files have the tensor."""
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor along axis 0, in the files' dtype. Do not write to them."""
+        ...
+
+
+class HFDirectory:
+    """A Hugging Face directory with safetensors.
+
+    `info`: of the model that the files must hold; None: that of config.json. `left_out`: the directory's tensors that
+    belong to untrained parts. They are not part of the model, but are reported to users.
+
+    Raises ValueError naming file and tensor for everything that does not match: a truncated file; a missing, unexpected
+    or misshapen tensor; an index that contradicts the files.
+    """
+
+    def __init__(self, path: Path | str, info: ModelInfo | None = None) -> None:
+        self.path = Path(path)
+        self.info = info or load_info(self.path)
+        self.entries = table(self.info)
+        self.records = read_records(self.path)
+        check_tensors(self.path, self.records, self.entries, self.info)
+        self.left_out = [name for name in self.records if is_left_out(name, self.info)]
+        self._maps: dict[Path, tuple[MappedFile, int]] = {}
+        if self.info.tied and "lm_head.weight" in self.records:
+            self._check_redundant_head()
+
+    def names(self) -> list[str]:
+        """Return the tensors' names in the order of the family's table, without the redundant tensors of old files."""
+        return [name for entry in self.entries.values() for name in entry.names]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that the file has; it equals that of the family's table."""
+        return self.records[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the file has the tensor."""
+        return DTYPES[self.records[name].dtype]
+
+    def file(self, name: str) -> Path:
+        """Return the weight file that holds the tensor."""
+        return self.records[name].file
+
+    def files(self) -> list[Path]:
+        """Return the weight files, for `fingerprint`."""
+        return sorted({record.file for record in self.records.values()})
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated."""
+        file, dtype, shape, offset = self._place(name)
+        step = dtype.itemsize * torch.Size(shape[1:]).numel()
+        return file.tensor(dtype, (stop - start, *shape[1:]), offset + start * step)
+
+    def will_need(self, name: str, start: int, stop: int) -> None:
+        """Ask the kernel to read these rows ahead."""
+        file, dtype, shape, offset = self._place(name)
+        step = dtype.itemsize * torch.Size(shape[1:]).numel()
+        file.will_need(offset + start * step, offset + stop * step)
+
+    def _place(self, name: str) -> tuple[MappedFile, torch.dtype, tuple[int, ...], int]:
+        record = self.records[name]
+        if record.file not in self._maps:
+            mapped = MappedFile(record.file)
+            (length,) = struct.unpack("<Q", mapped.bytes(0, 8))
+            self._maps[record.file] = (mapped, 8 + length)
+        mapped, start = self._maps[record.file]
+        return mapped, DTYPES[record.dtype], record.shape, start + record.begin
+
+    def _check_redundant_head(self) -> None:
+        name = "model.embed_tokens.weight"
+        stop = self.shape(name)[0]
+        if not torch.equal(self.rows(name, 0, stop), self.rows("lm_head.weight", 0, stop)):
+            raise ValueError(
+                f"{self.path}: the embeddings are tied, but lm_head.weight differs from {name}; "
+                "set tie_word_embeddings to false or remove lm_head.weight"
+            )
+
+
+def check_tensors(
+    directory: Path, records: Mapping[str, TensorRecord], entries: dict[str, Entry], info: ModelInfo
+) -> None:
+    """Check that the files hold exactly the table's tensors, in floating point.
+
+    Raises ValueError listing the missing, unexpected and misshapen tensors.
+    """
+    expected = {
+        name: shape for entry in entries.values() for name, shape in zip(entry.names, entry.shapes, strict=True)
+    }
+    tolerated = _redundant_names(info) | {name for name in records if is_left_out(name, info)}
+    missing = [name for name in expected if name not in records]
+    extra = sorted(name for name in records if name not in expected and name not in tolerated)
+    wrong = []
+    for name, shape in expected.items():
+        record = records.get(name)
+        if record is None:
+            continue
+        dtype = DTYPES.get(record.dtype)
+        if record.shape != shape:
+            wrong.append(f"{name} in {record.file}: shape {list(record.shape)}, config.json implies {list(shape)}")
+        elif dtype is None or not dtype.is_floating_point:
+            wrong.append(f"{name} in {record.file}: dtype {record.dtype} is not a supported floating-point type")
+    problems = [
+        *listed("missing tensors", missing),
+        *listed("tensors that the family does not have", extra),
+        *listed("misshapen tensors", wrong),
+    ]
+    if problems:
+        raise ValueError(f"{directory} does not match its config.json ({info.family}):\n" + "\n".join(problems))
+
+
+def is_left_out(name: str, info: ModelInfo) -> bool:
+    """Tell whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
+    return name.startswith(FAMILIES[info.family].left_out(info))
+
+
+def left_out_note(names: Sequence[str], info: ModelInfo) -> str:
+    """Return one line for the user about the left-out tensors `names`, or "" if there are none."""
+    if not names:
+        return ""
+    layers = [prefix for prefix in FAMILIES[info.family].left_out(info) if any(n.startswith(prefix) for n in names)]
+    return (
+        f"left out: {len(names)} tensors of the multi-token prediction layer{'s' * (len(layers) > 1)} "
+        f"{', '.join(f'{layer}*' for layer in layers)}, which {'are' if len(layers) > 1 else 'is'} not trained"
+    )
+
+
+def _redundant_names(info: ModelInfo) -> set[str]:
+    names = {
+        template.format(layer=layer) for template in FAMILIES[info.family].redundant for layer in range(info.num_layers)
+    }
+    return names | ({"lm_head.weight"} if info.tied else set())
+
+
+def listed(title: str, names: list[str]) -> list[str]:
+    """Return lines of an error message: the number of `names` with `title`, then the first names; [] without names."""
+    if not names:
+        return []
+    more = [f"    … and {len(names) - LISTED} more"] if len(names) > LISTED else []
+    return [f"  {len(names)} {title}:", *(f"    {name}" for name in names[:LISTED]), *more]
+
+
+def fingerprint(files: list[Path]) -> list[tuple[str, int, int]]:
+    """Return name, size in bytes and modification time in ns of each file.
+
+    A resumed conversion compares them to detect that its source has changed.
+    """
+    return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := os.stat(file))]

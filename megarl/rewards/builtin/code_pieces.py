@@ -1,0 +1,141 @@
+"""Turns Python tests into pieces that run as their form means and that assert something. Pure.
+
+Files of pytest and unittest, HumanEval's `check`, and bare comparisons only define something, or throw a value away,
+when they are executed as they stand: every program would pass them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+_RUNNERS = ("unittest.main", "pytest.main", "doctest.testmod")
+
+
+def pieces_of(tests: str | Sequence[str], entry_point: object = None) -> tuple[str, ...]:
+    """Return tests as pieces that assert something, with what stands before them.
+
+    A text has a piece for each assertion at its top level, a list one for each of its texts; both have one for each
+    test function or method. `entry_point` names the function that HumanEval's `check(candidate)` gets. Raises
+    ValueError for tests that assert nothing, or that need what is not there.
+    """
+    parsed = [_statements(text) for text in ([tests] if isinstance(tests, str) else tests)]
+    for number, statements in enumerate(parsed):
+        if not statements:
+            which = "the row's `tests`" if isinstance(tests, str) else f"number {number} of the row's `tests`"
+            raise ValueError(f"{which} has no statement: every program would pass it")
+    every = [statement for statements in parsed for statement in statements]
+    groups = [[statement] for statement in every] if isinstance(tests, str) else parsed
+    groups += [[call] for call in _missing_calls(every, entry_point)]
+    checking = _checking_functions(every)
+    pieces: list[str] = []
+    waiting: list[str] = []
+    for group in groups:
+        waiting += [ast.unparse(statement) for statement in group]
+        if any(_checks(statement, checking) for statement in group):
+            pieces.append("\n".join(waiting))
+            waiting = []
+    if not pieces:
+        raise ValueError("the row's `tests` never assert anything: every program would pass them")
+    if waiting:
+        pieces[-1] = "\n".join([pieces[-1], *waiting])
+    return tuple(pieces)
+
+
+def _statements(text: str) -> list[ast.stmt]:
+    """Parse a text. What a main program would run is run, comparisons are asserted, runners of tests are left out."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"a test of the row is no Python: {error}: {text[:80]!r}") from error
+    found: list[ast.stmt] = []
+    for statement in body:
+        main = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+        found += statement.body if main and isinstance(statement, ast.If) else [statement]
+    found = [_asserted(statement) for statement in found if not _is_runner(statement)]
+    left = [statement for statement in found if ast.unparse(statement) != "import pytest"]
+    if len(left) < len(found) and any(
+        isinstance(node, ast.Name) and node.id == "pytest" for each in left for node in ast.walk(each)
+    ):
+        raise ValueError("the row's `tests` use pytest, which the sandbox does not have; write them as assertions")
+    return left
+
+
+def _asserted(statement: ast.stmt) -> ast.stmt:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare | ast.BoolOp):
+        return ast.copy_location(ast.Assert(statement.value), statement)
+    return statement
+
+
+def _is_runner(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Call) and ast.unparse(value.func) in _RUNNERS
+
+
+def _missing_calls(statements: Sequence[ast.stmt], entry_point: object) -> list[ast.stmt]:
+    """Return the calls that a runner of tests would make: test functions, methods of test cases, `check`."""
+    called = {ast.unparse(node.func) for each in statements for node in _executed(each) if isinstance(node, ast.Call)}
+    calls: list[str] = []
+    for each in statements:
+        if isinstance(each, ast.AsyncFunctionDef) and each.name.startswith("test"):
+            raise ValueError(f"the row's test {each.name} is asynchronous, which cannot be run")
+        if isinstance(each, ast.ClassDef):
+            calls += _methods(each)
+        if not isinstance(each, ast.FunctionDef) or each.name in called:
+            continue
+        needed = len(each.args.args) - len(each.args.defaults)
+        if each.name.startswith("test"):
+            if needed or each.decorator_list:
+                raise ValueError(f"the row's test {each.name} needs arguments of a test runner; write it without them")
+            calls.append(f"{each.name}()")
+        elif each.name == "check" and needed == 1:
+            if not isinstance(entry_point, str) or not entry_point.isidentifier():
+                raise ValueError("the row's `tests` define check(candidate); name the function in `entry_point`")
+            calls.append(f"check({entry_point})")
+    return ast.parse("\n".join(calls)).body
+
+
+def _methods(case: ast.ClassDef) -> list[str]:
+    """Return a call for each test method of a class: of a unittest.TestCase, or a plain class as pytest runs it."""
+    names = [each.name for each in case.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
+    if any(ast.unparse(base).endswith("TestCase") for base in case.bases):
+        return [f"{case.name}({name!r}).debug()" for name in names]
+    return [f"{case.name}().{name}()" for name in names] if case.name.startswith("Test") else []
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement that run when it does: not those inside functions and classes."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return
+    if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Constant) and not node.test.value:
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _executed(child)
+
+
+def _checking_functions(statements: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return the names of functions and classes of the tests that assert or raise somewhere inside."""
+    checking: set[str] = set()
+    for _ in statements:  # a function may call one that asserts
+        checking |= {
+            each.name
+            for each in statements
+            if isinstance(each, ast.FunctionDef | ast.ClassDef)
+            and any(_is_check(node, checking) for inner in each.body for node in ast.walk(inner))
+        }
+    return frozenset(checking)
+
+
+def _checks(statement: ast.stmt, checking: frozenset[str]) -> bool:
+    return any(_is_check(node, checking) for node in _executed(statement))
+
+
+def _is_check(node: ast.AST, checking: frozenset[str] | set[str]) -> bool:
+    if isinstance(node, ast.Assert | ast.Raise):
+        return True
+    if not isinstance(node, ast.Call):
+        return False
+    names = {each.id for each in ast.walk(node.func) if isinstance(each, ast.Name)}
+    last = ast.unparse(node.func).rpartition(".")[2]
+    return bool(names & checking) or last.startswith("assert") or last == "fail"

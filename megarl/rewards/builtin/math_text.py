@@ -1,0 +1,224 @@
+r"""Rewrites a final answer, in LaTeX or plain text, so that equal values are more often equal texts. Pure.
+
+math-verify reads clean LaTeX well. It misreads what people and data files also write: thin spaces between thousands,
+e-notation, mixed numbers, `3*pi`, typographic signs, Markdown. All rewrites here keep the value.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_SIGNS = {
+    "−": "-",
+    "–": "-",
+    "﹣": "-",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "⋅": r"\cdot ",
+    "∙": r"\cdot ",
+    "÷": "/",
+    "⁄": "/",
+    "∕": "/",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "⩽": r"\le ",
+    "≥": r"\ge ",
+    "⩾": r"\ge ",
+    "≠": r"\neq ",
+    "≈": r"\approx ",
+    "≡": r"\equiv ",
+    "∅": r"\emptyset ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "±": r"\pm ",
+    "…": r"\ldots ",
+    "⋯": r"\ldots ",
+    "°": r"^\circ ",
+    "％": "%",
+    "。": ".",
+    "、": ",",
+    **{unicodedata.lookup(f"GREEK SMALL LETTER {name.upper()}"): rf"\{name} " for name in (
+        "alpha", "beta", "gamma", "delta", "theta", "phi", "sigma", "omega",
+    )},
+}  # fmt: skip
+_VULGAR = re.compile("[¼-¾⅐-⅞]")  # ½ and its kin: Unicode gives each its numerator and denominator
+
+_JOINS = frozenset(("and", "or", "percent", "pi"))
+_GAP = r"(?:\\[,;:! ]|~|\{,\}|\{\\,\}|,\\!|\\thinspace(?![a-zA-Z])|['\u2019])"
+_THOUSANDS = re.compile(rf"(?<![\d.,\w])[1-9]\d{{0,2}}(?:{_GAP}\s?\d{{3}})+(?!\d)")
+_WHOLE_THOUSANDS = re.compile(
+    r"([-+]?[$€£¥]?)([1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+)((?:\.\d+)?\s*(?:\\?%)?)"
+)
+_E_NOTATION = re.compile(r"(?<![\w.\\}])(?:\d+\.\d+[eE][+-]?\d+|\d+[eE](?:[+-]\d{2,}|\d{2,}))(?![\w.]*[\w(])")
+_ONE_E_NOTATION = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+_MIXED = re.compile(
+    r"(?<![\d.\w}/^)])(\d+)(?:\s|\\[,;: ]|~)*"
+    r"(?:(?<=[\s~,;:])(?P<a>\d+)\s?/\s?(?P<b>\d+)(?![\d/.])|\\[dtc]?frac\s*(?:\{\s*(?P<c>\d+)\s*\}\s*\{\s*(?P<d>\d+)\s*\}|(?P<e>\d)(?P<f>\d)))"
+)
+_FORMATS = re.compile(
+    r"\\(?:textcolor|colorbox|color)\s*\{[^{}]*\}|\\color\s*\{[^{}]*\}"
+    r"|\\(?:mathbf|boldsymbol|bm|pmb|underline|textbf|textit|mathit|emph|mathop|textrm|textsf)(?![a-zA-Z])"
+    r"|\\(?:displaystyle|textstyle|left|right|bigl|bigr|Bigl|Bigr|big|Big|mathstrut|limits|rm|bf)(?![a-zA-Z])|\\[()\[\]]"
+)
+_LETTER = re.compile(r"\\(?:mathrm|operatorname|text|textnormal)\s*\{\s*([ei])\s*\}|\{\s*\\rm\s+([ei])\s*\}")
+_TEXT_NUMBER = re.compile(r"\\(?:text|mathrm|textnormal|mbox)\s*\{\s*([-+]?[\d.,]+)\s*\}")
+_PLAIN_NAMES = re.compile(
+    r"(?<![a-zA-Z\\])(pi|theta|alpha|beta|gamma|phi|infinity|infty|sin|cos|tan|cot|sec|csc|log|ln|exp)(?![a-zA-Z])"
+)
+_ROOT = re.compile(r"(?:\\?(?<![a-zA-Z])sqrt|√)\s*(?=[(\d\w])")
+_ANSWER = re.compile(
+    r"(?i)(?:\banswers?\b|(?<![a-z])(?:answers?))(?:\s+\w+){0,4}?\s*(?:\*\*)?\s*(?:\bis\b|\bare\b|[:=])\s*(?:\*\*)?:?|(?:答案|答え|答|정답|답)(?:就?是|为|為|は)?\s*[:：]?"
+)
+_ASIAN = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+_SENTENCE_END = re.compile(r"\.(?=\s|\*|$)|\n|;\s|,\s(?=[a-z]{3,})|\s(?=(?:because|since|as|so|where|which|for)\b)")
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
+_CANDIDATE = re.compile(
+    r"\$\$(?P<a>[^$]+)\$\$|(?<![\\\d])\$(?P<b>[^$\n]+)\$|\\\[(?P<c>.*?)\\\]|\\\((?P<d>.*?)\\\)"
+    r"|(?P<e>[-+\w.(]*\\(?:d?t?frac|sqrt|pi|infty|times|cdot)(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|[^\s{}])*)"
+    rf"|(?P<f>(?<![\w.])[-+]?(?:\\?[$€£¥])?\(?{_NUMBER}(?:\s?\d+/\d+)?(?:\s*[-+*/^]\s*\(?-?{_NUMBER}\)?)*(?:\s*(?:\\?%|percent\b))?)",
+    re.DOTALL,
+)
+_OUTER = (("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("`", "`"), ("*", "*"))
+
+
+def clean(text: str) -> str:
+    """Return an answer's text with the same value in LaTeX: no colours, no Markdown, no signs, plain numbers."""
+    text = typography(text)
+    text = _LETTER.sub(lambda match: match[1] or match[2], _TEXT_NUMBER.sub(r"\1", text))
+    text = _FORMATS.sub("", text)
+    text = re.sub(r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset ", text)
+    text = _undressed(text)
+    text = re.sub(
+        r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![a-zA-Z]))|\\degree(?![a-zA-Z])", r"^\\circ", text
+    )
+    text = plain_numbers(text)
+    whole = _WHOLE_THOUSANDS.fullmatch(text)
+    if whole:
+        text = whole[1] + re.sub("[ ,]", "", whole[2]) + whole[3]
+    if _ONE_E_NOTATION.fullmatch(text):
+        text = _decimal(text)
+    return _latex_names(text).strip()
+
+
+def stated_answer(text: str) -> str | None:
+    """Return the final answer of a text without a box; None if it has none.
+
+    That is what follows the last "the answer is", up to the end of the sentence if it is a value or a few words, else
+    the first value after it; without such words it is the last formula or number.
+    """
+    text = _ANSWER.sub(lambda match: match[0] if match[0].isascii() else " answer: ", text)
+    text = _ASIAN.sub(" ", re.sub("[。，；]", ". ", text))
+    text = plain_numbers(typography(text))
+    places = [match.end() for match in _ANSWER.finditer(text)]
+    if not places:
+        values = _values(text)
+        return values[-1] if values else None
+    rest = text[places[-1] :]
+    sentence = _undressed(_SENTENCE_END.split(rest.strip(), maxsplit=1)[0])
+    words = [word for word in re.findall(r"[^\W\d_]{2,}", re.sub(r"\\[a-zA-Z]+", " ", sentence)) if word not in _JOINS]
+    if sentence and (not words or (len(words) <= 3 and not re.search(r"[\d$\\]", sentence))):
+        return sentence
+    values = _values(rest[:200])
+    return values[0] if values else None
+
+
+def _values(text: str) -> list[str]:
+    """Return the formulas and numbers of a text, in order."""
+    found = []
+    for match in _CANDIDATE.finditer(text):
+        formula = next((match[name] for name in "abcd" if match[name]), None)
+        if formula is not None and re.search(r"(?<![\\a-zA-Z{])[a-z]{4,}\s", formula):
+            found += _values(formula)  # a price, the words after it and the next price
+        else:
+            found.append((formula or match[0]).strip())
+    return found
+
+
+def typography(text: str) -> str:
+    """Return the text with typographic signs as LaTeX: superscripts, roots, fractions, full-width characters."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_SUBSCRIPTS)}}}", text)
+    text = _VULGAR.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]).replace("⁄", "/"), text)
+    text = "".join(_SIGNS.get(letter, letter) for letter in text)
+    return re.sub("[\u00a0\u2009\u202f]", r"\\,", text)
+
+
+def plain_numbers(text: str) -> str:
+    """Return the text with its thousands without gaps, e-notation as decimals, mixed numbers as fractions."""
+    text = _THOUSANDS.sub(lambda match: re.sub(rf"{_GAP}\s?", "", match[0]), text)
+    text = _E_NOTATION.sub(lambda match: _decimal(match[0]), text)
+    return _MIXED.sub(_improper, text)
+
+
+def _decimal(text: str) -> str:
+    """Return a number in e-notation as a decimal; unchanged if that is longer than any real answer."""
+    mantissa, exponent = re.split("[eE]", text)
+    if len(exponent) > 4 or abs(int(exponent)) > 30 or len(mantissa) > 300:
+        return rf"{mantissa}\times 10^{{{exponent}}}"
+    value = Fraction(mantissa) * Fraction(10) ** int(exponent)
+    digits = max(0, len(mantissa.partition(".")[2]) - int(exponent))
+    sign, value = "-" if value < 0 else "", abs(value)
+    whole, rest = divmod(value.numerator * 10**digits // value.denominator, 10**digits)
+    return f"{sign}{whole}" + (f".{rest:0{digits}d}" if digits else "")
+
+
+def _improper(match: re.Match[str]) -> str:
+    """Return 7 1/4 as 29/4; unchanged if the fraction is not a proper one."""
+    whole = int(match[1])
+    part, parts = (
+        (int(match[a] or 0) for a in "ab") if match["a"] else (int(match[a] or match[b]) for a, b in ("ce", "df"))
+    )
+    if not 0 < part < parts:
+        return match[0]
+    return rf"\frac{{{whole * parts + part}}}{{{parts}}}"
+
+
+def _undressed(text: str) -> str:
+    """Return the text without Markdown, dollar signs and a full stop around it."""
+    before = ""
+    while before != text:
+        before, text = text, text.strip().rstrip(".,;:").strip()
+        text = re.sub(r"^(?:\\[,;:!]|~)+|(?:\\[,;:!]|~)+$", "", text)
+        for start, end in _OUTER:
+            if len(text) > len(start) + len(end) and text.startswith(start) and text.endswith(end):
+                inner = text[len(start) : -len(end)]
+                text = inner if start not in inner else text
+    return _unbraced(text)
+
+
+def _unbraced(text: str) -> str:
+    """Return {8} as 8: the braces that a removed command leaves around a whole answer."""
+    while text.startswith("{") and text.endswith("}") and text.count("{") == text.count("}") == 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def _latex_names(text: str) -> str:
+    """Return `3*pi` as LaTeX: names of functions and constants, roots and powers of plain text."""
+    text = text.replace("**", "^").replace("*", r"\cdot ")
+    text = _PLAIN_NAMES.sub(lambda match: rf"\{'infty' if match[1] == 'infinity' else match[1]} ", text)
+    start = 0
+    while (match := _ROOT.search(text, start)) is not None:
+        end = _argument_end(text, match.end())
+        inner = text[match.end() : end]
+        inner = inner[1:-1] if inner.startswith("(") else inner
+        text, start = rf"{text[: match.start()]}\sqrt{{{inner}}}{text[end:]}", match.start() + 6
+    return text
+
+
+def _argument_end(text: str, start: int) -> int:
+    """Return where the argument of a root ends: after its bracket, its number or its letter."""
+    if text[start] != "(":
+        number = re.match(r"\d+(?:\.\d+)?|\w", text[start:])
+        return start + (number.end() if number else 1)
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "(") - (text[place] == ")")
+        if not depth:
+            return place + 1
+    return len(text)

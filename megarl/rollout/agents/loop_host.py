@@ -1,0 +1,176 @@
+"""The loop host: runs agent loops in its process, which is the controller's or an agent worker's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.common.errors import RequestFailed, RolloutError, ToolFailed, TrajectoryFull
+from megarl.queue.trajectory import Trajectory
+from megarl.rewards.worker_pool import RewardPool
+from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
+from megarl.rollout.agents.context import SampleContext
+from megarl.rollout.agents.eval_context import EvalContext, EvaluatedResponse
+from megarl.rollout.agents.loop_run import LoopRun
+from megarl.rollout.agents.trajectory_builder import failed_trajectory, sample_rows
+from megarl.rollout.engine.teachers.teacher_client import Teachers
+from megarl.rollout.tasks.toolbox import Toolbox
+from megarl.rollout.transport.background import CANCEL_S
+from megarl.rollout.transport.batch_decoder import BatchDecoder
+
+logger = logging.getLogger(__name__)
+
+# In which the loops of a group that is over have to end; it is less than whoever cancels the group waits for that.
+END_S = CANCEL_S / 2
+
+# The agent loop of demonstrations: the response is in the data, so no engine is asked and nothing is scored.
+
+
+class Demonstrate:
+    """Gives each sample of the group its own demonstration. The trainer learns it by the loss term `ce`."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        """Return the demonstration with the sample's number."""
+        given = ctx.prompt.demonstrations[ctx.sample_index]
+        return Trajectory(
+            group_id=ctx.group_id,
+            sample_index=ctx.sample_index,
+            prompt_ids=given.prompt_ids,
+            response_ids=given.response_ids,
+            rollout_logprobs=[0.0] * len(given.response_ids),
+            versions=(),
+            finish_reason="stop",
+            reward=0.0,
+            demonstrated=True,
+        )
+
+
+LoopResult = Trajectory | Sequence[Trajectory]
+
+
+class LoopHost:
+    """Runs the loops of groups and of responses of evaluations, any number at once.
+
+    `loop`: that of the run. `toolboxes`: those of training and of held-out sets, by name.
+    """
+
+    def __init__(
+        self,
+        loop: AgentLoop,
+        rewards: RewardPool,
+        decode_all: Callable[[Sequence[Sequence[int]]], list[str]],
+        *,
+        timeout_s: float,
+        toolboxes: Mapping[str, Toolbox] | None = None,
+        eval_toolboxes: Mapping[str, Toolbox] | None = None,
+        teachers: Teachers | None = None,
+    ) -> None:
+        """`decode_all`: returns the texts of token ids; `timeout_s`: the longest time that it may take.
+
+        `teachers`: those that have engines; None: the run has none.
+        """
+        self.loop, self.rewards, self.teachers = loop, rewards, teachers
+        self._decoder = BatchDecoder(decode_all, timeout_s)
+        self._toolboxes, self._eval_toolboxes = toolboxes or {}, eval_toolboxes or {}
+
+    async def run_group(self, run: LoopRun) -> list[Trajectory]:
+        """Return the trajectories of a group by sample and part.
+
+        Raises the exception of the first loop that fails, and RolloutError if they have not ended within the grace of
+        the group's deadline, under either policy.
+        """
+        job = run.job
+        loop = Demonstrate() if job.prompt.demonstrations else self.loop
+        toolbox = self._toolboxes.get(job.prompt.dataset)
+        contexts = [SampleContext(run, index, toolbox, self.rewards, self._decoder) for index in job.samples]
+        results = await _ended([_run_sample(loop, each) for each in contexts], run, loop)
+        rows = [row for each, made in zip(contexts, results, strict=True) for row in sample_rows(made, *each.place)]
+        return await self._taught(_of_set(rows, job.prompt.dataset), run)
+
+    async def respond(self, run: LoopRun) -> EvaluatedResponse:
+        """Run the loop of one response; a tool or a request that fails costs this response alone."""
+        context = self._eval_context(run)
+        try:
+            made = await self.loop.run(context)
+        except (ToolFailed, RequestFailed) as error:
+            return await self.failed(run, error)
+        return await context.ended(made)
+
+    async def failed(self, run: LoopRun, error: Exception) -> EvaluatedResponse:
+        """Return the end of a response whose loop has failed, as a group fails in training."""
+        context = self._eval_context(run)
+        return await context.ended(failed_trajectory(*context.place, str(error)))
+
+    def _eval_context(self, run: LoopRun) -> EvalContext:
+        toolbox = self._eval_toolboxes.get(run.job.prompt.dataset)
+        return EvalContext(run, run.job.samples[0], toolbox, self.rewards, self._decoder)
+
+    async def _taught(self, rows: list[Trajectory], run: LoopRun) -> list[Trajectory]:
+        """Return a group's rows with the log-probs of the teacher, if its data set has one that has engines."""
+        dataset = run.job.prompt.dataset
+        if self.teachers is None or not self.teachers.scores(dataset):
+            return rows
+        started = time.monotonic()
+        rows = await self.teachers.teach(rows, dataset)
+        run.stats.teacher_seconds.append(time.monotonic() - started)
+        return rows
+
+
+async def _run_sample(loop: AgentLoop, context: SampleContext) -> LoopResult:
+    try:
+        result = await loop.run(context)
+    except TrajectoryFull as full:  # of this sample alone; those beside it may have had shorter ones
+        context.note_end(context.turns, overflow=True)
+        result = failed_trajectory(*context.place, str(full))
+    context.note_times()
+    return result
+
+
+async def _ended(loops: Sequence[Coroutine[Any, Any, LoopResult]], run: LoopRun, loop: AgentLoop) -> list[LoopResult]:
+    """Return what the `loops` of a group return. The first failure, or the deadline's grace, ends the others.
+
+    Loops that ignore their cancellation are left behind after `END_S`: the group ends without them.
+    """
+    deadline = run.deadline
+    left_s = None if deadline is None else max(0.0, deadline.at + deadline.grace_s - time.monotonic())
+    tasks = [asyncio.ensure_future(each) for each in loops]
+    try:
+        ended, late = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task in ended and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        if late and deadline is not None:
+            raise RolloutError(
+                f"the loop {type(loop).__module__}:{type(loop).__qualname__} had not ended in all samples of group "
+                f"{run.job.group} {deadline.grace_s:g} s after the group's deadline of {deadline.seconds:g} s "
+                "(rollout.group_deadline_s); a loop has to end by `ctx.deadline`"
+            )
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+            task.add_done_callback(_note_end)
+        if open_tasks := [task for task in tasks if not task.done()]:
+            _, left = await asyncio.wait(open_tasks, timeout=END_S)
+            if left:
+                logger.error("%d loops of %s ignore that they were cancelled, and run on", len(left), run.job)
+
+
+def _note_end(task: asyncio.Future[LoopResult]) -> None:
+    """Take note of a failure that nobody asks for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list[Trajectory]:
+    """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
+    return _of_set([failed_trajectory(group_id, index, reason) for index in range(samples)], dataset)
+
+
+def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
+    """Return the trajectories with the name of their data set; there is none if the run has only one."""
+    return [replace(row, dataset=dataset) for row in rows] if dataset else rows

@@ -1,0 +1,184 @@
+"""What a loop host runs: the loops of a prompt group, or the one of a response of an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+
+from megarl.config.schema import Config
+from megarl.evaluation.harness import Mode
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.engine.request_context import Generate, RequestContext
+from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
+from megarl.rollout.tasks.prompts import EvalSet, PromptSource, PromptTask
+
+EVAL_SEED_OFFSET = 1 << 32  # of the groups, so that no training sample has the same seed
+
+
+@dataclass(frozen=True)
+class EvalPlace:
+    """The place of a response in an evaluation; `tag` makes its request ids unique. `priority`: of its requests."""
+
+    index: int
+    mode: Mode
+    sample: int
+    tag: str
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class LoopJob:
+    """The loops of a prompt group, or the one of a response of an evaluation (`evaluated`). Workers get it as it is.
+
+    `group`: the group's id, or a number that stands for it in an evaluation. With `seed` and the sample it gives the
+    seeds of requests; their ids begin with `name`. `home`: see `RequestContext`.
+    """
+
+    group: int
+    prompt: PromptTask
+    samples: range
+    seed: int
+    name: str
+    home: int | None = None
+    evaluated: EvalPlace | None = None
+
+    @classmethod
+    def of_response(cls, eval_set: EvalSet, problem: PromptTask, place: EvalPlace) -> LoopJob:
+        """Return the job of one response to a problem of a held-out set."""
+        name = f"eval-{eval_set.name}-{place.tag}-{place.index}-{place.mode}"
+        prompt = replace(problem, sampling=eval_set.greedy) if place.mode == "greedy" else problem
+        samples = range(place.sample, place.sample + 1)
+        return cls(EVAL_SEED_OFFSET + place.index, prompt, samples, eval_set.seed, name, evaluated=place)
+
+    def __str__(self) -> str:
+        """Return what it is called in messages."""
+        if (place := self.evaluated) is None:
+            return f"group {self.group}"
+        return f"the {place.mode} response {place.sample} to problem {place.index} of {self.prompt.dataset}"
+
+    def seed_of(self, sample: int, turn: int) -> int | None:
+        """Return the seed of a request; None for a greedy response."""
+        if self.evaluated is not None and self.evaluated.mode == "greedy":
+            return None
+        return request_seed(self.seed, self.group, sample, turn)
+
+    def request_context(
+        self, place: RequestPlace, near: int | None, deadline: GroupDeadline | None,
+        tokens: MutableMapping[str, ResponsePart],
+    ) -> RequestContext:  # fmt: skip
+        """Return the context of a request. From turn 1 on its beginning is in the cache of one replica, `near`."""
+        sample, turn = place
+        if (
+            own := self.evaluated
+        ) is not None:  # first turns share calls, which therefore keep no tokens of one response
+            return RequestContext((own.index, own.mode, sample), near=near) if turn else RequestContext()
+        prefix, near = ((self.group, sample), near) if turn else (self.group, None)
+        return RequestContext(prefix, self.home, near, deadline, tokens)
+
+
+class LoopRun:
+    """One attempt at a job: what it has so far, what was measured of it, and its ways to the engines and the disk."""
+
+    def __init__(
+        self,
+        job: LoopJob,
+        generate: Generate | None,
+        *,
+        kept: UnfinishedGroup | None = None,
+        deadline: GroupDeadline | None = None,
+        persist: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        """`generate`: the way to the engines; None: that of a subclass. `kept`: what it had in an attempt before.
+
+        `persist`: see `RunningGroups`; None: nothing resumes."""
+        self.job, self.deadline = job, deadline
+        self.progress = GroupProgress(job.prompt.ids, job.prompt.dataset, kept)
+        self.stats = BatchStats()
+        self._generate, self._persist = generate, persist
+
+    async def generate(self, request: GenerateRequest, near: int | None) -> GenerateResult:
+        """Have an engine answer a request that has begun. `near`: the replica of the sample's turn before."""
+        place = self.progress.place(request.request_id)
+        assert self._generate is not None
+        context = self.job.request_context(place, near, self.deadline, self.progress.tokens)
+        return await self._generate(request, context)
+
+    async def persist(self) -> None:
+        """Return when what there is outlives this process. Raises RolloutError if it cannot be written."""
+        if self._persist is not None:
+            await self._persist(self.job.group)
+
+
+Persist = Callable[[int, Mapping[int, GroupProgress]], Awaitable[None]]
+
+
+class RunningGroups:
+    """Runs the prompt groups of a run: `progress` is what each has so far, `stats` the measurements of those that ended
+    since the last batch was taken.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: PromptSource,
+        generate: Generate,
+        partition: str,
+        *,
+        persist: Persist | None = None,
+        in_workers: bool = False,
+    ) -> None:
+        """`partition` makes the request ids of this attempt of the run unique. `in_workers`: the loops run elsewhere.
+
+        `persist`: returns when what a group has is where a resumed run finds it; None: nothing resumes.
+        """
+        self._config, self._source, self._generate, self._partition = config, source, generate, partition
+        self._persist, self._in_workers = persist, in_workers
+        self._drawing = asyncio.Lock()
+        self.progress: dict[int, GroupProgress] = {}
+        self.stats = BatchStats()
+
+    async def run(
+        self, group_id: int, kept: UnfinishedGroup | None, run_loops: Callable[[LoopRun], Awaitable[list[Trajectory]]]
+    ) -> list[Trajectory]:
+        """Return the group's trajectories by sample and part; `kept`: what it had in an attempt before.
+
+        Raises what `run_loops` raises; the lengths of a group that fails are measured.
+        """
+        if self._in_workers:  # many groups may begin at once: other tasks run between two prompts
+            async with self._drawing:
+                prompt = self._source.draw(group_id)
+                await asyncio.sleep(0)
+        else:
+            prompt = self._source.draw(group_id)
+        config = self._config
+        job = LoopJob(
+            group_id, prompt, range(config.batch.samples_per_group), config.run.seed, f"{self._partition}-{group_id}",
+            home=group_id if config.run.deterministic else None,
+        )  # fmt: skip
+        deadline = GroupDeadline.of(config, time.monotonic())
+        run = LoopRun(job, self._generate, kept=kept, deadline=deadline, persist=self.persist)
+        self.progress[group_id] = run.progress
+        try:
+            return await run_loops(run)
+        except Exception:
+            self.stats.failed_lengths += run.progress.lengths()
+            raise
+        finally:
+            del self.progress[group_id]
+            self.stats.add(run.stats)
+
+    async def persist(self, group_id: int) -> None:
+        """Return when what the group has is kept. Raises RolloutError if it cannot be written."""
+        if self._persist is not None:
+            await self._persist(group_id, self.progress)
+
+    def take_stats(self) -> BatchStats:
+        """Return the measurements, and begin new ones."""
+        stats, self.stats = self.stats, BatchStats()
+        return stats

@@ -1,1 +1,0 @@
-"""The trainer's view of the rollout pool: batches, rows, commits."""

@@ -1,0 +1,145 @@
+"""Logs to an MLflow tracking server. The locked requirements do not contain the package; the user has to install it.
+
+A run that resumes goes on in the same run there. RUN_DIR/mlflow.json has an id that is chosen before the server is
+asked for anything; MLflow's run has it as a tag, by which it is found again, also if the answer that it was created has
+never arrived. Steps that are done again appear twice, with the later time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, TypeVar
+
+from megarl.common.rundir.run_files import Status
+from megarl.config.schema import Config
+from megarl.telemetry.sinks.remote_sink import LostRecords, Record, RemoteSink, own_id
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+MLFLOW_FILE = "mlflow.json"
+ID_TAG = "megarl.run"
+# Of the server, per request (mlflow.utils.validation); the length of a parameter is that of servers before 2.0.
+_MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER, _LONGEST_KEY = 1000, 100, 500, 250
+_MOST_KEYS = 4096  # names of metrics whose keys are kept; every step has the same ones
+# Unless the user has set them. The sink sends again by itself, and nobody is told of a request before MLflow gives up.
+_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # s; 120 by default
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # 7 by default, with pauses of minutes
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # MLflow 3 would tell its makers of each use
+}
+_STATUS = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED", None: "FAILED"}
+_NEVER_TAKEN = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
+
+T = TypeVar("T")
+
+
+class MlflowSink(RemoteSink):
+    """The run of `config` in MLflow; connects with the first records."""
+
+    name = "MLflow"
+
+    def __init__(self, config: Config) -> None:
+        """Raises ValueError if MLflow is not installed."""
+        # Half of the time in which all sinks have to close, so that the others have the rest.
+        super().__init__(config.timeouts.shutdown_s / 2)
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            import mlflow
+        except ImportError:
+            raise ValueError(
+                "telemetry.mlflow_experiment: mlflow is not installed; pip install mlflow-skinny, or leave it null"
+            ) from None
+        self._mlflow = mlflow
+        self._config = config
+        self._id = own_id(config.run_dir / MLFLOW_FILE)
+        self._client: MlflowClient | None = None
+        self._run_id = ""
+
+    def send(self, records: Sequence[Record]) -> None:
+        """Log records. Raises LostRecords for those that the server will never take, and what MLflow raises."""
+        client = self._connected()
+        metrics = [
+            self._mlflow.entities.Metric(key_of(name), float(value), int(record.wall_time * 1000), record.step)
+            for record in records
+            for name, value in record.values.items()
+        ]
+        for some in _in_parts(metrics, _MOST_METRICS):
+            try:
+                client.log_batch(self._run_id, metrics=some)
+            except self._mlflow.MlflowException as error:
+                if error.error_code in _NEVER_TAKEN:
+                    steps = f"steps {records[0].step} to {records[-1].step}"
+                    raise LostRecords(f"the server refuses the metrics of {steps}: {error}") from error
+                raise
+
+    def finish(self, status: Status | None) -> None:
+        """Set the state of the run: FINISHED, KILLED if it was preempted, else FAILED."""
+        self._connected().set_terminated(self._run_id, _STATUS[status])
+
+    def _connected(self) -> MlflowClient:
+        """Return the client, once the run is there and marked as running."""
+        client = self._client = self._client or self._mlflow.MlflowClient()
+        if self._run_id:
+            return client
+        experiment = self._experiment(client, str(self._config.telemetry.mlflow_experiment))
+        found = client.search_runs([experiment], filter_string=f"tags.`{ID_TAG}` = '{self._id}'")
+        if found:
+            run_id = found[0].info.run_id
+            client.update_run(run_id, status="RUNNING")
+        else:
+            tags = {ID_TAG: self._id, "run_dir": str(self._config.run_dir), "megarl_version": version("megarl")}
+            run_id = client.create_run(experiment, run_name=self._config.run.name, tags=tags).info.run_id
+        if not found or not found[0].data.params:
+            parameter = self._mlflow.entities.Param
+            parameters = [parameter(key, value) for key, value in parameters_of(self._config).items()]
+            for some in _in_parts(parameters, _MOST_PARAMETERS):
+                client.log_batch(run_id, params=some)
+        self._run_id = run_id
+        return client
+
+    def _experiment(self, client: MlflowClient, name: str) -> str:
+        """Return the id of an experiment, which is created if there is none."""
+        if (found := client.get_experiment_by_name(name)) is not None:
+            return str(found.experiment_id)
+        try:
+            return str(client.create_experiment(name))
+        except self._mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            return str(client.get_experiment_by_name(name).experiment_id)  # another run was faster
+
+
+@lru_cache(_MOST_KEYS)
+def key_of(name: str) -> str:
+    """Return the name of a metric in MLflow: `pass@8` is `pass_at_8`, and a sign that MLflow refuses is `_`."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)[:_LONGEST_KEY]
+
+
+def parameters_of(config: Config) -> dict[str, str]:
+    """Return the config by dotted key, long values cut."""
+    return {key_of(key): value[:_LONGEST_PARAMETER] for key, value in _flat(config.model_dump(mode="json"), "")}
+
+
+def _flat(content: object, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the leaves of JSON content with their dotted keys."""
+    if isinstance(content, Mapping) and content:
+        for name, value in content.items():
+            yield from _flat(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, list) and content:
+        for index, value in enumerate(content):
+            yield from _flat(value, f"{key}.{index}")
+    else:
+        yield key, content if isinstance(content, str) else json.dumps(content)
+
+
+def _in_parts(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Yield the items in their order, `most` at a time."""
+    for first in range(0, len(items), most):
+        yield items[first : first + most]

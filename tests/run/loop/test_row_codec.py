@@ -1,0 +1,36 @@
+"""Rows that a leader sends to the other ranks of its replica: as they were, and refused if they are malformed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.common.errors import MalformedMessage
+from megarl.run.loop.batches import _ENCODED, ROWS
+from tests.support.trainer.recorded_steps import make_batch
+
+FIRST, *OTHERS = _ENCODED.decode(ROWS.encode(make_batch(0)))
+
+
+def test_rows_arrive_as_they_were() -> None:
+    rows = make_batch(0)
+    assert len(rows) > 2 and ROWS.decode(ROWS.encode(rows)) == rows
+    assert ROWS.decode(ROWS.encode([])) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"content": b""},
+        {"content": b"x"},
+        {"content": FIRST.content[:-1]},
+        {"content": FIRST.content + b"x"},
+        {"content": b"\xff" * len(FIRST.content)},
+        {"tag": {}},
+        {"tag": {"tag": "[]"}},
+    ],
+)
+def test_malformed_rows_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(MalformedMessage, match="a leader sent"):
+        ROWS.decode(_ENCODED.encode([replace(FIRST, **changes), *OTHERS]))  # type: ignore[arg-type]

@@ -1,0 +1,291 @@
+r"""What the `math` reward takes as equal and as different, by kind; docs/rewards.md shows the table.
+
+    python -m tests.support.rewards.math_decisions     # writes the table into the page
+
+The pairs are a reference and the content of the response's box. math-verify alone decides most of them otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.checkout import ROOT
+
+PAGE = ROOT / "docs" / "rewards.md"
+START, END = "<!-- decisions of math: start -->\n", "<!-- decisions of math: end -->\n"
+_SHOWN = 3  # pairs of each kind in the table
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of answer: the rule, pairs that are equal and pairs that are not."""
+
+    rule: str
+    equal: tuple[Pair, ...]
+    different: tuple[Pair, ...]
+
+
+DECISIONS = (
+    Kind(
+        "A percentage equals its fraction, and a bare number without the sign",
+        (
+            (r"15\%", "0.15"),
+            ("3/20", r"15\%"),
+            ("15", r"15\%"),
+            ("0.15", "15%"),
+            (r"150\%", "1.5"),
+            (r"33\frac{1}{3}\%", r"\frac{1}{3}"),
+            (r"\frac{100}{3}\%", r"33\frac13\%"),
+            (r"0.5\%", "0.005"),
+            (r"7\%", r"7\text{ percent}"),
+            (r"7\%", r"7.0 \%"),
+        ),
+        ((r"15\%", r"0.15\%"), ("0.15", "15"), (r"35\%", "3.5"), ("20", r"0.2\%"), (r"12\%", r"13\%")),
+    ),
+    Kind(
+        "`e` between digits is a power of ten",
+        (
+            ("3e-05", "0.00003"),
+            ("2.5e-06", r"2.5\times 10^{-6}"),
+            ("1e+16", "10000000000000000"),
+            ("0.00012", "1.2e-4"),
+            ("6.02e23", "6.02E23"),
+            ("120000", r"1.2\times 10^5"),
+            ("5e-324", r"5\times10^{-324}"),
+            ("2-e", "-e+2"),
+        ),
+        (("1e-05", "e-5"), ("1e-07", "0.000001"), ("3e-05", "3"), ("2e5", "2e4")),
+    ),
+    Kind(
+        "Gaps between groups of three digits mean nothing",
+        (
+            ("12000", r"12\,000"),
+            ("12000", "12~000"),
+            ("1234567", r"1\,234\,567"),
+            ("12000", r"12\ 000"),
+            ("12000", r"12\;000"),
+            ("12000", r"12,\!000"),
+            ("12000", "12 000"),
+            ("12000", "12\u202f000"),
+            ("12000", "12'000"),
+            ("12000.5", r"12\,000.5"),
+            ("-12000", r"-12\,000"),
+            (r"\$12,000", "12000"),
+            ("12{,}000", "12000"),
+        ),
+        (("0", r"12\,000"), ("45678", r"45\,679"), ("1", r"1\,000"), ("45000", "45")),
+    ),
+    Kind(
+        "Decimals are equal if six places and six significant digits agree, exact numbers if they are the same",
+        (
+            ("1/3", "0.333333"),
+            (r"\pi", "3.14159265"),
+            (r"\frac{1}{3^{60}}", "3^{-60}"),
+            ("0.00000003", r"3\times10^{-8}"),
+            (r"10^{-20}", r"\frac{1}{10^{20}}"),
+            (r"\sqrt2", "1.414214"),
+            ("1/3", r"0.\overline{3}"),
+            ("7/22", r"0.3\overline{18}"),
+            ("27", "27.0"),
+            ("0", "-0"),
+        ),
+        (
+            (r"\frac{1}{3^{60}}", r"\frac{1}{3^{61}}"),
+            ("0.00000003", "0.00000005"),
+            ("1/3", "0.33"),
+            ("0", "0.00000003"),
+            (r"\{10^{-9},1\}", r"\{10^{-10},1\}"),
+            (r"e^{-40}", r"e^{-41}"),
+            (r"0.\overline{3}", "0.3"),
+            ("123456.7", "123456.8"),
+            ("1000000", "1000001"),
+        ),
+    ),
+    Kind(
+        "Words are compared as words: capitals, and four letters and more; shorter runs are products",
+        (
+            ("CAB", r"\text{CAB}"),
+            (r"\text{Monday}", "monday"),
+            ("ab", "ba"),
+            ("2ab", "2ba"),
+            ("A", r"\text{(A)}"),
+            ("A", "(A)"),
+            ("A", r"\textbf{A}"),
+            (r"\text{even}", "even"),
+        ),
+        (
+            ("CAB", "ABC"),
+            ("listen", "silent"),
+            (r"\text{Monday}", r"\text{Sunday}"),
+            ("FTT", "TFT"),
+            ("March 5", "March 6"),
+            ("even", "odd"),
+            ("A", "B"),
+        ),
+    ),
+    Kind(
+        "Dates and clock times are no arithmetic",
+        (("2024-03-05", "2024-3-5"), ("3:20", "03:20"), ("3:20", "3:20:00"), ("9:05", r"9:05")),
+        (
+            ("2024-03-05", "2024-05-03"),
+            ("3:20", "6:40"),
+            ("10:30", "1/3"),
+            ("2024-03-05", "2016"),
+            ("12/25/2023", "25/12/2023"),
+            ("3:20", "3:21"),
+            (r"3:20\text{ am}", r"3:20\text{ pm}"),
+        ),
+    ),
+    Kind(
+        "A relation, the base of a numeral, a modulus and the end of a list belong to the answer",
+        (
+            (r"x \ge 7", r"\ge 7"),
+            (r"x \equiv 2 \pmod 9", r"x \equiv 11 \pmod{9}"),
+            (r"1101_{\text{two}}", "1101_2"),
+            (r"x \neq 7", r"\neq 7"),
+            (r"x\equiv 2 \pmod{9}", r"x \equiv 2 (\bmod 9)"),
+            (r"1, 2, \ldots, n", r"1,2,\dots,n"),
+            ("y>3", "3<y"),
+            ("12", r"\frac{24}{2}=12"),
+            ("12", r"x = 4\cdot 3 = 12"),
+        ),
+        (
+            ("7", r"\ge 7"),
+            ("1101_2", "1101"),
+            ("12", "11=12"),
+            ("7", r"x\neq 7"),
+            ("7", "<7"),
+            (r"\ge 7", "7"),
+            (r"x>7", r"x\ge 7"),
+            ("12", "10=11=12"),
+            ("1101_2", "1101_4"),
+            ("9", r"x\equiv 5 \pmod 9"),
+            (r"x\equiv 2\pmod 9", r"x\equiv 2\pmod 7"),
+            (r"1,2,\ldots,n", r"1,2,\ldots,2n"),
+            (r"1+2+\cdots+n", r"1+2+\cdots+2n"),
+        ),
+    ),
+    Kind(
+        "An interval and its inequality are equal, in both directions",
+        (
+            ("(2,7)", "2<x<7"),
+            (r"[4,\infty)", r"x \ge 4"),
+            ("2<x<7", "(2,7)"),
+            ("(2,7]", r"2<x\le7"),
+            (r"(-\infty,3)", "x<3"),
+            (r"\ge 7", r"[7,\infty)"),
+        ),
+        (("(2,7)", r"2\le x<7"), (r"[4,\infty)", "x>4"), ("(2,7)", "2<x<8")),
+    ),
+    Kind(
+        "Colours, fonts, Markdown and typographic signs mean nothing",
+        (
+            (r"\emptyset", r"\varnothing"),
+            ("8", r"\textcolor{red}{8}"),
+            ("60", "60°"),
+            (r"\sqrt{3}", "√3"),
+            ("8", r"{\color{red} 8}"),
+            ("8", r"\underline{8}"),
+            ("8", r"\mathbf{8}"),
+            ("8", "8."),
+            ("8", "**8**"),
+            ("8", "$8$"),
+            ("8", "８"),
+            ("60", r"60^\circ"),
+            (r"\sqrt{x+1}", "√(x+1)"),
+            ("x^2", "x²"),
+            (r"\frac12", "½"),
+            ("7/2", "3½"),
+            (r"3\pi", "3π"),
+            ("-3", "\u22123"),
+            (r"\infty", "∞"),
+            ("6", "2×3"),
+        ),
+        (("8", r"\textcolor{red}{9}"), (r"\sqrt3", "√2"), ("x^2", "x³"), ("1/2", "⅓"), ("60", "6°"), ("8", "88")),
+    ),
+    Kind(
+        "A mixed number is a sum",
+        (
+            ("29/4", "7 1/4"),
+            ("29/4", r"7\frac{1}{4}"),
+            (r"7\frac14", "7.25"),
+            ("-29/4", "-7 1/4"),
+            ("29/4", r"7\,\tfrac14"),
+        ),
+        (("7/4", "7 1/4"), ("1/4", "7 1/4"), ("29/4", r"7\cdot\frac14")),
+    ),
+    Kind(
+        "References may be plain text",
+        (
+            ("3*pi", r"3\pi"),
+            ("pi/6", r"\frac{\pi}{6}"),
+            ("x**2+1", "x^2+1"),
+            (r"2-\frac1{\mathrm{e}}", "2-e^{-1}"),
+            ("2*sqrt(3)", r"2\sqrt{3}"),
+            ("(1+sqrt(5))/2", r"\frac{1+\sqrt5}{2}"),
+            ("1/(2*pi)", r"\frac{1}{2\pi}"),
+            ("ln(2)", r"\ln 2"),
+            ("sin(x)", r"\sin x"),
+            ("exp(2)", "e^2"),
+            ("infinity", r"\infty"),
+            ("12 and 18", "12, 18"),
+        ),
+        (("3*pi", "3"), ("3*pi", r"\pi"), ("12 and 18", "12"), ("12 and 18", "12, 19")),
+    ),
+    Kind(
+        "A unit after a value is cut; what changes the value, and what may be a variable, is not",
+        (
+            ("5", r"5\text{ cm}^2"),
+            ("5", "5 apples"),
+            ("5000000", r"5\text{ million}"),
+            ("5", "5 cm"),
+            ("5", r"5\,\text{m/s}"),
+            ("5", r"5 \text{ m}/\text{s}"),
+            ("5", r"5\mathrm{~cm}"),
+            ("12", r"\$12"),
+            ("12", "12 dollars"),
+            (r"\{5,7\}", r"x=5\text{ or }x=7"),
+        ),
+        (
+            ("3", "3t"),
+            ("7", r"7\text{ or more}"),
+            ("5", r"5\text{ million}"),
+            ("3t", "3"),
+            ("2", "2ab"),
+            ("5", "5x"),
+            ("5", "5!"),
+            ("7", "7 or 8"),
+        ),
+    ),
+)
+
+
+def table() -> str:
+    """Return the decisions as a table of Markdown."""
+    lines = ["| rule | equal | different |", "|---|---|---|"]
+    for kind in DECISIONS:
+        cells = (
+            "; ".join(f"`{one}` and `{other}`" for one, other in pairs[:_SHOWN])
+            for pairs in (kind.equal, kind.different)
+        )
+        lines.append(f"| {kind.rule} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table of today between its two marks."""
+    before, _, rest = page.partition(START)
+    return before + START + table() + END + rest.partition(END)[2]
+
+
+def main(page: Path = PAGE) -> int:
+    page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
