@@ -14,7 +14,7 @@ from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.directory import HFDirectory, left_out_note
 from megarl.models.hf.model_files import megatron_step
-from megarl.models.megatron.shards import local_shards, table
+from megarl.models.megatron.shards import local_shards
 
 # The check of a run's weight files before anything starts: from their headers, no tensor is read.
 
