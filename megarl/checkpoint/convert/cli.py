@@ -188,11 +188,24 @@ def _verify_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         commands,
         "verify",
         "Compare two models tensor by tensor, each a Hugging Face or a Megatron directory; exit status 0 if equal.",
-        "Qwen3-8B Qwen3-8B-megatron",
+        "Qwen3-8B Qwen3-8B-megatron --logits --text 'The quick brown fox'",
         _verify,
     )
     parser.add_argument("a", type=Path, metavar="A", help="Hugging Face or Megatron directory")
     parser.add_argument("b", type=Path, metavar="B", help="Hugging Face or Megatron directory")
+    parser.add_argument("--logits", action="store_true", help="also run both models in fp32 on a text, with "
+                        "transformers or Megatron-Core; fail if log-probs differ by more than --tolerance")  # fmt: skip
+    parser.add_argument(
+        "--text", action="append", metavar="TEXT", help="a text for --logits; may be given several times"
+    )
+    parser.add_argument("--text-file", type=Path, metavar="FILE", help="texts for --logits, one per line")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        metavar="X",
+        help="largest accepted |Δ log-prob| (default: %(default)s)",
+    )
 
 
 def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -255,6 +268,7 @@ def _export(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _verify(options: argparse.Namespace, stream: TextIO) -> int:
+    texts = _texts(options)
     one, other = (open_model(path) for path in (options.a, options.b))
     for model in (one, other):
         _check_manifest(model, stream)
@@ -263,7 +277,26 @@ def _verify(options: argparse.Namespace, stream: TextIO) -> int:
     comparison = compare(one, other, progress.add)
     progress.close()
     stream.write(comparison.render())
-    return 0 if comparison.same else 1
+    same = comparison.same
+    if texts:
+        from megarl.checkpoint.convert.logits import agreement
+
+        found = agreement(options.a, options.b, texts)
+        stream.write(found.render(options.tolerance))
+        same = same and found.max_delta <= options.tolerance
+    return 0 if same else 1
+
+
+def _texts(options: argparse.Namespace) -> list[str]:
+    """Return the texts to run both models on; [] without --logits. Raises ConversionError if the options do not fit."""
+    texts = [*(options.text or [])]
+    if options.text_file is not None:
+        texts += [line for line in options.text_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if options.logits and not texts:
+        raise ConversionError("--logits needs a text: add --text TEXT or --text-file FILE")
+    if texts and not options.logits:
+        raise ConversionError("--text and --text-file have no effect without --logits; add --logits")
+    return texts
 
 
 def _check_manifest(model: HFDirectory | MegatronDirectory, stream: TextIO) -> None:
