@@ -54,7 +54,6 @@ RESERVED: dict[str, str] = {
     "max_model_len": "set rollout.max_model_len",
     "max_num_seqs": "set rollout.max_num_seqs",
     "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
-    "enforce_eager": "set rollout.enforce_eager",
     "dtype": "set rollout.dtype",
     "seed": "set run.seed",
     "scheduling_policy": "megarl chooses it by evaluation.concurrent",
