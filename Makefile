@@ -168,7 +168,7 @@ nightly-stops: setup-test  ## Runs that are killed or stopped at any moment.
 	  tests/system/test_stopped_twice.py tests/system/test_one_directory.py tests/system/test_ends_of_runs.py
 
 nightly-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained.
-	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/gateway/test_verifiers_client.py tests/environments \
+	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/environments \
 	  tests/system/test_verifiers_training.py
 
 nightly-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core, NEXT=0.19.2.

@@ -46,7 +46,6 @@ def _has_slow_tests(path: Path) -> bool:
 
 # The waits without a bound where they stand, and who bounds them.
 BOUNDED_ELSEWHERE = {
-    "rollout/fleet/request_coalescer.py:RequestCoalescer.generate": "the call to the fleet, which has bounds of its own",  # noqa: E501
     "rollout/orchestrator/controller.py:RolloutController.start": "the supervisor, timeouts.engine_start_s",
     "rollout/orchestrator/controller.py:RolloutController.shutdown": "the supervisor, timeouts.shutdown_s",
     "rollout/fleet/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
@@ -62,16 +61,17 @@ BOUNDED_ELSEWHERE = {
     "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
+    "rollout/transport/batch_decoder.py:BatchDecoder._decode": "`BatchDecoder.text`, timeouts.rpc_s",
     "rollout/transport/gather.py:Replay.take": "whoever takes, timeouts.rpc_s after it is due",
     "rollout/transport/rpc.py:RpcClient.call": "`ReplicaClient.call`, the time limit of each call",
+    "rollout/transport/link.py:LinkClient._take": "whoever gives the actor something to do, or closes the link",
+    "rollout/transport/link.py:LinkClient._give": "whoever holds the lock, timeouts.rpc_s",
+    "rollout/transport/link.py:LinkClient.drop": "whoever holds the lock, timeouts.rpc_s",
     "rollout/workers/agent_worker.py:AgentWorker.start": "the controller, timeouts.engine_start_s",
-    "rollout/engine/teachers/teacher_client.py:_Actors.ask": "TeacherClient.score, timeouts.generate_s",
-    "rollout/engine/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_Actors.ask`",
+    "rollout/engine/teachers/teacher_client.py:_asking.ask": "TeacherClient.score, timeouts.generate_s",
+    "rollout/engine/teachers/teacher_engine.py:TeacherEngine._ready": "timeouts.engine_start_s; later `_asking`",
     "rollout/workers/agent_worker.py:AgentWorker.shutdown": "the controller, a part of timeouts.shutdown_s",
     "rollout/workers/worker_pool.py:WorkerPool._run": "the group's deadline, without one the trainer; or its loss",
-    "rollout/workers/worker_client.py:WorkerClient._give": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/workers/worker_client.py:WorkerClient.drop": "whoever holds the lock, timeouts.rpc_s",
-    "rollout/workers/worker_loops.py:WorkerLoops.take": "the controller's call, timeouts.rpc_s after it is due",
     "rollout/workers/worker_loops.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
     "rollout/workers/worker_loops.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
     "common/process/threads.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
@@ -114,11 +114,10 @@ def test_every_wait_has_a_bound() -> None:
 # Likewise, of those that block a thread.
 BLOCKING_BOUNDED_ELSEWHERE = {
     "checkpoint/convert/hf_to_megatron.py:HFToMegatron.write_unit": "the parent, which ends a worker that is silent",
-    "checkpoint/convert/workers.py:_Pool._receive": "no wait: the connection has a message, of a few bytes",
-    "checkpoint/convert/workers.py:_serve": "nobody waits for it; it dies with its parent",
+    "checkpoint/convert/workers.py:_await": "no wait: the queue has a message, and the future is done",
     "checkpoint/save/writer.py:BackgroundWrite.finish": "no wait: what `WrittenItem` holds",
     "cluster/pool/actors.py:PoolActors._await": "no wait: `ray.wait` has found that it has ended",
-    "cli/launch.py:run_script": "the user's script, and the user who ends it",
+    "cli/launch.py:run_script": "sbatch, and the user who ends it",
     "common/process/frames.py:_receive": "the caller, its deadline; without one nobody waits, and it dies with its parent",  # noqa: E501
     "models/hf/gather.py:Gather.done": "no wait, or the time-out of the process group",
     "models/hf/gather.py:GlooWaiter._run": "the time-out of the process group; whoever waits for the thread has a bound",  # noqa: E501
@@ -127,7 +126,6 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "queue/transfer.py:_Client.call": "no wait: the future is done",
     "report/reading/metrics_file.py:metrics_of": "no wait: what `MetricsReader` has read",
     "rewards/builtin/code.py:CodeReward._of_pieces": "the program, which was cancelled, END_S of the sandbox",
-    "rollout/transport/batch_decoder.py:_settle": "no wait: the task has ended",
     "rollout/engine/engine_requests.py:EngineRequests._part": "no wait: the task has ended",
     "rollout/engine/replica.py:EngineReplica.init_weight_transfer": "no wait: `WeightState.join` notes that a sync begins",  # noqa: E501
     "rollout/transport/rpc.py:RpcServer._ended": "no wait: the task has ended",
@@ -140,12 +138,17 @@ BLOCKING_BOUNDED_ELSEWHERE = {
     "weights/send/leader.py:EngineCalls.after_failure": "each call to a replica, EXTRA_WAIT_S or timeouts.rpc_s",
     "weights/send/sender.py:WeightSender._outcome": "`publish`, the time limit of the sync",
     "weights/send/sync_attempt.py:SyncAttempt._await_broadcast": "`PendingBroadcast.wait`, the deadline of the sync",
+    "weights/group/transport.py:Group._connect": "no wait: the call has ended",
     "weights/group/transport.py:Group.enter": "`StageWatch.join`, a bound of its own",
     "weights/group/transport.py:PendingBroadcast.wait": "no wait: the broadcast has ended",
 }
 
 
-SEVERAL_BLOCKING_WAITS = {"models/hf/gather.py:Gather.done": 2, "rollout/transport/rpc.py:RpcServer._ended": 2}
+SEVERAL_BLOCKING_WAITS = {
+    "checkpoint/convert/workers.py:_await": 2,
+    "models/hf/gather.py:Gather.done": 2,
+    "rollout/transport/rpc.py:RpcServer._ended": 2,
+}
 
 
 def test_every_wait_that_blocks_a_thread_has_a_bound() -> None:

@@ -15,7 +15,6 @@ from benchmarks.chaos.actions import ACTIONS, find_target
 from benchmarks.chaos.judge import CONTINUED, RESTARTED, Judge
 from benchmarks.chaos.kinds import Fault, Happened
 from benchmarks.chaos.orders import SLOWER, give, withdraw
-from benchmarks.chaos.processes import age, is_ready
 from benchmarks.chaos.watch import TOLD, WatchedRun, catch
 from benchmarks.lib.file_faults import complete
 
@@ -33,7 +32,6 @@ class Injector:
         replicas: int,
         say: Callable[[str], None],
     ) -> None:
-        self.engine_start_s: float | None = None  # from the start of the first replica until the pool was ready
         self._faults, self._say = faults, say
         self._end = threading.Event()
         self._watch = WatchedRun(run_dir, replicas=replicas, say=say, end=self._end)
@@ -69,7 +67,6 @@ class Injector:
         saved = 2 if fault.kind.action == "damage" else 0
 
         def due() -> bool:
-            self._note_engine_start()
             return watch.step >= fault.after_step and len(complete(watch.checkpoints)) >= saved and watch.complete
 
         if not watch.wait(due, None):
@@ -112,8 +109,3 @@ class Injector:
             yield
         finally:
             withdraw(self._watch.orders, SLOWER)
-
-    def _note_engine_start(self) -> None:
-        watch = self._watch
-        if self.engine_start_s is None and watch.complete and is_ready(watch.run_dir):
-            self.engine_start_s = max(map(age, (each.actor for each in watch.find_replicas().values())), default=0.0)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
-import psutil
-
 from benchmarks.chaos.actions import Target
-from benchmarks.chaos.kinds import Happened, longest_gap
+from benchmarks.chaos.kinds import Happened
 from benchmarks.chaos.processes import Replica, cpu_seconds, ended
 from benchmarks.chaos.watch import WatchedRun
 from benchmarks.lib.file_faults import refused
@@ -72,13 +68,10 @@ class Judge:
     def _note_new(self, event: Happened) -> None:
         """Note what the replacement of a replica has taken."""
         watch, since = self._watch, event.step
-        newest = max((each.actor for each in watch.find_replicas().values()), key=psutil.Process.create_time)
-        event.new_pid, event.new_since = newest.pid, newest.create_time()
         event.recovered_s = watch.seconds - event.at_s
-        event.longest_gap_s = longest_gap(watch.records, since, time.time() - event.recovered_s)
         event.notes.append(
             f"replaced {event.recovered_s:.0f} s after it began, {watch.step - since} steps later; "
-            f"{watch.sum(RESTARTED, since):.0f} replicas restarted; {event.longest_gap_s:.0f} s without a step at most"
+            f"{watch.sum(RESTARTED, since):.0f} replicas restarted"
         )
 
     def _two_more_steps(self, event: Happened) -> bool:

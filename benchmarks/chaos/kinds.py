@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 ANY_NUMBER = 99  # of steps
 Consequence = Literal["replaced", "same", "survived"]
@@ -179,8 +178,7 @@ class Happened:
 
     `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
     replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
-    what was lost. `new_pid`, `new_since`, `start_s`: the process of the replica in place of a lost one, when it began,
-    and how long it took to start. `redone_steps`: steps that a resume has gone back. `spoiled`: numbers that it has
+    what was lost. `redone_steps`: steps that a resume has gone back. `spoiled`: numbers that it has
     made not finite. `damaged`: the checkpoint that it has changed. `told_before`: how often the run had told what it
     tells of such a fault.
     """
@@ -194,10 +192,6 @@ class Happened:
     continued: int = 0
     restarted: int = 0
     recovered_s: float = 0.0
-    new_pid: int = 0
-    new_since: float = 0.0
-    start_s: float = 0.0
-    longest_gap_s: float = 0.0
     redone_steps: int = 0
     spoiled: int = 0
     told_before: int = 0
@@ -212,12 +206,3 @@ class Happened:
 def lethal(happened: Sequence[Happened]) -> list[Happened]:
     """Return the faults that cost a replica."""
     return [each for each in happened if each.fault.kind.loses]
-
-
-def longest_gap(records: Sequence[Mapping[str, Any]], since: int, at: float) -> float:
-    """Return the longest time in seconds without the end of a step, from a fault on that came after step `since`.
-
-    `at`: when it came, in seconds since the epoch.
-    """
-    ends = [at, *(record["wall_time"] for record in records[since:])]
-    return max((after - before for before, after in itertools.pairwise(ends)), default=0.0)

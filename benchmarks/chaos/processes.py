@@ -124,13 +124,6 @@ def find_agent(run_dir: Path) -> psutil.Process | None:
     return None
 
 
-def is_ready(run_dir: Path) -> bool:
-    """Tell whether the pool of a run says that all of it has started."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return bool(_state(run_dir)["state"] == "ready")
-    return False
-
-
 def restarts_among(ranks: Sequence[psutil.Process]) -> int:
     """Return how often torchrun has restarted these ranks since its start; 0 if none runs."""
     for rank in ranks:

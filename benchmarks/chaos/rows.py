@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.kinds import Fault, Happened, lethal, missing
@@ -27,7 +25,6 @@ class SoakOutcome:
     happened: list[Happened] = field(default_factory=list)
     late_rewards: int = 0
     rolled_back: list[dict[str, Any]] = field(default_factory=list)  # records of steps that a resume has discarded
-    engine_start_s: float | None = None  # see Injector
     left: list[str] = field(default_factory=list)
     failure: str = ""
 
@@ -161,19 +158,3 @@ def skipped_row(outcome: SoakOutcome) -> Ratio:
 def ratio(value: float, of: float) -> float:
     """Return value / of; nan, which misses every bound, if there is nothing to compare with."""
     return value / of if of else float("nan")
-
-
-def start_seconds(run_dir: Path, pid: int, created: float) -> float:
-    """Return the seconds from `created` until the replica of process `pid` joined; 0 if its events do not tell.
-
-    `created`: seconds since the epoch. An engine that starts beside training may be ready before that.
-    """
-    for path in sorted((run_dir / "events").glob("replica-*.steps.*.jsonl")):
-        header, *events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        if header["pid"] != pid:
-            continue
-        for event in events:
-            if event["n"] == "join_group":
-                since_header = event["t"] / 1e6 - header["monotonic_ns"] / 1e9
-                return float(header["wall_ns"] / 1e9 + since_header - created)
-    return 0.0

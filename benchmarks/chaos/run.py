@@ -16,7 +16,7 @@ from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.kinds import Fault, Kind
 from benchmarks.chaos.orders import LATE, taken
 from benchmarks.chaos.processes import processes_left
-from benchmarks.chaos.rows import STALENESS, SoakOutcome, start_seconds
+from benchmarks.chaos.rows import STALENESS, SoakOutcome
 from benchmarks.chaos.watch import orders_of
 from benchmarks.lib.accounting import check_run
 from benchmarks.lib.file_faults import preloading
@@ -143,12 +143,9 @@ def run_once(
     finally:
         problem = injector.stop()
     outcome.happened, outcome.late_rewards = injector.happened, len(taken(orders_of(run_dir), LATE))
-    outcome.engine_start_s = injector.engine_start_s
     outcome.left = processes_left(run_dir, LEAVE_S)
     outcome.rolled_back = read_rolled_back(run_dir)
     note_effects(outcome)
-    for event in outcome.happened:
-        event.start_s = start_seconds(run_dir, event.new_pid, event.new_since)
     if not outcome.failure:
         outcome.summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         count(outcome, run_dir)

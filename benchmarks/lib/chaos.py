@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.chaos.injector import Injector
-from benchmarks.chaos.kinds import KINDS, Fault, Happened, Kind, lethal, longest_gap, missing, schedule
+from benchmarks.chaos.kinds import KINDS, Fault, Happened, Kind, missing, schedule
 from benchmarks.chaos.processes import Replica
 from benchmarks.chaos.rows import (
     POINTS,
@@ -13,7 +13,6 @@ from benchmarks.chaos.rows import (
     end_rows,
     loss_rows,
     rows_of,
-    start_seconds,
 )
 from benchmarks.chaos.run import Tempo, run_once
 from benchmarks.chaos.watch import version_being_published
@@ -31,13 +30,10 @@ __all__ = [
     "Tempo",
     "accounting_rows",
     "end_rows",
-    "lethal",
-    "longest_gap",
     "loss_rows",
     "missing",
     "rows_of",
     "run_once",
     "schedule",
-    "start_seconds",
     "version_being_published",
 ]

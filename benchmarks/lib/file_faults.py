@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 POLL_S = 0.2
-SOURCE = Path(__file__).resolve().with_suffix(".c")
+SOURCE = Path(__file__).resolve().with_name("stale_files.c")
 ORDER = "stale"
 COMPILE_S = 60.0
 

@@ -217,25 +217,22 @@ def judge(number: int, rows: Sequence[Mapping[str, Any]], version: int, rules: R
     tokens = [counts_as(span) for row in alive for span in row["versions"]]
     last_update = version + rules.updates - 1
     lag = last_update - min(tokens) if tokens else None
-    prompt = tuple(rows[0]["prompt_ids"])
     versions = frozenset(counts_as(span) for row in rows for span in row["versions"])
+    group = CountedGroup(number, "failed", lag, tuple(rows[0]["prompt_ids"]), versions)
     if len(alive) < 2:
-        return CountedGroup(number, "failed", lag, prompt, versions)
+        return group
     if lag is not None and lag > rules.bound:
-        return CountedGroup(number, "dropped_stale", lag, prompt, versions)
+        return replace(group, end="dropped_stale")
     cut = [row["finish_reason"] == "length" for row in alive]
     zero = rules.truncated == "zero_reward"
     rewards = [0.0 if zero and was_cut else row["reward"] for row, was_cut in zip(alive, cut, strict=True)]
     if rules.filters and max(rewards) - min(rewards) <= EQUAL:
-        return CountedGroup(number, "filtered", lag, prompt, versions)
+        return replace(group, end="filtered")
     masked = rules.truncated == "mask"
     in_loss = [row for row, was_cut in zip(alive, cut, strict=True) if not (masked and was_cut)]
-    return CountedGroup(
-        number,
-        "trained",
-        lag,
-        prompt,
-        versions,
+    return replace(
+        group,
+        end="trained",
         trained_samples=len(in_loss),
         loss_tokens=sum(sum(row["response_mask"]) for row in in_loss),
         trained_tokens=sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in alive),

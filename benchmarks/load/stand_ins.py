@@ -24,7 +24,8 @@ from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec, replica_name
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.orchestrator.controller import RolloutController
-from megarl.rollout.transport.rpc import Answers, RpcServer, SharedCall
+from megarl.rollout.transport.link import Parcel
+from megarl.rollout.transport.rpc import CallResult, RpcServer, SharedCall
 from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.tools.tool import ToolAnswer
 
@@ -70,15 +71,15 @@ class TimedReplica:
         self._rng = random.Random(index)
         self._version = 0
         self._open: dict[str, _Open] = {}
-        self._desk = RpcServer(lambda method, args: getattr(self, method)(*args))
+        self._calls = RpcServer(lambda method, args: getattr(self, method)(*args)).link
         exempt_present_objects()  # as the replica does
         collect_rarely()
 
-    async def begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
-        self._desk.begin(link, calls)
+    async def give(self, number: int, calls: Sequence[SharedCall], link: str) -> None:
+        await self._calls.give(number, calls, link)
 
-    async def take_answers(self, link: str, seen: int, wait_s: float) -> Answers:
-        return await self._desk.take(link, seen, wait_s)
+    async def take(self, seen: int, wait_s: float, link: str) -> Parcel[CallResult]:
+        return await self._calls.take(seen, wait_s, link)
 
     async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         """Start to work on requests, then `report` on them."""

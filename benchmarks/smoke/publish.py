@@ -76,13 +76,13 @@ def rows(where: Where, streams: Streams, occupied_s: float) -> list[Ratio]:
         gathers: Any = [OwnRows(weights, request) for request in packer.requests()]
 
         def publish(version: int) -> tuple[float, dict[int, int]]:
-            sending = SyncAttempt(group, schedule(plan), gathers, packer, 0, version)
+            attempt = SyncAttempt(group, schedule(plan), gathers, packer, 0, version)
             group.begin(version, len(plan.buckets), LIMIT_S)
             started = time.perf_counter()
-            sending.run()
+            attempt.run()
             seconds = time.perf_counter() - started
             group.store.put_once(end_key(group.stage), {"status": "published"})
-            return seconds, sending.digests
+            return seconds, attempt.digests
 
         publish(0)  # the first one also allocates
         streams.synchronize()

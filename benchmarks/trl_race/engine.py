@@ -25,7 +25,7 @@ async def rate(config_path: Path, responses: int) -> float:
     from megarl.rollout.tasks.prompts import PromptSource
 
     config = load_config(config_path, ["rollout.load_weights=true"])
-    os.environ.update(engine_environment(config, cuda=False))
+    os.environ.update(engine_environment(config.rollout, cuda=False))
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -18,6 +18,7 @@ from megarl.chat.tool_calls import (
     ToolFormat,
     ToolSchemas,
     call_of,
+    json_values,
     loose,
     malformed,
     no_constant,
@@ -90,7 +91,7 @@ def learned_by_name(one: str, two: str, name: str, arguments: Mapping[str, Any],
     id, which must not be a part of its form.
     """
     before, found, rest = one.partition(name)
-    start, end = _span_of(rest, arguments)
+    start, end = next(((first, last) for first, last, value in json_values(rest) if value == arguments), (0, 0))
     separator, closing = rest[:start].strip(), rest[end:].strip()
     if not found or not end or not separator or not _MARK.match(before.strip()) or call_id in one:
         return None
@@ -101,15 +102,3 @@ def learned_by_name(one: str, two: str, name: str, arguments: Mapping[str, Any],
     if not two.startswith(first) or last != rest or not between.strip():
         return None
     return NamedFormat(before.strip(), separator, between.strip(), closing)
-
-
-def _span_of(text: str, value: object) -> tuple[int, int]:
-    """Return where a JSON value stands in a text; (0, 0) if it is not there."""
-    for found in re.finditer("{", text):
-        try:
-            read, end = _JSON.raw_decode(text, found.start())
-        except ValueError:
-            continue
-        if read == value:
-            return found.start(), end
-    return 0, 0

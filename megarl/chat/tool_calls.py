@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,6 +277,16 @@ def _json_end(text: str) -> int:
         return json.JSONDecoder().raw_decode(text, start)[1]
     except (ValueError, RecursionError):
         return len(text)
+
+
+def json_values(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield (start, end, value) for each place of a text where an object or a list in JSON begins."""
+    for found in re.finditer(r"[{\[]", text):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, found.start())
+        except ValueError:
+            continue
+        yield found.start(), end, value
 
 
 def _objects(body: str) -> tuple[list[str], str]:

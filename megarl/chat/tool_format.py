@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.chat.dialogue import TURN, DialogueError
 from megarl.chat.named_calls import learned_by_name
-from megarl.chat.tool_calls import HERMES, BareFormat, TaggedFormat, ToolFormat
+from megarl.chat.tool_calls import HERMES, BareFormat, TaggedFormat, ToolFormat, json_values
 from megarl.chat.xml_calls import learned
 
 if TYPE_CHECKING:
@@ -126,13 +126,7 @@ class _Probe:
 
 def _find(written: str) -> tuple[int, int, str, str] | None:
     """Return where the probe's JSON begins and ends, and the keys of its name and its arguments."""
-    for start, letter in enumerate(written):
-        if letter not in "{[":
-            continue
-        try:
-            value, end = json.JSONDecoder().raw_decode(written, start)
-        except ValueError:
-            continue
+    for start, end, value in json_values(written):
         one = value[0] if isinstance(value, list) and len(value) == 1 else value
         if not isinstance(one, dict):
             continue

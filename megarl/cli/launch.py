@@ -58,15 +58,14 @@ def run(options: argparse.Namespace) -> int:
     """
 
     from megarl.checkpoint.format.manifest import already_finished
-    from megarl.cluster.nodes.commands import user_environment
-    from megarl.cluster.nodes.scripts import local_script, slurm_script
+    from megarl.cluster.nodes.commands import local_script, slurm_script, user_environment
     from megarl.config.loading.load import load_config
     from megarl.config.memory_plan.plan import print_dry_run
 
     config = load_config(options.config, options.overrides)
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
     plan, notes = _plan(config, options, slurm=slurm)
-    user_environment(config.launch)
+    user_environment(config.launch.runtime_env)
     if not options.dry_run and (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
         return 0
@@ -131,7 +130,7 @@ def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
     """
     from megarl.common.errors import Findings
     from megarl.config.checks.sections import absent_files
-    from megarl.run.start.check_remote import elsewhere_findings
+    from megarl.run.start.dry_run import elsewhere_findings
 
     found = Findings()
     if not dry_run:
@@ -145,30 +144,10 @@ def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
 
 
 def run_script(command: list[str]) -> int:
-    """Run the script to its end, which decides what stop signals mean; return its exit status.
-
-    A Ctrl-C reaches the script from the terminal, and this process only waits; a SIGTERM is passed on.
-    """
-    # Functions, not SIG_IGN: the script would inherit that, and could not trap the signal.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    process: subprocess.Popen[bytes] | None = None
-    asked_early = False
-
-    def pass_on(*_: object) -> None:
-        nonlocal asked_early
-        if process is None:  # it is being started, and would go on without this process
-            asked_early = True
-        else:
-            process.send_signal(signal.SIGTERM)
-
-    try:
-        previous = signal.signal(signal.SIGTERM, pass_on)
-        try:
-            process = subprocess.Popen(command)
-            if asked_early:
-                process.send_signal(signal.SIGTERM)
-            return process.wait()
-        finally:
-            signal.signal(signal.SIGTERM, previous)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    """Submit a job and return the status of sbatch; or become the script, which decides what stop signals mean."""
+    if command[0] == "sbatch":
+        return subprocess.run(command, check=False).returncode
+    sys.stdout.flush()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a script would ignore too
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(command[0], command)

@@ -177,7 +177,7 @@ def _sandbox_users(options: argparse.Namespace) -> list[str]:
 
 
 def _doctor_of_nodes(options: argparse.Namespace) -> int:
-    from megarl.cli.doctor.nodes.between_nodes import try_nodes
+    from megarl.cli.doctor.between_nodes import try_nodes
 
     return try_nodes(
         interface=options.interface,

@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Change the pool of rollout engines while a run goes on. No response is lost: what a drained or "
         "removed engine works on goes on elsewhere from its last token. A new engine serves after the next publication "
         "of the weights. Exit status 2 names why something cannot be done.",
-        epilog="Run it as the user of the run, on the host of its Ray head; elsewhere it names that host.",
+        epilog="Run it as the user of the run, on one of its hosts; elsewhere it names one.",
     )
     actions = pool.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = _action(

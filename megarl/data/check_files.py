@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 
 from megarl.chat.formats import Prompt
 from megarl.common.errors import Findings
-from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
-from megarl.config.schema import Config
+from megarl.config.derived.datasets import HeldOutSet, TrainSet
 from megarl.data.dataset import RowMistake, has_more_rows, load_prompts, row_mistakes
 
 MOST_ROWS = 50_000  # of each file, about a second; the run itself checks all of them
 MOST_SHOWN = 10  # rows with the same mistake
 
+DataSet = TrainSet | HeldOutSet
 Tell = Callable[[RowMistake], object]  # takes one mistake, and keeps nothing
 
 
-def data_file_findings(config: Config, tell: Tell | None = None, *, only_present: bool = False) -> Findings:
-    """Find each kind of mistake in the rows of all training and evaluation sets, with the first rows that have it.
+def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, only_present: bool = False) -> Findings:
+    """Find each kind of mistake in the rows of training and evaluation sets, with the first rows that have it.
 
     With `tell` every mistake is told when it is found, and files are read to their end, not only their first rows;
     without, a note names each file that has more. `only_present`: a file that is not on this machine is no mistake.
     """
     found = Findings()
-    for each in all_sets(config):
+    for each in sets:
         if only_present and not each.path.exists():
             continue
         try:
@@ -41,7 +41,7 @@ def data_file_findings(config: Config, tell: Tell | None = None, *, only_present
     return found
 
 
-def most_rows(chosen: TrainSet | HeldOutSet, *, whole: bool = False) -> int | None:
+def most_rows(chosen: DataSet, *, whole: bool = False) -> int | None:
     """Return how many of the rows that the run uses of a set are checked at most; None if all, as with `whole`."""
     used = chosen.limit if isinstance(chosen, HeldOutSet) else None
     if whole:
@@ -85,10 +85,10 @@ def _text(kind: _Kind, *, every_row_told: bool) -> str:
     return "\n      ".join(lines)
 
 
-def first_prompts(config: Config) -> dict[str, Prompt]:
+def first_prompts(sets: Iterable[DataSet]) -> dict[str, Prompt]:
     """Return the first prompt of each set by the set's key, without the sets whose first row is wrong."""
     found = {}
-    for each in all_sets(config):
+    for each in sets:
         try:
             found[each.key] = load_prompts(each.path, each.data, 1)[0]
         except (ValueError, OSError):  # told by `data_file_findings`

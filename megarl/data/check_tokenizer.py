@@ -1,9 +1,10 @@
-"""The check of the tokenizer before anything starts: its EOS, its template with the prompts of every set."""
+"""The check of the tokenizer before anything starts: its EOS, its template with the prompts of every set, lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from megarl.chat.formats import Prompt
@@ -12,11 +13,15 @@ from megarl.common.errors import Findings
 from megarl.config.checks.sections import evaluation_prompt_limit, prompt_limit
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
 from megarl.config.schema import Config
-from megarl.data.check_lengths import length_notes
+from megarl.data.check_files import most_rows
+from megarl.data.dataset import load_prompts
+from megarl.data.demonstrations import DemonstrationEncoder, end_token
 from megarl.models.architecture.architecture import ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MOST_CHARACTERS = 10_000_000  # of a set, some seconds if they have to be tokenized; the run itself measures all
 
 
 def tokenizer_findings(
@@ -79,3 +84,86 @@ def _encoder(
         template_kwargs=chosen.data.chat_template_kwargs,
         tools=tools,
     )
+
+
+# The lengths of prompts and demonstrations, by the rule of the run itself.
+
+
+def length_notes(
+    chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, stops: Sequence[int], *, whole: bool
+) -> list[str]:
+    """Measure the prompts of a set, and return what a dry run tells of them.
+
+    `encoder`: as the run has it for this set; `stops`: the tokens that end a response, empty if they are unknown.
+    Without `whole` the first prompts of a large file are measured. Raises ValueError if the run would refuse the set.
+    """
+    most = most_rows(chosen, whole=whole)
+    try:
+        prompts = load_prompts(chosen.path, chosen.data, most)
+        rows = len(prompts)
+        if not whole and (count := _affordable(prompts)) < rows:
+            prompts = load_prompts(chosen.path, chosen.data, count)
+    except (ValueError, OSError):  # told by `data_file_findings`
+        return []
+    some = len(prompts) < rows or rows == most
+    skipped = _skipped(chosen, encoder, prompts, stops, some=some)
+    notes = []
+    if len(prompts) < rows:
+        measured = f"the lengths of the first {len(prompts):,} prompts were checked"
+        notes.append(f"{chosen.key}: {measured}; megarl plan --all-mistakes measures all")
+    if skipped:
+        of = f"{'the first ' if some else ''}{len(prompts):,} prompts"
+        notes.append(f"{chosen.key}: {skipped:,} of {of} are too long, and left out (data.overlong_prompts: skip)")
+    return notes
+
+
+def _affordable(prompts: Sequence[Prompt]) -> int:
+    """Return how many of the first prompts have MOST_CHARACTERS together; at least one."""
+    characters = 0
+    for count, prompt in enumerate(prompts):
+        characters += sum(len(str(message.get("content"))) for message in prompt.messages) + len(prompt.demonstration)
+        if characters > MOST_CHARACTERS:
+            return max(1, count)
+    return len(prompts)
+
+
+def _skipped(
+    chosen: TrainSet | HeldOutSet,
+    encoder: PromptEncoder,
+    prompts: Sequence[Prompt],
+    stops: Sequence[int],
+    *,
+    some: bool,
+) -> int:
+    """Return how many prompts the run will leave out. Raises ValueError if it will refuse the set.
+
+    `some`: the set may have more prompts, so that not all need be too long.
+    """
+    shown: DemonstrationEncoder | None = None
+    valid: Sequence[int] = ()
+    try:
+        with _quiet():
+            valid = encoder.valid_indices(prompts)
+            if isinstance(chosen, TrainSet) and chosen.demonstrates and stops:
+                end = end_token(encoder.tokenizer, stops)
+                shown = DemonstrationEncoder(encoder, end, chosen.sampling.max_tokens)
+                shown.valid_indices(prompts, valid)
+    except ValueError:
+        all_left_out = encoder.skipped == len(prompts) or (shown is not None and shown.skipped == len(valid))
+        if not (some and all_left_out):
+            raise
+    except Exception as error:  # whatever the template's expressions raise
+        raise ValueError(f"the chat template fails with one of the prompts: {type(error).__name__}: {error}") from error
+    return encoder.skipped + (0 if shown is None else shown.skipped)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back the log of what is skipped: without the name of its set, it is for the run's own log file."""
+    logger = logging.getLogger(PromptEncoder.__module__)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

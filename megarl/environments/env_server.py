@@ -21,7 +21,7 @@ from typing import Any
 from megarl.common.errors import RolloutError
 from megarl.common.process.child_process import kill_session
 from megarl.common.rundir.private_directory import VARIABLE
-from megarl.environments.env_client import EnvironmentClient, EnvironmentLost, TraceSoFar
+from megarl.environments.env_client import EnvironmentClient, TraceSoFar
 
 PROGRAM = Path(__file__).with_name("server_program.py")
 TOKEN_VARIABLE = "MEGARL_GATEWAY_API_KEY"  # verifiers keeps names with API_KEY from the programs that it starts
@@ -120,15 +120,12 @@ class EnvironmentServer:
         until = time.monotonic() + START_S
         while not await client.health(LOOK_S):
             if process.returncode is not None:
-                raise RolloutError(
-                    f"the environment server has ended with {process.returncode} at its start; {self._log} ends with: "
-                    f"{self._tail()}"
-                )
-            if time.monotonic() > until:
-                raise RolloutError(
-                    f"a sample waited {START_S:.0f} s for the environment server to start; {self._log} ends with: "
-                    f"{self._tail()}"
-                )
+                told = f"the environment server has ended with {process.returncode} at its start"
+            elif time.monotonic() > until:
+                told = f"a sample waited {START_S:.0f} s for the environment server to start"
+            else:
+                continue
+            raise RolloutError(f"{told}; {self._log} ends with: {self._tail()}")
 
     async def _tell_end(self, process: asyncio.subprocess.Process, client: EnvironmentClient) -> None:
         code = await process.wait()
@@ -153,6 +150,3 @@ class EnvironmentServer:
         with contextlib.suppress(OSError):
             return self._log.read_text(errors="replace")[-_TAIL:]
         return "nothing"
-
-
-__all__ = ["EnvironmentLost", "EnvironmentServer", "EnvironmentSpec"]

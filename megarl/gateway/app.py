@@ -10,7 +10,7 @@ import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from megarl.gateway.chat_route import ChatRequest, read_chat_request
 from megarl.gateway.chats import Chats
 from megarl.gateway.exchange import Exchange, exchange_in
 from megarl.gateway.pool_client import ControllerClient
-from megarl.gateway.request_fields import ApiError, ModelLimits, read_terms, unauthorized
+from megarl.gateway.request_fields import ApiError, ModelLimits, read_terms
 from megarl.gateway.sessions import Sessions, session_content
 from megarl.gateway.token_route import read_token_request, token_answer
 
@@ -145,7 +145,10 @@ class GatewayRoutes:
         # Bytes of a header that are no UTF-8 arrive as surrogates.
         same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
         if kind.lower() != "bearer" or not same:
-            raise unauthorized()
+            told = (
+                "the bearer token is missing or wrong; gateway.json names the file that has the token of this gateway"
+            )
+            raise ApiError(401, told, kind="authentication_error", code="invalid_api_key")
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 while the rollout controller is reached; anybody may ask."""
@@ -178,8 +181,8 @@ class GatewayRoutes:
         body = await _body(request)
         with self._exchange(request) as exchange:
             asked = read_chat_request(body)
-            self._check_model(asked.fields.model or None)
-            if asked.fields.stream:
+            self._check_model(asked.model or None)
+            if asked.stream:
                 return await self._stream(request, asked, exchange)
             return _json(await self._chats.answer(asked, exchange))
 
@@ -193,10 +196,11 @@ class GatewayRoutes:
             await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
 
         async def say_waiting() -> None:
-            while True:
-                await asyncio.sleep(SILENCE_S)
-                if response.prepared:
-                    await response.write(b": waiting\n\n")
+            with suppress(ConnectionError):  # the client has gone, and the request is cancelled
+                while True:
+                    await asyncio.sleep(SILENCE_S)
+                    if response.prepared:
+                        await response.write(b": waiting\n\n")
 
         waiting = asyncio.create_task(say_waiting())
         try:

@@ -42,8 +42,15 @@ _ONLY_DEFAULT = {
 _Text = Annotated[str, Meta(min_length=1)]
 
 
-class ChatFields(SamplingFields):
-    """The fields of a chat. Those of `_ONLY_DEFAULT` must have their defaults."""
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class ChatRequest(SamplingFields):
+    """A chat. The fields of `_ONLY_DEFAULT` must have their defaults.
+
+    Once it is read, its messages have text for content and objects for the arguments of tool calls, as templates need.
+    """
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     model: str = ""
@@ -51,7 +58,7 @@ class ChatFields(SamplingFields):
     tool_choice: str | dict[str, Any] = "auto"
     stop: _Text | Annotated[list[_Text], Meta(max_length=16)] = msgspec.field(default_factory=list)
     stream: bool = False
-    stream_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    stream_options: _StreamOptions = msgspec.field(default_factory=_StreamOptions)
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -66,9 +73,10 @@ class ChatFields(SamplingFields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class _Named(msgspec.Struct):
@@ -99,20 +107,9 @@ class _Message(msgspec.Struct):
     audio: object = None
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """Holds a chat. `messages` have text for content and objects for the arguments of tool calls, as templates need."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    stops: tuple[str, ...]
-    stream_usage: bool
-    fields: ChatFields
-
-
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """Read a chat. Raises ApiError naming the field that is wrong or not supported."""
-    given = read_fields(body, ChatFields, ignored=_LABELS | HARMLESS - _READ_HARMLESS)
+    given = read_fields(body, ChatRequest, ignored=_LABELS | HARMLESS - _READ_HARMLESS)
     for name, why in _ONLY_DEFAULT.items():
         if getattr(given, name) != getattr(_DEFAULTS, name):
             raise refused(name, why)
@@ -120,13 +117,10 @@ def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     if given.tool_choice not in ("auto", "none"):
         raise refused("tool_choice", 'must be "auto" or "none": the gateway cannot force the model to call a tool')
     checked(given.tools, list[_Tool], "tools")
-    return ChatRequest(
-        messages=[_message(f"messages[{index}]", each) for index, each in enumerate(given.messages)],
-        tools=[] if given.tool_choice == "none" else given.tools,
-        stops=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop),
-        stream_usage=bool(checked(given.stream_options, _StreamOptions, "stream_options").include_usage),
-        fields=given,
-    )
+    given.messages = [_message(f"messages[{index}]", each) for index, each in enumerate(given.messages)]
+    if given.tool_choice == "none":
+        given.tools = []
+    return given
 
 
 def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +158,7 @@ def _given_call(where: str, given: dict[str, Any], call: _Call) -> dict[str, Any
     return {**given, "type": "function", "function": {**given["function"], "arguments": arguments}}
 
 
-_DEFAULTS = ChatFields(messages=[])
+_DEFAULTS = ChatRequest(messages=[])
 
 
 # --- answers

@@ -49,7 +49,8 @@ class TextStream:
         sure, stopped = cut_at(text, self._stops)
         if not stopped:
             sure = sure.rstrip(_UNFINISHED)
-            sure = sure[: len(sure) - self._may_stop(sure)]
+            may_stop = max((overlap(sure, stop) for stop in self._stops), default=0)
+            sure = sure[: len(sure) - may_stop]
         if self._tools is not None:
             sure = self._tools.certain_content(sure)
         return self._send(sure)
@@ -63,10 +64,6 @@ class TextStream:
             return ""  # a decoder changed its mind about the last characters; the next piece may fit again
         piece, self._sent = content[len(self._sent) :], content
         return piece
-
-    def _may_stop(self, text: str) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        return max((overlap(text, stop) for stop in self._stops), default=0)
 
 
 STREAM_S = 0.2  # between two pieces of a streamed response
@@ -108,10 +105,10 @@ class Chats:
                 "finish_reason": finish_of(turn, part, stopped),
                 "logprobs": await self._logprobs(chat, part),
             }
-            choices.append(choice | (token_fields(part) if request.fields.return_token_ids else {}))
+            choices.append(choice | (token_fields(part) if request.return_token_ids else {}))
         answer = head_of(exchange.id, self._model, int(time.time()), chunk=False)
         answer |= {"choices": choices, "usage": usage_of(len(exchange.prompt_ids), [part for part, _, _ in ends])}
-        if request.fields.return_token_ids:
+        if request.return_token_ids:
             answer["prompt_token_ids"] = exchange.prompt_ids
         return answer | exchange.fields()
 
@@ -127,13 +124,13 @@ class Chats:
             async for delta in self._deltas(chat, index, parts):
                 last = index == count - 1 and delta["finish_reason"] is not None
                 await send({**head, "choices": [delta]} | (exchange.fields() if last else {}))
-        if request.stream_usage:
+        if request.stream_options.include_usage:
             usage = usage_of(len(exchange.prompt_ids), parts)
             await send({**head, "choices": [], "usage": usage} | exchange.fields())
 
     async def _begin(self, request: ChatRequest, exchange: Exchange, interval_s: float | None) -> _Chat:
         """Make the prompt of a chat, and ask for the responses to it. Raises ApiError."""
-        kwargs, session = request.fields.chat_template_kwargs, exchange.session
+        kwargs, session = request.chat_template_kwargs, exchange.session
         keys = keys_of(root_key(request.tools, kwargs), request.messages)
         parent, known = (None, 0) if session is None else _continued(session, keys)
         added: tuple[tuple[str, str], ...] = ()
@@ -144,7 +141,7 @@ class Chats:
             prompt = await self._text.next_prompt(before, parent.response_ids.tolist(), messages, kwargs)
             added = tuple((each["role"], each["content"]) for each in messages)
         format_ = await self._text.tool_format() if request.tools else None
-        exchange.begin(prompt, request.fields.choice(self._limits, len(prompt)), parent, interval_s)
+        exchange.begin(prompt, request.choice(self._limits, len(prompt)), parent, interval_s)
         return _Chat(request, exchange, added, keys[-1], format_)
 
     async def _progress(self, chat: _Chat, response: Generation) -> AsyncIterator[tuple[ResponsePart, bool, bool]]:
@@ -183,7 +180,7 @@ class Chats:
         return turn
 
     async def _logprobs(self, chat: _Chat, part: ResponsePart) -> dict[str, Any] | None:
-        if not chat.request.fields.logprobs:
+        if not chat.request.logprobs:
             return None
         return chat_logprobs(await self._text.token_texts(part.response_ids), part.logprobs)
 
@@ -194,7 +191,7 @@ class Chats:
             new, known = tokens_from(part, min(known, len(part.response_ids))), len(part.response_ids)
             if not whole:
                 piece = stream.piece(await self._text.text(part.response_ids, tools=tools))
-                if piece or chat.request.fields.logprobs:
+                if piece or chat.request.logprobs:
                     yield delta_choice(index, _content(piece)) | await self._more(chat, new)
                 continue
             turn = await self._record(chat, index, part)
@@ -203,11 +200,11 @@ class Chats:
             if turn.calls:
                 calls = [{"index": number, **call} for number, call in enumerate(turn.calls)]
                 yield delta_choice(index, {"tool_calls": calls})
-            end = token_fields(part) if chat.request.fields.return_token_ids else {}
+            end = token_fields(part) if chat.request.return_token_ids else {}
             yield delta_choice(index, {}, finish_of(turn, part, stopped), **end)
 
     async def _more(self, chat: _Chat, new: ResponsePart) -> dict[str, Any]:
-        return {"logprobs": await self._logprobs(chat, new)} if chat.request.fields.logprobs else {}
+        return {"logprobs": await self._logprobs(chat, new)} if chat.request.logprobs else {}
 
 
 def _content(piece: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 from megarl.gateway.request_fields import ApiError, not_generated
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
 from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, Failure
+from megarl.rollout.transport.link import fate_of_actor, own_text
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,8 @@ class ControllerClient:
             names, dropped = [each for each in self._unsent if each in self._open], list(self._dropped)
             self._unsent.clear()
             self._dropped.clear()
+            if not names and not dropped:  # they have ended before they were sent
+                continue
             try:
                 wanted = [self._wanted(each) for each in names]
                 async with asyncio.timeout(self._rpc_s):
@@ -184,7 +187,7 @@ class ControllerClient:
             except Exception as error:
                 self._lost_at = self._lost_at or time.monotonic()
                 await asyncio.sleep(RETRY_S)
-                if "ActorDied" in type(error).__name__:
+                if fate_of_actor(error) == "died":
                     logger.warning("the rollout controller has died: %d requests wait for another one", len(self._open))
                     return
                 logger.warning("the rollout controller does not answer and is asked again: %s", _line(error))
@@ -207,5 +210,4 @@ class ControllerClient:
 
 def _line(error: BaseException) -> str:
     """Return what an actor raised in one line."""
-    text = str(getattr(error, "cause", None) or error).strip().splitlines()
-    return text[-1] if text else type(error).__name__
+    return own_text(error) or type(error).__name__

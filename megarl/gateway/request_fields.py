@@ -45,12 +45,6 @@ def refused(field: str, why: str) -> ApiError:
     return ApiError(400, f"{field}: {why}", field=field)
 
 
-def unauthorized() -> ApiError:
-    """Return the error of a request without the right token."""
-    told = "the bearer token is missing or wrong; the token of this gateway is in the file that gateway.json names"
-    return ApiError(401, told, kind="authentication_error", code="invalid_api_key")
-
-
 def too_many(message: str) -> ApiError:
     """Return the error of a request for which there is no room now."""
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
@@ -63,17 +57,6 @@ def no_session() -> ApiError:
         f"or its gateway has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
     )
     return ApiError(404, told, code="session_not_found")
-
-
-def too_long(prompt: int, most: int) -> ApiError:
-    """Return the error of a prompt after which no token fits."""
-    told = f"the prompt has {prompt} tokens; with one of a response it may have {most} (max_model_len)"
-    return ApiError(400, told, field="messages", code=TOO_LONG)
-
-
-def no_turn_left(most: int) -> ApiError:
-    """Return the error of a request beyond those that its session may make."""
-    return ApiError(400, f"the session has made the {most} requests that it may make (most_turns)", code=NO_TURN_LEFT)
 
 
 def not_generated(failure: Failure, message: str) -> ApiError:
@@ -141,7 +124,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Return what is asked of the engine; `max_tokens` is cut to what fits. Raises ApiError."""
         room = limits.max_model_len - prompt_tokens
         if room < 1:
-            raise too_long(prompt_tokens, limits.max_model_len)
+            told = f"the prompt has {prompt_tokens} tokens; with one of a response it may have {limits.max_model_len} (max_model_len)"  # noqa: E501
+            raise ApiError(400, told, field="messages", code=TOO_LONG)
         stops = check_tokens(f"{where}.stop_token_ids".lstrip("."), self.stop_token_ids, limits)
         if self.top_k > limits.vocabulary:
             raise refused(f"{where}.top_k".lstrip("."), f"the model has {limits.vocabulary} tokens")
@@ -220,7 +204,8 @@ class SessionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises ApiError if the session may not make so many.
         """
         if self.most_turns is not None and number >= self.most_turns:
-            raise no_turn_left(self.most_turns)
+            told = f"the session has made the {self.most_turns} requests that it may make (most_turns)"
+            raise ApiError(400, told, code=NO_TURN_LEFT)
         most = min(asked.spec.max_tokens, self.sampling.max_tokens)
         stops = tuple(sorted({*asked.spec.stop_token_ids, *self.sampling.stop_token_ids}))
         seed = None if self.seed is None else request_seed(self.seed, 0, 0, number)

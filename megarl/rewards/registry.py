@@ -91,20 +91,6 @@ def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's 
     return result
 
 
-def import_path(function: Callable[..., object] | str) -> str:
-    """Return the import path of a callable; raises ValueError if another process cannot import it by that path."""
-    if isinstance(function, str):
-        return function
-    name = getattr(function, "__qualname__", "")
-    module = getattr(function, "__module__", "")
-    if not name or "<" in name or module in ("", "__main__"):
-        raise ValueError(
-            f"reward function {function!r} cannot be imported by another process: define it at the top level "
-            "of a module and pass `package.module:function`"
-        )
-    return f"{module}:{name}"
-
-
 def _adapt(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
     """Return a function of one sample that calls `target` with the arguments its signature requires."""
     parameters = _open_parameters(name, target, kwargs)

@@ -26,7 +26,6 @@ from megarl.common.process.threads import ThreadResults
 from megarl.common.values import GIB
 from megarl.rewards.failures import Failures
 from megarl.rewards.process import RewardAnswer, RewardProcess
-from megarl.rewards.registry import import_path
 from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardOutcome, RewardSpec
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class RewardPool:
     a sample whose function hung, raised, crashed or returned no finite number. If these are more than `max_error_share`
     of a function's latest samples, and `min_errors` or more, the pool fails with the function's own message. `report`
     is given the messages that a person should see at once. All processes start at the same time, by `start()` or by the
-    first sample. Raises ValueError if another process could not import a function or receive its arguments.
+    first sample. Raises ValueError if another process could not receive a function's arguments.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class RewardPool:
                 f"a reward pool needs workers >= 1 and timeout_s > 0, not reward.workers={workers} and "
                 f"reward.timeout_s={timeout_s}"
             )
-        self.functions = tuple(replace(each, function=import_path(each.function)) for each in functions)
+        self.functions = tuple(functions)
         for each in self.functions:
             try:
                 pickle.dumps(each.kwargs)

@@ -9,8 +9,8 @@ import platform
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import astuple
 
 from megarl.sandbox.bubblewrap import Descriptors, Programs, command
@@ -102,12 +102,13 @@ class Sandbox:
         SandboxBusyError if no place became free in time, and SandboxError if the sandbox cannot be had or is closed.
         A cancelled call ends its run.
         """
-        loop = asyncio.get_running_loop()
-        began = asyncio.Event()
+        began: Future[None] = Future()
         cancellation = self._new_run()
 
         def work() -> RunResult:
-            loop.call_soon_threadsafe(began.set)
+            if not began.set_running_or_notify_cancel():
+                raise SandboxError("nobody waits for the program any more")
+            began.set_result(None)
             return self._run(source, stdin.encode("utf-8", "replace"), None, timeout_s, cancellation)
 
         try:
@@ -119,15 +120,13 @@ class Sandbox:
         def ended(_: object) -> None:
             # Only when the thread does not need it any more, which may be later than this call.
             self._forget(cancellation)
-            with suppress(RuntimeError):  # the loop has ended before
-                loop.call_soon_threadsafe(began.set)  # also for a run that was closed before it began
+            began.cancel()  # of a run that was closed before it began
 
         future.add_done_callback(ended)
         result = asyncio.wrap_future(future)
         try:
-            async with asyncio.timeout(self.queue_s) as waiting:
-                await began.wait()
-                waiting.reschedule(None)
+            async with asyncio.timeout(self.queue_s):
+                await asyncio.wrap_future(began)
             return await result
         except TimeoutError as error:
             cancellation.cancel()
@@ -138,6 +137,7 @@ class Sandbox:
             ) from error
         except asyncio.CancelledError:
             cancellation.cancel()
+            result.cancel()
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # it was not this call that was cancelled
                 raise SandboxError("the sandbox was closed before the program began") from None
@@ -183,7 +183,7 @@ class Sandbox:
         self, source: str, stdin: bytes | int, stdout: int | None, timeout_s: float | None, cancellation: Cancellation
     ) -> RunResult:
         seconds = self.limits.timeout_s if timeout_s is None else timeout_s
-        with OwnedDescriptors() as owned, _slot() as slot:
+        with closing(OwnedDescriptors()) as owned, _slot() as slot:
             for each in (stdin, stdout):
                 if isinstance(each, int):
                     owned.add(each)

@@ -20,7 +20,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO
 
 from megarl.sandbox.bubblewrap import MIB, PROGRAM, SCRATCH
@@ -31,23 +30,11 @@ from megarl.sandbox.limits import LimitName, Limits, RunResult, SandboxError
 _HELD = ("RssAnon", "RssShmem", "VmSwap")
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Bytes of memory of all processes and of the scratch directory; and the entries of that directory."""
+def usage(init: int) -> tuple[int, int] | None:
+    """Return (bytes, entries) of the sandbox whose init has the pid `init` on the host; None if it has ended.
 
-    memory: int
-    entries: int
-
-    @property
-    def memory_mib(self) -> float:
-        """The memory in MiB."""
-        return self.memory / MIB
-
-
-def usage(init: int) -> Usage | None:
-    """Return what the sandbox holds whose init has the pid `init` on the host; None if it has ended.
-
-    The sandbox has a /proc of its own, so only its processes are counted. Raises PermissionError if it is hidden.
+    Bytes of memory of all processes and of the scratch directory, and the entries of that directory. The sandbox has a
+    /proc of its own, so only its processes are counted. Raises PermissionError if it is hidden.
     """
     root = f"/proc/{init}/root"
     try:
@@ -59,7 +46,7 @@ def usage(init: int) -> Usage | None:
         return None
     memory = sum(_held(f"{root}/proc/{name}/status") for name in processes)
     memory += (scratch.f_blocks - scratch.f_bfree) * scratch.f_frsize
-    return Usage(memory, scratch.f_files - scratch.f_ffree)
+    return memory, scratch.f_files - scratch.f_ffree
 
 
 def _held(path: str) -> int:
@@ -72,24 +59,11 @@ def _held(path: str) -> int:
     return sum(int(fields[name].split()[0]) << 10 for name in _HELD if name in fields)
 
 
-# Descriptors that belong to a block of code, each closed once: where its use ends, or at the end of the block.
-
-
 class OwnedDescriptors:
-    """A context manager; one thread uses it."""
+    """Descriptors that one thread uses, each closed once: where its use ends, or by `close` without arguments."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
-
-    def __enter__(self) -> OwnedDescriptors:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close what is still open."""
-        self.close(*self._open)
 
     def add(self, descriptor: int) -> int:
         """Take over a descriptor, and return it."""
@@ -110,8 +84,8 @@ class OwnedDescriptors:
         return descriptor
 
     def close(self, *descriptors: int) -> None:
-        """Close those of the descriptors that are still open here."""
-        for descriptor in set(descriptors) & self._open:
+        """Close those of the descriptors that are still open here; all of them if none is named."""
+        for descriptor in (set(descriptors) or set(self._open)) & self._open:
             self._open.discard(descriptor)
             os.close(descriptor)
 
@@ -280,9 +254,10 @@ class SupervisedRun:
         found = None if self._init is None else usage(self._init)
         if found is None:
             return
-        if found.memory_mib > self._limits.memory_mib:
+        memory, entries = found
+        if memory > self._limits.memory_mib * MIB:
             self._limit = "memory"
-        elif found.entries > self._limits.entries:
+        elif entries > self._limits.entries:
             self._limit = "disk"
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS
 from megarl.queue.streams import ADVANTAGES, CE_WEIGHTS, STREAMS, Stream
 from megarl.queue.trajectory import Trajectory
 
@@ -141,21 +141,6 @@ class MicroBatch:
         }
         streams = {name: value.to(device, non_blocking=True) for name, value in self.streams.items()}
         return replace(self, **moved, streams=streams)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """The micro-batches of this replica on the CPU, and what all replicas hold together."""
-
-    micro_batches: list[MicroBatch]
-    counts: GlobalCounts  # of the trained tokens
-    tokens: int  # of all samples, prompts included
-    non_empty: int  # micro-batches that hold samples
-
-    @property
-    def weighted(self) -> bool:
-        """True if samples bring weights of a term, so that its counts are others. Equal on all replicas."""
-        return any(name in batch.streams for batch in self.micro_batches for name in WEIGHT_STREAMS)
 
 
 def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:

@@ -10,7 +10,7 @@ statistics.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl import platforms
 from megarl.algorithms.objective.objective import LossFunction, LossInputs, MicroBatchLoss, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import GlobalCounts, TermCounts, count_terms
+from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts, TermCounts, count_terms
 from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.checkpoint.format.load_weights import load_weights
 from megarl.common.process.memory_tuning import keep_freed_memory
@@ -40,7 +40,6 @@ from megarl.models.megatron.layout import Layout
 from megarl.queue.streams import OLD_LOGPROBS, ROLLOUT_LOGPROBS, SOURCES
 from megarl.trainer.batch import (
     MicroBatch,
-    PackedBatch,
     TrainSample,
     agreed_streams,
     check_samples,
@@ -139,17 +138,13 @@ class Policy:
         """The steps after which the reference model has taken the policy's weights; 0: it has those it began with."""
         return 0 if self.reference is None else self.reference.refreshed
 
-    def reference_due(self, steps_done: int) -> bool:
-        """Tell whether the reference model takes the policy's weights after `steps_done` steps."""
-        every = self.config.reference.refresh_steps
-        return self.reference is not None and every is not None and steps_done > 0 and steps_done % every == 0
-
     def refresh_reference(self, steps_done: int) -> bool:
         """Give the reference model the policy's weights if that is due after `steps_done` steps; tell whether it was.
 
         Collective only in that every rank must call it: each copies its own shards.
         """
-        if self.reference is None or not self.reference_due(steps_done):
+        every = self.config.reference.refresh_steps
+        if self.reference is None or every is None or steps_done == 0 or steps_done % every:
             return False
         self.reference.take_weights(self.module_chunks, steps_done)
         return True
@@ -171,7 +166,7 @@ class Policy:
         """
         if reference and self.reference is None:
             raise ValueError("there is no reference model because algorithm.kl.coef is 0")
-        plan = self._pack(samples)
+        micro_batches, _ = self._pack(samples, self._tell_all(samples))
         frozen = self.teachers[teacher] if teacher else self.reference if reference else None
         chunks = self.module_chunks if frozen is None else frozen.chunks
         vocabulary = (self.info if frozen is None else frozen.info).vocab_size
@@ -180,9 +175,9 @@ class Policy:
             return self._response_logprobs(chunk, hidden_1TH, batch, with_entropy=False, vocab_size=vocabulary)[0]
 
         with nullcontext() if frozen is None else frozen.placement.resident():
-            parts = forward_only(chunks, self._on_device(plan), rows)
-        logprobs_R = self._from_last_stage(parts, plan)
-        order = [index for batch in plan.micro_batches for index in batch.samples]
+            parts = forward_only(chunks, micro_batches, rows)
+        logprobs_R = self._from_last_stage(parts, micro_batches)
+        order = [index for batch in micro_batches for index in batch.samples]
         by_index = dict(zip(order, unpack(logprobs_R, samples, order), strict=True))
         return [by_index[index].clone() for index in range(len(samples))]
 
@@ -245,25 +240,28 @@ class Policy:
         The weights do not change. Raises as `update` does, except NonFiniteError.
         """
         self._check_trainable(samples)
-        plan = self._pack(samples)
-        if counts is not None and counts != plan.counts:
-            raise ValueError(f"the replicas hold {plan.counts} together, but the caller counted {counts}")
-        if not plan.counts.tokens:
+        everyone = self._tell_all(samples)
+        trained = [tokens for part in everyone for tokens in part.trained]
+        found = GlobalCounts.of(trained, self.config.sampling.max_tokens)
+        if counts is not None and counts != found:
+            raise ValueError(f"the replicas hold {found} together, but the caller counted {counts}")
+        if not found.tokens:
             raise NoTokensError("no replica holds a trained token; skip this update")
-        terms = self._term_counts(samples, plan)
+        micro_batches, non_empty = self._pack(samples, everyone)
+        terms = self._term_counts(samples, found, micro_batches[0].streams)
         for chunk in self.module_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         clear_aux_losses()
         with_entropy = measure_entropy or self._needs_entropy
         gaps = OriginGaps.zeros(self._buckets, platforms.current().device)
-        function = self._loss_function(plan, terms, with_entropy, gaps)
+        function = self._loss_function(sum(sum(part.lengths) for part in everyone), terms, with_entropy, gaps)
         keys: list[str] = []
         parts = forward_backward(
-            self.module_chunks, self._on_device(plan), function, on_backward=lambda batch: keys.extend(batch.keys)
+            self.module_chunks, micro_batches, function, on_backward=lambda batch: keys.extend(batch.keys)
         )
         self.trained_keys = keys
-        metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, plan.non_empty)
+        metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, non_empty)
         if not with_entropy:
             del metrics["entropy"]
         return metrics
@@ -276,25 +274,30 @@ class Policy:
     def _configured_loss(self, inputs: LossInputs) -> MicroBatchLoss:
         return micro_batch_loss(self._objective, inputs)
 
-    def _term_counts(self, samples: Sequence[TrainSample], plan: PackedBatch) -> TermCounts:
-        """Return the counts of each term over all replicas. Collective if samples bring weights.
+    def _term_counts(
+        self, samples: Sequence[TrainSample], trained: GlobalCounts, streams: Collection[str]
+    ) -> TermCounts:
+        """Return the counts of each term over all replicas. Collective if samples bring weights in their `streams`.
 
         Raises NoTokensError if no token is in any term.
         """
-        if not plan.weighted:
-            return TermCounts.without_streams(plan.counts)
-        own = count_terms(((sample.trained_mask, sample.streams) for sample in samples), plan.counts.max_tokens)
+        if not any(name in streams for name in WEIGHT_STREAMS):
+            return TermCounts.without_streams(trained)
+        own = count_terms(((sample.trained_mask, sample.streams) for sample in samples), trained.max_tokens)
         everyone = all_gather(own, _COUNTS, parallel_state.get_data_parallel_group())
-        counts = TermCounts.total(everyone, plan.counts.max_tokens)
+        counts = TermCounts.total(everyone, trained.max_tokens)
         if counts.empty:
             raise NoTokensError("no token has a weight in any term of the loss; skip this update")
         return counts
 
     def _loss_function(
-        self, plan: PackedBatch, terms: TermCounts, with_entropy: bool, gaps: OriginGaps
+        self, tokens: int, terms: TermCounts, with_entropy: bool, gaps: OriginGaps
     ) -> WithLoss[LossStats]:
-        """Return the function that the pipeline calls on the hidden states of each micro-batch; it adds to `gaps`."""
-        scale = plan.tokens / aux_loss_scale(self.tf_config)
+        """Return the function that the pipeline calls on the hidden states of each micro-batch; it adds to `gaps`.
+
+        `tokens`: of all samples of all replicas, prompts included.
+        """
+        scale = tokens / aux_loss_scale(self.tf_config)
 
         def loss(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
             logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy)
@@ -335,12 +338,17 @@ class Policy:
             compiled=self._compiled_head,
         )
 
-    def _pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
-        """Tell the other replicas about these samples, and pack them. Collective. Raises ValueError for a wrong one."""
-        lengths = [sample.length for sample in samples]
-        own = _Shapes(lengths, [sample.trained_tokens for sample in samples], common_streams(samples))
-        group = parallel_state.get_data_parallel_group()
-        everyone = all_gather(own, _SHAPES, group)
+    def _tell_all(self, samples: Sequence[TrainSample]) -> list[_Shapes]:
+        """Tell all replicas about these samples, and return what each has told. Collective."""
+        trained = [sample.trained_tokens for sample in samples]
+        own = _Shapes([sample.length for sample in samples], trained, common_streams(samples))
+        return all_gather(own, _SHAPES, parallel_state.get_data_parallel_group())
+
+    def _pack(self, samples: Sequence[TrainSample], everyone: Sequence[_Shapes]) -> tuple[list[MicroBatch], int]:
+        """Return this replica's micro-batches on the device, and how many of all replicas hold samples.
+
+        Raises ValueError for a sample that is wrong.
+        """
         check_samples(samples, self.info.vocab_size)
         stages = self.layout.pipeline
         plans = plan_micro_batches(
@@ -349,18 +357,11 @@ class Policy:
             multiple_of=stages if self.layout.virtual_pipeline else 1,
             minimum=stages,  # fewer leave stages idle, and fail in an interleaved schedule
         )
-        agreed = agreed_streams(part.streams for part in everyone if part.lengths)
-        align = self.layout.tensor if self.layout.sequence else 1
-        trained = [tokens for part in everyone for tokens in part.trained]
-        return PackedBatch(
-            micro_batches=[pack(samples, indices, align, agreed) for indices in plans[group.rank()]],
-            counts=GlobalCounts.of(trained, self.config.sampling.max_tokens),
-            tokens=sum(sum(part.lengths) for part in everyone),
-            non_empty=sum(bool(indices) for plan in plans for indices in plan),
-        )
-
-    def _on_device(self, plan: PackedBatch) -> list[MicroBatch]:
-        return [batch.to(platforms.current().device) for batch in plan.micro_batches]
+        streams = agreed_streams(part.streams for part in everyone if part.lengths)
+        align, device = self.layout.tensor if self.layout.sequence else 1, platforms.current().device
+        mine = plans[parallel_state.get_data_parallel_rank()]
+        micro_batches = [pack(samples, indices, align, streams).to(device) for indices in mine]
+        return micro_batches, sum(bool(indices) for plan in plans for indices in plan)
 
     def _check_trainable(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:
@@ -368,15 +369,15 @@ class Policy:
                 if name not in sample.streams:
                     raise ValueError(f"sample {sample.key} has no {name}, which the loss needs")
 
-    def _from_last_stage(self, parts: list[Tensor], plan: PackedBatch) -> Tensor:
+    def _from_last_stage(self, parts: list[Tensor], micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the last stage's `parts` ([R] each) on every rank of the replica, on the CPU.
 
         The result is fp32 [R] with R over all non-empty micro-batches.
         """
-        sizes = [batch.targets_R.numel() for batch in plan.micro_batches if not batch.is_empty]
+        sizes = [batch.targets_R.numel() for batch in micro_batches if not batch.is_empty]
         device = platforms.current().device
         values_R = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        kept = [part for part, batch in zip(parts, plan.micro_batches, strict=False) if not batch.is_empty]
+        kept = [part for part, batch in zip(parts, micro_batches, strict=False) if not batch.is_empty]
         if kept:
             values_R = torch.cat(kept)
         if self.layout.pipeline > 1 and sizes:

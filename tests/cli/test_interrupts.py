@@ -96,6 +96,8 @@ def check_another_replay(command: list[str], out: Path, model: Path) -> None:
     assert again.returncode == 0, again.stderr
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
+    before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["policy/loss"] for line in before[:2]] == [line["policy/loss"] for line in lines]
     assert lines[0]["policy/updates"] == UPDATES and lines[0]["time/update"] > 0
     assert differing(out / "hf", model) and read_hf(out / "hf").keys() == read_hf(model).keys()
     assert (out / "hf" / "tokenizer.json").is_file()

@@ -1,4 +1,4 @@
-"""`megarl launch` chooses the scheduler and waits for its script, which decides what a Ctrl-C or a SIGTERM means."""
+"""`megarl launch` chooses the scheduler and becomes the local script, which decides what stop signals mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from megarl.cli import launch, main
 from tests.support.checkout import environment
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import tree, write_problems
-from tests.support.waiting import wait_until
 
 # A script as launch/local.sh: it traps the signals, and ends in its own time.
 SCRIPT = """
@@ -33,7 +32,7 @@ LAUNCH = "import sys; from megarl.cli.launch import run_script; sys.exit(run_scr
     ("to_group", "number", "name"), [(True, signal.SIGINT, "INT"), (False, signal.SIGTERM, "TERM")]
 )
 def test_the_script_ends_in_its_own_time(to_group: bool, number: signal.Signals, name: str) -> None:
-    """Ctrl-C sends SIGINT to the whole group; a SIGTERM to the command alone is passed on."""
+    """Ctrl-C sends SIGINT to the whole group, and a SIGTERM goes to the command alone, which has become the script."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, SCRIPT], env=environment(), text=True, stdout=subprocess.PIPE,
         start_new_session=True,
@@ -46,38 +45,6 @@ def test_the_script_ends_in_its_own_time(to_group: bool, number: signal.Signals,
             process.send_signal(number)
         assert process.communicate(timeout=120)[0].split() == [name, "saved"]
         assert process.returncode == 7
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-EARLY = """
-import os, signal, subprocess, sys
-from megarl.cli.launch import run_script
-class Early(subprocess.Popen):
-    def __init__(self, *arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        super().__init__(*arguments)
-        self.stdout = None
-subprocess.Popen = Early
-sys.exit(run_script(['bash', '-c', 'trap "exit 7" TERM; while true; do sleep 0.1; done']))
-"""
-
-
-def group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_a_sigterm_while_the_script_is_being_started_is_passed_on() -> None:
-    """Else this process would end by it, and the job would go on."""
-    process = subprocess.Popen([sys.executable, "-c", EARLY], env=environment(), start_new_session=True)
-    try:
-        assert process.wait(timeout=60) in (7, 256 - signal.SIGTERM)  # the latter before bash has set its trap
-        wait_until(lambda: not group_lives(process.pid), 60, "the end of the script")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -178,38 +178,6 @@ def test_a_batch_of_which_the_run_has_dropped_other_groups_is_not_trained_on(dro
         replay_steps(None, config, dropping / "batches", [1], schedule=kept)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow  # test_interrupts.py has a replay by the command line into a directory that is not empty
-def test_command_line_on_one_rank(recorded, tmp_path):
-    import subprocess
-    import sys
-
-    out = tmp_path / "again"
-    command = [
-        sys.executable,
-        "-m",
-        "megarl",
-        "replay",
-        "--run-dir",
-        str(recorded),
-        "--steps",
-        "2",
-        "--out",
-        str(out),
-        "--export",
-    ]
-    for _ in range(2):
-        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr + ended.stdout
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]  # as the run itself numbered them
-    before = [json.loads(line) for line in (out / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["policy/loss"] for line in before] == [line["policy/loss"] for line in lines]
-    assert lines[0]["policy/updates"] == 2 and lines[0]["time/update"] > 0
-    exported = read_hf(out / "hf")
-    assert distance(exported, read_hf(recorded.parent / "model")) > 0
-    assert (out / "hf" / "tokenizer.json").is_file()
-
-
 def test_config_of_the_run_with_overrides(recorded, tmp_path):
     config = replay_config(recorded, tmp_path / "out", ["trainer.optimizer.lr=1e-5"])
     assert config.trainer.optimizer.lr == 1e-5 and config.run_dir == tmp_path / "out"

@@ -14,8 +14,11 @@ import pyarrow.parquet
 import pytest
 
 from megarl.cli import main
+from megarl.common.errors import Findings
+from megarl.config.derived.datasets import all_sets
+from megarl.config.schema import Config
 from megarl.data import check_files
-from megarl.data.check_files import data_file_findings
+from megarl.data.check_files import Tell, data_file_findings
 from tests.support.checkout import environment
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import config, tree, write_problems
@@ -23,8 +26,12 @@ from tests.support.trainer.configs import config, tree, write_problems
 BAD = '{"problem": 3, "answer": "1"}\n\n{"problem": "a", "answer" "1"}\n{"problem": "a", "answer": "1"}\n[1]\n'
 
 
+def findings(chosen: Config, tell: Tell | None = None) -> Findings:
+    return data_file_findings(all_sets(chosen), tell)
+
+
 def test_sound_files_are_no_problem(tmp_path: Path) -> None:
-    assert data_file_findings(config("model", write_problems(tmp_path / "good.jsonl", 8))).problems == []
+    assert findings(config("model", write_problems(tmp_path / "good.jsonl", 8))).problems == []
 
 
 def test_all_bad_rows_of_all_sets_are_told(tmp_path: Path) -> None:
@@ -33,7 +40,7 @@ def test_all_bad_rows_of_all_sets_are_told(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     sets = [{"name": "held", "path": str(empty)}, {"name": "gone", "path": str(tmp_path / "gone.jsonl")}]
-    problems = data_file_findings(config("model", bad, evaluation__sets=sets)).problems
+    problems = findings(config("model", bad, evaluation__sets=sets)).problems
     assert problems == [
         f"data: {bad}:9: field 'problem' must be a non-empty string, not 3",
         f"data: {bad}:11:27: not JSON: Expecting ':' delimiter",
@@ -47,8 +54,8 @@ def test_with_a_changed_field_the_message_is_about_that_field(tmp_path: Path) ->
     """The row would be recognised without it, so it must not be said that it has no known format."""
     path = tmp_path / "gsm8k.jsonl"
     path.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
-    assert data_file_findings(config("model", path)).problems == []
-    [problem] = data_file_findings(config("model", path, data__prompt_field="qestion")).problems
+    assert findings(config("model", path)).problems == []
+    [problem] = findings(config("model", path, data__prompt_field="qestion")).problems
     assert "there is no field 'qestion' (data.prompt_field)" in problem and "['answer', 'question']" in problem
     assert "unknown format" not in problem
 
@@ -70,7 +77,7 @@ def with_mistakes(path: Path, count: int) -> list[str]:
 def test_of_each_kind_of_mistake_the_first_rows_are_told_and_all_are_counted(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     with_mistakes(bad, 60)
-    problems = data_file_findings(config("model", bad)).problems
+    problems = findings(config("model", bad)).problems
     left = "and 20 more (megarl plan --all-mistakes prints each)"
     fields, syntax = (problem.split("\n      ") for problem in problems)
     numbers = [f"{bad}:{2 + 2 * n}, not {n}" for n in range(10)]
@@ -83,9 +90,9 @@ def test_every_mistake_of_the_whole_file_is_told_on_request(tmp_path: Path, monk
     bad = tmp_path / "bad.jsonl"
     expected = with_mistakes(bad, 60)
     monkeypatch.setattr(check_files, "MOST_ROWS", 1)
-    assert data_file_findings(config("model", bad)).problems == []
+    assert findings(config("model", bad)).problems == []
     told: list[str] = []
-    problems = data_file_findings(config("model", bad), lambda mistake: told.append(str(mistake))).problems
+    problems = findings(config("model", bad), lambda mistake: told.append(str(mistake))).problems
     assert told == expected
     assert [problem.split("\n      ")[-1] for problem in problems] == ["and 20 more"] * 2
 
@@ -102,10 +109,10 @@ def test_a_file_with_more_rows_than_are_checked_is_named(
     held = [{"name": name, "path": str(path), "limit": limit} for name, limit in (("few", 8), ("many", 9))]
     monkeypatch.setattr(check_files, "MOST_ROWS", 8)
     note = f"{path}: the first 8 rows were checked; megarl plan --all-mistakes reads all"
-    assert data_file_findings(config("model", path, evaluation__sets=held)).notes == [note]
-    assert data_file_findings(config("model", path), lambda _: None).notes == []
+    assert findings(config("model", path, evaluation__sets=held)).notes == [note]
+    assert findings(config("model", path), lambda _: None).notes == []
     monkeypatch.setattr(check_files, "MOST_ROWS", 9)
-    assert data_file_findings(config("model", path)).notes == []
+    assert findings(config("model", path)).notes == []
 
 
 def test_rows_that_no_evaluation_uses_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +120,7 @@ def test_rows_that_no_evaluation_uses_are_not_missed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(check_files, "MOST_ROWS", 8)
     for limit, notes in ((7, 0), (9, 1), (None, 1)):
         held = [{"name": "held", "path": str(many), "limit": limit}]
-        assert len(data_file_findings(config("model", few, evaluation__sets=held)).notes) == notes
+        assert len(findings(config("model", few, evaluation__sets=held)).notes) == notes
 
 
 def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
@@ -126,7 +133,7 @@ def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
             told[-1] += 1
 
         tracemalloc.start()
-        assert data_file_findings(config("model", bad), tell).problems
+        assert findings(config("model", bad), tell).problems
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert told == [2_000, 20_000]
@@ -136,11 +143,11 @@ def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
 
 def test_rows_with_the_same_problem_are_together(tmp_path: Path) -> None:
     path = write_problems(tmp_path / "many.jsonl", 64)
-    [problem] = data_file_findings(config("model", path, data__prompt_field="question")).problems
+    [problem] = findings(config("model", path, data__prompt_field="question")).problems
     assert problem.startswith("data: 64 rows: there is no field 'question' (data.prompt_field)")
     assert f"\n      {path}:10; the row has ['answer', 'problem']\n      and 54 more" in problem
     path.write_text(write_problems(tmp_path / "good.jsonl", 1).read_text() + "no\n[1]\nno\n")
-    first, second = data_file_findings(config("model", path)).problems
+    first, second = findings(config("model", path)).problems
     assert first == f"data: 2 rows: not JSON: Expecting value\n      {path}:2:1\n      {path}:4:1"
     assert second == f"data: {path}:3: must be a JSON object, not list"
 

@@ -35,7 +35,7 @@ def test_two_runs_at_once_do_not_mix(tmp_path: Path) -> None:
         # A second start in a directory that is in use is refused, and harms nobody.
         again = subprocess.run(["launch/local.sh", str(long)], cwd=ROOT, env=environment(), capture_output=True,
                                text=True, timeout=120, check=False)  # fmt: skip
-        assert again.returncode == 2 and "is in use by launch" in again.stderr, again.stderr
+        assert again.returncode == 2 and "is in use by megarl launch" in again.stderr, again.stderr
         steps = len(step_records(dirs[1]))
         # To torchrun itself: its ranks get it too, and time to end their step.
         (torchrun,) = [p for p in survivors(dirs[1]) if "megarl.cluster.torchrun.run" in p.cmdline()]

@@ -43,15 +43,6 @@ def ended(path: Path) -> bool:
     return Path(f"/proc/{path.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.parametrize("fork", ["fork", "fork_exit", "fork_raise", "fork_c"])
-def test_a_child_of_the_worker_never_answers(pool: RewardPool, fork: str) -> None:
-    """A child that came back would answer for its parent's samples, with its own rewards."""
-    before = worker_pids(pool)
-    outcomes = run(pool, *(f"{fork} {number}" if number % 3 == 0 else f"ok {number}" for number in range(1, 31)))
-    assert outcomes == [RewardOutcome(float(number)) for number in range(1, 31)]
-    assert worker_pids(pool) == before  # none had to be replaced
-
-
 @pytest.mark.parametrize(
     ("attack", "sent"),
     [

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.rewards.registry import as_result, import_path, resolve
+from megarl.rewards.registry import as_result, resolve
 from megarl.rewards.types import RewardInput, RewardResult, Turn
-from tests.support.rewards import reward_functions
 
 SAMPLE = RewardInput(prompt="?", response="A", token_ids=[1, 2], finish_reason="length", answer="A", row={"k": 1})
 HERE = "tests.support.rewards.reward_functions"
@@ -76,10 +75,3 @@ def test_rewards_of_turns_are_one_for_each_turn_of_the_model() -> None:
                 continue
             with pytest.raises(ValueError, match=f"{count} turn_rewards, and the model had {most} turns"):
                 function(sample)
-
-
-def test_import_path() -> None:
-    assert import_path(reward_functions.plain) == f"{HERE}:plain"
-    assert import_path("gsm8k") == "gsm8k"
-    with pytest.raises(ValueError, match="top level"):
-        import_path(lambda: 0)

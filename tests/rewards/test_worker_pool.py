@@ -102,15 +102,6 @@ def test_a_hang_holds_up_nobody_on_the_other_worker(pool: RewardPool) -> None:
     asyncio.run(race())
 
 
-def test_results_are_in_order_and_many(pool: RewardPool) -> None:
-    outcomes = run(pool, *(f"ok {i}" for i in range(500)))
-    assert [o.score for o in outcomes] == [float(i) for i in range(500)]
-
-
-def test_what_a_function_prints_disturbs_nothing(pool: RewardPool) -> None:
-    assert run(pool, "print 3")[0] == RewardOutcome(3.0)
-
-
 @pytest.mark.slow
 def test_samples_after_a_hang_in_the_same_batch_are_still_judged() -> None:
     """One worker, batches of many: the hanging one is found among them, the rest goes to the replacement."""
@@ -141,11 +132,6 @@ def test_warm_up_does_not_count_as_a_samples_time() -> None:
         assert run(pool, "x")[0].error is None  # started by the first sample, not by start()
     finally:
         pool.close()
-
-
-def test_workers_are_processes_of_their_own(pool: RewardPool) -> None:
-    pids = {int(o.score) for o in run(pool, *["pid"] * 20)}
-    assert os.getpid() not in pids and pids <= set(worker_pids(pool))
 
 
 @pytest.mark.slow
@@ -269,9 +255,7 @@ def test_a_function_that_cannot_work_is_found_at_the_start(function: str, kwargs
         pool.close()
 
 
-def test_what_another_process_cannot_import_or_receive_is_found_at_once() -> None:
-    with pytest.raises(ValueError, match="cannot be imported by another process"):
-        make_reward_pool(lambda sample: 1.0)
+def test_what_another_process_cannot_receive_is_found_at_once() -> None:
     with pytest.raises(ValueError, match=r"reward\.kwargs cannot be sent"):
         make_reward_pool(FUNCTION, {"lock": threading.Lock()})
     with pytest.raises(ValueError, match="workers >= 1"):

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config.schema import Config
-from megarl.data import check_files, check_lengths
+from megarl.data import check_files, check_tokenizer
 from megarl.models.hf.read_config import load_info
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.run.start.checks import check_start, start_findings
@@ -96,7 +96,7 @@ def test_of_a_large_file_the_first_prompts_are_measured_and_a_note_says_so(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path / "rows.jsonl", SHORT, SHORT, LONG)
-    monkeypatch.setattr(check_lengths, "MOST_CHARACTERS", 2 * len(SHORT))
+    monkeypatch.setattr(check_tokenizer, "MOST_CHARACTERS", 2 * len(SHORT))
     planned = chosen(sound, path)
     found = start_findings(planned, load_info(sound))
     note = "data: the lengths of the first 2 prompts were checked; megarl plan --all-mistakes measures all"
@@ -110,7 +110,7 @@ def test_if_the_first_prompts_are_all_left_out_others_may_not_be(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     path = written(tmp_path / "rows.jsonl", LONG, LONG, SHORT)
-    monkeypatch.setattr(*((check_files, bound, 2) if bound == "MOST_ROWS" else (check_lengths, bound, 2 * len(LONG))))
+    monkeypatch.setattr(*((check_files, bound, 2) if bound == "MOST_ROWS" else (check_tokenizer, bound, 2 * len(LONG))))
     found = start_findings(chosen(sound, path, **SKIP), load_info(sound))
     assert found.problems == []
     assert "2 of the first 2 prompts are too long, and left out" in found.notes[-1]

@@ -146,11 +146,6 @@ def test_a_limit_ends_the_run(program: str, limits: Limits, limit: str) -> None:
     assert len(result.stdout) <= limits.output_kib << 10 and len(result.stderr) <= limits.output_kib << 10
 
 
-def test_one_process_cannot_have_more_memory_than_the_limit() -> None:
-    result = run_sandboxed("x = bytearray(300 << 20)", Limits(memory_mib=256, cpu_s=30))
-    assert "MemoryError" in result.stderr
-
-
 def test_the_scratch_directory_is_bounded_and_of_one_run() -> None:
     fill = "f = open('full', 'wb')\nfor _ in range(64): f.write(bytes(1 << 20)); f.flush()"
     result = run_sandboxed(fill, Limits(scratch_mib=8, cpu_s=30))
@@ -250,29 +245,6 @@ def test_runs_that_wait_when_the_sandbox_is_closed_are_told(sandbox: Sandbox) ->
         assert [type(result) for result in results] == [SandboxError] * 5
 
     asyncio.run(waiting())
-
-
-DAEMON = """
-import os, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        {named}
-        for descriptor in (0, 1, 2): os.close(descriptor)
-        os.write(writing, b"x")
-        time.sleep(1000)
-    os._exit(0)
-os.read(reading, 1)
-print("done")
-"""
-
-
-def test_daemons_end_with_the_program() -> None:
-    name = unique_name()
-    daemon = "import os\nreading, writing = os.pipe()\n" + DAEMON.format(named=NAMED.format(name=name).strip())
-    result = run_sandboxed(daemon)
-    assert result.stdout == "done\n", result.stderr
-    assert processes_with(name) == []  # at once: the run has ended only when they have
 
 
 def test_nothing_is_left_when_the_process_that_uses_the_sandbox_is_killed() -> None:

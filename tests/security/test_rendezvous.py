@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megarl.cluster.torchrun.mark import NAME
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from megarl.cluster.torchrun.entry import NAME
 from megarl.cluster.torchrun.rendezvous import SignedBackend
 from tests.support.attacks.attack import attack
 

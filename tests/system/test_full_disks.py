@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.lib.chaos import longest_gap
 from megarl.common.rundir.rotating_lines import read_lines
 from megarl.common.rundir.run_files import read_exit
 from megarl.rollout.resume.journal import JOURNAL_FILE
@@ -23,7 +22,7 @@ from tests.support.runs import small_disk as disks
 from tests.support.runs.random_moment import moments
 from tests.support.runs.run import start, step_records, tiny_config
 from tests.support.runs.small_disk import fill, fill_up, small_disk, why_no_disk
-from tests.support.runs.whole_runs import kill_everything, start_run, wait_for
+from tests.support.runs.whole_runs import kill_everything, longest_gap, start_run, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -85,9 +85,9 @@ IN_A_TRACE = {
     "trainer rank 0": {
         "step", "generate", "logprobs", "update", "sync", "eval", "mini_batch",
         "publication", "sync_stage", "sync_pause", "sync_start", "sync_update", "sync_finish", "sync_resume",
-        "evaluation", "checkpoint", "ranks_meet",
+        "evaluation", "checkpoint",
     },
-    "trainer rank 1": {"step", "generate", "logprobs", "update", "sync", "mini_batch", "ranks_meet"},
+    "trainer rank 1": {"step", "generate", "logprobs", "update", "sync", "mini_batch"},
     "controller": {"trajectory", "turn", "reward", "batch_taken"},
     "replica 0": {"busy", "paused", "load_weights", "join_group"},
 }  # fmt: skip

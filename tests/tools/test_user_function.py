@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
 
-from megarl.tools.function_schema import describe, import_function
 from megarl.tools.process_tool import ProcessTool, function_tool
+from megarl.tools.process_worker import describe, import_function
 from megarl.tools.tool import ToolAnswer
 from tests.support.agents import tool_functions
 from tests.support.rewards.sandboxes import processes_with
@@ -156,14 +154,3 @@ def test_calls_wait_for_a_process_only_within_their_time(make: Callable[..., Pro
     answer = asyncio.run(two())
     assert answer.error and "none of its 1 processes became free in 0.5 s" in answer.text
     assert call(tool, how="next").text.startswith("next by")  # the cancelled call gave its process up
-
-
-def test_a_closed_tool_has_no_processes_and_answers_nothing(make: Callable[..., ProcessTool]) -> None:
-    before = {each.pid for each in psutil.Process(os.getpid()).children(recursive=True)}
-    tool = make("misbehave", processes=2)
-    call(tool, how="x")
-    assert {each.pid for each in psutil.Process(os.getpid()).children(recursive=True)} - before
-    asyncio.run(tool.close())
-    after = psutil.Process(os.getpid()).children(recursive=True)
-    assert not {each.pid for each in after if each.is_running()} - before
-    assert call(tool, how="x") == ToolAnswer("error: misbehave: it is closed", error=True)

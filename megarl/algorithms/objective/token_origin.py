@@ -1,6 +1,6 @@
 """Engine against trainer by the source of each token: sums and maxima per bucket, so that any split reduces alike.
 
-A bucket stands for one replica and one version lag (`megarl/run/step/token_origin.py`). Shapes: R response tokens, B
+A bucket stands for one replica and one version lag (`megarl/run/step/off_policy.py`). Shapes: R response tokens, B
 buckets, K sum keys.
 """
 

@@ -8,19 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+import torch
+
+from megarl.checkpoint.convert.hf_to_megatron import HFToMegatron
+from megarl.checkpoint.convert.job import ByteProgress, Options, convert
+from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
+from megarl.checkpoint.convert.ranks import Ranks
+from megarl.checkpoint.convert.verify import compare, describe
 from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_files
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.common.errors import ConversionError
 from megarl.common.values import GIB
 from megarl.models.hf.directory import HFDirectory
 from megarl.models.hf.model_files import HF_FILES, HF_SHARD_BYTES, megatron_step
-
-if TYPE_CHECKING:
-    import torch
-
-    from megarl.checkpoint.convert.job import Options
 
 # Opens a path as a model's Hugging Face tensors, in whichever of the two formats it is.
 
@@ -234,10 +236,6 @@ def _gigabytes(text: str) -> int:
 
 
 def _import(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.hf_to_megatron import HFToMegatron
-    from megarl.checkpoint.convert.job import convert
-    from megarl.checkpoint.convert.ranks import Ranks
-
     def job(_: Ranks) -> HFToMegatron:
         return HFToMegatron(open_hf(options.hf), _dtype(options))
 
@@ -246,11 +244,6 @@ def _import(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _export(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.job import convert
-    from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
-    from megarl.checkpoint.convert.ranks import Ranks
-    from megarl.checkpoint.format.megatron_files import MegatronDirectory
-
     def job(ranks: Ranks) -> MegatronToHF:
         source = MegatronDirectory(options.megatron)
         if options.check_digests:
@@ -262,14 +255,9 @@ def _export(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _verify(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.job import ByteProgress
-    from megarl.checkpoint.convert.verify import compare
-
     one, other = (open_model(path) for path in (options.a, options.b))
     for model in (one, other):
         _check_manifest(model, stream)
-    import torch
-
     total = sum(one.dtype(name).itemsize * torch.Size(one.shape(name)).numel() for name in one.names())
     progress = ByteProgress(stream, "verify", total)
     comparison = compare(one, other, progress.add)
@@ -283,28 +271,20 @@ def _check_manifest(model: HFDirectory | MegatronDirectory, stream: TextIO) -> N
 
     With damaged files the comparison would show nothing about the program that wrote them.
     """
-    from megarl.checkpoint.format.megatron_files import MegatronDirectory
-
     if isinstance(model, MegatronDirectory) and has_manifest(model):
         stream.write(f"{model.step}: {check_digests(model)} files match its manifest\n")
 
 
 def _inspect(options: argparse.Namespace, stream: TextIO) -> int:
-    from megarl.checkpoint.convert.verify import describe
-
     stream.write(describe(open_model(options.directory)))
     return 0
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:
-    import torch
-
     return getattr(torch, options.dtype) if options.dtype else None
 
 
 def _run_options(options: argparse.Namespace) -> Options:
-    from megarl.checkpoint.convert.job import Options
-
     # More workers than cores are useful, because some wait for the disk while others compute. Each one needs memory.
     workers = options.workers or (1 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 4)
     return Options(workers=workers, force=options.force, resume=options.resume, dry_run=options.dry_run)

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
-from blake3 import blake3
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.convert.target import Output, writing
-from megarl.checkpoint.convert.units import Item, convert, pack, split, unit_bytes
+from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
@@ -35,7 +31,6 @@ from megarl.models.hf.export import copy_side_files
 from megarl.models.hf.model_files import COMMON_FILE, FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
     from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, StorageMeta
 
 
@@ -100,11 +95,11 @@ def stored_rows(source: HFDirectory, stored: StoredTensor, start: int, stop: int
     if entry.rule.axis == 1 and stored.half is None:
         if len(entry.names) > 1:
             raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
-        return convert(source.rows(entry.names[0], start, stop), dtype)
+        return source.rows(entry.names[0], start, stop).to(dtype)
     pieces = source_pieces(stored, start, stop)
     if len(pieces) == 1 and pieces[0].source is not None:
         (piece,) = pieces
-        return convert(source.rows(entry.names[pieces[0].source], piece.start, piece.stop), dtype)
+        return source.rows(entry.names[pieces[0].source], piece.start, piece.stop).to(dtype)
     out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
     offset = 0
     for piece in pieces:
@@ -185,10 +180,9 @@ class HFToMegatron:
         path = partial / RELEASE / f"__{number}_0.distcp"
         with writing(path, lambda: self._planner.last):
             results = writer.write_data(self._plans[number], self._planner).wait()
-        ((name, digest),) = writer.fs.digests.items()
         places = [(r.index.fqn, list(r.index.offset or ()), r.size_in_bytes, r.storage_data.offset) for r in results]
-        size = os.stat(partial / RELEASE / name).st_size
-        return {"file": name, "bytes": size, "blake3": digest, "places": places}
+        entry = FileEntry.of(path)
+        return {"file": path.name, "bytes": entry.bytes, "blake3": entry.blake3, "places": places}
 
     def finish(self, partial: Path, results: dict[int, UnitFile]) -> None:
         """Write index, common state, Hugging Face files, manifest and tracker, in this order."""
@@ -233,49 +227,12 @@ class HFToMegatron:
                 self.source.will_need(entry.names[piece.source], piece.start, piece.stop)
 
 
-class _HashingFile(io.FileIO):
-    """A file that computes the digest of all bytes that are written to it, in their order."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb")
-        self.hasher = blake3()
-
-    def write(self, data: ReadableBuffer) -> int:
-        left = memoryview(data).cast("B")
-        while left:
-            count = super().write(left) or 0
-            self.hasher.update(left[:count])
-            left = left[count:]
-        return memoryview(data).nbytes
-
-
-class _HashingFileSystem(FileSystem):
-    """A file system that keeps the digest of each file written in it, by name."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        raw = _HashingFile(Path(path))
-        with io.BufferedWriter(raw, 2**20) as stream:
-            yield stream
-        self.digests[Path(path).name] = raw.hasher.hexdigest()
-
-
 class _Writer(FileSystemWriter):
-    """Writes and fsyncs one file per unit; its digest is in `fs.digests`."""
-
-    fs: _HashingFileSystem
+    """Writes and fsyncs one file per unit."""
 
     def __init__(self, step: Path) -> None:
         super().__init__(step, single_file_per_rank=True, sync_files=True, thread_count=1)
         self.set_up_storage_writer(True)
-        self.fs = _HashingFileSystem()
         # torch.load ignores the CRCs, which take longer than all the rest; the manifest has a digest of each file.
         torch.serialization.set_crc32_options(False)
 

@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 
 from megarl.checkpoint.convert.target import Output, writing
-from megarl.checkpoint.convert.units import Item, convert, pack, split, unit_bytes
+from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.models.hf.directory import fingerprint
@@ -112,7 +112,7 @@ class MegatronToHF:
 
     def _write(self, descriptor: int, item: Item[str]) -> None:
         _, offset, spec = self._places[item.what]
-        rows = convert(self.source.rows(item.what, item.start, item.stop), spec.dtype).contiguous()
+        rows = self.source.rows(item.what, item.start, item.stop).to(spec.dtype).contiguous()
         if rows.numel() == 0:
             return
         position = offset + item.start * (item.nbytes // (item.stop - item.start))

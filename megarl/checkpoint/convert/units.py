@@ -59,8 +59,3 @@ def unit_bytes(total: int) -> int:
     """Return the size of a unit for `total` bytes. It depends on nothing else: any number of workers can resume."""
     low, high = UNIT_BYTES
     return min(max(total // UNITS, low), high)
-
-
-def convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `tensor` in `dtype`, without a copy if it has that dtype already."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)

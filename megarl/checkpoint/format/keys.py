@@ -14,17 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.architecture.mapping import Entry
+from megarl.models.architecture.mapping import FUSED_NORMS, Entry
 from megarl.models.hf.directory import listed
 
 _LAYER = re.compile(r"^(decoder\.layers\.\d+\.)(.*)$")
-# A norm's name, and the layer that Transformer Engine fuses it into if the model has that layer.
-_FUSED_NORMS = (
-    ("input_layernorm.weight", "self_attention.linear_qkv"),
-    ("pre_mlp_layernorm.weight", "mlp.linear_fc1"),
-    ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj"),
-    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj"),
-)
 GATE_UP = ("_w", "_v")  # Megatron-Core's suffixes of the halves of a gated linear_fc1
 
 SCHEME_VERSION = 1
@@ -103,9 +96,7 @@ def _other_names(name: str) -> list[str]:
     if match is None:
         return []
     layer, rest = match.groups()
-    return [
-        key for norm, linear in _FUSED_NORMS if rest == norm for key in (name, f"{layer}{linear}.layer_norm_weight")
-    ]
+    return [key for norm, linear in FUSED_NORMS if rest == norm for key in (name, f"{layer}{linear}.layer_norm_weight")]
 
 
 def problems_of(found: Mapping[str, tuple[int, ...]], wanted: Sequence[StoredTensor]) -> list[str]:
@@ -132,7 +123,7 @@ def _key(name: str, entries: dict[str, Entry]) -> str:
     if match is None:
         return name
     layer, rest = match.groups()
-    for norm, linear in _FUSED_NORMS:
+    for norm, linear in FUSED_NORMS:
         if rest == norm and f"{layer}{linear}.weight" in entries:
             return f"{layer}{linear}.layer_norm_weight"
     return layer + rest.replace("mlp.experts.local_experts.", "mlp.experts.experts.")

@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
-from megarl.checkpoint.format.keys import is_model_key, problems_of, resolve, stored_tensors
+from megarl.checkpoint.format.keys import stored_tensors
 from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, load_shards
-from megarl.checkpoint.format.megatron_files import MegatronDirectory, read_index
+from megarl.checkpoint.format.megatron_files import MegatronDirectory, check_keys, read_index
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.common.values import MIB
 from megarl.config.schema import Config
@@ -99,7 +99,8 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, pa
     step = megatron_step(path)
     if step is None:
         raise ValueError(f"{path} is not a Megatron checkpoint: it has neither a tracker file nor shards")
-    renamed = check_keys(step, info)
+    stored = stored_tensors(table(info)).values()
+    renamed = check_keys(step, read_index(step), [each for parts in stored for each in parts], info)
     state = model_sharded_state_dict(chunks, info)
     apply_factories(state)  # the halves are views of the parameters, so that nothing has to be merged after the load
     for each in nested_values(state):
@@ -111,19 +112,3 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, pa
     size = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     logger.info("%s: %.1f MiB of parameters filled", step, size / MIB)
     return size
-
-
-def check_keys(step: Path, info: ModelInfo) -> dict[str, str]:
-    """Check that the checkpoint holds exactly the model's keys, in its shapes; keys that are no weights are ignored.
-
-    Returns the checkpoint's own key for each key that it has under another name (see `resolve`). Raises ValueError
-    listing the differences.
-    """
-    found = {key: value.shape for key, value in read_index(step).items() if is_model_key(key)}
-    wanted = [stored for parts in stored_tensors(table(info)).values() for stored in parts]
-    renamed = resolve(found, wanted)
-    found |= {key: found.pop(other) for key, other in renamed.items()}
-    problems = problems_of(found, wanted)
-    if problems:
-        raise ValueError(f"{step} does not match its config.json ({info.family}):\n" + "\n".join(problems))
-    return renamed

@@ -12,7 +12,7 @@ import pickle
 import struct
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
@@ -78,6 +78,22 @@ def read_index(step: Path) -> dict[str, TensorMeta]:
     }
 
 
+def check_keys(
+    step: Path, index: Mapping[str, TensorMeta], wanted: Sequence[StoredTensor], info: ModelInfo
+) -> dict[str, str]:
+    """Check that the checkpoint holds exactly the model's keys, in its shapes; keys that are no weights are ignored.
+
+    Returns the checkpoint's own key for each key that it has under another name (see `resolve`). Raises ValueError
+    listing the differences.
+    """
+    found = {key: meta.shape for key, meta in index.items() if is_model_key(key)}
+    renamed = resolve(found, wanted)
+    found |= {key: found.pop(other) for key, other in renamed.items()}
+    if problems := problems_of(found, wanted):
+        raise ValueError(f"{step} does not match its config.json ({info.family}):\n" + "\n".join(problems))
+    return renamed
+
+
 class MegatronDirectory:
     """A Megatron checkpoint, read by its model's Hugging Face tensors (`HFTensors`) or by key.
 
@@ -94,12 +110,8 @@ class MegatronDirectory:
         self.index = read_index(step)
         stored = stored_tensors(self.entries)
         wanted = [each for parts in stored.values() for each in parts]
-        for key, other in resolve(self.index, wanted).items():
+        for key, other in check_keys(step, self.index, wanted, self.info).items():
             self.index[key] = self.index.pop(other)
-        found = {key: meta.shape for key, meta in self.index.items() if is_model_key(key)}
-        problems = problems_of(found, wanted)
-        if problems:
-            raise ValueError(f"{step} does not match its config.json ({self.info.family}):\n" + "\n".join(problems))
         self._sources = {
             name: (entry, source, stored[entry.megatron])
             for entry in self.entries.values()

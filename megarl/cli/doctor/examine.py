@@ -44,5 +44,4 @@ def _thread_findings(cuda: bool) -> Iterator[Finding]:
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     detail = f"{threads} per process, {cores} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
     crowded = not cuda and threads > 1 and "OMP_NUM_THREADS" not in os.environ
-    fix = "ranks and engines share the cores: export OMP_NUM_THREADS=1" if crowded else ""
-    yield Finding("warn" if crowded else "ok", "threads", detail, fix)
+    yield Finding.warn_if(crowded, "threads", detail, "ranks and engines share the cores: export OMP_NUM_THREADS=1")

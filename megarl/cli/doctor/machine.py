@@ -27,31 +27,20 @@ def machine_findings(sandbox_users: Sequence[str] = ()) -> Iterator[Finding]:
     `sandbox_users`: what of a config needs that; without any, a run may need it or not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft < MIN_OPEN_FILES and hard < MIN_OPEN_FILES
-    yield Finding(
-        "warn" if few else "ok", "open files", f"soft {soft}, hard {hard}",
-        f"ulimit -n {MIN_OPEN_FILES} or more: Ray and NCCL open many sockets" if few else "",
-    )  # fmt: skip
+    few = max(soft, hard) < MIN_OPEN_FILES
+    fix = f"ulimit -n {MIN_OPEN_FILES} or more: Ray and NCCL open many sockets"
+    yield Finding.warn_if(few, "open files", f"soft {soft}, hard {hard}", fix)
     shm = Path("/dev/shm")
     free = shutil.disk_usage(shm).free if shm.is_dir() else 0
-    small = free < MIN_SHM
-    yield Finding(
-        "warn" if small else "ok", "/dev/shm", f"{free / GIB:.1f} GiB free",
-        "Ray's object store and vLLM use it; in Docker: --shm-size=8g" if small else "",
-    )  # fmt: skip
+    fix = "Ray's object store and vLLM use it; in Docker: --shm-size=8g"
+    yield Finding.warn_if(free < MIN_SHM, "/dev/shm", f"{free / GIB:.1f} GiB free", fix)
     memory = psutil.virtual_memory()
-    low = memory.available < MIN_MEMORY
-    yield Finding(
-        "warn" if low else "ok", "memory",
-        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available",
-        f"the CPU quickstart needs about {MIN_MEMORY // GIB} GiB" if low else "",
-    )  # fmt: skip
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    fix = f"the CPU quickstart needs about {MIN_MEMORY // GIB} GiB"
+    yield Finding.warn_if(memory.available < MIN_MEMORY, "memory", detail, fix)
     disk = shutil.disk_usage(Path.cwd()).free
-    full = disk < 2 * GIB
-    yield Finding(
-        "warn" if full else "ok", "disk", f"{disk / GIB:.1f} GiB free in the current directory",
-        "runs/ holds logs, batches and exports" if full else "",
-    )  # fmt: skip
+    detail, fix = f"{disk / GIB:.1f} GiB free in the current directory", "runs/ holds logs, batches and exports"
+    yield Finding.warn_if(disk < 2 * GIB, "disk", detail, fix)
     yield _sandbox_finding(sandbox_users)
 
 
@@ -101,8 +90,8 @@ def network_findings(cuda: bool, root: Path = INFINIBAND) -> Iterator[Finding]:
         return
     down = [name for name, state in ports.items() if state != "ACTIVE"]
     listed = ", ".join(f"{name} {state}" for name, state in ports.items())
-    fix = f"NCCL skips {', '.join(down)}: ask the administrator, or name the others in NCCL_IB_HCA" if down else ""
-    yield Finding("warn" if down else "ok", "RDMA", listed, fix)
+    fix = f"NCCL skips {', '.join(down)}: ask the administrator, or name the others in NCCL_IB_HCA"
+    yield Finding.warn_if(bool(down), "RDMA", listed, fix)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY:
         fix = "ulimit -l unlimited; in Docker: --ulimit memlock=-1; under SLURM: PropagateResourceLimitsExcept=MEMLOCK"

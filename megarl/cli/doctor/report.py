@@ -22,6 +22,11 @@ class Finding:
     detail: str
     fix: str = ""
 
+    @classmethod
+    def warn_if(cls, wrong: bool, what: str, detail: str, fix: str) -> Finding:
+        """Return a warning with its fix if something is wrong."""
+        return cls("warn", what, detail, fix) if wrong else cls("ok", what, detail)
+
 
 @dataclass(frozen=True)
 class Report:

@@ -12,6 +12,7 @@ from rich.text import Text
 from megarl.cli.top.charts import ASCII_BLOCKS, BLOCKS, bar, number, percent, sparkline
 from megarl.cli.top.run_view import RunView
 from megarl.common.rundir.notices import printable
+from megarl.report.reading.run_events import COUNTED_FAULTS
 from megarl.telemetry.metrics.timer import PHASES
 
 RECENT = 20  # steps over which waiting is averaged
@@ -209,23 +210,6 @@ def _workers(view: RunView) -> str:
     return f", {alive:.0f} agent workers" if math.isfinite(alive) else ""
 
 
-# What the metrics of a step count of faults: name, and the words for it.
-_COUNTS = (
-    ("groups/failed", "groups failed (not trained)"),
-    ("rollout/continued", "responses finished by another engine"),
-    ("sync/restarted_replicas", "replicas replaced in a sync"),
-    ("rollout/workers_lost", "agent workers lost and replaced"),
-    ("rollout/groups_redone", "groups that another worker went on with"),
-    ("reward/errors", "rewards failed"),
-    ("rollout/cut", "responses cut at a deadline"),
-)
-_TOTALS = (
-    ("rollout/rebuilds", "times controller and queue were started anew"),
-    ("total/failed_writes", "failed writes"),
-    ("total/groups_rolled_back", "groups rolled back by a resume and drawn again"),
-)
-
-
 def faults(view: RunView, width: int, signs: Signs) -> ScreenPart:
     """The newest faults with their outcome, and what the metrics count."""
     lines = []
@@ -237,13 +221,10 @@ def faults(view: RunView, width: int, signs: Signs) -> ScreenPart:
         text.append(f" {'->' if signs.dash == '-' else '→'} {outcome}", "green" if fault.outcome else "yellow")
         lines.append(text)
     counted = []
-    for name, words in _COUNTS:
-        count = math.fsum(value for value in view.series(name, len(view.steps)) if math.isfinite(value))
-        if count:
-            counted.append(f"{count:.0f} {words}")
-    for name, words in _TOTALS:
-        if view.value(name) > 0:
-            counted.append(f"{view.value(name):.0f} {words}")
+    for name, how, what, _ in COUNTED_FAULTS:
+        known = [value for value in view.series(name, len(view.steps)) if math.isfinite(value)]
+        if (count := math.fsum(known) if how == "sum" else max(known, default=0.0)) > 0:
+            counted.append(f"{count:.0f} {what}")
     if counted:
         lines.insert(0, Text(f"in the newest {len(view.steps)} steps: " + ", ".join(counted), "yellow"))
     return ScreenPart("faults", lines or [Text("none", "dim")], not lines)

@@ -1,18 +1,36 @@
-"""The connection of a trainer's rank to the pool's Ray."""
+"""The connection of a trainer's rank to the pool's Ray, and calls over it.
+
+Calls of the pool's actors run once, and their waits are bounded, over a network that may be cut for a time.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.pool.pool_process import SupervisorHandle
 from megarl.cluster.pool.ray_head import PATIENCE, access_environment, loopback_kept
 from megarl.common.errors import RolloutError
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.exceptions import ActorUnavailableError
+
+logger = logging.getLogger(__name__)
+
+SLICE_S = 2.0  # how often a wait looks whether the pool has ended
+RETRY_S = 1.0  # between two attempts to reach an actor
+PROBE_S = 10.0  # how often a call that is under way tests its connection
 
 
 def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
@@ -58,3 +76,105 @@ def own_sigterm_handler() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+class ConnectionCut(RolloutError):  # noqa: N818
+    """An actor could not be reached for as long as is waited for that, and is not known to be dead.
+
+    `seconds`: for how long.
+    """
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+def call_once(
+    actor: ActorHandle, method: str, args: Sequence[object], kwargs: dict[str, object], *, timeout_s: float,
+    reach_s: float, check: Callable[[], None],
+) -> Any:  # noqa: ANN401  # Ray does not know the type  # fmt: skip
+    """Call a method of an actor that has `answer`, and wait for its result; a cut connection is tried again.
+
+    The method runs once, however often the call is sent. Raises GetTimeoutError after `timeout_s`, ConnectionCut if the
+    actor cannot be reached for `reach_s` or at the end of that time, what `check` raises, and what the call raised.
+    """
+    import ray
+
+    key, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    while True:
+        sent_at = time.monotonic()
+        reference = actor.answer.remote(key, method, args, kwargs)
+        try:
+            return result_of(reference, max(0.0, deadline - sent_at), _Probes(actor, check))
+        except ray.exceptions.ActorUnavailableError as error:
+            check()
+            now = time.monotonic()
+            # A call that was under way for long had a connection, and nobody knows until when.
+            lost_at = now if now - sent_at > reach_s / 2 else sent_at
+            _reach(actor, error, lost_at, min(lost_at + reach_s, deadline), check)
+            logger.warning("%s is sent again: %s", method, error)
+
+
+class _Probes:
+    """The `check` of a call that is under way, which also sends something over its connection every PROBE_S.
+
+    A side that only waits for an answer does not learn that the other side has given the connection up, as Ray 2.60.0's
+    server does after 10 to 30 s without a sign of life: the reset is lost in the same cut, and the waiting side's own
+    test (gRPC's keepalive) comes every 300 s. Whatever is sent is answered by a reset, and Ray then fails each call of
+    the connection.
+    """
+
+    def __init__(self, actor: ActorHandle, check: Callable[[], None]) -> None:
+        self._actor, self._check = actor, check
+        self._sent_at = time.monotonic()
+        self._probe: ObjectRef | None = None
+
+    def __call__(self) -> None:
+        self._check()
+        if time.monotonic() - self._sent_at >= PROBE_S and not self._under_way():
+            self._probe, self._sent_at = self._actor.__ray_ready__.remote(), time.monotonic()
+
+    def _under_way(self) -> bool:
+        import ray
+
+        return self._probe is not None and not ray.wait([self._probe], timeout=0)[0]
+
+
+def _reach(
+    actor: ActorHandle, cut: ActorUnavailableError, lost_at: float, until: float, check: Callable[[], None]
+) -> None:
+    """Wait until an actor answers a probe. Raises ConnectionCut if it has not at the time `until`, what `check` raises.
+
+    A call cannot tell in time whether it has arrived: it may run for long, and Ray may need minutes to report that a
+    connection is gone. `cut`: the report of the present cut; `lost_at`: the time since when nothing was heard.
+    """
+    import ray
+
+    while time.monotonic() + RETRY_S < until:
+        time.sleep(RETRY_S)
+        try:
+            result_of(actor.__ray_ready__.remote(), max(0.0, until - time.monotonic()), check)
+            return
+        except ray.exceptions.GetTimeoutError:
+            break
+        except ray.exceptions.ActorUnavailableError as error:
+            cut = error
+            check()
+    raise ConnectionCut(str(cut).strip().splitlines()[0], time.monotonic() - lost_at) from cut
+
+
+def result_of(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # Ray does not know the type
+    """Wait for a remote call's result, in slices, to notice soon that the pool has ended: `check` then raises.
+
+    Raises GetTimeoutError after `timeout_s`, and what the call raised.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(reference, timeout=min(SLICE_S, max(0.0, deadline - time.monotonic())))
+        except ray.exceptions.GetTimeoutError:
+            check()
+            if time.monotonic() >= deadline:
+                raise

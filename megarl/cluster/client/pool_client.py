@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.client.actor_calls import ConnectionCut, call_once
-from megarl.cluster.client.connection import connect_ray, own_sigterm_handler
+from megarl.cluster.client.connection import ConnectionCut, call_once, connect_ray, own_sigterm_handler
 from megarl.cluster.client.replica_handles import PoolHandles
 from megarl.cluster.pool.actors import CONTROLLER
 from megarl.cluster.pool.pool_process import NOTICED_S, SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
 from megarl.common.errors import PartsLost, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
+from megarl.config.schema.job import TimeoutsConfig
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.engine.placement import HeldDevices
@@ -47,14 +47,17 @@ class _Connection:
 
 
 class PoolClient:
-    """Offers the controller's methods as blocking calls. Each ends within its bound from `config.timeouts`.
+    """Offers the controller's methods as blocking calls. Each ends within its bound from `timeouts`.
 
     If the controller or its queue dies after `begin`, a call waits for the new ones that the supervisor starts, tells
     the new controller how far the trainer has come, and is sent again. Any thread may call.
     """
 
-    def __init__(self, handle: SupervisorHandle, config: Config, controller: ActorHandle) -> None:
-        self.config = config
+    def __init__(
+        self, handle: SupervisorHandle, timeouts: TimeoutsConfig, sync_repeats: int, controller: ActorHandle
+    ) -> None:
+        """`sync_repeats`: how often a weight sync that fails is repeated."""
+        self.timeouts, self._sync_repeats = timeouts, sync_repeats
         self._connection = _Connection(handle, controller)
         self._record = TrainerRecord()
         self._syncing: int | None = None  # the thread that publishes weights
@@ -77,7 +80,9 @@ class PoolClient:
         connect_ray(handle, config.timeouts.ray_start_s)
         import ray
 
-        return cls(handle, config, ray.get_actor(CONTROLLER, namespace=handle.namespace))
+        return cls(
+            handle, config.timeouts, config.weight_sync.restarts, ray.get_actor(CONTROLLER, namespace=handle.namespace)
+        )
 
     def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the controller and wait for its result, whose type is the method's.
@@ -91,7 +96,7 @@ class PoolClient:
         self, method: str, args: Sequence[object], kwargs: dict[str, object], timeout_s: float,
         check: Callable[[], None] = lambda: None, note: Callable[[Any], None] = lambda answer: None,
     ) -> tuple[Any, int]:  # fmt: skip
-        """Call as `call`; return the answer, and how often controller and queue had been started anew by then.
+        """Call as `call`; return the answer, and how often controller and queue had been started again by then.
 
         `check` raises what else ends the wait. `note` takes note of the answer of the controller that is there.
         """
@@ -126,7 +131,7 @@ class PoolClient:
         try:
             return call_once(
                 connection.controller, method, args, kwargs, timeout_s=timeout_s,
-                reach_s=self.config.timeouts.rpc_s, check=look,
+                reach_s=self.timeouts.rpc_s, check=look,
             )  # fmt: skip
         except ConnectionCut as error:
             raise ConnectionCut(
@@ -148,12 +153,12 @@ class PoolClient:
     def _recover(self, lost: _Connection, reason: PartsLost) -> None:
         """Connect to the new controller and tell it how far the trainer has come, unless another thread has done it.
 
-        A thread that does not publish waits for the end of a publication first: engines must not be told to drop their
+        A thread that does not publish waits for the end of a publication first: engines must not be asked to drop their
         requests in the middle of a weight sync. Raises RolloutError if there is no new controller in time.
         """
         import ray
 
-        timeouts, own = self.config.timeouts, threading.get_ident()
+        timeouts, own = self.timeouts, threading.get_ident()
         with self._changed:
             bound = self._most_sync_s()
             if not self._changed.wait_for(
@@ -179,7 +184,7 @@ class PoolClient:
 
     def _most_sync_s(self) -> float:
         """Return the time that all attempts at a publication may take, with its calls to the controller."""
-        timeouts, restarts = self.config.timeouts, self.config.weight_sync.restarts
+        timeouts, restarts = self.timeouts, self._sync_repeats
         return (restarts + 1) * timeouts.weight_sync_s + restarts * timeouts.engine_start_s + 10 * timeouts.rpc_s
 
     @property
@@ -188,11 +193,11 @@ class PoolClient:
 
     def members(self) -> list[int]:
         """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
-        return self.call("members", timeout_s=self.config.timeouts.rpc_s)
+        return self.call("members", timeout_s=self.timeouts.rpc_s)
 
     def devices(self) -> list[HeldDevices]:
         """Return the devices that each serving replica holds."""
-        return self.call("devices", timeout_s=self.config.timeouts.rpc_s)
+        return self.call("devices", timeout_s=self.timeouts.rpc_s)
 
     def engine_handles(self) -> PoolHandles:
         """Return the handles by which the weight sync calls the engines."""
@@ -200,7 +205,7 @@ class PoolClient:
 
     def drain(self) -> None:
         """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
-        bound = self.config.timeouts.generate_s + CALL_MARGIN_S
+        bound = self.timeouts.generate_s + CALL_MARGIN_S
         self._call("drain", (), {}, bound, note=lambda _: self._record.drained())
 
     def announce(self, version: int) -> None:
@@ -210,7 +215,7 @@ class PoolClient:
             self._record.announced(version)
             self._syncing = threading.get_ident()
 
-        self._call("announce", (version,), {}, self.config.timeouts.rpc_s, note=note)
+        self._call("announce", (version,), {}, self.timeouts.rpc_s, note=note)
 
     def set_version(self, version: int, admit: bool = True) -> Counters:
         """Report that the engines serve `version`; with `admit`, also start the groups that it allows."""
@@ -220,20 +225,20 @@ class PoolClient:
             self._syncing = None
             self._changed.notify_all()
 
-        counters: Counters = self._call("set_version", (version, admit), {}, self.config.timeouts.rpc_s, note=note)[0]
+        counters: Counters = self._call("set_version", (version, admit), {}, self.timeouts.rpc_s, note=note)[0]
         return counters
 
     def admit(self, needed: int) -> Counters:
         """Start every group that the published version allows. `needed`: the step for whose batch the trainer waits."""
         note = lambda _: self._record.admitted(needed)  # noqa: E731
-        counters: Counters = self._call("admit", (needed,), {}, self.config.timeouts.rpc_s, note=note)[0]
+        counters: Counters = self._call("admit", (needed,), {}, self.timeouts.rpc_s, note=note)[0]
         return counters
 
     def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady | PublicationNeeded:
         """Wait until all groups of `step` are in the queue and return its batch, or until no replica is left."""
-        bound = timeout_s or self.config.timeouts.generate_s
+        bound = timeout_s or self.timeouts.generate_s
         # A wait in slices must outlive a short cut of the network, too.
-        margin_s = max(CALL_MARGIN_S, self.config.timeouts.rpc_s)
+        margin_s = max(CALL_MARGIN_S, self.timeouts.rpc_s)
 
         def note(answer: BatchReady | PublicationNeeded) -> None:
             if isinstance(answer, BatchReady):
@@ -270,13 +275,13 @@ class PoolClient:
         def note(answer: Committed) -> None:
             self._record.committed(step, answer.history)
 
-        answer: Committed = self._call("commit_and_tell", (step,), ends, self.config.timeouts.rpc_s, note=note)[0]
+        answer: Committed = self._call("commit_and_tell", (step,), ends, self.timeouts.rpc_s, note=note)[0]
         return answer.counters
 
     def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
         """Evaluate every held-out set, greedy and sampled; with `label`, also write RUN_DIR/eval_{label}.jsonl.
 
-        Only a trainer, which has called `begin`, may be told to publish first.
+        Only a trainer, which has called `begin`, may be asked to publish first.
         """
         reports = self.evaluate_unless(lambda: False, version, label)
         assert reports is not None
@@ -291,7 +296,7 @@ class PoolClient:
             if stopped():
                 raise _Stopped
 
-        timeout_s = self.config.timeouts.generate_s + CALL_MARGIN_S
+        timeout_s = self.timeouts.generate_s + CALL_MARGIN_S
         try:
             reports: list[SetReport] | PublicationNeeded = self._call(
                 "evaluate", (version, label), {}, timeout_s, check
@@ -303,14 +308,14 @@ class PoolClient:
     def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate every held-out set beside training. Every replica serves `version` now."""
         note = lambda _: self._record.evaluating(label)  # noqa: E731
-        self._call("start_evaluation", (version, label), {}, self.config.timeouts.rpc_s, note=note)
+        self._call("start_evaluation", (version, label), {}, self.timeouts.rpc_s, note=note)
 
     def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
         """Return the evaluations beside training that have ended; with `wait_s`, wait for the one that is running.
 
         Or, if it waits, until no replica is left.
         """
-        bound = wait_s + CALL_MARGIN_S if wait_s else self.config.timeouts.rpc_s
+        bound = wait_s + CALL_MARGIN_S if wait_s else self.timeouts.rpc_s
 
         def note(answer: list[FinishedEvaluation]) -> None:
             self._record.evaluated([each.label for each in answer])
@@ -320,23 +325,23 @@ class PoolClient:
 
     def quarantine(self, replica: int, reason: str) -> tuple[bool, str]:
         """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
-        return self.call("quarantine", replica, reason, timeout_s=self.config.timeouts.rpc_s)
+        return self.call("quarantine", replica, reason, timeout_s=self.timeouts.rpc_s)
 
     def references(self, group_ids: Sequence[int]) -> dict[int, str]:
         """Return the reference answers of groups, by group id."""
-        return self.call("references", list(group_ids), timeout_s=self.config.timeouts.rpc_s)
+        return self.call("references", list(group_ids), timeout_s=self.timeouts.rpc_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed history of the rollout side as JSON content."""
-        return self.call("state_dict", timeout_s=self.config.timeouts.rpc_s)
+        return self.call("state_dict", timeout_s=self.timeouts.rpc_s)
 
     def saved(self, step: int) -> None:
         """Report that the checkpoint of the first `step` steps is complete."""
-        self.call("saved", step, timeout_s=self.config.timeouts.rpc_s)
+        self.call("saved", step, timeout_s=self.timeouts.rpc_s)
 
     def begin(self, state: dict[str, Any] | None) -> Counters:
         """Go back to a committed history (None: to its beginning). Every trainer calls this first."""
-        timeouts = self.config.timeouts
+        timeouts = self.timeouts
         bound = timeouts.engine_start_s + 3 * timeouts.rpc_s
         counters: Counters = self._call("begin", (state,), {}, bound, note=lambda _: self._record.begun(state))[0]
         return counters
@@ -350,7 +355,7 @@ class PoolClient:
                 ray.shutdown()
         finally:
             stop_supervisor(
-                Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.config.timeouts.shutdown_s,
+                Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.timeouts.shutdown_s,
                 self.handle.host,
             )  # fmt: skip
 

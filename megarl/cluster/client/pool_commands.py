@@ -1,4 +1,4 @@
-"""Changes of the pool of a living run: `megarl pool` calls the controller through Ray, on the supervisor's host."""
+"""Changes of the pool of a living run: `megarl pool` calls the controller through Ray, from a host of the run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.cluster.client.actor_calls import call_once
-from megarl.cluster.client.connection import connect_ray
+from megarl.cluster.client.connection import call_once, connect_ray
 from megarl.cluster.pool.actors import CONTROLLER
+from megarl.cluster.pool.network import own_address
 from megarl.cluster.pool.pool_process import REBUILDING, SPEC_FILE, SupervisorHandle, SupervisorSpec, read_state_again
+from megarl.cluster.pool.ray_head import LOOPBACK
 from megarl.common.errors import ConfigError, RolloutError, clear_text
 from megarl.common.process.processes import ProcessId, is_alive
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.schema import Config
+from megarl.config.schema.job import TimeoutsConfig
 
 MARGIN_S = 30.0  # by which a command's own bounds end before the wait for its answer
 
@@ -39,22 +41,22 @@ def ask_pool(
     `number`: the replica, or with `add` how many engines. `timeout_s`: the longest wait; None: what the action may take
     by the run's own time-outs. `say` gets one line with what is waited for.
 
-    Raises ConfigError if no run lives there, if its supervisor is on another host, which it names, if the command
+    Raises ConfigError if no run lives there, if this host is none of the run's (it names one that is), if the command
     cannot be done, or if no answer comes in time.
     """
     handle = _living(run_dir)
     config = Config.model_validate_json(SupervisorSpec.load(run_dir / "logs" / SPEC_FILE).config_json)
-    bound_s = timeout_s or _bound_s(config, action)
+    bound_s = timeout_s or _bound_s(config.timeouts, config.rollout.report_interval_s, action)
     what = f"the rollout controller of {run_dir} to {action}"
     say(f"waiting up to {bound_s:.0f} s for {what}")
     if config.ray.address is None:
-        os.environ[NODE_ADDRESS_VARIABLE] = handle.address.rpartition(":")[0]  # the Ray head is on this host
+        os.environ[NODE_ADDRESS_VARIABLE] = _address_here(handle, config.launch.interface)
     try:
         connect_ray(handle, config.timeouts.ray_start_s)
     except OSError as error:
         raise ConfigError([f"the pool cannot be reached: {error}; run it as the user of the run"]) from error
     except RolloutError as error:
-        raise ConfigError([str(error)]) from error
+        raise ConfigError([f"{error}; run the command on a host of the run, such as {handle.host}"]) from error
     import ray
 
     arguments = () if action == "list" else (number,)
@@ -65,8 +67,8 @@ def ask_pool(
             check=handle.check_parts,
         )  # fmt: skip
     except ray.exceptions.GetTimeoutError:
-        told = f"waited {bound_s:.0f} s for {what}, which goes on: `megarl pool list` shows when it is done"
-        raise ConfigError([told]) from None
+        late = f"waited {bound_s:.0f} s for {what}, which goes on: `megarl pool list` shows when it is done"
+        raise ConfigError([late]) from None
     except (RolloutError, ray.exceptions.RayError, ValueError) as error:
         cause = getattr(error, "cause", None)
         raise ConfigError([clear_text(cause if isinstance(cause, BaseException) else error)]) from None
@@ -76,12 +78,11 @@ def ask_pool(
 
 
 def _living(run_dir: Path) -> SupervisorHandle:
-    """Return the handle of a living pool whose supervisor is on this host. Raises ConfigError if there is none."""
+    """Return the handle of a living pool. Raises ConfigError if there is none."""
     state = read_state_again(run_dir)
     if state is None:
         raise ConfigError([f"{run_dir} has no supervisor.json: no run has started there, or it is not a run directory"])
-    here = state["host"] == platform.node()
-    if here and not is_alive(ProcessId(**state["process"])):
+    if state["host"] == platform.node() and not is_alive(ProcessId(**state["process"])):
         raise ConfigError([f"no run lives in {run_dir}: its supervisor (pid {state['process']['pid']}) has ended"])
     if state["state"] == "starting":
         raise ConfigError([f"the engines of {run_dir} are still being started: try again when they are up"])
@@ -90,19 +91,24 @@ def _living(run_dir: Path) -> SupervisorHandle:
     if state["state"] != "ready":
         reason = f": {state['error']}" if state.get("error") else ""
         raise ConfigError([f"no run lives in {run_dir}: its pool is {state['state']}{reason}"])
-    if not here:
-        raise ConfigError(
-            [f"this is {platform.node()}: run the command on {state['host']}, where the run's Ray head is"]
-        )
     return SupervisorHandle.of(run_dir, state)
 
 
-def _bound_s(config: Config, action: Action) -> float:
+def _address_here(handle: SupervisorHandle, interface: str | None) -> str:
+    """Return the address at which Ray listens on this host. Raises ConfigError if the run has one host, another one."""
+    head = handle.address.rpartition(":")[0]
+    if handle.host == platform.node():
+        return head
+    if head == LOOPBACK:
+        raise ConfigError([f"this is {platform.node()}: run the command on {handle.host}, the only host of the run"])
+    return own_address([head], interface)
+
+
+def _bound_s(timeouts: TimeoutsConfig, report_interval_s: float, action: Action) -> float:
     """Return how long an action may take: that of the parts for which it waits, and a margin."""
-    timeouts = config.timeouts
     parts = {
         "list": timeouts.rpc_s,
         "undrain": timeouts.rpc_s,
         "add": timeouts.node_s + timeouts.engine_start_s,
     }
-    return parts.get(action, config.rollout.report_interval_s + 2 * timeouts.rpc_s) + MARGIN_S
+    return parts.get(action, report_interval_s + 2 * timeouts.rpc_s) + MARGIN_S

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.client.actor_calls import ConnectionCut, call_once
-from megarl.cluster.pool.pool_process import SupervisorHandle
+from megarl.cluster.client.connection import ConnectionCut, call_once
 from megarl.common.errors import PoolEnded, ReplicaFailed
-from megarl.config.schema import Config
 from megarl.rollout.engine.replica import replica_name
 from megarl.rollout.fleet.replica_client import as_rollout_error
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-
-class PoolCalls(Protocol):
-    """The part of the pool's client that `PoolHandles` uses."""
-
-    config: Config
-
-    @property
-    def handle(self) -> SupervisorHandle:
-        """Return the pool's handle."""
-
-    def members(self) -> list[int]:
-        """Return the indices of the replicas that take part in the next sync."""
-
-    def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
-        """Call one method of the controller."""
+    from megarl.cluster.client.pool_client import PoolClient
 
 
 class ReplicaClient:
@@ -77,13 +61,13 @@ class ReplicaClient:
 class PoolHandles:
     """The pool as the weight sync uses it: replicas that can be called and replaced by name."""
 
-    def __init__(self, client: PoolCalls) -> None:
+    def __init__(self, client: PoolClient) -> None:
         self._client = client
 
     def replicas(self) -> Sequence[ReplicaClient]:
         """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
         logs = Path(self._client.handle.run_dir) / "logs"
-        check, reach_s = self._client.handle.check, self._client.config.timeouts.rpc_s
+        check, reach_s = self._client.handle.check, self._client.timeouts.rpc_s
         return [
             ReplicaClient(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
             for index in self._client.members()

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.checkpoint.format.manifest import already_finished
-from megarl.cluster.nodes.allocation import local_allocation, slurm_allocation
 from megarl.cluster.nodes.commands import ENTRY, exports
 from megarl.cluster.nodes.launcher import can_lose
 from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure
-from megarl.cluster.nodes.prepare import prepare, status
+from megarl.cluster.nodes.prepare import local_allocation, prepare, slurm_allocation, status
 from megarl.cluster.nodes.spec import LaunchSpec
 from megarl.common.errors import ConfigError
 from megarl.common.rundir.notices import write_notice
@@ -72,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
-    if (told := already_finished(config)) is not None:
-        sys.stderr.write(f"megarl: {told}\n")
+    if (finished := already_finished(config)) is not None:
+        sys.stderr.write(f"megarl: {finished}\n")
         return 0
     force = options.force
     if options.scheduler == "slurm":

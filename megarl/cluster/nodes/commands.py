@@ -1,35 +1,38 @@
-"""The arguments and environment of the processes that a node runs. Pure; `megarl launch --dry-run` shows them."""
+"""The scripts of a job, and the arguments and environment of the processes that a node runs. Pure.
+
+`megarl launch --dry-run` shows them. A script says what a config asks for, before one of launch/ takes over.
+"""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from megarl.cluster.nodes.topology import NodePlan, Topology, stop_seconds
+from megarl.cluster.nodes.topology import NodePlan, Topology, make_topology, stop_seconds
 from megarl.common.errors import ConfigError
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 from megarl.config.checks.secrets import referenced_variables
 from megarl.config.schema import Config
-from megarl.config.schema.job import LaunchConfig
+from megarl.config.schema.job import LaunchConfig, TimeoutsConfig
 
 # Environment variable of the ranks: set if a node's agent has started them, to the id of its launch.
 LAUNCH_ID_VARIABLE = "MEGARL_LAUNCH_ID"
 
 ENTRY = "examples/rl/train_rl.py"
 
-# What is passed to hosts that are reached by ssh, beside the variables to which the config refers.
+# What is passed to hosts that are reached by ssh, besides the variables to which the config refers.
 _PASSED_NAMES = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "WANDB_API_KEY"}
 _PASSED_PREFIXES = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_", "MLFLOW_")
 
 
 def torchrun_command(
-    config: Config, topology: Topology, node: NodePlan, *, python: str, launch_id: str, endpoint: str, address: str,
-    entry: str, config_file: str,
+    launch: LaunchConfig, timeouts: TimeoutsConfig, topology: Topology, node: NodePlan, *, launch_id: str,
+    endpoint: str, address: str, entry: str, config_file: str,
 ) -> list[str]:  # fmt: skip
     """Return the torchrun command of one trainer node.
 
@@ -38,19 +41,19 @@ def torchrun_command(
     """
     first = node.trainer_rank == 0
     return [
-        python, "-m", "megarl.cluster.torchrun.run",
+        sys.executable, "-m", "megarl.cluster.torchrun.run",
         "--nnodes", str(topology.trainer_nodes),
         "--nproc-per-node", str(topology.ranks_per_node),
         "--rdzv-id", launch_id,
         "--rdzv-backend", "megarl",
         "--rdzv-endpoint", endpoint,
         # By default torchrun compares host names to find out which node holds the store.
-        "--rdzv-conf", f"is_host={'true' if first else 'false'},join_timeout={int(config.timeouts.node_s)}",
+        "--rdzv-conf", f"is_host={'true' if first else 'false'},join_timeout={int(timeouts.node_s)}",
         "--local-addr", address,
         "--log-dir", os.devnull,  # by default torchrun leaves a temporary directory at each start
-        "--max-restarts", str(config.launch.max_restarts),
+        "--max-restarts", str(launch.max_restarts),
         # After a SIGTERM the ranks need this time to end their step and save.
-        "--shutdown-timeout", str(stop_seconds(config.launch, config.timeouts)),
+        "--shutdown-timeout", str(stop_seconds(launch, timeouts)),
         entry, "--config", config_file,
     ]  # fmt: skip
 
@@ -68,16 +71,10 @@ def raylet_command(launch: str, index: int, agent_pid: int) -> list[str]:
     return [sys.executable, "-m", "megarl.cluster.nodes.raylet", launch, str(index), str(agent_pid)]
 
 
-def user_environment(launch: LaunchConfig) -> dict[str, str]:
-    """Return the `env_vars` of `launch.runtime_env`. Raises ConfigError as `read_runtime_env`."""
-    path = launch.runtime_env
+def user_environment(path: Path | None) -> dict[str, str]:
+    """Return the `env_vars` of `launch.runtime_env`. Raises ConfigError, naming the file, if it holds anything else."""
     if path is None:
         return {}
-    return read_runtime_env(path)
-
-
-def read_runtime_env(path: Path) -> dict[str, str]:
-    """Read `env_vars` from a file. Raises ConfigError, naming the file, if it holds anything else."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -104,3 +101,50 @@ def exports(config: Config, environment: Mapping[str, str]) -> str:
         for name, value in environment.items()
         if name in names or (name.startswith(_PASSED_PREFIXES) and name.isidentifier())
     )
+
+
+def slurm_script(config: Config, config_file: Path, arguments: Sequence[str] = (), *, cuda: bool = True) -> str:
+    """Return the batch script of one config, whose body is launch/slurm/job.sh.
+
+    `arguments`: overrides and options, which come before the script's own. `cuda`: ask for GPUs.
+    """
+    lines = [
+        "#!/usr/bin/env bash",
+        *directives(config, cuda=cuda),
+        "",
+        *config.launch.setup,
+        *([] if config.launch.requeue else ["requeue=no"]),
+        *([" ".join(["set --", *map(shlex.quote, arguments), '"$@"'])] if arguments else []),
+        f"config={shlex.quote(str(config_file))}",
+        'source "$SLURM_SUBMIT_DIR/launch/slurm/job.sh"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def local_script(launch: LaunchConfig, config_file: Path, arguments: Sequence[str] = ()) -> str:
+    """Return the script that runs one config on this machine, by launch/local.sh. `arguments`: as for SLURM."""
+    command = " ".join(map(shlex.quote, ["launch/local.sh", str(config_file), *arguments]))
+    return "\n".join(["#!/usr/bin/env bash", *launch.setup, f"source {command}"]) + "\n"
+
+
+def directives(config: Config, *, cuda: bool) -> list[str]:
+    """Return the #SBATCH lines of a config. `cuda`: ask for GPUs."""
+    launch, topology = config.launch, make_topology(config)
+    options = [
+        f"--job-name={config.run.name}",
+        "--ntasks-per-node=1",
+        f"--signal=B:USR1@{stop_seconds(launch, config.timeouts)}",
+        "--requeue",
+        "--open-mode=append",
+        "--output=%x-%j.log",
+        f"--nodes={len(topology.nodes)}",
+    ]
+    if cuda:
+        options.append(f"--gpus-per-node={topology.node_gpus}")
+    if launch.node_cpus is None:
+        options += ["--exclusive", "--mem=0"]
+    else:
+        options.append(f"--cpus-per-task={launch.node_cpus}")
+    if launch.time_limit is not None:
+        options.append(f"--time={launch.time_limit}")
+    return [f"#SBATCH {option}" for option in (*options, *launch.sbatch)]

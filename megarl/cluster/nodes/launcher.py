@@ -37,7 +37,7 @@ from megarl.common.rundir.run_lock import Holder, RunClaim, claim, other_holder
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.derived.hardware import local_gpus
 
-# Tells which nodes a running job can lose.
+logger = logging.getLogger("megarl.cluster.nodes.launcher")
 
 
 def can_lose(launch: LaunchSpec, index: int) -> bool:
@@ -51,8 +51,6 @@ def can_lose(launch: LaunchSpec, index: int) -> bool:
     ready = state.get("launch_id") == launch.launch_id and state.get("state") in {"ready", REBUILDING}
     return launch.topology.nodes[index].only_engines and ready and not ended
 
-
-logger = logging.getLogger("megarl.cluster.nodes.launcher")
 
 TICK_S = 0.5
 BEAT_S = 2.0
@@ -70,6 +68,11 @@ class AskedAgain(NodeFailed):
 
 class DirectoryLost(Exception):  # noqa: N818
     """Another run holds the run directory, now or since this one was silent; nothing may be written there."""
+
+    @classmethod
+    def to(cls, other: Holder, run_dir: Path) -> DirectoryLost:
+        """Return the error of a run that has lost its claim to another one."""
+        return cls(f"{run_dir} was taken by {other.describe()}; this run had been silent, or --force was given")
 
 
 class PeerFailed(Exception):  # noqa: N818
@@ -114,29 +117,29 @@ class NodeLauncher:
             while not self._tick_or_wait():
                 time.sleep(TICK_S)
             self._finish()
-        except DirectoryLost as error:
-            self._ending = True
-            logger.error("ending: %s", error)
-            with suppress(OSError):
-                self.board.claim_failure(NodeFailure(self.host, str(error)))
-            self._processes.end_all()
-            return 1
-        except PeerFailed as error:
-            self._ending = True
-            logger.error("ending: %s", error)
-            self._processes.end_all()
-            return 1
         except Exception as error:
             self._ending = True
-            logger.exception("node %d (%s) failed", self.node.index, self.host)
             try:
-                if isinstance(error, AskedAgain) or not can_lose(self.launch, self.node.index):
-                    self._report(error)
+                self._record(error)
             except OSError as failure:
                 logger.error("the failure could not be recorded in %s: %s", self.launch.run_dir, failure)
             self._processes.end_all()
             return 1
         return 0
+
+    def _record(self, error: Exception) -> None:
+        """Log why this node ends, and record it for the others unless they know it or go on. Raises OSError."""
+        if isinstance(error, DirectoryLost | PeerFailed):
+            logger.error("ending: %s", error)
+        else:
+            logger.error("node %d (%s) failed", self.node.index, self.host, exc_info=error)
+        if isinstance(error, DirectoryLost):
+            self.board.claim_failure(NodeFailure(self.host, str(error)))
+        elif isinstance(error, AskedAgain) or not (
+            isinstance(error, PeerFailed) or can_lose(self.launch, self.node.index)
+        ):
+            clear = isinstance(error, NodeFailed | ValueError)
+            self._fail_job(self.host, str(error) if clear else f"{type(error).__name__}: {error}")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """On the first signal ask the run to save and end; on a second one end at once.
@@ -156,9 +159,7 @@ class NodeLauncher:
                 "there is one"
             )
         if (other := other_holder(self.launch.run_dir, self._holder)) is not None:  # the request would stop that run
-            raise DirectoryLost(
-                f"{self.launch.run_dir} was taken by {other.describe()}; this run had been silent, or --force was given"
-            )
+            raise DirectoryLost.to(other, self.launch.run_dir)
         self._stop_request = f"{name} on node {self.host}"
         with suppress(OSError):  # the next tick tries it again
             self._ask_run_to_stop()
@@ -170,7 +171,9 @@ class NodeLauncher:
             self._stop_request = None
 
     def _start(self) -> None:
-        self._check_devices()
+        have = len(local_gpus())
+        if self.launch.cuda and have <= self.node.last_device:
+            raise NodeFailed(f"has {have} GPUs, but the config uses device {self.node.last_device}")
         if self.node.index == 0:
             try:
                 self._claim = claim(self.launch.run_dir, self._holder, self.config.timeouts.node_s)
@@ -180,7 +183,7 @@ class NodeLauncher:
         interface = self.config.launch.interface
         if several or interface is not None:
             self.address = own_address(self.launch.hosts, interface)
-        os.environ.update(commands.user_environment(self.config.launch))
+        os.environ.update(commands.user_environment(self.config.launch.runtime_env))
         os.environ.update(
             network_environment(self.address, interface_of(self.address), several=several, chosen=interface is not None)
         )
@@ -195,13 +198,10 @@ class NodeLauncher:
         else:
             self._processes.start_raylet()
 
-    def _check_devices(self) -> None:
-        have = len(local_gpus())
-        if self.launch.cuda and have <= self.node.last_device:
-            raise NodeFailed(f"has {have} GPUs, but the config uses device {self.node.last_device}")
-
     def _start_torchrun(self) -> None:
-        """Start torchrun, once the first trainer node has posted the address of the rendezvous."""
+        """Start torchrun if this node has ranks, once the first trainer node has posted the rendezvous's address."""
+        if self.node.trainer_rank is None or self._processes.torchrun is not None:
+            return
         first = self.board.read(self.topology.trainer(0).index)
         if first is not None and first.endpoint:
             self._processes.start_torchrun(first.endpoint, self.address)
@@ -231,8 +231,7 @@ class NodeLauncher:
         self._ask_run_to_stop()
         if (failure := self.board.failure()) is not None:
             raise PeerFailed(f"node {failure.node} failed: {failure.reason}")
-        if self.node.trainer_rank is not None and self._processes.torchrun is None:
-            self._start_torchrun()
+        self._start_torchrun()
         ending = self._run_has_ended()
         ranks_done = self._torchrun_done(ending)
         pool_done = self._supervisor_done(ending)
@@ -307,7 +306,7 @@ class NodeLauncher:
     def _check_peers(self) -> None:
         """End the job, naming the node, if a watched node has not started or is silent for `timeouts.node_s`.
 
-        A node with engines only is told as lost, and as back when it is heard of again.
+        A node with engines only is reported as lost, and as back when it is heard of again.
         """
         silent = f"{self.config.timeouts.node_s:.0f} s"
         lost = dict(self._watch.lost())
@@ -347,16 +346,8 @@ class NodeLauncher:
             except OSError as error:
                 if self._complaints.allows():
                     logger.warning("this node's sign of life could not be written: %s", error)
-            other = self._claim.renew() if self._claim is not None else None
-            if other is not None:
-                raise DirectoryLost(
-                    f"{self.launch.run_dir} was taken by {other.describe()}; this run had been silent, or --force was "
-                    "given"
-                )
-
-    def _report(self, error: Exception) -> None:
-        reason = str(error) if isinstance(error, NodeFailed | ValueError) else f"{type(error).__name__}: {error}"
-        self._fail_job(self.host, reason)
+            if self._claim is not None and (other := self._claim.renew()) is not None:
+                raise DirectoryLost.to(other, self.launch.run_dir)
 
     def _fail_job(self, host: str, reason: str) -> None:
         """Record why the job ends, unless another node has recorded a failure first."""

@@ -7,29 +7,136 @@ RUN_DIR/launch/ID. `status` reports how the run ended.
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
-import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.cluster.nodes.allocation import Allocation, check_allocation
 from megarl.cluster.nodes.commands import ENTRY, user_environment
-from megarl.cluster.nodes.launcher import BEAT_S
 from megarl.cluster.nodes.node_files import NodeBoard
-from megarl.cluster.nodes.spec import LAUNCH_FILE, LaunchSpec, launch_directory
-from megarl.cluster.nodes.topology import make_topology
+from megarl.cluster.nodes.spec import LaunchSpec, launch_directory
+from megarl.cluster.nodes.topology import Topology, make_topology, stop_seconds
 from megarl.common.errors import ConfigError
 from megarl.common.process.processes import ProcessId
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import Holder, RunClaim, claim, other_holder
 from megarl.config.checks.sections import detect_device
+from megarl.config.derived.hardware import local_gpus
 from megarl.config.loading.load import to_yaml
 from megarl.config.memory_plan.plan import make_plan
 from megarl.config.schema import Config
+from megarl.config.schema.job import LaunchConfig, TimeoutsConfig
 
-CURRENT_FILE = "current"
+QUERY_S = 60  # for SLURM's answer to a query
 
 LaunchEnd = Literal["finished", "preempted", "unsaved", "failed"]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Holds what the job was given.
+
+    `seconds` are left until the time limit; `signal_s` is how long before it the batch script gets its signal. These
+    two and `gpus_per_node` are None if unknown or unlimited.
+    """
+
+    hosts: tuple[str, ...]
+    gpus_per_node: int | None
+    seconds: int | None
+    signal_s: int | None = None
+
+
+def slurm_allocation(environment: Mapping[str, str], signal_s: int | None = None) -> Allocation:
+    """Return the allocation of this batch job. Raises ConfigError outside a job, or if SLURM does not answer."""
+    if "SLURM_JOB_ID" not in environment or "SLURM_JOB_NODELIST" not in environment:
+        raise ConfigError(["not inside a SLURM job: submit the script with sbatch, or use --scheduler local"])
+    hosts = _query("scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]).split()
+    left = _query("squeue", "--noheader", "--job", environment["SLURM_JOB_ID"], "--format", "%L").strip()
+    gpus = environment.get("SLURM_GPUS_ON_NODE")
+    return Allocation(tuple(hosts), int(gpus) if gpus is not None else None, parse_duration(left), signal_s)
+
+
+def local_allocation(hosts: tuple[str, ...]) -> Allocation:
+    """Return this machine, or a list of `hosts` that have as many GPUs as this machine, as an allocation."""
+    return Allocation(hosts, len(local_gpus()), None)
+
+
+def _query(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = (getattr(error, "stderr", None) or str(error)).strip()
+        raise ConfigError([f"{' '.join(command)}: {detail}"]) from None
+
+
+def parse_duration(text: str) -> int | None:
+    """Convert SLURM's `[D-]HH:MM:SS` or `MM:SS` to seconds; None for UNLIMITED, INVALID and NOT_SET."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_allocation(
+    launch: LaunchConfig, timeouts: TimeoutsConfig, topology: Topology, allocation: Allocation, *, cuda: bool
+) -> None:
+    """Raise ConfigError listing everything that does not fit."""
+    problems = []
+    wanted = len(topology.nodes)
+    if len(allocation.hosts) != wanted:
+        roles = ", ".join(f"{count} {role}" for role, count in _roles(topology).items())
+        problems.append(
+            f"nodes: the job has {len(allocation.hosts)} ({', '.join(allocation.hosts)}), the config needs {wanted} "
+            f"({roles}); ask for --nodes={wanted}"
+        )
+    if cuda and allocation.gpus_per_node is not None and allocation.gpus_per_node < topology.node_gpus:
+        problems.append(
+            f"GPUs per node: the job has {allocation.gpus_per_node}, the config uses devices up to "
+            f"{topology.node_gpus - 1}; ask for --gpus-per-node={topology.node_gpus}"
+        )
+    problems += _time_problems(launch, timeouts, allocation)
+    if problems:
+        raise ConfigError([f"the allocation does not fit the config: {problem}" for problem in problems])
+
+
+def _time_problems(launch: LaunchConfig, timeouts: TimeoutsConfig, allocation: Allocation) -> list[str]:
+    """Return one message for each way in which the time left is too short."""
+    if allocation.seconds is None:
+        return []
+    problems = []
+    stop = stop_seconds(launch, timeouts)
+    if allocation.seconds <= stop:
+        problems.append(
+            f"time: {allocation.seconds} s are left, but a run is asked to stop {stop} s before the limit "
+            "(launch.stop_before_s): it would stop before its first step; ask for a longer --time"
+        )
+    if allocation.signal_s is not None and allocation.signal_s < stop:
+        problems.append(
+            f"time: the script gets its signal {allocation.signal_s} s before the limit, but ending a step and saving "
+            f"may take {stop} s (launch.stop_before_s): use the script of megarl launch, or submit with "
+            f"MEGARL_SIGNAL_S={stop} and --signal=B:USR1@{stop}"
+        )
+    limit = launch.time_limit
+    wanted = parse_duration(limit) or 0 if limit is not None else 0
+    # Some of the time has passed since the job started: tolerate 300 s, or a tenth of the limit.
+    if allocation.seconds < wanted - max(300, wanted // 10):
+        problems.append(
+            f"time: {allocation.seconds} s are left, launch.time_limit is {limit}; ask for --time={limit} or lower "
+            "launch.time_limit"
+        )
+    return problems
+
+
+def _roles(topology: Topology) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for node in topology.nodes:
+        role = node.role.removesuffix(" + supervisor")
+        counts[role] = counts.get(role, 0) + 1
+    return counts
 
 
 def prepare(
@@ -44,13 +151,11 @@ def prepare(
     """
     cuda = detect_device() == "cuda"
     make_plan(config)
-    user_environment(config.launch)
+    user_environment(config.launch.runtime_env)
     if not Path(entry).is_file():
         raise ConfigError([f"{Path.cwd() / entry} does not exist: start from the repository's root"])
     topology = make_topology(config)
-    check_allocation(config, topology, allocation, cuda=cuda)
-    if not force:
-        refuse_running(config.run_dir)
+    check_allocation(config.launch, config.timeouts, topology, allocation, cuda=cuda)
     # The holder is the launch script, until the first node's agent takes over.
     script = Holder.here("megarl launch", ProcessId.of(os.getppid()), launch_id)
     node_s = config.timeouts.node_s
@@ -70,33 +175,9 @@ def prepare(
         steps_before=previous.step if previous is not None and previous.status == "preempted" else 0,
     )
     spec.save()
-    (directory.parent / CURRENT_FILE).write_text(launch_id)
     run_files.forget(config.run_dir)
     (config.run_dir / "error.txt").unlink(missing_ok=True)
     return spec
-
-
-def refuse_running(run_dir: Path, pause_s: float = 2 * BEAT_S) -> None:
-    """Raise ConfigError if the last launch in `run_dir` is still running: a node's counter increases in `pause_s`."""
-    current = run_dir / "launch" / CURRENT_FILE
-    if not current.is_file():
-        return
-    spec_file = launch_directory(run_dir, current.read_text()) / LAUNCH_FILE
-    if not spec_file.is_file():
-        return
-    spec = LaunchSpec.load(spec_file)
-    board = NodeBoard(Path(spec.directory))
-    before = [board.read(node.index) for node in spec.topology.nodes]
-    if not any(record is not None and record.state == "running" for record in before):
-        return
-    time.sleep(pause_s)
-    for old in before:
-        new = board.read(old.index) if old is not None else None
-        if old is not None and new is not None and new.state == "running" and new.beat != old.beat:
-            raise ConfigError([
-                f"run.dir: {run_dir} is in use by launch {spec.launch_id} (node {new.host} is running); end that run "
-                "or choose another run.dir"
-            ])  # fmt: skip
 
 
 def status(spec: LaunchSpec) -> tuple[LaunchEnd, str]:

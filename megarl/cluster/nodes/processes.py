@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -132,7 +131,7 @@ class NodeProcesses:
         """Start torchrun with the rendezvous at `endpoint` (HOST:PORT); `address`: that of this node."""
         launch = self._launch
         command = commands.torchrun_command(
-            launch.config, launch.topology, self._node, python=sys.executable, launch_id=launch.launch_id,
+            launch.config.launch, self._timeouts, launch.topology, self._node, launch_id=launch.launch_id,
             endpoint=endpoint, address=address, entry=launch.entry,
             config_file=str(Path(launch.directory) / "config.yaml"),
         )  # fmt: skip

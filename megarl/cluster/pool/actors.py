@@ -74,7 +74,7 @@ class PoolActors:
             self.gateway.opened(answers["the gateway"])
 
     def replace_controller(self, partition: str) -> None:
-        """Kill the controller, and with it the queue that it owns, and start both anew, the queue as `partition`.
+        """Kill the controller, and with it the queue that it owns, and start both again, the queue as `partition`.
 
         Raises RolloutError if they do not start.
         """

@@ -31,7 +31,7 @@ class GatewayKeeper:
     ) -> None:
         """`bound_s`: how long the gateway may leave a look unanswered; `start_s`: how long its start may take.
 
-        `say` is told what the user should know.
+        `say` gets what the user should know.
         """
         self._spec, self._own_head, self._bound_s, self._start_s, self._say = spec, own_head, bound_s, start_s, say
         self._gateway: ActorHandle | None = None
@@ -97,7 +97,7 @@ class GatewayKeeper:
 
         cause = str(getattr(error, "cause", None) or error).strip().splitlines()
         what = "could not be opened" if self._starting else "has died"
-        self._say(f"the gateway {what} ({cause[0] if cause else type(error).__name__}) and is opened anew")
+        self._say(f"the gateway {what} ({cause[0] if cause else type(error).__name__}) and is opened again")
         if self._gateway is not None:
             try:
                 ray.kill(self._gateway)

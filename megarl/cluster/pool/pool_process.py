@@ -17,9 +17,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megarl.common.errors import PartsLost, PoolEnded, SupervisorFailed
 from megarl.common.process.processes import ProcessId, is_alive, kill, sweep
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "supervisor.json"
 STOP_FILE = "supervisor.stop"
 SPEC_FILE = "supervisor_spec.json"
-REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue are started anew
+REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue are started again
 # In which the supervisor, which looks every 2 s, says that a part has died, or hangs for longer than its bound.
 NOTICED_S = 10.0
 TELL_S = 30.0  # between two lines for the user while engines start
@@ -42,7 +44,7 @@ _ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  
 class SupervisorHandle:
     """Holds everything that a rank needs to connect; plain data that can be broadcast.
 
-    `rebuilds`: how often the pool has started controller and queue anew; `partition` is that of the present queue.
+    `rebuilds`: how often the pool has started controller and queue again; `partition` is that of the present queue.
     """
 
     run_dir: str
@@ -58,10 +60,7 @@ class SupervisorHandle:
     @classmethod
     def of(cls, run_dir: Path, state: Mapping[str, Any]) -> SupervisorHandle:
         """Return the handle that a supervisor's state describes."""
-        names = ("address", "namespace", "partition", "attempt", "launch_id", "host")
-        chosen = {name: state[name] for name in names}
-        process, rebuilds = ProcessId(**state["process"]), state.get("rebuilds", 0)
-        return cls(run_dir=str(run_dir), process=process, rebuilds=rebuilds, **chosen)
+        return msgspec.convert({**state, "run_dir": str(run_dir)}, cls)
 
     def is_alive(self) -> bool:
         """Return False once the supervisor is known to be gone.
@@ -148,13 +147,12 @@ class SupervisorSpec:
 
     def save(self, path: Path) -> None:
         """Write the fields as JSON; `load` reads them in the supervisor's process."""
-        path.write_text(json.dumps(asdict(self)))
+        path.write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def load(cls, path: Path) -> SupervisorSpec:
         """Read what `save` wrote."""
-        fields = json.loads(path.read_text())
-        return cls(**{**fields, "agent": ProcessId(**fields["agent"])})
+        return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
@@ -203,7 +201,6 @@ def launch_supervisor(
     agent_pid: int,
     *,
     cuda: bool = False,
-    timeout_s: float | None = None,
     serves: bool = False,
     gateway_token_file: str | None = None,
 ) -> SupervisorHandle:
@@ -211,12 +208,11 @@ def launch_supervisor(
 
     A supervisor that the previous attempt of the same agent left running is reused if it was started with the same
     config and finds controller and queue alive from now on. `agent_pid`: the process whose end ends the pool
-    (torchrun's agent). `timeout_s`: default timeouts.ray_start_s. `serves` and `gateway_token_file`: see
-    SupervisorSpec. Raises SupervisorFailed if the head does not start.
+    (torchrun's agent). `serves` and `gateway_token_file`: see SupervisorSpec. Raises SupervisorFailed if the head does
+    not start within `timeouts.ray_start_s`.
     """
     run_dir = Path(run_dir).resolve()
     timeouts = Config.model_validate_json(config_json).timeouts
-    timeout_s = timeout_s or timeouts.ray_start_s
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     launch_id = _kept_supervisor(run_dir, agent_pid, config_json)
     if launch_id is not None and not _is_sound(run_dir, launch_id, 3 * timeouts.rpc_s):
@@ -229,7 +225,7 @@ def launch_supervisor(
     else:
         logger.info("reusing the pool of the previous attempt")
     try:
-        return attach_supervisor(run_dir, launch_id, timeout_s)
+        return attach_supervisor(run_dir, launch_id, timeouts.ray_start_s)
     except KeyboardInterrupt:  # the caller has no handle by which to end it
         if (started := _STARTED.get(launch_id)) is not None:
             with suppress(ProcessLookupError):  # it has ended already
@@ -360,7 +356,7 @@ def wait_ready(
 
 
 def await_rebuilt(handle: SupervisorHandle, timeout_s: float) -> SupervisorHandle:
-    """Wait until controller and queue have been started anew since those of `handle`; return the new handle.
+    """Wait until controller and queue have been started again since those of `handle`; return the new handle.
 
     Raises SupervisorFailed if the pool ends instead, or after `timeout_s`.
     """

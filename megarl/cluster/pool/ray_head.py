@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megarl.common.errors import SupervisorFailed
@@ -32,11 +31,11 @@ from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 if TYPE_CHECKING:
     from ray._private.node import Node
 
-# Ports that are kept free for processes that will listen on them later.
 
-
-class ReservedPorts:
+class ReservedPorts(ExitStack):
     """TCP ports of this host that the kernel gives to nobody who asks for any free port, until `close`.
+
+    Whoever listens on one then keeps it.
 
     Each has a socket that is bound but does not listen, with SO_REUSEADDR. Linux leaves such a port out when it chooses
     one, and lets a process take it that asks for this port and has set SO_REUSEADDR too, as servers do: Ray's agents
@@ -45,7 +44,7 @@ class ReservedPorts:
 
     def __init__(self, count: int) -> None:
         """Raise OSError if the host has no `count` free ports."""
-        self._held = ExitStack()
+        super().__init__()
         self.ports: list[int] = []
         with ExitStack() as stack:
             for _ in range(count):
@@ -53,19 +52,7 @@ class ReservedPorts:
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 held.bind(("", 0))
                 self.ports.append(held.getsockname()[1])
-            self._held = stack.pop_all()
-
-    def close(self) -> None:
-        """Give the ports up. Whoever listens on one keeps it."""
-        self._held.close()
-
-    def __enter__(self) -> ReservedPorts:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+            self.push(stack.pop_all())
 
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ class PoolState:
     def __init__(
         self, spec: SupervisorSpec, private: Path, complaints: RateLimit, on_replaced: Callable[[str], None]
     ) -> None:
-        """`private`: the pool's private directory; `on_replaced` is told once why the file is another launch's."""
+        """`private`: the pool's private directory; `on_replaced` gets, once, why the file is another launch's."""
         self._spec, self._run_dir = spec, Path(spec.run_dir)
         self._complaints, self._on_replaced = complaints, on_replaced
         self._lock = threading.Lock()

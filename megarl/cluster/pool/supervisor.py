@@ -53,7 +53,7 @@ COMPLAIN_S = 30.0  # between two log lines about the same trouble
 class Supervisor:
     """Runs one pool from its start to its end; writes its state to RUN_DIR/supervisor.json.
 
-    If the controller or a process of the queue dies, it starts both anew, for the engines that live. It ends once the
+    If the controller or a process of the queue dies, it starts both again, for the engines that live. It ends once the
     supervisor of another launch has written its state there.
     """
 
@@ -69,7 +69,7 @@ class Supervisor:
         self._private = private
         self._head: RayHead | None = None
         self._actors = PoolActors(spec, self.config, lambda: self.stop_reason)
-        self._rebuilt_at: list[float] = []  # when controller and queue were started anew (`time.monotonic`)
+        self._rebuilt_at: list[float] = []  # when controller and queue were started again (`time.monotonic`)
         self._heartbeats = 0
         self._ending_since: float | None = None
         # Half of the time that the launcher waits, so that an orderly and a forced tear-down both fit.
@@ -112,7 +112,7 @@ class Supervisor:
         return descendants(os.getpid()) - {self._guardian}
 
     def _keep_serving(self) -> None:
-        """Serve until asked to stop. If controller or queue fail, start both anew, as often as is allowed.
+        """Serve until asked to stop. If controller or queue fail, start both again, as often as is allowed.
 
         Raises RolloutError with the last reason otherwise.
         """
@@ -125,18 +125,18 @@ class Supervisor:
                 self._rebuild(str(error))
 
     def _may_rebuild(self, now: float) -> bool:
-        """Tell whether controller and queue may be started anew: not too often in a short time."""
+        """Tell whether controller and queue may be started again: not too often in a short time."""
         return sum(now - each < REBUILD_PERIOD_S for each in self._rebuilt_at) < MOST_REBUILDS
 
     def _rebuild(self, reason: str) -> None:
-        """Start controller and queue anew; the trainer then tells the new controller how far it has come.
+        """Start controller and queue again; the trainer then tells the new controller how far it has come.
 
         Raises RolloutError if they do not start.
         """
         self._rebuilt_at.append(time.monotonic())
         count = len(self._rebuilt_at)
         self._state.publish(state=REBUILDING, rebuilds=count, rebuilt_because=reason)
-        write_notice(self.run_dir, f"{reason}; the rollout controller and the queue are started anew")
+        write_notice(self.run_dir, f"{reason}; the rollout controller and the queue are started again")
         partition = f"{self.spec.partition}.{count}"
         self._actors.replace_controller(partition)
         self._state.publish(state="ready", partition=partition)

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from megarl.cluster.torchrun.mark import NAME, SERVED_BY_VARIABLE
+from megarl.cluster.torchrun.entry import NAME, SERVED_BY_VARIABLE
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
 from megarl.common.trust.signed_store import connect_store, serve_store
 
@@ -106,7 +106,7 @@ class BoundHandler(DynamicRendezvousHandler):
 
 
 def wait_for_ranks(store: Store) -> None:
-    """Let the torchrun of this process wait after its first stop signal as long as its ranks have told it in `store`.
+    """Let the torchrun of this process wait after its first stop signal as long as its ranks have asked for in `store`.
 
     torchrun (torch 2.13, elastic/agent/server/api.py) kills its ranks 30 s after it has passed a signal on, which may
     cut a save. A --shutdown-timeout of the user's holds. Who else writes to the store can only lengthen the wait for
@@ -117,20 +117,20 @@ def wait_for_ranks(store: Store) -> None:
         if death_sig is None:
             _shutdown(agent, timeout=timeout)
             return
-        told = 0
+        asked = 0
         with contextlib.suppress(ValueError, RuntimeError):  # torch's errors of stores are RuntimeErrors
             if timeout == SHUTDOWN_S and store.check([STOP_KEY]):
-                told = min(MOST_STOP_S, int(store.get(STOP_KEY)))
-        _shutdown(agent, death_sig, max(timeout, told))
+                asked = min(MOST_STOP_S, int(store.get(STOP_KEY)))
+        _shutdown(agent, death_sig, max(timeout, asked))
 
     LocalElasticAgent._shutdown = shutdown  # type: ignore[method-assign,assignment]
 
 
 def tell_seconds_to_stop(environment: Mapping[str, str], seconds: int, timeout_s: float) -> None:
-    """Tell the torchrun that has started this rank how long its ranks may need after a stop signal.
+    """Ask the torchrun that has started this rank for the time that its ranks may need after a stop signal.
 
-    `environment`: that of the rank; one without torchrun's store, or of another rendezvous, tells nothing. `timeout_s`:
-    of a request to the store.
+    `environment`: that of the rank; without torchrun's store, or with another rendezvous, nothing is asked.
+    `timeout_s`: of a request to the store.
     """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get(SERVED_BY_VARIABLE) == str(
         os.getppid()

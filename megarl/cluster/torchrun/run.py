@@ -15,13 +15,13 @@ from torch.distributed.run import main
 
 from megarl.cluster.torchrun.entry import register
 
-# The report of ranks that have failed, as torchrun gives it: without what the ranks themselves have told the user.
+# The report of ranks that have failed, as torchrun gives it: without what the ranks have reported themselves.
 
 
 def quieten_torchrun() -> None:
     """Silence what torchrun logs of failed ranks: their statuses, that it ends the others, and hints about options.
 
-    So is that it has received a stop signal, which the ranks tell.
+    So is that it has received a stop signal, which the ranks report.
     """
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     for name in ("torch.distributed.elastic.agent.server.api", "torch.distributed.run"):
@@ -31,7 +31,7 @@ def quieten_torchrun() -> None:
 def tell_failure(error: ChildFailedError) -> int:
     """Tell what the ranks could not, and return the exit status: that of the rank that failed first, 1 for a signal.
 
-    A rank that ends with a status of its own has told the user why; of one that a signal has killed a line is written.
+    A rank that ends with a status of its own has reported why; of one that a signal has killed a line is written.
     """
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:

@@ -9,7 +9,7 @@ numbered ones ends.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 DIGITS = 15  # of an offset in a file name: names are in the order of their offsets up to 1 PB
@@ -52,12 +52,16 @@ def rotate(path: Path, limit: int) -> None:
     newest begins. Raises OSError; then the lines are still there, and the next rotation deletes what is too much.
     """
     path.rename(_part(path, end(path) - path.stat().st_size))
-    older = older_parts(path)
-    sizes = [part.stat().st_size for _, part in older]
-    for number, (_, part) in enumerate(older[:-1]):
-        if sum(sizes[number:]) <= limit - part_bytes(limit):
+    delete_oldest([part for _, part in older_parts(path)], limit - part_bytes(limit))
+
+
+def delete_oldest(files: Sequence[Path], most: int) -> None:
+    """Delete the first of these files until all of them have `most` bytes at most; the last one is always kept."""
+    sizes = [file.stat().st_size for file in files]
+    for number, file in enumerate(files[:-1]):
+        if sum(sizes[number:]) <= most:
             break
-        part.unlink()
+        file.unlink(missing_ok=True)
 
 
 def part_bytes(limit: int) -> int:

@@ -152,19 +152,14 @@ def qkv(info: ModelInfo) -> list[Piece]:
     ]
 
 
-_TE_NAMES = (
-    (
-        re.compile(r"(layers\.\d+)\.self_attention\.linear_qkv\.layer_norm_weight$"),
-        r"\1.input_layernorm.weight",
-    ),
-    (re.compile(r"(layers\.\d+)\.mlp\.linear_fc1\.layer_norm_weight$"), r"\1.pre_mlp_layernorm.weight"),
-    # Latent attention's norms are fused with the projections that follow them (gpt_layer_specs.py:235).
-    (re.compile(r"(self_attention)\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"\1.\2_layernorm.weight"),
-    (
-        re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$"),
-        r".mlp.experts.local_experts.\2.\1.weight",
-    ),
+# A norm's canonical name in its layer, and the projection that Transformer Engine fuses it into if the model has that.
+FUSED_NORMS = (
+    ("input_layernorm.weight", "self_attention.linear_qkv"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1"),
+    ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj"),
+    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj"),
 )
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 def canonical_name(name: str, layers: dict[int, int], first_expert: int) -> str:
@@ -172,8 +167,9 @@ def canonical_name(name: str, layers: dict[int, int], first_expert: int) -> str:
 
     `layers`: the global layer of each rank-local layer index; `first_expert`: the global number of local expert 0.
     """
-    for pattern, replacement in _TE_NAMES:
-        name = pattern.sub(replacement, name)
+    for norm, linear in FUSED_NORMS:
+        name = re.sub(rf"^(decoder\.layers\.\d+\.){re.escape(linear)}\.layer_norm_weight$", rf"\g<1>{norm}", name)
+    name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
     name = re.sub(r"^(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{layers[int(m[2])]}", name)
     return re.sub(r"(\.local_experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name)
 

@@ -70,7 +70,7 @@ def connect_pairs(pairs: Sequence[Pair], rank: int, device: torch.device, timeou
         other = pair.peer if rank == pair.owner else pair.owner
         waited = f"trainer rank {rank} waited {timeout_s:.0f} s"
         raise PeerTimeout(f"{waited} for trainer rank {other} to connect for gathers")
-    call.result()
+    call.result(0)
 
 
 def _exchange(pair: Pair, rank: int, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from megarl.report.page.html import Html, escape, table, tag
 from megarl.report.reading.advisories import advise, replica_rates, rollout_idle, trainer_idle
 from megarl.report.reading.metrics_file import NO_SIGNAL, RunMetrics
 from megarl.report.reading.run_directory import ReportedRun, differences
+from megarl.report.reading.run_events import COUNTED_FAULTS
 
 LONGEST_VALUE = 200  # characters of a config value
 
@@ -205,32 +206,12 @@ def engines(runs: Sequence[ReportedRun]) -> Html:
     return tag("div", blocks, class_="side")
 
 
-# What metrics count of faults, and what became of them: (series, how it is counted, what happened, outcome).
-_COUNTED = (
-    ("sync/restarted_replicas", "sum", "engines failed a weight sync", "replaced by new ones at the next publication"),
-    ("rollout/continued", "sum", "responses lost their engine", "other engines went on from the reported tokens"),
-    ("rollout/replicas_lost", "max", "engines lost at the same time, at most", "replaced by the next publication"),
-    ("rollout/rebuilds", "max", "losses of controller or queue", "started anew; the trainer went on"),
-    ("rollout/workers_lost", "sum", "agent workers died or did not answer", "replaced by new ones"),
-    ("rollout/groups_redone", "sum", "groups lost their agent worker", "another worker went on with them"),
-    ("rollout/cut", "sum", "responses reached their group's deadline", "cut there, and truncated"),
-    ("groups/failed", "sum", "groups had fewer than two usable samples", "counted, and not trained"),
-    ("groups/dropped_stale", "sum", "groups were too old when their step came", "counted, and not trained"),
-    ("batch/failed_samples", "sum", "samples failed", "counted, and not trained"),
-    ("reward/errors", "sum", "rewards failed", "by reward.on_error: dropped, or a fixed reward"),
-    ("reward/redone", "sum", "rewards lost their process", "scored again"),
-    ("total/groups_rolled_back", "max", "groups were discarded by a resume", "drawn again under the same ids"),
-    ("rollout/groups_kept", "sum", "groups from before a resume were still valid", "used again or continued"),
-    ("total/failed_writes", "max", "writes were refused by a disk or a service", "lines wait, and are written later"),
-)  # fmt: skip
-
-
 def faults(runs: Sequence[ReportedRun]) -> Html:
     """Return what was lost or failed in each run and what became of it, from metrics, events and notices."""
     blocks = []
     for index, run in enumerate(runs):
         counted = []
-        for name, how, what, outcome in _COUNTED:
+        for name, how, what, outcome in COUNTED_FAULTS:
             value = run.metrics.sum(name) if how == "sum" else run.metrics.largest(name)
             if value > 0:
                 counted.append([f"{value:,.0f}", what, outcome])

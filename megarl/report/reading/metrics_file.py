@@ -147,11 +147,6 @@ class RunMetrics:
         values = self.high(name)
         return float(np.nanmax(values)) if not np.isnan(values).all() else math.nan
 
-    def smallest(self, name: str) -> float:
-        """Return the smallest value of any step; NaN without a value."""
-        values = self.low(name)
-        return float(np.nanmin(values)) if not np.isnan(values).all() else math.nan
-
     def family(self, prefix: str) -> list[str]:
         """Return the names of the series of a family, those with numbers in their order."""
         names = [name for name in self.names if name.startswith(prefix)]

@@ -12,6 +12,24 @@ from megarl.telemetry.trace.files import RunEvent, read_events
 CAUSES = ("queue", "prefill", "decode", "tool", "reward", "other")
 SLOWEST = 20  # trajectories that are shown
 MOST_FAULTS = 200  # that are shown, the newest
+# What metrics count of faults, and what became of them: (series, how it is counted, what happened, outcome).
+COUNTED_FAULTS = (
+    ("sync/restarted_replicas", "sum", "engines failed a weight sync", "replaced by new ones at the next publication"),
+    ("rollout/continued", "sum", "responses lost their engine", "other engines went on from the reported tokens"),
+    ("rollout/replicas_lost", "max", "engines lost at the same time, at most", "replaced by the next publication"),
+    ("rollout/rebuilds", "max", "losses of controller or queue", "started anew; the trainer went on"),
+    ("rollout/workers_lost", "sum", "agent workers died or did not answer", "replaced by new ones"),
+    ("rollout/groups_redone", "sum", "groups lost their agent worker", "another worker went on with them"),
+    ("rollout/cut", "sum", "responses reached their group's deadline", "cut there, and truncated"),
+    ("groups/failed", "sum", "groups had fewer than two usable samples", "counted, and not trained"),
+    ("groups/dropped_stale", "sum", "groups were too old when their step came", "counted, and not trained"),
+    ("batch/failed_samples", "sum", "samples failed", "counted, and not trained"),
+    ("reward/errors", "sum", "rewards failed", "by reward.on_error: dropped, or a fixed reward"),
+    ("reward/redone", "sum", "rewards lost their process", "scored again"),
+    ("total/groups_rolled_back", "max", "groups were discarded by a resume", "drawn again under the same ids"),
+    ("rollout/groups_kept", "sum", "groups from before a resume were still valid", "used again or continued"),
+    ("total/failed_writes", "max", "writes were refused by a disk or a service", "lines wait, and are written later"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

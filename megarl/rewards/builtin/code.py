@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megarl.rewards.builtin.code_programs import answer_program, judge_program
@@ -19,14 +18,6 @@ from megarl.sandbox.packages import find_packages
 from megarl.sandbox.runner import Sandbox
 
 LEAST_S = 0.05  # less is left for no test
-
-
-@dataclass(frozen=True)
-class CodeVerdict:
-    """The outcome of one test; `message` says why it failed."""
-
-    passed: bool
-    message: str = ""
 
 
 class CodeReward:
@@ -54,11 +45,11 @@ class CodeReward:
         if program is None:
             return RewardResult(0.0, {"passed": 0.0})
         verdicts = self.verdicts(program, cases)
-        passed = sum(verdict.passed for verdict in verdicts)
+        passed = sum(verdicts)
         return RewardResult(float(passed == len(verdicts)), {"passed": passed / len(verdicts)})
 
-    def verdicts(self, program: str, cases: CodeTests) -> list[CodeVerdict]:
-        """Return the outcome of each test, of at least one."""
+    def verdicts(self, program: str, cases: CodeTests) -> list[bool]:
+        """Return which of the tests, at least one, have passed."""
         deadline = time.monotonic() + self.timeout_s
         sandbox = Sandbox(self.limits, slots=1, packages=self.packages)
         try:
@@ -69,17 +60,15 @@ class CodeReward:
             sandbox.close()
 
     @staticmethod
-    def _of_pair(sandbox: Sandbox, program: str, pair: tuple[str, str], deadline: float) -> CodeVerdict:
+    def _of_pair(sandbox: Sandbox, program: str, pair: tuple[str, str], deadline: float) -> bool:
         left = deadline - time.monotonic()
         if left < LEAST_S:
-            return CodeVerdict(False, "the time was over before this test")
+            return False
         result = sandbox.run_now(program, stdin=pair[0], timeout_s=left)
-        if not result.ok:
-            return CodeVerdict(False, result.limit or result.stderr[-200:])
-        return CodeVerdict(same_output(result.stdout, pair[1]), "another output")
+        return result.ok and same_output(result.stdout, pair[1])
 
     @staticmethod
-    def _of_pieces(sandbox: Sandbox, program: str, pieces: tuple[str, ...], deadline: float) -> list[CodeVerdict]:
+    def _of_pieces(sandbox: Sandbox, program: str, pieces: tuple[str, ...], deadline: float) -> list[bool]:
         """Run the tests beside the program; those that were not reached have failed."""
         to_program, from_judge = os.pipe2(os.O_CLOEXEC)
         to_judge, from_program = os.pipe2(os.O_CLOEXEC)
@@ -108,13 +97,12 @@ class CodeReward:
         return read_verdicts(told.stderr, len(pieces))
 
 
-def read_verdicts(told: str, count: int) -> list[CodeVerdict]:
-    """Return the verdicts that the judge told; what it did not come to has failed.
+def read_verdicts(told: str, count: int) -> list[bool]:
+    """Return which tests have passed as the judge told; what it did not come to has failed.
 
     Raises ValueError for a test that cannot be judged from outside the program.
     """
-    verdicts: list[CodeVerdict] = []
-    last = "the time was over before this test"
+    verdicts: list[bool] = []
     for line in told.splitlines():
         try:
             kind, message = json.loads(line)
@@ -123,7 +111,6 @@ def read_verdicts(told: str, count: int) -> list[CodeVerdict]:
         if kind == "unsupported":
             raise ValueError(f"test {len(verdicts) + 1} of the row cannot be judged: {message}")
         if kind == "ended":
-            last = message
             break
-        verdicts.append(CodeVerdict(kind == "passed", message))
-    return (verdicts + [CodeVerdict(False, last)] * count)[:count]
+        verdicts.append(kind == "passed")
+    return (verdicts + [False] * count)[:count]

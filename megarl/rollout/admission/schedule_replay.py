@@ -92,15 +92,15 @@ def replay_schedule(events: Iterable[Event]) -> dict[int, ScheduledBatch]:
     replay = _Replay()
     for number, event in enumerate(events, start=1):
         try:
-            _EVENTS[event["event"]](replay, event)
-        except (ScheduleMismatch, ValueError, KeyError, TypeError) as error:
+            getattr(replay, event["event"])(event)
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             text = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ScheduleMismatch(f"event {number} of the schedule ({event['event']}): {text}") from error
     return replay.batches
 
 
 class _Replay:
-    """An admission, and the batches that it has given so far."""
+    """An admission, and the batches that it has given so far. It has a method for each of `_EVENTS`."""
 
     def __init__(self) -> None:
         self.batches: dict[int, ScheduledBatch] = {}
@@ -169,18 +169,7 @@ class _Replay:
 
 _ENDS: Sequence[str] = ("trained", "filtered", "dropped_stale", "failed")
 _USES: Sequence[str] = ("reused", "trained_groups")  # where groups may be used again
-_EVENTS = {
-    "begin": _Replay.begin,
-    "announce": _Replay.announce,
-    "set_version": _Replay.set_version,
-    "admit": _Replay.admit,
-    "keep": _Replay.keep,
-    "hold": _Replay.hold,
-    "finish": _Replay.finish,
-    "replace": _Replay.replace,
-    "batch": _Replay.batch,
-    "commit": _Replay.commit,
-}
+_EVENTS = ("begin", "announce", "set_version", "admit", "keep", "hold", "finish", "replace", "batch", "commit")
 
 
 def _taken(content: Event) -> Taken:

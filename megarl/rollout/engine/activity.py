@@ -14,44 +14,14 @@ LONGEST_S = 60.0  # of a span, so that readers of a living run see it
 LOAD_S = 10.0  # between two records of the load
 
 
-@dataclass(frozen=True)
-class BusySpan:
-    """A time in which an engine had requests, with the most of them; in seconds of the clock that steps are told by."""
+@dataclass
+class _Busy:
+    """A time in which the engine had requests, with the most of them."""
 
     begin: float
     end: float
-    running: int
-    waiting: int
-
-
-class BusySpans:
-    """Joins the steps of an engine to spans. Pure: each step is told with its time and load."""
-
-    def __init__(self) -> None:
-        self._span: BusySpan | None = None
-        self._idle = True  # whether no request was left after the last step
-
-    def step(self, now: float, load: EngineLoad) -> BusySpan | None:
-        """Take note of a step; return the span that ended before it, if it does not belong to that."""
-        busy = load.running + load.waiting > 0
-        span, ended = self._span, None
-        if span is not None and ((self._idle and now - span.end > GAP_S) or now - span.begin > LONGEST_S):
-            span, ended = None, span
-        if span is not None:
-            self._span = BusySpan(
-                span.begin, now if busy or not self._idle else span.end,
-                max(span.running, load.running), max(span.waiting, load.waiting),
-            )  # fmt: skip
-        else:
-            begin = ended.end if ended is not None and not self._idle else now
-            self._span = BusySpan(begin, now, load.running, load.waiting) if busy else None
-        self._idle = not busy
-        return ended
-
-    def take(self) -> BusySpan | None:
-        """Return the present span, and begin another one with the next step."""
-        span, self._span, self._idle = self._span, None, True
-        return span
+    running: int = 0
+    waiting: int = 0
 
 
 class ReplicaActivity:
@@ -59,15 +29,26 @@ class ReplicaActivity:
 
     def __init__(self, index: int, now: Callable[[], float] = time.monotonic) -> None:
         self._index, self._now = index, now
-        self._busy = BusySpans()
+        self._busy: _Busy | None = None
+        self._idle = True  # whether no request was left after the last step
         self._load_at = float("-inf")
         self._paused: float | None = None
         self._weights: float | None = None
 
     def step(self, now: float, load: EngineLoad) -> None:
-        """Take note of an engine step at `now`."""
-        if (ended := self._busy.step(now, load)) is not None:
-            self._record_busy(ended)
+        """Take note of an engine step at `now`. Steps are joined to times without a break."""
+        is_busy, begin = load.running + load.waiting > 0, now
+        before = self._busy
+        if before is not None and ((self._idle and now - before.end > GAP_S) or now - before.begin > LONGEST_S):
+            begin = now if self._idle else before.end
+            self._end_busy()
+        if self._busy is None and is_busy:
+            self._busy = _Busy(begin, now)
+        if self._busy is not None:
+            self._busy.end = now if is_busy or not self._idle else self._busy.end
+            self._busy.running = max(self._busy.running, load.running)
+            self._busy.waiting = max(self._busy.waiting, load.waiting)
+        self._idle = not is_busy
         if now - self._load_at >= LOAD_S:
             self._load_at = now
             events.record(
@@ -77,7 +58,7 @@ class ReplicaActivity:
 
     def pause(self) -> None:
         """The replica pauses; it may be paused already, by a publication that is repeated."""
-        self._end_busy()
+        self.end()
         self._paused = self._now() if self._paused is None else self._paused
 
     def resume(self, version: str | None) -> None:
@@ -99,17 +80,16 @@ class ReplicaActivity:
     def end(self) -> None:
         """The replica ends."""
         self._end_busy()
+        self._idle = True
 
     def _record(self, name: str, begin: float, version: str | None) -> None:
         number = int(version) if version is not None and version.isdecimal() else None
         events.record(name, begin, self._now(), version=number, replica=self._index)
 
     def _end_busy(self) -> None:
-        if (span := self._busy.take()) is not None:
-            self._record_busy(span)
-
-    def _record_busy(self, span: BusySpan) -> None:
-        events.record(
-            "busy", span.begin, span.end, replica=self._index,
-            args={"running": span.running, "waiting": span.waiting},
-        )  # fmt: skip
+        span, self._busy = self._busy, None
+        if span is not None:
+            events.record(
+                "busy", span.begin, span.end, replica=self._index,
+                args={"running": span.running, "waiting": span.waiting},
+            )  # fmt: skip

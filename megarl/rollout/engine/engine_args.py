@@ -11,7 +11,7 @@ from megarl.common.process.memory_tuning import begin_start, end_start
 from megarl.common.trust.secret_references import resolved
 from megarl.config.checks.engine import RESERVED
 from megarl.config.derived.staleness import evaluates_beside_training
-from megarl.config.schema import CPU_KV_CACHE_GIB, Config
+from megarl.config.schema import CPU_KV_CACHE_GIB, Config, RolloutConfig
 from megarl.models.hf.model_files import hf_files, megatron_step
 
 # Lets vLLM's engine process collect garbage rarely until it has imported what it needs, which takes seconds.
@@ -124,7 +124,7 @@ def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, CPU_BATCHED_TOKENS)}
 
 
-def engine_environment(config: Config, *, cuda: bool) -> dict[str, str]:
+def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
     """Return the environment of a replica's processes, to be set before vLLM is imported."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -135,7 +135,7 @@ def engine_environment(config: Config, *, cuda: bool) -> dict[str, str]:
     }
     if cuda:
         return environment
-    threads = config.rollout.tensor_parallel
+    threads = rollout.tensor_parallel
     environment |= {
         "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB),
         "OMP_NUM_THREADS": "1",

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megarl.common.errors import RolloutError
-from megarl.config.schema import Config
 
 # The devices that ranks and replicas hold. The two sets must be disjoint; both sides report what they really hold.
 
@@ -96,10 +95,10 @@ HEAD_RESOURCE = "node:__internal_head__"
 HEAD_SHARE = 0.001
 
 
-def engine_needs(config: Config, *, cuda: bool) -> dict[str, float]:
+def engine_needs(tensor_parallel: int, *, cuda: bool) -> dict[str, float]:
     """Return the Ray resources that one engine takes, all on one node."""
     needs = {"CPU": 1.0, ENGINE_RESOURCE: 1.0}
-    return needs | {"GPU": float(config.rollout.tensor_parallel)} if cuda else needs
+    return needs | {"GPU": float(tensor_parallel)} if cuda else needs
 
 
 def places_on(nodes: Iterable[Mapping[str, float]], needs: Mapping[str, float]) -> int:

@@ -32,7 +32,8 @@ from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
-from megarl.rollout.transport.rpc import AnsweredCalls, Answers, RpcServer, SharedCall
+from megarl.rollout.transport.link import Parcel
+from megarl.rollout.transport.rpc import AnsweredCalls, CallResult, RpcServer, SharedCall
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import replica_process
 
@@ -94,7 +95,7 @@ def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     """
     import ray
 
-    needs = engine_needs(Config.model_validate_json(spec.config_json), cuda=spec.cuda)
+    needs = engine_needs(Config.model_validate_json(spec.config_json).rollout.tensor_parallel, cuda=spec.cuda)
     options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
     return (
         ray.remote(EngineReplica)
@@ -197,7 +198,7 @@ class EngineReplica:
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
         self._calls = AnsweredCalls()
-        self._desk = RpcServer(lambda method, args: getattr(self, method)(*args))
+        self._calls_of_link = RpcServer(lambda method, args: getattr(self, method)(*args)).link
         self._requests: EngineRequests
         self._failed: str | None = None
         self._weights = WeightState(reads_weights(self.config))
@@ -208,7 +209,7 @@ class EngineReplica:
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
         events.open_events(self.config.telemetry.events_mib, Path(spec.run_dir), replica_process(index))
-        os.environ.update(engine_environment(self.config, cuda=spec.cuda))
+        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda))
         name_shared_memory()
         spec.watch_supervisor()
 
@@ -216,13 +217,13 @@ class EngineReplica:
         """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
         return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
-    async def begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
-        """Start calls of methods of this replica, see `RpcServer.begin`."""
-        self._desk.begin(link, calls)
+    async def give(self, number: int, calls: Sequence[SharedCall], link: str) -> None:
+        """Start calls of methods of this replica, see `LinkServer.give`."""
+        await self._calls_of_link.give(number, calls, link)
 
-    async def take_answers(self, link: str, seen: int, wait_s: float) -> Answers:
-        """Return the answers to such calls that have come, see `RpcServer.take`."""
-        return await self._desk.take(link, seen, wait_s)
+    async def take(self, seen: int, wait_s: float, link: str) -> Parcel[CallResult]:
+        """Return the answers to such calls that have come, see `LinkServer.take`."""
+        return await self._calls_of_link.take(seen, wait_s, link)
 
     async def start(self) -> dict[str, float]:
         """Build the engine and generate one token; return the seconds that each took.

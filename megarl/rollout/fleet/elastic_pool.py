@@ -34,7 +34,7 @@ async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) 
     Raises RolloutError naming the first that does not within `timeouts.engine_start_s`.
     """
     timeouts = config.timeouts
-    replicas = await _find_replicas(spec, config, wait)
+    replicas = await _find_replicas(spec.namespace, config.rollout.replicas, timeouts.engine_start_s, wait)
     logs = Path(spec.run_dir) / "logs"
     fleet = EnginePool(
         replicas,
@@ -49,17 +49,16 @@ async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) 
     return fleet
 
 
-async def _find_replicas(spec: ReplicaSpec, config: Config, wait: bool) -> dict[int, Any]:
+async def _find_replicas(namespace: str, count: int, start_s: float, wait: bool) -> dict[int, Any]:
     """Return the actors of the run's start, by index."""
     import ray
 
-    start_s, count = config.timeouts.engine_start_s, config.rollout.replicas
     replicas: dict[int, Any] = {}
     deadline = time.monotonic() + start_s
     while len(replicas) < count:
         index = len(replicas)
         try:
-            replicas[index] = ray.get_actor(replica_name(index), namespace=spec.namespace)
+            replicas[index] = ray.get_actor(replica_name(index), namespace=namespace)
         except ValueError:
             if not wait:
                 replicas[index] = EndedReplica(index)
@@ -224,12 +223,15 @@ class ElasticPool:
         if table.missing and not growing and now >= self._look_at and self._failures < MOST_FAILURES:
             self._look_at = now + GROW_S
             self._growth = asyncio.create_task(self._grow())
-            self._growth.add_done_callback(self._growth_ended)
 
     async def _grow(self) -> None:
         table = self._fleet.table
-        indices, _ = await self._reserve(1, table.missing)
-        if not indices:
+        try:
+            indices, _ = await self._reserve(1, table.missing)
+        except Exception as error:
+            self._failures += 1
+            logger.exception("missing engines could not be started")
+            self._notify(f"engines that were lost could not be started again: {error}")
             return
         ends = await asyncio.gather(*(self._start_one(index) for index in indices))
         started = sum(end is None for end in ends)
@@ -242,13 +244,6 @@ class ElasticPool:
             events.recovery("engine", f"{started} engines that were lost with their places are up again")
         if failed:
             self._notify(f"{len(failed)} engines did not start in the place of lost ones: {failed[0]}")
-
-    def _growth_ended(self, growth: asyncio.Task[None]) -> None:
-        """Tell the user why missing engines could not be started, if something else than an engine failed."""
-        if not growth.cancelled() and (error := growth.exception()) is not None:
-            self._failures += 1
-            logger.error("missing engines could not be started", exc_info=error)
-            self._notify(f"engines that were lost could not be started again: {error}")
 
     async def _start_one(self, index: int) -> Exception | None:
         """Start an engine and add it; return why it did not start."""

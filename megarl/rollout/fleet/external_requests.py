@@ -128,7 +128,9 @@ class ExternalRequests:
         self._changed: set[str] = set()
         self._wake = asyncio.Event()
         self._replay: Replay[dict[str, ExternalNews]] = Replay({})
-        self._serves = serves
+        self._serves = asyncio.Event()
+        if serves:
+            self._serves.set()
 
     def begin(self, gateway: str, requests: Sequence[ExternalRequest]) -> None:
         """Begin to work on requests; one that is known is not begun again. `gateway`: the name of the gateway's
@@ -143,10 +145,7 @@ class ExternalRequests:
             deadline = None if each.deadline is None else each.deadline.received(now)
             opened = _Open(each, tokens, now + each.timeout_s, len(each.so_far.response_ids), deadline)
             self._open[name] = opened
-            if self._serves:
-                self._start(opened)
-            else:
-                self._expire_later(name, opened)
+            self._start(opened)
 
     def drop(self, gateway: str, names: Collection[str]) -> None:
         """Stop working on requests. Those that are not known, or have ended, are ignored."""
@@ -184,21 +183,16 @@ class ExternalRequests:
 
     async def hold(self) -> None:
         """Keep all requests back until `serve`. When this returns, none is on its way to a replica."""
-        self._serves = False
-        running = [each.task for each in self._open.values() if each.task is not None and each.end is None]
-        for name, each in self._open.items():
-            each.task = None
-            self._expire_later(name, each)
+        self._serves.clear()
+        held = [each for each in self._open.values() if each.end is None]
+        running = [each.task for each in held if each.task is not None]
+        for each in held:
+            self._start(each)
         await cancel_all(running, "requests from outside")
 
     def serve(self) -> None:
         """Let the requests go to the replicas, from the tokens that they have. Nothing happens if they may already."""
-        if self._serves:
-            return
-        self._serves = True
-        for each in self._open.values():
-            if each.end is None:
-                self._start(each)
+        self._serves.set()
 
     def close(self) -> None:
         """Drop everything."""
@@ -224,6 +218,7 @@ class ExternalRequests:
         error, replica = "", -1
         try:
             async with asyncio.timeout(opened.until - time.monotonic()) as limit:
+                await self._serves.wait()
                 [result] = await self._fleet.generate(context, [asked.request], terms=terms)
             replica = result.replica
             if result.finish_reason == "abort":
@@ -248,18 +243,10 @@ class ExternalRequests:
             self._changed.add(name)
             self._wake.set()
 
-    def _expire_later(self, name: str, opened: _Open) -> None:
-        left_s = max(0.0, opened.until - time.monotonic())
-        asyncio.get_running_loop().call_later(left_s, self._expire, name, opened)
-
-    def _expire(self, name: str, opened: _Open) -> None:
-        """End a request whose time is over while all are kept back."""
-        if self._open.get(name) is opened and opened.task is None and opened.end is None:
-            self._end(opened, ExternalNews(ResponsePart(), -1, "late", self._late(opened)))
-
     def _late(self, opened: _Open) -> str:
         tokens, serving = len(opened.part.response_ids), self._fleet.serving
-        where = f"replicas that serve: {serving}" if self._serves else "the engines wait for weights of the trainer"
+        held = "the engines wait for weights of the trainer"
+        where = f"replicas that serve: {serving}" if self._serves.is_set() else held
         return (
             f"the request waited {opened.request.timeout_s:.0f} s (timeouts.generate_s) for the rollout pool; "
             f"it had {tokens} tokens; {where}"

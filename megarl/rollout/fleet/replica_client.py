@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import ReplicaFailed, RequestFailed
-from megarl.rollout.transport.actor_errors import fate_of_actor, own_text
+from megarl.rollout.transport.link import LinkLost, fate_of_actor, own_text
 from megarl.rollout.transport.rpc import RpcClient
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ def as_rollout_error(index: int, method: str, error: BaseException, where: str) 
 
     `where`: where the replica's log is.
     """
+    if isinstance(error, LinkLost) and error.__cause__ is not None:
+        error = error.__cause__
     # Ray raises a subclass of the cause's type whose text is the replica's whole traceback: read the cause first.
     cause = getattr(error, "cause", None)
     for own in (cause, error):
@@ -38,9 +40,13 @@ class ReplicaClient:
     """Calls the methods of one actor; the actor that replaces it has another client. `where`: where its log is."""
 
     def __init__(self, index: int, actor: ActorHandle, rpc_s: float, where: str) -> None:
-        """`rpc_s`: how late the answers to shared calls may be until they are asked for again."""
+        """`rpc_s`: how late the answers to shared calls may be."""
         self.index, self.actor, self.where = index, actor, where
-        self._shared = RpcClient(actor, rpc_s)
+        self._shared = RpcClient(f"replica {index}", actor, rpc_s)
+
+    def close(self) -> None:
+        """Record that the actor is called no more. Calls that wait for it fail when it has ended."""
+        self._shared.close()
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call a method and return its result, whose type is the method's.

@@ -243,6 +243,8 @@ class ReplicaTable:
         """Forget a replica, which has left or did not start; return what called its actor, which is to be ended."""
         replica = self._replicas.pop(index)
         client, replica.client = replica.client, None
+        if client is not None:
+            client.close()
         return client
 
     def give_up(self, index: int) -> ReplicaClient | None:
@@ -323,6 +325,8 @@ class ReplicaTable:
 
     def restarted(self, replica: Replica, client: ReplicaClient) -> None:
         """Record that the new engine is up; it serves after `admit`."""
+        assert replica.client is not None
+        replica.client.close()
         replica.state, replica.client, replica.condemned = State.JOINING, client, False
         self.on_change()
 

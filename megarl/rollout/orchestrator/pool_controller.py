@@ -58,7 +58,7 @@ class PoolController:
     def _elastic_pool(self) -> ElasticPool:
         import ray
 
-        timeouts, needs = self.config.timeouts, engine_needs(self.config, cuda=self.spec.cuda)
+        timeouts, needs = self.config.timeouts, engine_needs(self.config.rollout.tensor_parallel, cuda=self.spec.cuda)
 
         async def start(index: int, placed: Callable[[], object]) -> ActorHandle:
             return await start_replica(create_replica(self.spec, index), index, timeouts, placed=placed)

@@ -29,7 +29,8 @@ from megarl.rollout.engine.teachers.teacher_client import attach_teachers
 from megarl.rollout.tasks.prompts import reward_pool
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.tasks.toolboxes import Toolboxes
-from megarl.rollout.workers.messages import ToWorker, WorkerReport
+from megarl.rollout.transport.link import Parcel
+from megarl.rollout.workers.messages import ToController, ToWorker
 from megarl.rollout.workers.worker_loops import WorkerLoops
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import worker_process
@@ -135,14 +136,14 @@ class AgentWorker:
         return _Texts(made, boxes(train_sets(config)), boxes(held_out_sets(config)), TokenDecoder(tokenizer))
 
     async def give(self, number: int, messages: Sequence[ToWorker]) -> None:
-        """See `WorkerLoops.give`."""
-        await self._loops.give(number, messages)
+        """See `LinkServer.give`."""
+        await self._loops.link.give(number, messages)
 
-    async def take(self, seen: int, wait_s: float) -> WorkerReport:
-        """See `WorkerLoops.take`. Raises what has ended the sending of the loops' records."""
+    async def take(self, seen: int, wait_s: float) -> Parcel[ToController]:
+        """See `LinkServer.take`. Raises what has ended the sending of the loops' records."""
         if self._passing.done():
             self._passing.result()
-        return await self._loops.take(seen, wait_s)
+        return await self._loops.link.take(seen, wait_s)
 
     async def drop(self) -> None:
         """See `WorkerLoops.drop`."""

@@ -179,12 +179,3 @@ class Failed:
 
 ToWorker = Start | Answered | Persisted | Drop
 ToController = Asked | Frozen | Persist | Ended | Failed
-
-
-@dataclass(frozen=True)
-class WorkerReport:
-    """News of a worker since the last report. `waiting`: what its reward processes work on, the end of a sentence."""
-
-    number: int
-    messages: tuple[ToController, ...] = ()
-    waiting: str = ""

@@ -19,6 +19,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.resume.group_progress import RequestPlace
 from megarl.rollout.transport.background import cancel_all
 from megarl.rollout.transport.gather import Outbox
+from megarl.rollout.transport.link import LinkServer
 from megarl.rollout.workers.messages import (
     Answered,
     Asked,
@@ -31,7 +32,6 @@ from megarl.rollout.workers.messages import (
     Start,
     ToController,
     ToWorker,
-    WorkerReport,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,28 +94,22 @@ class WorkerLoops:
     """Runs the jobs that the controller gives to the worker."""
 
     def __init__(self, host: LoopHost, waiting: Callable[[], str] = str) -> None:
-        """`waiting`: see `WorkerReport`."""
-        self._host, self._waiting = host, waiting
+        """`waiting`: what the reward processes work on, the end of a sentence."""
+        self._host = host
         self._runs: dict[int, WorkerRun] = {}
-        self._outbox: Outbox[ToController] = Outbox(self.under_way)
-        self._given = 0  # the number of the last call of `give`
-        self._report = WorkerReport(0)
-        self._taking = asyncio.Lock()
+        self.link: LinkServer[ToController] = LinkServer(self._receive, self.under_way, waiting=waiting)
 
     def under_way(self) -> int:
         """Return the number of loops that run."""
         return sum(len(run.job.samples) for run in self._runs.values())
 
-    async def give(self, number: int, messages: Sequence[ToWorker]) -> None:
-        """Take messages of the controller. `number`: of the call; one that was made twice counts once."""
-        if number <= self._given:
-            return
-        self._given = number
+    async def _receive(self, messages: Sequence[ToWorker]) -> None:
+        """Take messages of the controller."""
         for count, message in enumerate(messages):
             if count % SLICE == 0:  # each of them lets loops go on
                 await asyncio.sleep(0)
             if isinstance(message, Start):
-                run = self._runs[message.run] = WorkerRun(message, self._outbox)
+                run = self._runs[message.run] = WorkerRun(message, self.link.outbox)
                 run.task = asyncio.get_running_loop().create_task(self._run(run))
             elif (found := self._runs.get(message.run)) is None:
                 continue
@@ -125,22 +119,11 @@ class WorkerLoops:
                 found.task.cancel()
                 del self._runs[message.run]
 
-    async def take(self, seen: int, wait_s: float) -> WorkerReport:
-        """Return news: at once if there are any, after `wait_s` at the latest.
-
-        `seen`: the number of the last report that the controller has; a later one was lost on its way, and is repeated.
-        """
-        async with self._taking:
-            if seen == self._report.number:
-                messages = tuple(await self._outbox.take(wait_s))
-                self._report = WorkerReport(seen + 1, messages, self._waiting())
-            return self._report
-
     async def drop(self) -> None:
         """End all loops, and forget everything."""
         runs, self._runs = list(self._runs.values()), {}
         await cancel_all([run.task for run in runs], "loops of an agent worker")
-        self._outbox.clear()
+        self.link.outbox.clear()
 
     async def pass_on(self) -> None:
         """Send the records of the loops at intervals. Never ends."""
@@ -156,10 +139,10 @@ class WorkerLoops:
     async def _run(self, run: WorkerRun) -> None:
         try:
             work = self._host.run_group if run.job.evaluated is None else self._host.respond
-            self._outbox.put(Ended(run.number, await work(run), run.stats))
+            self.link.outbox.put(Ended(run.number, await work(run), run.stats))
         except Exception as error:
             logger.warning("run %d failed", run.number, exc_info=error)
-            self._outbox.put(Failed(run.number, SentFailure.of(error), run.stats))
+            self.link.outbox.put(Failed(run.number, SentFailure.of(error), run.stats))
         finally:
             self._runs.pop(run.number, None)
 

@@ -29,6 +29,7 @@ from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import RequestPlace
 from megarl.rollout.transport.background import cancel_all
+from megarl.rollout.transport.link import LinkClient, LinkLost, Parcel
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec, start_worker
 from megarl.rollout.workers.messages import (
     Answered,
@@ -42,9 +43,7 @@ from megarl.rollout.workers.messages import (
     Start,
     ToController,
     ToWorker,
-    WorkerReport,
 )
-from megarl.rollout.workers.worker_client import WorkerActor, WorkerClient, WorkerLost
 from megarl.telemetry.trace import events
 
 if TYPE_CHECKING:
@@ -152,14 +151,14 @@ class WorkerPool:
         workers: int,
         timeouts: TimeoutsConfig,
         *,
-        start: Callable[[int], Awaitable[WorkerActor]],
-        end: Callable[[WorkerActor], object],
+        start: Callable[[int], Awaitable[Any]],
+        end: Callable[[Any], object],
         notify: Callable[[str], object],
     ) -> None:
         """`start(index)`: creates and starts a worker. `end`: kills one. `notify`: warns the user."""
         self._count, self._timeouts = workers, timeouts
         self._start, self._end, self._notify = start, end, notify
-        self._clients: dict[int, WorkerClient] = {}
+        self._clients: dict[int, LinkClient[ToWorker]] = {}
         self._runs: dict[int, RemoteRun] = {}
         self._loops: Counter[int | None] = Counter()  # of those runs, by worker
         self._without_worker: deque[RemoteRun] = deque()
@@ -230,28 +229,30 @@ class WorkerPool:
     async def close(self) -> None:
         """End all workers."""
         self._closed = True
-        clients, self._clients = list(self._clients.values()), {}
-        for client in clients:
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
             client.close()
         await cancel_all(self._tasks, "starts of agent workers")
-        await asyncio.gather(*(self._shut(client) for client in clients))
+        await asyncio.gather(*(self._shut(index, client.actor) for index, client in clients.items()))
 
-    async def _shut(self, client: WorkerClient) -> None:
+    async def _shut(self, index: int, actor: Any) -> None:  # noqa: ANN401  # Ray does not know the type
         try:
             async with asyncio.timeout(self._timeouts.shutdown_s / 4):
-                await client.actor.shutdown.remote()
+                await actor.shutdown.remote()
         except Exception as error:
-            logger.warning("agent worker %d did not close: %r", client.index, error)
-        self._end(client.actor)
+            logger.warning("agent worker %d did not close: %r", index, error)
+        self._end(actor)
 
-    def _open(self, index: int, actor: WorkerActor) -> None:
-        loops = lambda: self._loops[index]  # noqa: E731
-        client = WorkerClient(index, actor, self._timeouts.rpc_s, self._receive, self._lose, loops)
+    def _open(self, index: int, actor: Any) -> None:  # noqa: ANN401  # Ray does not know the type
+        client: LinkClient[ToWorker] = LinkClient(
+            f"agent worker {index}", actor, self._timeouts.rpc_s, self._receive,
+            lambda error: self._lose(index, client, error), lambda: self._loops[index],
+        )  # fmt: skip
         self._clients[index] = client
         client.open()
         self._do(self._assign_waiting())
 
-    def _client_of(self, remote: RemoteRun) -> WorkerClient | None:
+    def _client_of(self, remote: RemoteRun) -> LinkClient[ToWorker] | None:
         return None if remote.worker is None else self._clients.get(remote.worker)
 
     async def _assign_waiting(self) -> None:
@@ -285,7 +286,7 @@ class WorkerPool:
             self._without_worker.remove(remote)
         remote.close()
 
-    async def _receive(self, report: WorkerReport) -> None:
+    async def _receive(self, report: Parcel[ToController]) -> None:
         for number, message in enumerate(report.messages, start=1):
             if (remote := self._runs.get(message.run)) is not None:  # else that run is over
                 self._handle(remote, message)
@@ -320,14 +321,14 @@ class WorkerPool:
         if remote.number == message.run and (client := self._client_of(remote)) is not None:
             client.send(Persisted(message.run, message.number, failure))
 
-    def _lose(self, client: WorkerClient, error: WorkerLost) -> None:
+    def _lose(self, index: int, client: LinkClient[ToWorker], error: LinkLost) -> None:
         """Let other workers go on with the loops of a lost one, and start another one in its place."""
-        if self._closed or self._clients.get(client.index) is not client:
+        if self._closed or self._clients.get(index) is not client:
             return
-        del self._clients[client.index]
+        del self._clients[index]
         self._end(client.actor)
-        self._starting.add(client.index)
-        lost = [remote for remote in self._runs.values() if remote.worker == client.index]
+        self._starting.add(index)
+        lost = [remote for remote in self._runs.values() if remote.worker == index]
         groups = sum(remote.is_group for remote in lost)
         logger.warning("%s; its %d groups go on elsewhere", error, groups)
         events.fault("agent_worker", f"{error}; its {groups} groups go on elsewhere")
@@ -345,9 +346,9 @@ class WorkerPool:
             self.redone += remote.is_group
             self._without_worker.append(remote)
         self._do(self._assign_waiting())
-        self._do(self._replace(client.index, error))
+        self._do(self._replace(index, error))
 
-    async def _replace(self, index: int, reason: WorkerLost) -> None:
+    async def _replace(self, index: int, reason: LinkLost) -> None:
         try:
             for attempt in range(1, START_ATTEMPTS + 1):
                 try:

@@ -57,7 +57,6 @@ class Session:
         self.config = config
         self.peers = ControlGroup(config.timeouts)
         self._refuse_different_plans()
-        self._meet()
         self.recorder = Recorder(config, self.peers, terminal)
         self.recorder.say("building the policy")
         info = load_info(config.model.path)
@@ -98,13 +97,6 @@ class Session:
                     f"would use {sorted(set(map(str, chosen)))}; set trainer.device_memory_gib to that of the smallest"
                 ]
             )
-
-    def _meet(self) -> None:
-        """Record a moment at which all ranks are in one collective, by which a trace aligns the clocks of hosts."""
-        number = self.peers.gather(time.time_ns() // 1000, JSON)[0]  # from here on all are about equally far
-        begin = time.monotonic()
-        self.peers.gather(number, JSON)
-        events.record("ranks_meet", begin, time.monotonic(), args={"id": str(number)})
 
     def _resume(self) -> int:
         """Load the checkpoint that `checkpoint.resume` names, if any; return the steps done by its history."""
@@ -195,11 +187,10 @@ class Session:
 
     def refresh_reference(self, steps_done: int) -> None:
         """Give the reference policy the weights after `steps_done` steps, if due. Called before the next step."""
-        if not self.policy.reference_due(steps_done):
-            return
         with self.recorder.phase("update"):
-            self.policy.refresh_reference(steps_done)
-        self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
+            refreshed = self.policy.refresh_reference(steps_done)
+        if refreshed:
+            self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
 
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""

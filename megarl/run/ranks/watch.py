@@ -20,35 +20,126 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from megarl.common.clocks import RateLimit, WatchedTime
-from megarl.common.process.processes import kill, state_of
+from megarl.common.errors import NotAuthentic
+from megarl.common.process.processes import ProcessId, kill, state_of
 from megarl.common.trust.run_secret import derived_key, run_secret
-from megarl.common.trust.signed_store import connect_store
+from megarl.common.trust.signed_store import connect_store, sign, verify
 from megarl.config.schema import TimeoutsConfig
 from megarl.run.ranks.control_group import StoreAddress
-from megarl.run.ranks.signs import (
-    ENDED,
-    SILENT,
-    SUSPECTS,
-    SignBoard,
-    SilentRank,
-    Stamp,
-    alive,
-    busy,
-    decode,
-    encode,
-    own_stamp,
-)
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 logger = logging.getLogger(__name__)
 
+# Names of what is told to all ranks: those that may be silent, the longest first, and the one that ends the run.
+SUSPECTS, SILENT = "suspects", "silent rank"
+COMPLAIN_S = 30.0  # between two log lines about the same trouble
+ENDED = "ended"  # the stamp of a rank that needs nobody any more
+
+
+def alive(rank: int) -> str:
+    """Return the name of a rank's stamp."""
+    return f"alive/{rank}"
+
+
+def busy(rank: int) -> str:
+    """Return the name under which others on the same host vouch for a rank: its main thread computes."""
+    return f"busy/{rank}"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """The facts that a rank tells of itself. `beat` increases by 1 with each stamp; `step`: None at its start."""
+
+    host: str
+    pid: int
+    start_time: int
+    beat: int
+    step: int | None
+
+    @property
+    def process(self) -> ProcessId:
+        """The identity of the rank's process on its host."""
+        return ProcessId(self.pid, self.start_time)
+
+
+@dataclass(frozen=True)
+class SilentRank:
+    """A rank that was silent for `seconds`, and its last stamp."""
+
+    rank: int
+    seconds: float
+    last: Stamp
+
+    def describe(self) -> str:
+        """Return the reason why the run ends."""
+        when = "while it was starting" if self.last.step is None else f"after step {self.last.step}"
+        return (
+            f"trainer rank {self.rank} on {self.last.host} has been silent for {self.seconds:.0f} s {when}: its "
+            f"process ({self.last.pid}) is stopped or hangs, or its host does. The bound is timeouts.node_s"
+        )
+
+
+def encode(shown: Stamp | Sequence[SilentRank]) -> str:
+    """Return a stamp, or silent ranks, as JSON."""
+    return msgspec.json.encode(shown).decode()
+
+
+def decode(text: str) -> list[SilentRank]:
+    """Return the ranks that `encode` gave as `text`; [] for ""."""
+    return msgspec.json.decode(text, type=list[SilentRank]) if text else []
+
+
+class SignBoard:
+    """One rank's connection to the store. A value that no rank of this run has signed counts as none."""
+
+    def __init__(self, store: TCPStore, key: bytes) -> None:
+        self._store, self._key = store, key
+        self._complaints = RateLimit(COMPLAIN_S)
+
+    def open(self, world: int) -> None:
+        """Set every name, on rank 0, so that nobody waits for one."""
+        for name in (SUSPECTS, SILENT, *(make(rank) for rank in range(world) for make in (alive, busy))):
+            self._store.set(name, "")
+
+    def post(self, name: str, text: str) -> None:
+        """Set the text of a name."""
+        self._store.set(name, sign(self._key, name, text))
+
+    def read(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the texts of names, "" where there is none, in one request."""
+        values = self._store.multi_get(list(names))
+        return {name: self._text(name, value) for name, value in zip(names, values, strict=True)}
+
+    def _text(self, name: str, value: bytes) -> str:
+        if not value:
+            return ""
+        try:
+            return verify(self._key, name, value)
+        except NotAuthentic as error:
+            if self._complaints.allows():
+                logger.warning("%s", error)
+            return ""
+
+
+def own_stamp(beat: int, step: int | None) -> Stamp:
+    """Return a stamp of this process."""
+    process = ProcessId.own()
+    return Stamp(platform.node(), process.pid, process.start_time, beat, step)
+
+
 INTERVAL_S = 2.0  # between two stamps of a rank, and between two looks
 CONNECT_S = 5.0  # for a new connection to the store
-COMPLAIN_S = 30.0  # between two log lines about the same trouble
 MOST_SUSPECTS = 64  # that are told at once; those that nobody vouches for become the first ones
 COMPUTES = ("R", "D")  # states of a main thread that computes, or waits for a disk
 
@@ -70,17 +161,17 @@ class Silences:
     def look(self, signs: Mapping[int, Sign]) -> None:
         """Take note of what each rank shows now. One that has ended is not watched any more."""
         now = self._now = self._time.look()
-        for rank, sign in signs.items():
-            if sign[0] == ENDED:
+        for rank, shown in signs.items():
+            if shown[0] == ENDED:
                 self._last.pop(rank, None)
-            elif sign[0] and (rank not in self._last or self._last[rank][0] != sign):
-                self._last[rank] = (sign, now)
+            elif shown[0] and (rank not in self._last or self._last[rank][0] != shown):
+                self._last[rank] = (shown, now)
 
     def longer_than(self, seconds: float) -> list[SilentRank]:
         """Return the ranks that have been silent for longer, the longest first."""
         silent = [(self._now - since, rank, stamp) for rank, ((stamp, _), since) in self._last.items()]
         silent = sorted(each for each in silent if each[0] > seconds)[::-1]
-        return [SilentRank(rank, silence, Stamp.decode(stamp)) for silence, rank, stamp in silent]
+        return [SilentRank(rank, silence, msgspec.json.decode(stamp, type=Stamp)) for silence, rank, stamp in silent]
 
 
 class RankWatch:
@@ -134,7 +225,7 @@ class RankWatch:
     def exchange(self, board: SignBoard) -> None:
         """Post this rank's signs and read those of the ranks that it watches."""
         self._beat += 1
-        board.post(alive(self._rank), own_stamp(self._beat, self._step()).encode())
+        board.post(alive(self._rank), encode(own_stamp(self._beat, self._step())))
         if self._rank == 0:
             board.post(SUSPECTS, encode(self._suspects[:MOST_SUSPECTS]))
         if self._found is not None:

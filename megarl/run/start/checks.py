@@ -110,10 +110,10 @@ def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) ->
     """Try what the run will open and call. `tell`: as in `check_start`."""
     from megarl.checkpoint.format.load_weights import weight_problems
 
-    first = first_prompts(config)
+    first = first_prompts(all_sets(config))
     found = Findings()
     with trial_calls(config, first) as calls:  # they start while the files are read
-        found.add(data_file_findings(config, tell))
+        found.add(data_file_findings(all_sets(config), tell))
         found.add(_tokenizer_and_agent(config, info, first, whole=tell is not None))
         found.add(Findings(list(weight_problems(config, info))))
         found.add(Findings(list(resume_problems(config, info))))

@@ -312,9 +312,7 @@ def _launch_pool(config: Config) -> Future[SupervisorHandle]:
     if launch_id is not None:
         return executor.submit(attach_supervisor, config.run_dir, launch_id, timeout_s + config.timeouts.node_s)
     agent = os.getppid()  # torchrun's agent
-    return executor.submit(
-        launch_supervisor, config.model_dump_json(), config.run_dir, agent, cuda=_cuda(), timeout_s=timeout_s
-    )
+    return executor.submit(launch_supervisor, config.model_dump_json(), config.run_dir, agent, cuda=_cuda())
 
 
 def _cuda() -> bool:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Reducer = Literal["sum", "mean", "max", "min", "last", "weighted"]
@@ -59,7 +60,7 @@ class Registry:
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._exact: dict[str, Metric] = {}
         self._templates: list[tuple[re.Pattern[str], Metric]] = []
-        self._matched: dict[str, Metric] = {}  # names that a template covers
+        self._match = lru_cache(MOST_MATCHED)(self._template_of)  # every step has the same names
         for metric in metrics:
             if metric.name in self._exact or any(metric.name == other.name for _, other in self._templates):
                 raise ValueError(f"metric {metric.name!r} is declared twice")
@@ -74,7 +75,7 @@ class Registry:
 
     def lookup(self, name: str) -> Metric:
         """Return the declaration of `name`; raises UndeclaredMetricError that suggests similar declared names."""
-        metric = self._exact.get(name) or self._matched.get(name) or self._match(name)
+        metric = self._exact.get(name) or self._match(name)
         if metric is None:
             near = difflib.get_close_matches(name, self._exact, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -83,14 +84,8 @@ class Registry:
             )
         return metric
 
-    def _match(self, name: str) -> Metric | None:
-        """Return the template that covers `name`, and keep it: every step has the same names."""
-        metric = next((m for pattern, m in self._templates if pattern.fullmatch(name)), None)
-        if metric is not None:
-            if len(self._matched) >= MOST_MATCHED:
-                self._matched.clear()
-            self._matched[name] = metric
-        return metric
+    def _template_of(self, name: str) -> Metric | None:
+        return next((metric for pattern, metric in self._templates if pattern.fullmatch(name)), None)
 
 
 class StepMetrics:

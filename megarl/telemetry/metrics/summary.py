@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
-
-from megarl.common.files import write_json
 
 _SUMMED = (
     "batch/trained_samples",
@@ -106,12 +103,6 @@ class RunSummary:
             **({"groups_rolled_back": self._rolled_back} if self._rolled_back else {}),
             **({"failed_saves": self.failed_saves} if self.failed_saves else {}),
         }
-
-    def write(self, path: Path, exit_status: str) -> dict[str, Any]:
-        """Write summary.json atomically and return its content; `exit_status` is finished, preempted or failed."""
-        content = self.as_dict(exit_status)
-        write_json(path, content)
-        return content
 
 
 def _rate(amount: float, seconds: float) -> float | None:

@@ -12,7 +12,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
-from megarl.common.rundir.rotating_lines import part_bytes
+from megarl.common.rundir.rotating_lines import delete_oldest, part_bytes
 
 _FRAME_BYTES = 16  # of a record, beside its event: the length and two checksums
 
@@ -75,8 +75,4 @@ class TensorBoardSink:
     def _delete_oldest(self) -> None:
         """Make room for one more full file. Each start begins one, however small that of the start before is."""
         found = sorted((path.stat().st_mtime_ns, path.name, path) for path in self._directory.glob("*.megarl"))
-        sizes = [path.stat().st_size for *_, path in found]
-        for number, (*_, path) in enumerate(found[:-1]):
-            if sum(sizes[number:]) <= self._limit - part_bytes(self._limit):
-                break
-            path.unlink()
+        delete_oldest([path for *_, path in found], self._limit - part_bytes(self._limit))

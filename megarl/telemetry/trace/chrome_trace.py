@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.telemetry.trace.clock_alignment import EVIDENCE, host_offsets, moved
 from megarl.telemetry.trace.files import RunEvent, read_events
 from megarl.telemetry.trace.lanes import Placed, share_lines
 from megarl.telemetry.trace.lines import CONTROLLER, rank_process
@@ -60,11 +59,11 @@ class TraceWindow:
         end = max(each.end for each in spans) if last is not None else math.inf
         return cls(low, high, begin, end)
 
-    def shows(self, event: RunEvent, begin: float) -> bool:
-        """Tell whether an event that began at `begin` is shown."""
+    def shows(self, event: RunEvent) -> bool:
+        """Tell whether an event is shown."""
         if event.step is not None:
             return self.first <= event.step <= self.last
-        return begin + event.seconds >= self.begin and begin < self.end
+        return event.end >= self.begin and event.begin < self.end
 
 
 def trace_events(run_dir: Path, window: TraceWindow | None = None) -> Iterator[TraceEvent]:
@@ -73,21 +72,15 @@ def trace_events(run_dir: Path, window: TraceWindow | None = None) -> Iterator[T
     The events of one process are in memory at a time. Raises FileNotFoundError if there is no such directory.
     """
     window = window or TraceWindow()
-    offsets = host_offsets(read_events(run_dir, EVIDENCE))
-    origin = _origin(run_dir, window, offsets)
+    origin = min((each.begin for each in read_events(run_dir) if window.shows(each)), default=0.0)
     flows = _Flows()
     numbers: dict[str, int] = {}
     for process, group in itertools.groupby(read_events(run_dir), key=lambda each: each.process):
-        shown = [each for each in group if window.shows(each, moved(each, offsets))]
+        shown = [each for each in group if window.shows(each)]
         if shown:
             pid = numbers.setdefault(process, _process_number(process))
-            yield from _ProcessTrace(process, pid, shown, offsets, origin).events(flows)
+            yield from _ProcessTrace(process, pid, shown, origin).events(flows)
     yield from flows.arrows()
-
-
-def _origin(run_dir: Path, window: TraceWindow, offsets: Mapping[str, float]) -> float:
-    begins = ((each, moved(each, offsets)) for each in read_events(run_dir))
-    return min((begin for each, begin in begins if window.shows(each, begin)), default=0.0)
 
 
 def _process_number(process: str) -> int:
@@ -102,11 +95,8 @@ def _process_number(process: str) -> int:
 class _ProcessTrace:
     """Converts the events of one process of the run."""
 
-    def __init__(
-        self, process: str, pid: int, events: Sequence[RunEvent], offsets: Mapping[str, float], origin: float
-    ) -> None:
-        self._process, self._pid, self._events = process, pid, events
-        self._offsets, self._origin = offsets, origin
+    def __init__(self, process: str, pid: int, events: Sequence[RunEvent], origin: float) -> None:
+        self._process, self._pid, self._events, self._origin = process, pid, events, origin
 
     def events(self, flows: _Flows) -> Iterator[TraceEvent]:
         """Yield names, spans, marks and counters; `flows` gets the spans that arrows join."""
@@ -136,7 +126,7 @@ class _ProcessTrace:
                 yield self._point(track, event)
 
     def _times(self, event: RunEvent) -> tuple[int, int]:
-        begin = round((moved(event, self._offsets) - self._origin) * 1e6)
+        begin = round((event.begin - self._origin) * 1e6)
         return begin, begin + round(event.seconds * 1e6)
 
     def _tid(self, track: str, line: int) -> int:

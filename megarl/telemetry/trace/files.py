@@ -90,8 +90,7 @@ def read_events(
 class EventTail:
     """Yields the events of a run that have come since the last `poll`; for readers of a living run.
 
-    Whether an event is `rolled_back` is known of resumes that are on the disk when it is read. `torn`: complete lines
-    that were no events, so far.
+    Whether an event is `rolled_back` is known of resumes that are on the disk when it is read.
     """
 
     def __init__(self, run_dir: Path, names: Collection[str] | None = None) -> None:
@@ -102,7 +101,6 @@ class EventTail:
         self._files: dict[EventFileName, _OpenPart] = {}
         self._marks: dict[EventFileName, _OpenPart] = {}
         self.rollbacks: list[Rollback] = []
-        self.torn = 0
 
     def poll(self, *, since: float | None = None) -> Iterator[RunEvent]:
         """Yield what is new. `since`: leave out what ended before that Unix time."""
@@ -127,7 +125,6 @@ class EventTail:
         part, path = self._files.setdefault(name, _OpenPart()), name.path(self._run_dir)
         if since is not None and _untouched(path, since):
             return
-        torn = part.torn
         for header, line in part.new_lines(path, self._wanted):
             begin, seconds = header.unix(line.at), line.us / 1e6
             if since is not None and begin + seconds < since:
@@ -137,7 +134,6 @@ class EventTail:
                 header.process, header.host, line.name, begin, seconds, line.step, line.version, line.group,
                 line.sample, line.replica, line.args or {}, discarded and line.name != ROLLED_BACK,
             )  # fmt: skip
-        self.torn += part.torn - torn
 
 
 def event_files(run_dir: Path) -> list[EventFileName]:
@@ -168,11 +164,8 @@ class _OpenPart(JsonLines):
                 if self.header.schema != SCHEMA:
                     return
                 name = raw[_NAME_AT : raw.find(b'"', _NAME_AT)]
-                if name in wanted:
-                    if (line := self.decode(raw, _LINE)) is not None:
-                        yield self.header, line
-                elif not raw.startswith(b'{"n":"') or not raw.endswith(b"}"):
-                    self.torn += bool(raw)  # an empty one is the mark after a torn one
+                if name in wanted and (line := self.decode(raw, _LINE)) is not None:
+                    yield self.header, line
 
 
 def _untouched(path: Path, since: float) -> bool:

@@ -91,10 +91,6 @@ _TRAINER = [
         (("label", "Name of its response file."), ("beside_training", "1 if training went on meanwhile.")),
     ),
     EventKind(
-        "ranks_meet", "rare", "span", "train", "A collective in which all trainer ranks are at the same moment.",
-        (("id", "Its number, the same on all ranks."),),
-    ),
-    EventKind(
         "rolled_back", "rare", "mark", "train",
         "The run resumes after `step`: what was recorded of later steps before this mark is not of its history.",
         (("since", "Unix seconds from which on events without a step are rolled back too."),),

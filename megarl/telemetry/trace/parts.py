@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from megarl.common.rundir.rotating_lines import PARTS, delete_oldest
 from megarl.telemetry.trace.files import event_files
 from megarl.telemetry.trace.lines import EventFileName
 
-PARTS = 8  # of each stream of a process
 LEAST_PART_BYTES = 4096
 
 
@@ -75,14 +75,7 @@ class PartWriter:
         """Make room for a full part. Where the file system fails, that costs space alone."""
         with suppress(OSError):
             own = [each for each in event_files(self._run_dir) if (each.process, each.stream) == self._name[::2]]
-            paths = [each.path(self._run_dir) for each in own if each != self._name]
-            sizes = [path.stat().st_size for path in paths]
-            too_much = sum(sizes) - self._limit * (PARTS - 1)
-            for path, size in zip(paths, sizes, strict=True):
-                if too_much <= 0:
-                    break
-                path.unlink(missing_ok=True)
-                too_much -= size
+            delete_oldest([each.path(self._run_dir) for each in own if each != self._name], self._limit * (PARTS - 1))
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None

@@ -31,7 +31,8 @@ class Answer:
     `waits_for` names the members without which it cannot go on. In a broadcast (`bucket`, its index) these are only
     known from all members' answers together, see `failure.waits_of`. `entered`: the number of broadcasts that the
     member has begun. `seconds`: the time since it has been doing this. `expired`: its deadline passed while it waited.
-    `done`: it has done its part in the sync.
+    `done`: it has done its part in the sync. `failure`: why it failed itself, if it did, and `secondary` if it only
+    waited for another member, or saw the failure of one.
     """
 
     member: str
@@ -42,6 +43,8 @@ class Answer:
     seconds: float = 0.0
     expired: bool = False
     done: bool = False
+    failure: str | None = None
+    secondary: bool = False
 
 
 class MemberProgress:
@@ -79,6 +82,10 @@ class MemberProgress:
         """Keep the answer of this moment: the member ends its part in the sync. `expired`: as in `Answer`."""
         if self._frozen is None:
             self._frozen = replace(self._current(), expired=expired)
+
+    def fail(self, failure: str, *, secondary: bool) -> None:
+        """Keep the answer of this moment, with the failure of the member."""
+        self._frozen = replace(self.answer(), failure=failure, secondary=secondary)
 
     def answer(self) -> Answer:
         """Return what the member does, or did when it was frozen."""

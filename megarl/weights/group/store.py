@@ -32,8 +32,7 @@ class SyncStore:
     """One process's connection to the store. Only `wait` and the `block` methods wait for keys.
 
     A connection serves one request at a time: a thread that blocks needs a connection of its own (`connection`).
-    `requests` counts the messages to the server. Every method that reads a value raises NotAuthentic if no holder of
-    the key has written it under this name.
+    Every method that reads a value raises NotAuthentic if no holder of the key has written it under this name.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class SyncStore:
         self._timeout = timedelta(seconds=timeout_s)
         self._store = (serve_store if server else connect_store)(host, port, timeout_s)
         self.port = self._store.port
-        self.requests = 0
 
     def connection(self) -> SyncStore:
         """Open another connection to the same server."""
@@ -75,29 +73,24 @@ class SyncStore:
 
     def put(self, key: str, value: object) -> None:
         """Set a key to a value that JSON can represent."""
-        self.requests += 1
         self._store.set(key, self._signed(key, value))
 
     def put_once(self, key: str, value: object) -> JsonValue:
         """Set a key unless it is set already, atomically. Return the JSON value that it then has."""
-        self.requests += 1
         return self._verified(key, self._store.compare_set(key, "", self._signed(key, value)))
 
     def get(self, key: str) -> JsonValue | None:
         """Return the JSON value of a key, or None if the key is not set."""
         if not self.has([key]):
             return None
-        self.requests += 2  # torch waits for the key before it reads it
         return self._verified(key, self._store.get(key))
 
     def has(self, keys: Sequence[str]) -> bool:
         """Tell whether all keys are set."""
-        self.requests += 1
         return bool(self._store.check(list(keys)))
 
     def drop(self, key: str) -> None:
         """Delete a key."""
-        self.requests += 1
         self._store.delete_key(key)
 
     def block(self, key: str, timeout_s: float) -> JsonValue | None:
@@ -105,7 +98,6 @@ class SyncStore:
 
         The server answers when the key is set: nothing is polled. Raises RuntimeError if the connection is lost.
         """
-        self.requests += 2
         self._store.set_timeout(timedelta(seconds=max(0.001, timeout_s)))
         try:
             return self._verified(key, self._store.get(key))
@@ -116,7 +108,6 @@ class SyncStore:
 
     def block_all(self, keys: Sequence[str], timeout_s: float) -> list[JsonValue] | None:
         """Return the JSON values of all keys, or None if one of them is not set within `timeout_s` seconds."""
-        self.requests += 3
         try:
             self._store.wait(list(keys), timedelta(seconds=max(0.001, timeout_s)))
         except DistStoreError:

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,7 @@ from pydantic import TypeAdapter
 from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
+from megarl.common.process.threads import call_in_thread
 from megarl.weights.group.backends import BACKENDS, Backend, MemberPlace
 from megarl.weights.group.stage import MemberProgress, StageWatch, end_key
 from megarl.weights.group.store import STORE_TIMEOUT_S, SyncStore
@@ -145,41 +147,33 @@ class Group:
         NCCL makes it in a blocking call without a timeout: a member that dies meanwhile would stop all others here. So
         the call runs in a thread, which is left behind if it does not return in time, and then aborts what it made.
         """
-        failure: list[BaseException] = []
-        done = threading.Event()
         lock, abandoned = threading.Lock(), False
         device = self._kind.device
         number = torch.cuda.current_device() if device == "cuda" else -1
 
         def connect() -> None:
-            try:
-                if device == "cuda":
-                    torch.cuda.set_device(number)
-                backend = self._make_backend(timeout_s)
-                with lock:
-                    late = abandoned
-                    if not late:
-                        self._backend = backend
-                if late:  # `abort` of the group has not seen it
-                    self._abort_backend(backend)
-                    return
-                self.broadcast(torch.zeros(1, device=device), 0).wait("the first broadcast")
-            except BaseException as error:
-                failure.append(error)
-            finally:
-                done.set()
+            if device == "cuda":
+                torch.cuda.set_device(number)
+            backend = self._make_backend(timeout_s)
+            with lock:
+                late = abandoned
+                if not late:
+                    self._backend = backend
+            if late:  # `abort` of the group has not seen it
+                self._abort_backend(backend)
+                return
+            self.broadcast(torch.zeros(1, device=device), 0).wait("the first broadcast")
 
         self.progress.work("connects the weight-sync group")
-        threading.Thread(target=connect, name="weight-sync-connect", daemon=True).start()
+        connecting = call_in_thread(connect, name="weight-sync-connect")
         try:
-            while not done.wait(POLL_S):
+            while not wait([connecting], POLL_S).done:
                 self.check("all members to connect the weight-sync group")
         except BaseException:
             with lock:
                 abandoned = True
             raise
-        if failure:
-            raise failure[0]
+        connecting.result()
 
     def _make_backend(self, timeout_s: float) -> Backend:
         assert self.rank is not None
@@ -243,6 +237,19 @@ class Group:
         """End the stage for all members. A later reason does not replace the first one."""
         self.progress.freeze()
         self.store.put_once(end_key(self.stage), {"abort": reason})
+
+    def fail(self, error: BaseException) -> None:
+        """End the stage for all members because of a failure of this one, which its answer tells, and leave the group.
+
+        A leader that cannot be reached raises nothing here.
+        """
+        failure = str(error) or repr(error)
+        self.progress.fail(failure, secondary=isinstance(error, SyncAborted | ConnectionLost | PeerTimeout))
+        try:
+            self.post_abort(failure if failure.startswith(self.name) else f"{self.name}: {failure}")
+        except RuntimeError:
+            logger.exception("%s could not report the failure of a weight sync", self.name)
+        self.abort()
 
     def abort(self) -> None:
         """Leave this generation after a failure. Running operations end by themselves, at their deadline."""

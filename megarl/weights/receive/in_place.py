@@ -41,8 +41,8 @@ def in_place_obstacle(model: nn.Module, device_type: str) -> str | None:
 def embeddings_in_place(model: nn.Module, device_type: str) -> list[nn.Module]:
     """Return the embeddings and output heads that can be loaded in place although other modules must be reloaded.
 
-    A reload would hold each of them twice beside the live one, and it is the largest tensor of many models. Call it
-    before the reload begins. A CPU kernel's packed copy of them has to be made anew after the load (`loaders.py`).
+    A reload would hold two more copies of each of them, and it is the largest tensor of many models. Call it before the
+    reload begins. A CPU kernel's packed copy of them has to be made again after the load (`loaders.py`).
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 

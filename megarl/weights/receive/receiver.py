@@ -9,13 +9,12 @@ Shapes: B bytes of a flat uint8 buffer.
 
 from __future__ import annotations
 
-import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.common.errors import ConnectionLost, DigestMismatch, PeerTimeout, SyncAborted
+from megarl.common.errors import DigestMismatch
 from megarl.weights.group.transport import Group, PendingBroadcast
 from megarl.weights.plan.buckets import Bucket, BucketPlan, bucket_plan
 from megarl.weights.plan.digest import digest
@@ -23,8 +22,6 @@ from megarl.weights.receive.recorded_copies import tensors_on
 
 if TYPE_CHECKING:
     from megarl.weights.receive.loaders import ModelLoader
-
-logger = logging.getLogger(__name__)
 
 
 class Receiver:
@@ -34,12 +31,8 @@ class Receiver:
         self.group, self.plan, self._loader, self._device = group, plan, loader, device
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
-    def receive(
-        self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str
-    ) -> dict[str, Any]:
-        """Receive and load all buckets. Return the report, which is also sent to the leader.
-
-        It has the digests, the seconds of each part, and as `loaded` the way that the loader took.
+    def receive(self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str) -> None:
+        """Receive and load all buckets, and send a report to the leader: digests, their seconds, and the loader's way.
 
         `timeout_s`: the time for the whole sync; `layer_span` and `plan_hash`: those of the sender's plan.
 
@@ -53,7 +46,6 @@ class Receiver:
             self.plan = bucket_plan(self.plan.specs, self.plan.bucket_bytes, layer_span)
             self._buffers = ReceiveBuffers(self.plan.buffer_bytes, self._device, self._loader)
         group.begin(sync, len(self.plan.buckets), timeout_s)
-        report: dict[str, Any] = {"member": group.name, "failure": None}
         try:
             if plan_hash != self.plan.hash:
                 raise ValueError(f"this sync follows plan {plan_hash}, {group.name} has {self.plan.hash}")
@@ -62,44 +54,29 @@ class Receiver:
                     "the plan of this sync mixes the tensors of all layers, which needs an engine that loads in place; "
                     f"{group.name} cannot: {self._loader.obstacle}"
                 )
-            report |= self._receive_all(version, self._loader)
+            digests, digest_s = self._receive_all(version)
+            report = {"member": group.name, "digests": digests, "digest_s": digest_s, "loaded": self._loader.way}
+            group.store.put(group.key("report", group.rank), report)
         except BaseException as error:
-            report["failure"] = str(error) or repr(error)
-            report["secondary"] = isinstance(error, SyncAborted | ConnectionLost | PeerTimeout)
-            self._report(report)
-            group.abort()
+            group.fail(error)
             raise
-        self._report(report)
-        return report
 
-    def _report(self, report: dict[str, Any]) -> None:
-        """Send the report to the leader; on failure release the other members. A lost leader raises nothing here."""
-        try:
-            self.group.store.put(self.group.key("report", self.group.rank), report)
-            if report["failure"] is not None:
-                self.group.post_abort(f"{self.group.name}: {report['failure']}")
-        except RuntimeError:
-            logger.exception("%s could not report to the leader", self.group.name)
-
-    def _receive_all(self, version: int, loader: ModelLoader) -> dict[str, Any]:
-        """Receive, check and load every bucket in the plan's order. Return digests and seconds for the report."""
-        seconds = {"wait": 0.0, "digest": 0.0, "load": 0.0}
-        digests: list[int] = []
-        assembler = Assembler(self.plan)
+    def _receive_all(self, version: int) -> tuple[list[int], float]:
+        """Receive, check and load every bucket in the plan's order. Return the digests, and the seconds they took."""
+        digests, digest_s = list[int](), 0.0
+        assembler, loader = Assembler(self.plan), self._loader
         buckets = self.plan.buckets
         on_wire = [self._post(buckets[0])] if buckets else []
         for bucket in buckets:
             split = self.plan.is_split(bucket)
             buffer_B, pending = on_wire.pop()
-            start = time.perf_counter()
             pending.wait()
             del pending  # it refers to the buffer
-            arrived = time.perf_counter()
             if not split:
                 on_wire += self._post_after(bucket)
-            posted = time.perf_counter()
+            start = time.perf_counter()
             digests.append(self._check(buffer_B, bucket, version))
-            checked = time.perf_counter()
+            digest_s += time.perf_counter() - start
             tensors = assembler.tensors(bucket, buffer_B)
             if split:
                 del buffer_B  # its content was copied, and a large tensor needs the memory
@@ -110,12 +87,9 @@ class Receiver:
                 loader.load(tensors)
                 del tensors
                 self._buffers.release(buffer_B)
-            seconds["wait"] += arrived - start
-            seconds["digest"] += checked - posted
-            seconds["load"] += time.perf_counter() - checked
         assembler.close()
         self._buffers.clear()
-        return {"digests": digests, "seconds": seconds, "loaded": loader.way}
+        return digests, digest_s
 
     def _post_after(self, bucket: Bucket) -> list[tuple[torch.Tensor, PendingBroadcast]]:
         """Start to receive the bucket after this one, if there is one."""

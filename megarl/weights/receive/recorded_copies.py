@@ -88,7 +88,7 @@ class RecordedCopies:
     def load(self, tensors: NamedTensors, coverage: LoadCoverage | None = None) -> None:
         """Load whole tensors, in the same or another order than before.
 
-        Tensors that were not recorded are loaded by the loaders, and the next sync is recorded anew.
+        Tensors that were not recorded are loaded by the loaders, and the next sync is recorded again.
         `coverage`: counts what the loaders write; copies that are repeated are not counted.
         """
         if self.repeated and all(self._fits(name, tensor) for name, tensor in tensors):
@@ -145,7 +145,7 @@ class RecordedCopies:
         self.obstacle = obstacle
 
     def forget(self) -> None:
-        """Let the next sync run the loaders and record them anew."""
+        """Let the next sync run the loaders and record them again."""
         self._recorded, self._written, self._complete = {}, [], False
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megarl.common.errors import DigestMismatch, WeightSyncError
 from megarl.weights.group.protocols import ReplicaHandle
@@ -63,16 +62,12 @@ def explain(
     asked = [answer_key(group.stage, name) for name in (*trainers, *([] if uncalled else workers))]
     store.block_all(asked, ANSWER_S)
     answers = [Answer(**fields) for key in asked if (fields := store.get(key)) is not None]
-    # By group rank, those of ranks that do not broadcast by name.
-    places = [*range(len(group.names)), *(name for name in trainers if name not in group.names)]
-    reports = {place: store.get(group.key("report", place)) for place in places}
-    failed = {place: report for place, report in reports.items() if report is not None and report["failure"]}
     if isinstance(error, DigestMismatch):
         cause = FailureCause(error.failed_members, (str(error),))
     else:
-        reported = {group.members.replica_of(place) for place in failed if isinstance(place, int)}
+        reported = names_of(group.members, [answer.member for answer in answers if answer.failure is not None])
         calls = _failed_calls(error, replicas, phase, reported) if isinstance(error, CallsFailed) else []
-        cause = find_cause(list(failed.values()), calls, answers, group.names, uncalled)
+        cause = find_cause(answers, calls, group.names, uncalled)
     message = f"weight sync of version {version} failed during {phase}: {'; '.join(cause.reasons or (str(error),))}"
     logger.error("%s", message)
     return WeightSyncError(
@@ -93,7 +88,7 @@ class FailedCall:
 
 
 def _failed_calls(
-    error: CallsFailed, replicas: Sequence[ReplicaHandle], phase: str, reported: set[int | None]
+    error: CallsFailed, replicas: Sequence[ReplicaHandle], phase: str, reported: Sequence[str]
 ) -> list[FailedCall]:
     """Return the calls that failed, except those to replicas of which a worker has reported its failure."""
     return [
@@ -104,7 +99,7 @@ def _failed_calls(
             silent=isinstance(failure, CutShort) or (isinstance(failure, TimeoutError) and phase == "update"),
         )
         for index, failure in error.failures.items()
-        if index not in reported
+        if replicas[index].name not in reported
     ]
 
 
@@ -129,9 +124,8 @@ class FailureCause:
 
 
 def find_cause(
-    reports: Sequence[dict[str, Any]],
+    answers: Sequence[Answer],
     calls: Iterable[FailedCall],
-    answers: Sequence[Answer] = (),
     group: Sequence[str] = (),
     uncalled: Collection[str] = (),
 ) -> FailureCause:
@@ -142,17 +136,16 @@ def find_cause(
     3. a replica that did not answer;
     4. nobody is named: connections were lost, or the waits form a circle. All waits are the reasons.
 
-    `reports`: those of failed members, each {member, failure, secondary}; `secondary` means that the member waited for
-    another one, or saw its failure. `answers`: what the members were doing; `group`: those that broadcast.
-    `uncalled`: those of them that were not asked to yet, so that a wait for them is nobody's failure.
+    `answers`: what the members were doing, or how they failed; `group`: those that broadcast. `uncalled`: those of
+    them that were not asked to yet, so that a wait for them is nobody's failure.
     """
     calls = list(calls)
-    own = [r for r in reports if not r["secondary"]]
+    own = [answer for answer in answers if answer.failure is not None and not answer.secondary]
     dead = [call for call in calls if not call.silent]
     if own or dead:
         return FailureCause(
-            _unique([*(r["member"] for r in own), *(call.replica for call in dead)]),
-            _unique([*(f"{r['member']}: {r['failure']}" for r in own), *(call.reason for call in dead)]),
+            _unique([*(answer.member for answer in own), *(call.replica for call in dead)]),
+            _unique([*(f"{answer.member}: {answer.failure}" for answer in own), *(call.reason for call in dead)]),
         )
     waits = waits_of(answers, group)
     done = {answer.member for answer in answers if answer.done} | set(uncalled)
@@ -161,7 +154,7 @@ def find_cause(
         return FailureCause(stuck, _reasons(answers, waits, set(stuck)))
     if calls:
         return FailureCause(_unique(call.replica for call in calls), _unique(call.reason for call in calls))
-    seen = tuple(r["failure"] for r in reports[:1])
+    seen = [answer.failure for answer in answers if answer.failure is not None][:1]
     return FailureCause(
         (), _unique([*seen, *_reasons(answers, waits, {name for names in waits.values() for name in names})])
     )

@@ -134,7 +134,7 @@ class EngineCalls:
         self._log_ways(version, reports[senders:])
         # Of the slowest sender and of the slowest receiver.
         digest_s = sum(
-            max((report.get("seconds", {}).get("digest", 0.0) for report in of), default=0.0)
+            max((report.get("digest_s", 0.0) for report in of), default=0.0)
             for of in (reports[:senders], reports[senders:])
         )
         buckets = len(plan.buckets)
@@ -146,9 +146,6 @@ class EngineCalls:
         reports = self._store.block_all(keys, max(1.0, deadline - time.monotonic()))
         if reports is None:
             raise PeerTimeout(f"{group.name} waited until the deadline for the reports of all members")
-        for report in reports:
-            if report["failure"] is not None:
-                raise WeightSyncError(f"{report['member']}: {report['failure']}")
         senders = len(group.members.senders)
         sent: dict[int, int] = {}
         for report in reports[:senders]:

@@ -149,14 +149,18 @@ class WeightSender:
                 return answer["value"]
             message, failed_members, needs_restart = answer["error"]
             raise WeightSyncError(message, failed_members=failed_members, needs_restart=needs_restart)
+
+        def sent(error: WeightSyncError) -> WeightSyncError:
+            self.store.put(key, {"error": [str(error), error.failed_members, error.needs_restart]})
+            return error
+
         try:
             value = make(self._engines)
-        except Exception as failure:
-            error = failure
-            if not isinstance(error, WeightSyncError):
-                error = WeightSyncError(f"trainer rank 0 could not {what}: {failure}")
-            self.store.put(key, {"error": [str(error), error.failed_members, error.needs_restart]})
-            raise error from failure
+        except WeightSyncError as error:
+            sent(error)
+            raise
+        except Exception as error:
+            raise sent(WeightSyncError(f"trainer rank 0 could not {what}: {error}")) from error
         if self._world > 1:
             self.store.put(key, {"value": value})
         return value

@@ -29,16 +29,15 @@ Shapes: B bytes of a flat uint8 buffer.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
+from megarl.common.errors import PeerTimeout, WeightSyncError
 from megarl.weights.group.transport import POLL_S, Group, PendingBroadcast
 from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import Bucket
@@ -46,9 +45,6 @@ from megarl.weights.plan.operation_order import Order
 
 if TYPE_CHECKING:
     from megarl.models.hf.gather import Gather
-
-logger = logging.getLogger(__name__)
-
 
 Check: TypeAlias = Callable[[str, "Gather"], None]  # raises to end the wait for a gather, at the named place
 
@@ -76,7 +72,7 @@ class SyncAttempt:
         self._next = 0  # the place in the order from which on no gather has been posted
         self.staged = threading.Event()  # this rank has sealed its buckets that are gathered before all broadcasts
         self.digests: dict[int, int] = {}
-        self.seconds = {"gather": 0.0, "digest": 0.0, "broadcast": 0.0}
+        self.digest_s = 0.0  # seconds that all digests have taken
 
     @torch.no_grad()
     def run(self) -> None:
@@ -98,10 +94,12 @@ class SyncAttempt:
             while self._broadcasts:
                 self._await_broadcast()
             if self._packer is not None:
-                self._report({"digests": self.digests, "seconds": self.seconds})
+                report = {"member": self._group.name, "digests": self.digests, "digest_s": self.digest_s}
+                self._group.store.put(self._group.key("report", self._group.rank), report)
             self._group.progress.mark_done()
         except BaseException as error:
-            self._fail(error)
+            self._broadcasts.clear()
+            self._group.fail(error)
             raise
 
     @torch.no_grad()
@@ -131,7 +129,6 @@ class SyncAttempt:
         if gather is None:
             self._next = place + 1
             return
-        start = time.perf_counter()
         if gather.owned:
             self._group.progress.work(f"packing bucket {bucket + 1} of {len(self._gathers)}")
             self._post(place, gather)
@@ -144,7 +141,6 @@ class SyncAttempt:
             self._group.progress.work(f"packing its part of bucket {bucket + 1} of {len(self._gathers)}")
             gather.copy()
             self._post(place, gather)
-        self.seconds["gather"] += time.perf_counter() - start
 
     def _post(self, place: int, gather: Gather) -> None:
         try:
@@ -181,7 +177,7 @@ class SyncAttempt:
             return
         start = time.perf_counter()
         self.digests[bucket.index] = self._packer.seal(bucket, self._version)
-        self.seconds["digest"] += time.perf_counter() - start
+        self.digest_s += time.perf_counter() - start
 
     def _broadcast(self, bucket: Bucket) -> None:
         """Begin the broadcast of a bucket, and end the one before it: the buffer of the next gather is then free."""
@@ -200,27 +196,8 @@ class SyncAttempt:
             self._await_broadcast()
 
     def _await_broadcast(self) -> None:
-        start = time.perf_counter()
         self._broadcasts[0][1].wait()
         self._broadcasts.popleft()
-        self.seconds["broadcast"] += time.perf_counter() - start
-
-    def _fail(self, error: BaseException) -> None:
-        """Report a failure of this rank, and release all members from their waits."""
-        group, failure = self._group, str(error) or repr(error)
-        self._broadcasts.clear()
-        secondary = isinstance(error, SyncAborted | ConnectionLost | PeerTimeout)
-        try:
-            self._report({"failure": failure, "secondary": secondary})
-            group.post_abort(failure if failure.startswith(group.name) else f"{group.name}: {failure}")
-        except RuntimeError:
-            logger.exception("%s could not report the failure of a weight sync", group.name)
-        group.abort()
-
-    def _report(self, fields: dict[str, Any]) -> None:
-        group = self._group
-        place = group.name if group.rank is None else group.rank
-        group.store.put(group.key("report", place), {"member": group.name, "failure": None, **fields})
 
 
 def _names(ranks: Sequence[int]) -> list[str]:

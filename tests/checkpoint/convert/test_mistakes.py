@@ -263,7 +263,7 @@ def test_an_interrupt_speaks_of_resume_only_where_there_is_one(source: Path, tmp
     with mock.patch("megarl.checkpoint.convert.job.run_units", side_effect=KeyboardInterrupt):
         code, _, err = run("import", "--hf", source, "--out", tmp_path / "m")
     assert (code, err) == (130, "convert.py: interrupted; continue with --resume\n")
-    with mock.patch("megarl.checkpoint.convert.verify.compare", side_effect=KeyboardInterrupt):
+    with mock.patch("megarl.checkpoint.convert.cli.compare", side_effect=KeyboardInterrupt):
         code, _, err = run("verify", source, source)
     assert (code, err) == (130, "convert.py: interrupted\n")
 
@@ -278,15 +278,15 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
     """The old output stays, and what has been written can be continued."""
     convert("import", "--hf", source, "--out", tmp_path / "m")
     before = (tmp_path / "m/release/.metadata").read_bytes()
-    write, left = importing._HashingFile.write, [30]
+    write, left = importing.HFToMegatron.write_unit, [2]
 
-    def full(self: Any, data: Any) -> int:
+    def full(self: Any, *arguments: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "m"))
-        return write(self, data)
+        return write(self, *arguments)
 
-    with mock.patch.object(importing._HashingFile, "write", full):
+    with mock.patch.object(importing.HFToMegatron, "write_unit", full):
         err = refused("import", "--hf", source, "--out", tmp_path / "m", "--force", "--workers", 1)
     assert "the disk is full" in err and "--resume" in err
     assert (tmp_path / "m/release/.metadata").read_bytes() == before

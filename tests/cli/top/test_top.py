@@ -137,11 +137,11 @@ def test_faults_have_their_outcome_and_the_counts_of_the_metrics(run_dir: Path) 
     events = [told("fault", 1, "replica 3 died"), told("recovery", 5, "it serves again"), told("fault", 9, "gone")]
     write_events(run_dir, "controller", "rare", *events)
     write_rows(run_dir, row(41, **{"groups/failed": 2.0, "total/failed_writes": 5.0}))
-    text = "\n".join(shown(RunWatch(run_dir).look()))
+    text = "\n".join(shown(RunWatch(run_dir).look(), 160))
     assert "engine: replica 3 died → it serves again after 4s" in text
     assert "engine: gone → no outcome so far" in text
     assert text.index("gone") < text.index("replica 3 died")  # the newest first
-    assert "in the newest 41 steps: 2 groups failed (not trained), 5 failed writes" in text
+    assert "41 steps: 2 groups had fewer than two usable samples, 5 writes were refused by a disk or a service" in text
 
 
 def test_engines_say_what_they_do_now_if_there_are_events(run_dir: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_value_that_not_every_step_has_is_shown_with_its_age(run_dir: Path) ->
 def test_the_sections_name_declared_metrics() -> None:
     source = Path(sections.__file__).read_text() + Path(sections.__file__).with_name("run_view.py").read_text()
     found = set(re.findall(r'"((?:reward|groups|rollout|policy|mismatch|perf|time|sync|total)/[\w/]+)"', source))
-    assert len(found) > 30
+    assert len(found) > 20
     for name in found:
         REGISTRY.lookup(name.removesuffix("/") + ("/0" if name.endswith("/") else ""))
 

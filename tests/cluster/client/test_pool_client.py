@@ -22,10 +22,9 @@ from unittest import mock
 import pytest
 import ray
 
-from megarl.cluster.client import actor_calls
+from megarl.cluster.client import connection
 from megarl.cluster.client import pool_client as client_module
-from megarl.cluster.client.actor_calls import ConnectionCut
-from megarl.cluster.client.connection import connect_ray
+from megarl.cluster.client.connection import ConnectionCut, connect_ray
 from megarl.cluster.client.pool_client import PoolClient
 from megarl.cluster.client.replica_handles import PoolHandles, ReplicaClient
 from megarl.cluster.pool.pool_process import SupervisorHandle, write_state
@@ -53,7 +52,7 @@ def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
     client: Any = SimpleNamespace(
         handle=SimpleNamespace(namespace="megarl-abc", run_dir=str(tmp_path), check=lambda: None),
         members=lambda: [0, 1],
-        config=BOUNDS,
+        timeouts=BOUNDS,
     )
     replicas = PoolHandles(client).replicas()
     assert [each.name for each in replicas] == ["replica 0", "replica 1"]
@@ -87,7 +86,7 @@ def test_a_rank_connects_to_ray_at_the_address_of_its_node(
     assert options["_node_ip_address"] == address
 
 
-BOUNDS: Any = SimpleNamespace(timeouts=SimpleNamespace(rpc_s=60.0))
+BOUNDS: Any = SimpleNamespace(rpc_s=60.0)
 
 
 class Silent:
@@ -113,7 +112,7 @@ def test_a_call_to_a_pool_whose_supervisor_is_killed_ends_long_before_its_time(
     actor: Any = Silent()
     calls: dict[str, Any] = {
         "replica's": ReplicaClient(0, actor, tmp_path / "log", handle.check, 60.0).call,
-        "controller's": PoolClient(handle, BOUNDS, actor).call,
+        "controller's": PoolClient(handle, BOUNDS, 1, actor).call,
     }
     with pytest.raises((TimeoutError, RolloutError), match=r"within [0-9] s|waited [0-9] s"):
         calls[whose]("pause", timeout_s=0.2)
@@ -164,9 +163,9 @@ def ok() -> None: ...
 def cut_off(monkeypatch: pytest.MonkeyPatch, lost: int) -> tuple[CutOff, PoolClient]:
     actor = CutOff(lost)
     monkeypatch.setattr(ray, "get", actor.get)
-    monkeypatch.setattr(actor_calls, "RETRY_S", 0.01)
+    monkeypatch.setattr(connection, "RETRY_S", 0.01)
     handle: Any = SimpleNamespace(check=ok, check_parts=ok, host="pool-0", run_dir="run", rebuilds=0)
-    return actor, PoolClient(handle, BOUNDS, actor)  # type: ignore[arg-type]
+    return actor, PoolClient(handle, BOUNDS, 1, actor)  # type: ignore[arg-type]
 
 
 def test_a_commit_whose_answer_is_lost_is_sent_again_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +178,7 @@ def test_a_network_that_stays_cut_is_an_error_that_names_it_within_the_bound(mon
     actor, client = cut_off(monkeypatch, lost=10**9)
     message = r"^trainer rank 0 could not reach the rollout controller for [0-9]+ s, .*commit"
     for timeout_s, reach_s in ((0.3, 60.0), (1e6, 0.6)):  # a call may take long, but not to reach the controller
-        monkeypatch.setattr(BOUNDS.timeouts, "rpc_s", reach_s)
+        monkeypatch.setattr(BOUNDS, "rpc_s", reach_s)
         with pytest.raises(ConnectionCut, match=message):
             client.call("commit", 7, timeout_s=timeout_s)
     assert actor.sent > 4
@@ -267,7 +266,7 @@ def slowly_cut(monkeypatch: pytest.MonkeyPatch, *cuts: tuple[float, float]) -> t
 def in_its_time(monkeypatch: pytest.MonkeyPatch, actor: SlowlyCut) -> ReplicaClient:
     monkeypatch.setattr(ray, "get", actor.get)
     monkeypatch.setattr(ray, "wait", actor.wait)
-    monkeypatch.setattr(actor_calls, "time", SimpleNamespace(monotonic=lambda: actor.now, sleep=actor.sleep))
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: actor.now, sleep=actor.sleep))
     return ReplicaClient(5, actor, Path("log"), ok, 60.0)  # type: ignore[arg-type]
 
 
@@ -279,7 +278,7 @@ def test_a_call_whose_answer_falls_into_a_cut_tests_its_connection_and_is_sent_a
     assert replica.call("generate", timeout_s=1800.0) == "answered"
     assert actor.calls == 2
     lost = 80 + actor.report_s  # of a probe that was sent in the cut; the next one follows it
-    assert actor.now <= lost + actor_calls.PROBE_S + actor_calls.SLICE_S + actor_calls.RETRY_S + actor.runs_s
+    assert actor.now <= lost + connection.PROBE_S + connection.SLICE_S + connection.RETRY_S + actor.runs_s
 
 
 def test_a_cut_for_ever_ends_a_long_call_soon_after_ray_has_noticed_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +326,7 @@ def test_a_rank_that_has_left_ray_survives_sigterm_until_it_has_reported(
     monkeypatch.setattr(client_module, "stop_supervisor", lambda *_: None)
     pool: Any = SimpleNamespace(
         handle=SimpleNamespace(run_dir=str(tmp_path), process=None, launch_id="", host=None),
-        config=SimpleNamespace(timeouts=SimpleNamespace(shutdown_s=1.0)),
+        timeouts=SimpleNamespace(shutdown_s=1.0),
     )
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
@@ -382,7 +381,7 @@ class Mortals:
         monkeypatch.setattr(ray, "get", lambda call, timeout: call[0].run(*call[1:]))
         monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.controllers[self.started - 1])
         monkeypatch.setattr(client_module, "await_rebuilt", self.rebuilt)
-        self.client = PoolClient(self.handle(0), LIMITS, controllers[0])  # type: ignore[arg-type]
+        self.client = PoolClient(self.handle(0), LIMITS, 1, controllers[0])  # type: ignore[arg-type]
 
     def handle(self, rebuilds: int) -> Any:
         names = {"host": "pool-0", "run_dir": "run", "namespace": "n", "rebuilds": rebuilds}
@@ -403,10 +402,7 @@ class Mortals:
         return self.client
 
 
-LIMITS: Any = SimpleNamespace(
-    timeouts=SimpleNamespace(rpc_s=60.0, engine_start_s=60.0, weight_sync_s=60.0, generate_s=60.0),
-    weight_sync=SimpleNamespace(restarts=1),
-)
+LIMITS: Any = SimpleNamespace(rpc_s=60.0, engine_start_s=60.0, weight_sync_s=60.0, generate_s=60.0)
 
 
 @pytest.mark.parametrize("has_run", [False, True])
@@ -484,7 +480,7 @@ def test_a_controller_that_hangs_is_lost_as_soon_as_the_supervisor_says_so(monke
         raise ray.exceptions.GetTimeoutError
 
     old.during = hang
-    monkeypatch.setattr(client.config.timeouts, "rpc_s", 0.0)
+    monkeypatch.setattr(client.timeouts, "rpc_s", 0.0)
     assert client.references([4]) == {4: "a"} and client.handle.rebuilds == 1
     assert waited == [client_module.NOTICED_S]
 

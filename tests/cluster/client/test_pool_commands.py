@@ -78,6 +78,13 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     return made
 
 
+def test_every_host_of_the_run_can_ask(tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Ray listens at the host's address on the way to the head."""
+    monkeypatch.setattr(pool_commands, "own_address", lambda hosts, interface: {"10.0.0.1": "10.0.0.7"}[hosts[0]])
+    run_dir = write_state(tmp_path, host="node-1", address="10.0.0.1:6379")
+    assert ask_pool(run_dir, "drain", 1, say=said) == "drain_replica 1"
+
+
 def said(text: str) -> None:
     assert text.startswith("waiting up to") and "the rollout controller of" in text
 
@@ -114,7 +121,7 @@ def test_what_cannot_be_done_is_one_message(
     ("fails", "told"),
     [
         (PermissionError(13, "Permission denied", "ray_token"), "cannot be reached: .*run it as the user of the run"),
-        (RolloutError("process 1 could not connect to Ray"), "could not connect to Ray"),
+        (RolloutError("process 1 could not connect to Ray"), "could not connect to Ray; run the command on a host of"),
     ],
 )
 def test_a_ray_that_cannot_be_reached_is_told(
@@ -136,7 +143,7 @@ def test_a_ray_that_cannot_be_reached_is_told(
         ({"state": "rebuilding"}, "is being started again: try again in a minute"),
         ({"state": "stopped", "error": "asked to"}, "no run lives in .*: its pool is stopped: asked to"),
         ({"state": "failed", "host": "elsewhere"}, "no run lives in .*: its pool is failed"),
-        ({"host": "node-7"}, "run the command on node-7, where the run's Ray head is"),
+        ({"host": "node-7", "address": "127.0.0.1:6379"}, "run the command on node-7, the only host of the run"),
     ],
 )
 def test_a_run_that_cannot_be_asked_here_is_told_at_once(

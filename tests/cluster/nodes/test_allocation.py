@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.nodes.allocation import Allocation, check_allocation, parse_duration, slurm_allocation
+from megarl.cluster.nodes.prepare import Allocation, check_allocation, parse_duration, slurm_allocation
 from megarl.cluster.nodes.topology import make_topology
 from megarl.common.errors import ConfigError
 from tests.support.trainer.configs import config
@@ -25,7 +25,8 @@ def problems(
 ) -> list[str]:
     chosen = config("model", **SPLIT)
     try:
-        check_allocation(chosen, make_topology(chosen), Allocation(hosts, gpus, seconds, signal), cuda=True)
+        allocation = Allocation(hosts, gpus, seconds, signal)
+        check_allocation(chosen.launch, chosen.timeouts, make_topology(chosen), allocation, cuda=True)
     except ConfigError as error:
         return error.problems
     return []

@@ -22,8 +22,8 @@ def test_torchrun_on_two_trainer_nodes() -> None:
     topology = make_topology(chosen)
     first, second = (
         commands.torchrun_command(
-            chosen, topology, node, python="python", launch_id="7-0", endpoint="10.0.0.1:555", address=f"10.0.0.{i}",
-            entry="train.py", config_file="c.yaml",
+            chosen.launch, chosen.timeouts, topology, node, launch_id="7-0", endpoint="10.0.0.1:555",
+            address=f"10.0.0.{i}", entry="train.py", config_file="c.yaml",
         )
         for i, node in enumerate(topology.nodes[:2], start=1)
     )  # fmt: skip
@@ -41,14 +41,14 @@ def test_ranks_that_fail_are_restarted_once() -> None:
     chosen = config("model")
     topology = make_topology(chosen)
     command = commands.torchrun_command(
-        chosen, topology, topology.nodes[0], python="python", launch_id="7-0", endpoint="10.0.0.1:555",
+        chosen.launch, chosen.timeouts, topology, topology.nodes[0], launch_id="7-0", endpoint="10.0.0.1:555",
         address="10.0.0.1", entry="train.py", config_file="c.yaml",
     )  # fmt: skip
     assert command[command.index("--max-restarts") + 1] == "1"
 
 
 def test_the_shipped_runtime_environment_is_accepted() -> None:
-    variables = commands.read_runtime_env(ROOT / "launch/runtime_env.yaml")
+    variables = commands.user_environment(ROOT / "launch/runtime_env.yaml")
     assert variables["NCCL_DEBUG"] == "WARN"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables, "it would hold for engines and experts too"
 
@@ -65,12 +65,12 @@ def test_other_runtime_environments_are_not(tmp_path: Path, text: str, told: str
     path = tmp_path / "env.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        commands.read_runtime_env(path)
+        commands.user_environment(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        commands.read_runtime_env(tmp_path / "none.yaml")
+        commands.user_environment(tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes("env_vars: {A: é}".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.yaml cannot be read: .*utf-8"):
-        commands.read_runtime_env(tmp_path / "latin.yaml")
+        commands.user_environment(tmp_path / "latin.yaml")
 
 
 def test_gloo_and_nccl_stay_on_loopback_if_there_is_one_node() -> None:

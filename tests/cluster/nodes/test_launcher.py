@@ -476,7 +476,6 @@ def test_nothing_is_written_into_a_directory_that_is_another_runs(
     supervisor: Any = FakeSupervisor()
     agent._processes.supervisor = supervisor
     monkeypatch.setattr(module.ProcessId, "of", lambda pid: ProcessId(pid, -1))
-    monkeypatch.setattr(agent, "_check_devices", lambda: None)
     if found != "at_the_start":
         error = module.DirectoryLost("taken") if found == "later" else ValueError("no such thing")
         monkeypatch.setattr(agent, "_start", lambda: (_ for _ in ()).throw(error))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from megarl.cluster.nodes.allocation import local_allocation
-from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure, NodeRecord
-from megarl.cluster.nodes.prepare import prepare, refuse_running, status
+from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure
+from megarl.cluster.nodes.prepare import local_allocation, prepare, status
 from megarl.cluster.nodes.spec import LaunchSpec
 from megarl.common.errors import ConfigError
 from megarl.common.process.processes import ProcessId
@@ -131,26 +128,7 @@ def test_a_run_that_does_no_step_before_its_time_limit_is_not_started_for_ever(c
 
 
 def test_a_run_directory_in_use_is_refused(chosen: Config) -> None:
-    spec = prepare(chosen, HERE, "1")
-    board = NodeBoard(Path(spec.directory))
-    board.post(NodeRecord(0, "n1", "10.0.0.1", "running", 1))
-    refuse_running(chosen.run_dir, pause_s=0.1)  # killed: its counter stands still
-    ended = threading.Event()
-
-    def live() -> None:
-        beat = 1
-        while not ended.wait(0.02):
-            beat += 1
-            board.post(NodeRecord(0, "n1", "10.0.0.1", "running", beat))
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        time.sleep(0.1)
-        with pytest.raises(ConfigError, match=r"is in use by launch 1 \(node n1 is running\)"):
-            refuse_running(chosen.run_dir, pause_s=0.2)
-    finally:
-        ended.set()
-        thread.join(timeout=60)
-    board.post(NodeRecord(0, "n1", "10.0.0.1", "done", 99))
-    refuse_running(chosen.run_dir, pause_s=60)  # does not even wait
+    prepare(chosen, HERE, "1")  # its holder is this process's parent, which lives
+    with pytest.raises(ConfigError, match=r"is in use by megarl launch .* launch 1"):
+        prepare(chosen, HERE, "2")
+    prepare(chosen, HERE, "2", force=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.cluster.nodes.scripts import directives, local_script, slurm_script
+from megarl.cluster.nodes.commands import directives, local_script, slurm_script
 from megarl.config.loading.load import load_config
 from tests.support.checkout import ROOT
 from tests.support.trainer.configs import config
@@ -84,15 +84,6 @@ def test_recipes_are_accepted_with_plan_and_memory(
     assert header.startswith("#") and re.search(
         r"What differs from|and megarl does not \(yet\)|this recipe's own", header
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "gpus"),
-    [("qwen3_30b_a3b_grpo_96x32", 16, 8), ("qwen2_5_math_7b_dapo_4x4", 1, 8), ("qwen2_5_32b_grpo_64", 8, 8)],
-)
-def test_what_a_recipe_asks_for(name: str, nodes: int, gpus: int) -> None:
-    lines = (ROOT / f"launch/slurm/{name}.sbatch").read_text().splitlines()
-    assert f"#SBATCH --nodes={nodes}" in lines and f"#SBATCH --gpus-per-node={gpus}" in lines
 
 
 def test_a_config_decides_everything() -> None:
@@ -189,16 +180,14 @@ def test_a_job_near_its_time_limit_asks_the_run_to_stop_and_is_queued_again(shel
     assert code == 0 and calls[-1] == "scontrol requeue 77"
 
 
-def test_a_job_that_is_not_to_be_queued_again(shell: Shell) -> None:
-    code, _, calls = shell.run(four_nodes(requeue=False), status="preempted")
-    assert code == 0 and not any("requeue" in call for call in calls)
-
-
-def test_a_job_that_could_not_save_its_stop_is_queued_again_and_does_not_end_well(shell: Shell) -> None:
-    code, _, calls = shell.run(four_nodes(), status="unsaved")
-    assert code == 1 and calls[-1] == "scontrol requeue 77"
-    code, _, calls = shell.run(four_nodes(requeue=False), status="unsaved")
-    assert code == 1 and not any("requeue" in call for call in calls)
+@pytest.mark.parametrize(
+    ("status", "requeue", "code"), [("preempted", False, 0), ("unsaved", True, 1), ("unsaved", False, 1)]
+)
+def test_a_job_that_could_not_save_its_stop_does_not_end_well_and_the_config_says_if_it_is_queued_again(
+    shell: Shell, status: str, requeue: bool, code: int
+) -> None:
+    ended, _, calls = shell.run(four_nodes(requeue=requeue), status=status)
+    assert ended == code and ("scontrol requeue 77" in calls) == requeue
 
 
 def test_a_job_that_fails(shell: Shell) -> None:

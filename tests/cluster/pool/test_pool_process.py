@@ -135,20 +135,6 @@ def test_a_kept_pool_is_used_again_only_if_it_is_looked_at_after_the_failure(tmp
     supervisor.join()
 
 
-def test_waiting_ends_with_the_pools_own_error(tmp_path: Path) -> None:
-    launch.write_state(tmp_path, state(ProcessId.own(), state="failed", error="engine replica 0: out of memory"))
-    with pytest.raises(SupervisorFailed, match="rollout pool failed: engine replica 0: out of memory"):
-        launch.wait_ready(handle(tmp_path), timeout_s=5)
-
-
-def test_a_pool_that_is_stopping_is_not_waited_for(tmp_path: Path) -> None:
-    launch.write_state(tmp_path, state(ProcessId.own(), state="stopping", error="SIGTERM", address="a:1"))
-    with pytest.raises(SupervisorFailed, match="rollout pool is stopping: SIGTERM"):
-        launch.wait_ready(handle(tmp_path), timeout_s=5)
-    with pytest.raises(SupervisorFailed, match="rollout pool is stopping: SIGTERM"):
-        launch.attach_supervisor(tmp_path, "abc", timeout_s=5)
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -181,10 +167,22 @@ def test_a_state_that_cannot_be_read_does_not_end_a_living_pool(
         replace(handle(tmp_path), process=GONE).check()
 
 
-def test_waiting_for_a_dead_supervisor_ends_at_once(tmp_path: Path) -> None:
-    launch.write_state(tmp_path, state(GONE))
-    with pytest.raises(SupervisorFailed, match="the supervisor died"):
+@pytest.mark.parametrize(
+    ("process", "changes", "told"),
+    [
+        (ProcessId.own(), {"state": "failed", "error": "engine replica 0: no memory"}, "failed: engine replica 0: no"),
+        (ProcessId.own(), {"state": "stopping", "error": "SIGTERM", "address": "a:1"}, "is stopping: SIGTERM"),
+        (GONE, {}, "the supervisor died"),
+    ],
+)
+def test_a_pool_that_ends_is_not_waited_for(
+    tmp_path: Path, process: ProcessId, changes: dict[str, object], told: str
+) -> None:
+    launch.write_state(tmp_path, state(process, **changes))
+    with pytest.raises(SupervisorFailed, match=told):
         launch.wait_ready(handle(tmp_path), timeout_s=5)
+    with pytest.raises(SupervisorFailed, match=told):
+        launch.attach_supervisor(tmp_path, "abc", timeout_s=5)
 
 
 def test_waiting_is_bounded_and_says_where_it_stands(tmp_path: Path) -> None:

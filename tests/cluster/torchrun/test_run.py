@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megarl.cluster.torchrun.mark import SERVED_BY_VARIABLE
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from megarl.cli.train import TORCHRUN
 from megarl.cluster.torchrun import rendezvous
+from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
 from megarl.common.trust.signed_store import serve_store
 from tests.support.checkout import ROOT, environment
 from tests.support.waiting import wait_until

@@ -22,8 +22,7 @@ ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a',
 
 
 def passed(program: str, *pieces: str, timeout_s: float = LONG_S) -> list[bool]:
-    verdicts = CodeReward(timeout_s=timeout_s).verdicts(program, CodeTests(pieces=pieces))
-    return [verdict.passed for verdict in verdicts]
+    return CodeReward(timeout_s=timeout_s).verdicts(program, CodeTests(pieces=pieces))
 
 
 def fenced(program: str) -> str:
@@ -104,8 +103,8 @@ def test_tests_run_as_their_form_means(row: dict[str, object], count: int) -> No
     """Each was a definition or a thrown away value, which every program passed."""
     cases = read_tests(row)
     reward = CodeReward(timeout_s=LONG_S)
-    assert [verdict.passed for verdict in reward.verdicts(RIGHT, cases)] == [True] * count
-    assert not any(verdict.passed for verdict in reward.verdicts(WRONG, cases)[-1:])
+    assert reward.verdicts(RIGHT, cases) == [True] * count
+    assert not any(reward.verdicts(WRONG, cases)[-1:])
 
 
 @pytest.mark.parametrize(
@@ -157,9 +156,9 @@ def test_pairs_of_input_and_output() -> None:
     judge = CodeReward(timeout_s=LONG_S)
     tests = CodeTests(pairs=(("1 2\n", "3\n"), ("5 5\n", "10"), ("x\n", "error\n")))
     double = "print(sum(map(int, input().split())))"
-    assert [verdict.passed for verdict in judge.verdicts(double, tests)] == [True, True, False]
+    assert judge.verdicts(double, tests) == [True, True, False]
     shown = "print(3)\nimport os; os._exit(1)"  # the right output, and then a failure
-    assert [verdict.passed for verdict in judge.verdicts(shown, tests)] == [False, False, False]
+    assert judge.verdicts(shown, tests) == [False, False, False]
 
 
 def test_tests_of_many_kinds() -> None:
@@ -323,7 +322,7 @@ def test_endless_programs_end_in_time_and_leave_nothing() -> None:
 def test_tests_before_an_endless_one_count() -> None:
     program = "def add(a, b):\n    while a < 0: pass\n    return a + b"
     verdicts = read_verdicts('["passed", ""]\n["pas', 3)  # as it is told when the time is over
-    assert [each.passed for each in verdicts] == [True, False, False]
+    assert verdicts == [True, False, False]
     assert passed(program, *ADD_TESTS, timeout_s=5.0)[1:] == [False, False]
 
 

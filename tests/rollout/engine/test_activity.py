@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.engine.activity import GAP_S, LOAD_S, LONGEST_S, BusySpan, BusySpans, ReplicaActivity
+from megarl.rollout.engine.activity import GAP_S, LOAD_S, LONGEST_S, ReplicaActivity
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.request_times import SCHEDULED, RequestTimes
 from megarl.telemetry.trace import events
@@ -17,37 +17,6 @@ IDLE = EngineLoad()
 
 def load(running: int, waiting: int = 0) -> EngineLoad:
     return EngineLoad(0.5, running, waiting)
-
-
-def test_steps_become_spans_that_short_breaks_do_not_cut() -> None:
-    spans = BusySpans()
-    assert spans.step(1.0, load(2)) is None
-    assert spans.step(1.5, load(5, waiting=3)) is None
-    assert spans.step(2.0, IDLE) is None
-    assert spans.step(2.0 + GAP_S / 2, load(1)) is None  # it was idle for too short a time
-    assert spans.step(3.0, IDLE) is None
-    assert spans.step(9.0, load(1)) == BusySpan(1.0, 3.0, 5, 3)
-    assert spans.take() == BusySpan(9.0, 9.0, 1, 0)
-    assert spans.take() is None
-
-
-def test_a_step_that_takes_long_is_no_break() -> None:
-    spans = BusySpans()
-    spans.step(1.0, load(1))
-    assert spans.step(20.0, load(1)) is None
-    assert spans.take() == BusySpan(1.0, 20.0, 1, 0)
-
-
-def test_an_engine_that_is_always_busy_is_told_of_in_parts_without_a_gap() -> None:
-    spans, found = BusySpans(), []
-    for second in range(200):
-        if (ended := spans.step(float(second), load(1))) is not None:
-            found.append(ended)
-    last = spans.take()
-    assert len(found) == 3 and last is not None
-    for first, second_ in zip([*found], [*found[1:], last], strict=True):
-        assert first.end == second_.begin and first.end - first.begin <= LONGEST_S
-    assert found[0].begin == 0.0 and last.end == 199.0
 
 
 class Recorded:
@@ -60,10 +29,51 @@ class Recorded:
     def record(self, name: str, begin: float, end: float | None = None, **fields: Any) -> None:
         self.found.append((name, begin, end, fields.get("version"), fields.get("args")))
 
+    @property
+    def busy(self) -> list[tuple[float, float, int, int]]:
+        return [(begin, end, *args.values()) for name, begin, end, _, args in self.found if name == "busy"]
 
-def test_publications_and_load(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    return Recorded(monkeypatch)
+
+
+def test_steps_become_spans_that_short_breaks_do_not_cut(recorded: Recorded) -> None:
+    activity = ReplicaActivity(1)
+    for now, requests in (
+        (1.0, load(2)), (1.5, load(5, waiting=3)), (2.0, IDLE),
+        (2.0 + GAP_S / 2, load(1)),  # it was idle for too short a time
+        (3.0, IDLE), (9.0, load(1)),
+    ):  # fmt: skip
+        activity.step(now, requests)
+    assert recorded.busy == [(1.0, 3.0, 5, 3)]
+    activity.end()
+    activity.end()
+    assert recorded.busy[1:] == [(9.0, 9.0, 1, 0)]
+
+
+def test_a_step_that_takes_long_is_no_break(recorded: Recorded) -> None:
+    activity = ReplicaActivity(1)
+    activity.step(1.0, load(1))
+    activity.step(20.0, load(1))
+    activity.end()
+    assert recorded.busy == [(1.0, 20.0, 1, 0)]
+
+
+def test_an_engine_that_is_always_busy_is_told_of_in_parts_without_a_gap(recorded: Recorded) -> None:
+    activity = ReplicaActivity(1)
+    for second in range(200):
+        activity.step(float(second), load(1))
+    activity.end()
+    assert len(recorded.busy) == 4 and recorded.busy[0][0] == 0.0 and recorded.busy[-1][1] == 199.0
+    assert all(end - begin <= LONGEST_S for begin, end, *_ in recorded.busy)
+    assert [end for _, end, *_ in recorded.busy[:-1]] == [begin for begin, *_ in recorded.busy[1:]]
+
+
+def test_publications_and_load(recorded: Recorded) -> None:
     """The pause that a repeated publication begins with ends with the one that succeeds; kept weights are no load."""
-    recorded, now = Recorded(monkeypatch), [10.0]
+    now = [10.0]
     activity = ReplicaActivity(1, lambda: now[0])
     activity.step(10.0, load(3))
     activity.step(11.0, load(4))

@@ -26,7 +26,7 @@ def test_on_cpu_one_process_runs_the_model_eagerly(tmp_path: Path) -> None:
     args = engine_args(config(tmp_path), cuda=False, max_model_len=80)
     assert args["distributed_executor_backend"] == "uni" and args["enforce_eager"] is True
     assert args["dtype"] == "float32" and args["logprobs_mode"] == "processed_logprobs" and args["max_model_len"] == 80
-    environment = engine_environment(config(tmp_path), cuda=False)
+    environment = engine_environment(config(tmp_path).rollout, cuda=False)
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and "VLLM_CPU_OMP_THREADS_BIND" not in environment
 
 
@@ -37,7 +37,7 @@ def test_the_sizes_of_heads_on_cpu_are_those_of_vllm() -> None:
 def test_tensor_parallel_engines_get_workers_and_cores(tmp_path: Path) -> None:
     two = config(tmp_path, rollout={"tensor_parallel": 2})
     assert engine_args(two, cuda=False)["distributed_executor_backend"] == "mp"
-    environment = engine_environment(two, cuda=False)
+    environment = engine_environment(two.rollout, cuda=False)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1" and environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment
 
@@ -47,7 +47,7 @@ def test_on_gpu_nothing_of_the_cpu_path_remains(tmp_path: Path) -> None:
     args = engine_args(gpu, cuda=True)
     assert args["distributed_executor_backend"] is None and args["enforce_eager"] is False
     assert args["dtype"] == "bfloat16"
-    assert not any("CPU" in name or "DYNAMO" in name for name in engine_environment(gpu, cuda=True))
+    assert not any("CPU" in name or "DYNAMO" in name for name in engine_environment(gpu.rollout, cuda=True))
 
 
 @pytest.mark.parametrize(("mode", "policy"), [("sync", None), ("async", "priority")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megarl.rollout.engine.placement import ENGINE_RESOURCE, engine_needs, places_on
-from tests.support.trainer.configs import config
 
 GPU_ENGINE = {"CPU": 1.0, ENGINE_RESOURCE: 1.0, "GPU": 2.0}
 
@@ -25,6 +24,5 @@ def test_an_engine_takes_all_it_needs_on_one_node(nodes: list[dict[str, float]],
 
 
 def test_an_engine_needs_its_gpus_only_on_gpus() -> None:
-    wide = config("model", rollout__tensor_parallel=2)
-    assert engine_needs(wide, cuda=True) == GPU_ENGINE
-    assert engine_needs(wide, cuda=False) == {"CPU": 1.0, ENGINE_RESOURCE: 1.0}
+    assert engine_needs(2, cuda=True) == GPU_ENGINE
+    assert engine_needs(2, cuda=False) == {"CPU": 1.0, ENGINE_RESOURCE: 1.0}

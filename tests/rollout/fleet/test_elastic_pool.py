@@ -109,35 +109,6 @@ def test_a_response_goes_on_elsewhere_from_its_last_token_and_does_not_count_as_
     run(work)
 
 
-def test_a_drained_replica_serves_again_after_a_publication() -> None:
-    async def work() -> None:
-        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
-        pool = Pool(fleet)
-        await pool.elastic.drain(1)
-        assert fleet.idle == [1] and await publish(fleet) == [0, 1] and fleet.serving == [0]
-        await pool.elastic.undrain(1)
-        assert fleet.serving == [0] and fleet.table[1].does == "joining"
-        await publish(fleet)
-        assert fleet.serving == [0, 1] and fleet.idle == []
-        await publish(fleet)
-
-    run(work)
-
-
-def test_a_drained_replica_that_is_replaced_stays_drained() -> None:
-    old = {0: FakeReplica(0), 1: FakeReplica(1)}
-
-    async def work() -> None:
-        fleet = fleet_of(old, FakeReplica(1))
-        await Pool(fleet).elastic.drain(1)
-        await fleet.begin_sync()
-        await fleet.restart([1])
-        fleet.admit_joining()
-        assert fleet.serving == [0] and fleet.table[1].does == "drained" and fleet.lost == {}
-
-    run(work)
-
-
 def test_a_removed_replica_ends_after_the_publication_that_is_being_made() -> None:
     replicas = {0: FakeReplica(0), 1: FakeReplica(1)}
 

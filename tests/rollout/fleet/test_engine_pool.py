@@ -69,29 +69,6 @@ def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: s
     assert asyncio.run(run())
 
 
-def test_groups_are_spread_and_answers_keep_their_order() -> None:
-    replicas = {i: FakeReplica(i, delay_s=0.01) for i in range(2)}
-
-    async def run() -> list[Any]:
-        pool = fleet_of(replicas)
-        return await asyncio.gather(*(pool.generate(RequestContext(group), requests(group)) for group in range(4)))
-
-    answers = asyncio.run(run())
-    assert list(map(answered, answers)) == [[f"{g % 2}:{g}.0", f"{g % 2}:{g}.1"] for g in range(4)]
-
-
-def test_a_failed_replica_is_taken_out_and_its_group_sampled_elsewhere() -> None:
-    replicas = {0: FakeReplica(0, ReplicaFailed(0, "replica 0: engine dead")), 1: FakeReplica(1)}
-
-    async def run() -> tuple[Any, EnginePool]:
-        pool = fleet_of(replicas, describe=lambda i: f"see log {i}")
-        return [await pool.generate(RequestContext(g), requests(g)) for g in range(3)], pool
-
-    answers, pool = asyncio.run(run())
-    assert list(map(answered, answers)) == [[f"1:{g}.0", f"1:{g}.1"] for g in range(3)]
-    assert pool.serving == [1] and "engine dead" in str(pool.lost[0]) and "see log 0" in str(pool.lost[0])
-
-
 def test_the_last_replicas_failure_is_raised_and_names_it() -> None:
     pool_of_one = {3: FakeReplica(3, ReplicaFailed(3, "replica 3: out of memory"))}
 
@@ -111,23 +88,6 @@ def test_a_silent_replica_is_an_error_after_the_bound() -> None:
 
     with pytest.raises(RolloutError, match="waited 0 s for replica 0 to generate"):
         asyncio.run(run())
-
-
-def test_a_replaced_replica_serves_only_after_it_is_admitted() -> None:
-    old = {0: FakeReplica(0, ReplicaFailed(0, "replica 0 is gone")), 1: FakeReplica(1)}
-    new = FakeReplica(0)
-
-    async def run() -> list[Any]:
-        pool = fleet_of(old, new)
-        await pool.generate(RequestContext("a"), requests(0))
-        await pool.restart([0])
-        before = await pool.generate(RequestContext("b"), requests(1))
-        pool.admit_joining()
-        after = await pool.generate(RequestContext("c"), requests(2))
-        return [before, after]
-
-    before, after = asyncio.run(run())
-    assert before[0].replica == 1 and after[0].replica == 0
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -469,15 +429,6 @@ def test_a_refused_request_costs_no_replica() -> None:
     assert fleet.serving == [0, 1, 2] and not fleet.lost
 
 
-def test_a_replica_that_does_not_answer_is_lost_and_its_requests_are_sampled_elsewhere() -> None:
-    async def run() -> tuple[list[Any], EnginePool]:
-        fleet = fleet_of({0: FakeReplica(0, delay_s=5), 1: FakeReplica(1)}, interval_s=0.02, rpc_s=0.03)
-        return await fleet.generate(RequestContext("a"), requests(0)), fleet
-
-    answers, fleet = asyncio.run(run())
-    assert answered(answers) == ["1:0.0", "1:0.1"] and fleet.serving == [1] and fleet.members == [0, 1]
-
-
 def test_reset_replaces_what_cannot_serve() -> None:
     class Resettable(FakeReplica):
         def __init__(self, index: int, fail: Exception | None = None) -> None:
@@ -542,18 +493,5 @@ def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuse
         fleet.admit_joining()
         assert fleet.serving == [0, 1]
         assert fleet.table.quarantine(1, "again")[0], "there is another one again"
-
-    asyncio.run(run())
-
-
-def test_the_last_replica_and_one_that_does_not_serve_are_not_quarantined() -> None:
-    async def run() -> None:
-        fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
-        fleet.table.lose(0, ReplicaFailed(0, "it died"))
-        assert fleet.table.quarantine(0, "x") == (
-            False, "replica 0 does not serve any more; the next publication brings or replaces it",
-        )  # fmt: skip
-        assert fleet.table.quarantine(1, "x") == (False, "replica 1 stays, because no other replica serves training")
-        assert fleet.table.quarantine(7, "x")[0] is False and fleet.serving == [1]
 
     asyncio.run(run())

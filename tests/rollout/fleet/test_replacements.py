@@ -201,16 +201,6 @@ def test_a_trainer_that_is_asked_to_publish_brings_back_the_only_replica() -> No
     run(scenario)
 
 
-def test_no_trainer_is_asked_to_publish_if_a_sync_would_not_replace_what_is_lost() -> None:
-    async def scenario() -> None:
-        replica = ScriptedReplica(0, 10**9, None)
-        fleet = fleet_of({0: resettable(replica)}, sync_restarts=0)
-        fleet.expect_publication(True)
-        await check_all_fail(await lose_the_last(fleet), REFUSAL)
-
-    run(scenario)
-
-
 class Beside:
     """A fleet of replicas 0 and 1, which work for a training group and for an evaluation, without end.
 
@@ -262,17 +252,6 @@ def test_training_and_an_evaluation_wait_for_the_last_replica_that_is_restarted(
         assert beside.fleet.serving == [0]
         check_continued(await evaluation, lost=1, by=0)
         assert [result.replica for result in await training] == [0]
-
-    run(scenario)
-
-
-def test_an_evaluation_without_any_replica_is_told_so_if_none_is_coming() -> None:
-    async def scenario() -> None:
-        beside = Beside()
-        tasks = await beside.begin()
-        refuse(*beside.old.values())
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
-        assert [type(result) for result in results] == [NoReplicaLeft] * 2
 
     run(scenario)
 
@@ -545,18 +524,6 @@ def test_an_engine_that_was_drained_is_replaced_when_the_trainer_restarts() -> N
         assert fleet.serving == [0, 1] and fleet.table[1].client.actor is new and restart.begun == [1]
         fleet.table.note_progress(fleet.table[1].lease(), (20, 1.0), 0.0, 0.0)
         assert fleet.serving == [0, 1], "the new one was judged by what the old one had made too"
-
-    run(scenario)
-
-
-def test_the_last_engine_is_kept_however_slow_it_is() -> None:
-    async def scenario() -> None:
-        fleet = fleet_of({0: Paced(0, 0.01), 1: Paced(1, 9.0)})
-        fleet._runner._timeouts = TimeoutsConfig(rpc_s=1e-9)
-        fleet.table[0].progress.note(100, 1.0, [], 0.0, 0.0)
-        fleet.table[0].drained = True  # and what it has made still counts
-        [result] = await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(50, 1.0, (2,)))])
-        assert fleet.serving == [1] and result.response_ids == [1] * 50
 
     run(scenario)
 

@@ -16,7 +16,7 @@ from megarl.rollout.fleet.replica_table import Replica, ReplicaTable, State
 
 
 def client() -> Any:
-    return SimpleNamespace(where="see its log")
+    return SimpleNamespace(where="see its log", close=lambda: None)
 
 
 def table_of(count: int = 2, *, replaces: bool = True) -> ReplicaTable:
@@ -161,6 +161,18 @@ def test_what_can_be_quarantined() -> None:
     assert table.quarantine(0, "alarm") == (False, "replica 0 stays, because no other replica serves training")
     restart(table)
     assert not table[1].condemned
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_replica_far_slower_than_others_is_condemned_unless_it_is_the_last(others: int) -> None:
+    table = table_of(3)
+    for index, tokens in ((0, 100), (2, 100), (1, 1)):
+        if index == 1 and not others:
+            for other in (0, 2):
+                table[other].leaving = True  # they have gone, and what they have made still counts
+        table.note_progress(table[index].lease(), (tokens, 1.0), 0.0, 0.0)
+    assert table[1].condemned is table[1].lost is bool(others)
+    assert not others or "times slower than the others" in str(table.lost[1])
 
 
 def test_a_replica_that_is_added_during_a_publication_joins_with_the_next_one() -> None:

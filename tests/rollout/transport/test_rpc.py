@@ -9,14 +9,23 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
-from megarl.rollout.transport import rpc
-from megarl.rollout.transport.gather import Outbox
-from megarl.rollout.transport.rpc import Answers, RpcClient, RpcServer, SharedCall
+from megarl.rollout.transport import gather
+from megarl.rollout.transport import link as transport
+from megarl.rollout.transport.link import LinkLost, Parcel
+from megarl.rollout.transport.rpc import CallResult, RpcClient, RpcServer, SharedCall
 from tests.support.engines.fake_replicas import Method
 
 
+class ActorDiedError(Exception):
+    """Has the name of Ray's exception."""
+
+
+class ActorUnavailableError(Exception):
+    """Has the name of Ray's exception."""
+
+
 class Actor:
-    """An actor with a desk. `ray_calls`: their names. `lost`: how many answers get lost on their way."""
+    """An actor that is called by a link. `ray_calls`: their names. `lost`: how many are lost on their way back."""
 
     def __init__(self) -> None:
         self.ray_calls: list[str] = []
@@ -25,28 +34,32 @@ class Actor:
         self.lost = 0
         self.slow_s = 0.0  # that a Ray call with calls takes until it runs, as one with large arguments does
         self.dead = False
-        self.desk = RpcServer(self._call, lambda _: Outbox(gather_s=0.0))
-        self.begin_calls, self.take_answers = Method(self._begin), Method(self._take)
+        self.link = RpcServer(self._call, gather_s=0.0).link
+        self.give, self.take = Method(self._give), Method(self._take)
 
-    async def _begin(self, link: str, calls: Sequence[SharedCall]) -> None:
+    async def _give(self, number: int, calls: Sequence[SharedCall], link: str) -> None:
         self._check()
         await asyncio.sleep(self.slow_s)
-        self.ray_calls.append("begin")
-        self.desk.begin(link, calls)
+        self.ray_calls.append("give")
+        await self.link.give(number, calls, link)
+        self._lose()
 
-    async def _take(self, link: str, seen: int, wait_s: float) -> Answers:
+    async def _take(self, seen: int, wait_s: float, link: str) -> Parcel[CallResult]:
         self._check()
         self.ray_calls.append("take")
-        answers = await self.desk.take(link, seen, wait_s)
+        answers = await self.link.take(seen, wait_s, link)
         self._check()
-        if self.lost:
-            self.lost -= 1
-            await asyncio.Event().wait()
+        self._lose()
         return answers
 
     def _check(self) -> None:
         if self.dead:
-            raise ConnectionError("the actor has died")
+            raise ActorDiedError("the actor has died")
+
+    def _lose(self) -> None:
+        if self.lost:
+            self.lost -= 1
+            raise ActorUnavailableError("the network is cut")
 
     def _call(self, method: str, args: Sequence[Any]) -> Awaitable[Any]:
         self.calls.append((method, tuple(args)))
@@ -72,10 +85,10 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 def test_calls_of_one_turn_share_a_ray_call_in_their_order_and_their_answers_another_one() -> None:
     async def scenario() -> None:
         actor = Actor()
-        link = RpcClient(actor, 5.0)
+        link = RpcClient("replica 1", actor, 5.0)
         assert await asyncio.gather(*(link.call("double", each) for each in range(50))) == [2 * n for n in range(50)]
         assert actor.calls == [("double", (each,)) for each in range(50)]
-        assert actor.ray_calls.count("begin") == 1 and actor.ray_calls.count("take") <= 2
+        assert actor.ray_calls.count("give") == 1 and actor.ray_calls.count("take") <= 2
 
     run(scenario)
 
@@ -83,11 +96,11 @@ def test_calls_of_one_turn_share_a_ray_call_in_their_order_and_their_answers_ano
 def test_where_thousands_of_calls_are_open_those_of_many_turns_share_a_ray_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rpc, "gathering_s", lambda opened: 0.1 * opened)
+    monkeypatch.setattr(gather, "gathering_s", lambda opened: 0.1 * opened)
 
     async def scenario() -> None:
         actor = Actor()
-        link = RpcClient(actor, 5.0)
+        link = RpcClient("replica 1", actor, 5.0)
         assert await link.call("double", 0) == 0  # nothing was sent before
         calls = []
         for number in range(1, 4):
@@ -95,7 +108,7 @@ def test_where_thousands_of_calls_are_open_those_of_many_turns_share_a_ray_call(
             await asyncio.sleep(0.01)
         assert await asyncio.gather(*calls) == [2, 4, 6]
         assert actor.calls == [("double", (number,)) for number in range(4)]
-        assert actor.ray_calls.count("begin") == 2
+        assert actor.ray_calls.count("give") == 2
 
     run(scenario)
 
@@ -106,13 +119,13 @@ def test_no_ray_call_overtakes_calls_that_were_sent_before() -> None:
     async def scenario() -> None:
         actor = Actor()
         actor.slow_s = 0.05
-        link = RpcClient(actor, 5.0)
+        link = RpcClient("replica 1", actor, 5.0)
         first = asyncio.ensure_future(link.call("double", 1))
         await asyncio.sleep(0.01)
         actor.slow_s = 0.0
         assert await link.call("double", 2) == 4 and await first == 2
         assert actor.calls == [("double", (1,)), ("double", (2,))]
-        assert actor.ray_calls[0] == "begin"
+        assert actor.ray_calls[0] == "give"
 
     run(scenario)
 
@@ -121,7 +134,7 @@ def test_an_answer_waits_for_no_other_one() -> None:
     async def scenario() -> None:
         actor = Actor()
         actor.gates[1] = asyncio.Event()
-        link = RpcClient(actor, 5.0)
+        link = RpcClient("replica 1", actor, 5.0)
         slow = asyncio.ensure_future(link.call("double", 1))
         assert await link.call("double", 2) == 4
         assert await link.call("double", 3) == 6
@@ -138,7 +151,7 @@ def test_errors_are_those_of_the_replica_or_texts_that_every_process_can_read() 
             raise TypeError("cannot be sent")
 
     async def scenario() -> None:
-        link = RpcClient(Actor(), 5.0)
+        link = RpcClient("replica 1", Actor(), 5.0)
         for error in (RequestFailed("no"), ReplicaFailed(3, "gone")):
             with pytest.raises(type(error)) as found:
                 await link.call("refuse", error)
@@ -150,15 +163,32 @@ def test_errors_are_those_of_the_replica_or_texts_that_every_process_can_read() 
     run(scenario)
 
 
-def test_answers_that_were_lost_on_their_way_are_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "POLL_S", 0.05)
+def test_ray_calls_that_were_lost_on_their_way_are_made_again_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "RETRY_S", 0.01)
 
     async def scenario() -> None:
         actor = Actor()
-        actor.lost = 2
-        link = RpcClient(actor, 0.05)
+        actor.lost = 4
+        link = RpcClient("replica 1", actor, 5.0)
         assert await asyncio.gather(link.call("double", 1), link.call("double", 2)) == [2, 4]
         assert len(actor.calls) == 2, "a call is made once"
+
+    run(scenario)
+
+
+def test_an_actor_that_cannot_be_reached_for_too_long_is_lost_and_may_be_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        actor = Actor()
+        actor.lost = 10**6
+        link = RpcClient("replica 1", actor, 0.05)
+        with pytest.raises(LinkLost, match="the controller waited 0 s for replica 1 to give"):
+            await link.call("double", 1)
+        actor.lost = 0
+        assert await link.call("double", 2) == 4
 
     run(scenario)
 
@@ -168,33 +198,16 @@ def test_a_dead_actor_fails_every_call_at_once(when: str) -> None:
     async def scenario() -> None:
         actor = Actor()
         actor.gates[1] = asyncio.Event()
-        link = RpcClient(actor, 60.0)
+        link = RpcClient("replica 1", actor, 60.0)
         actor.dead = when == "before"
         waiting = [asyncio.ensure_future(link.call("double", 1)) for _ in range(3)]
         await asyncio.sleep(0.01)
         actor.dead = True
         actor.gates[1].set()
         ends = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(end) for end in ends] == [ConnectionError] * 3
-        with pytest.raises(ConnectionError):
+        assert [type(end) for end in ends] == [LinkLost] * 3
+        with pytest.raises(LinkLost, match="replica 1 has failed: ActorDiedError"):
             await link.call("double", 2)
-
-    run(scenario)
-
-
-def test_a_silent_replica_costs_each_caller_its_own_time_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "POLL_S", 0.01)
-
-    async def scenario() -> None:
-        actor = Actor()
-        actor.gates[1] = asyncio.Event()
-        link = RpcClient(actor, 0.01)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(link.call("double", 1), 0.2)
-        late = asyncio.ensure_future(link.call("double", 1))
-        await asyncio.sleep(0.2)
-        actor.gates[1].set()
-        assert await late == 2, "the link has asked again"
 
     run(scenario)
 
@@ -202,7 +215,7 @@ def test_a_silent_replica_costs_each_caller_its_own_time_limit_only(monkeypatch:
 def test_what_was_called_before_a_cancelled_call_is_sent_before_what_follows() -> None:
     async def scenario() -> None:
         actor = Actor()
-        link = RpcClient(actor, 5.0)
+        link = RpcClient("replica 1", actor, 5.0)
         first = asyncio.ensure_future(link.call("double", 1))
         await asyncio.sleep(0)  # it has been made, and its turn is not over
         first.cancel()
@@ -216,7 +229,7 @@ def test_the_link_of_a_new_controller_takes_no_answer_of_the_one_before() -> Non
     async def scenario() -> None:
         actor = Actor()
         actor.gates[1] = asyncio.Event()
-        old, new = RpcClient(actor, 5.0), RpcClient(actor, 5.0)
+        old, new = RpcClient("replica 1", actor, 5.0), RpcClient("replica 1", actor, 5.0)
         waiting = asyncio.ensure_future(old.call("double", 1))
         await asyncio.sleep(0.01)
         assert await new.call("double", 5) == 10
@@ -229,32 +242,16 @@ def test_the_link_of_a_new_controller_takes_no_answer_of_the_one_before() -> Non
 
 
 def test_a_link_without_calls_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "POLL_S", 0.02)
+    monkeypatch.setattr(transport, "POLL_S", 0.02)
 
     async def scenario() -> None:
         actor = Actor()
-        link = RpcClient(actor, 5.0)
+        link = RpcClient("replica 1", actor, 5.0)
         await link.call("double", 1)
         await asyncio.sleep(0.1)
         taken = len(actor.ray_calls)
         await asyncio.sleep(0.1)
         assert len(actor.ray_calls) == taken
         assert await link.call("double", 2) == 4
-
-    run(scenario)
-
-
-def test_no_answers_are_asked_for_when_the_calls_could_not_be_sent_because_the_loop_ends() -> None:
-    async def scenario() -> None:
-        actor = Actor()
-        actor.slow_s = 60.0
-        link = RpcClient(actor, 5.0)
-        waiting = asyncio.ensure_future(link.call("double", 1))
-        await asyncio.sleep(0.01)
-        assert link._sending is not None
-        link._sending.cancel()
-        await asyncio.sleep(0.01)
-        assert actor.ray_calls == []
-        waiting.cancel()
 
     run(scenario)

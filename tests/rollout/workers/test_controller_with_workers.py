@@ -22,7 +22,8 @@ from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
 from megarl.rollout.resume.loop_records import FrozenLoop
-from megarl.rollout.workers.messages import Ended, Failed, Frozen, SentFailure, WorkerReport
+from megarl.rollout.transport.link import Parcel
+from megarl.rollout.workers.messages import Ended, Failed, Frozen, SentFailure
 from tests.support.agents.retokenized import Retokenized
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
@@ -175,7 +176,7 @@ def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
             ]
         old = [message for message in told if message.run in runs]
         counters, stats = await controller.counters(), repr(controller._running.stats)
-        await crew.pool._receive(WorkerReport(99, tuple(old)))
+        await crew.pool._receive(Parcel(99, tuple(old)))
         await asyncio.sleep(0.1)
         assert await controller.counters() == counters and not local.queue.rows
         assert repr(controller._running.stats) == stats
@@ -254,26 +255,6 @@ def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_ove
         assert {name for served in replica.served for name in served} == {
             f"p-{group}-{sample}-{turn}" for group in range(2) for sample in range(SAMPLES) for turn in range(2)
         }
-        await crew.pool.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
-def test_calls_that_are_made_twice_count_once() -> None:
-    """A give with the number of the last one starts nothing; a take of a report that was lost gets it again."""
-
-    async def scenario() -> None:
-        generate = RequestCoalescer(fleet_of({0: FakeReplica(4)})).generate
-        crew = Crew(CONFIG, GroupRunner(CONFIG, SingleTurn(), FakeSource(), generate, FakeRewards()))
-        await crew.pool.start()
-        await crew.run(0)
-        for worker in crew.made:
-            if worker.told:
-                given, report = worker.loops._given, worker.loops._report
-                groups = dict(worker.loops._runs)
-                await worker.loops.give(given, worker.told)
-                assert worker.loops._runs == groups
-                assert await worker.loops.take(report.number - 1, 5.0) is report
         await crew.pool.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))

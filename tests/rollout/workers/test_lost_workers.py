@@ -147,7 +147,7 @@ def test_what_engines_had_made_of_a_turn_is_not_made_again() -> None:
 
 
 def test_a_worker_that_does_not_answer_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.workers.worker_client.POLL_S", 0.1)
+    monkeypatch.setattr("megarl.rollout.transport.link.POLL_S", 0.1)
     scene = Scene(rpc_s=0.5)
 
     async def silence() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +21,21 @@ from hypothesis import strategies as st
 from megarl.common.process.processes import ProcessId, is_alive
 from megarl.config.schema import TimeoutsConfig
 from megarl.run.ranks import watch as rank_watch
-from megarl.run.ranks.signs import ENDED, SILENT, SUSPECTS, SignBoard, SilentRank, Stamp, alive, own_stamp
-from megarl.run.ranks.watch import INTERVAL_S, RankWatch, Silences, watch_ranks
+from megarl.run.ranks.watch import (
+    ENDED,
+    INTERVAL_S,
+    SILENT,
+    SUSPECTS,
+    RankWatch,
+    SignBoard,
+    Silences,
+    SilentRank,
+    Stamp,
+    alive,
+    encode,
+    own_stamp,
+    watch_ranks,
+)
 from tests.support.checkout import environment
 from tests.support.waiting import wait_until
 
@@ -210,7 +224,7 @@ def test_what_no_rank_of_the_run_has_signed_is_no_sign_of_life(
     stranger = SignBoard(world.store, b"x" * 32)
     found: dict[int, SilentRank] = {}
     for beat in range(20):
-        stranger.post(alive(1), Stamp("node-1", 1, 0, beat, 7).encode())
+        stranger.post(alive(1), encode(Stamp("node-1", 1, 0, beat, 7)))
         for name in (SILENT, SUSPECTS):
             stranger.post(name, "no JSON")
         found = found or world.turn()
@@ -261,7 +275,7 @@ def newest_stamps(gaps: list[int], looks: int) -> list[int]:
 
 
 def stamp(beat: int) -> str:
-    return Stamp("node-0", 1, 0, beat, None).encode()
+    return encode(Stamp("node-0", 1, 0, beat, None))
 
 
 @dataclass
@@ -292,7 +306,7 @@ def test_the_silent_rank_is_reported_then_killed_where_it_runs_and_all_ranks_end
     board = SignBoard(FakeStore(), KEY)
     board.open(3)
     name = platform.node() if host == "here" else "node-7"
-    board.post(alive(2), Stamp(name, process.pid, process.start_time, 1, None).encode())
+    board.post(alive(2), encode(Stamp(name, process.pid, process.start_time, 1, None)))
     ends = []
     watches = []
     timeouts = TimeoutsConfig(node_s=1.0, shutdown_s=3.0)
@@ -323,7 +337,7 @@ def test_the_silent_rank_is_reported_then_killed_where_it_runs_and_all_ranks_end
 
 
 def test_a_stamp_tells_the_process_that_made_it() -> None:
-    mine = Stamp.decode(own_stamp(3, 8).encode())
+    mine = msgspec.json.decode(encode(own_stamp(3, 8)), type=Stamp)
     assert mine.process == ProcessId.own() and (mine.beat, mine.step, mine.host) == (3, 8, platform.node())
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.run.start import check_remote
-from megarl.run.start.check_remote import elsewhere_findings
+from megarl.run.start import dry_run
+from megarl.run.start.dry_run import elsewhere_findings
 from tests.support.checkout import ROOT
 from tests.support.trainer.configs import config
 
@@ -74,7 +74,7 @@ def test_a_reward_that_needs_what_only_the_other_machines_have_is_not_tried(
     assert found.problems == []
     unset = "the environment variable JUDGE of reward.kwargs.scale is not set"
     assert found.notes[0] == f"reward.function: not tried here, because {unset}"
-    monkeypatch.setattr(check_remote, "sandbox_problem", lambda: "bubblewrap is missing")
+    monkeypatch.setattr(dry_run, "sandbox_problem", lambda: "bubblewrap is missing")
     found = elsewhere_findings(config("gone", data, reward__function="code"))
     assert found.problems == []
     lack = "there is no sandbox: bubblewrap is missing"

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from megarl.cluster.torchrun.mark import SERVED_BY_VARIABLE
 
+from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
 from megarl.run.start.torchrun_hints import (
     SAFE_TORCHRUN,
     notice_of_open_stores,

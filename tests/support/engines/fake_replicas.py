@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megarl.common.errors import ReplicaFailed
@@ -12,8 +12,8 @@ from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.transport.gather import Outbox
-from megarl.rollout.transport.rpc import Answers, RpcServer, SharedCall
+from megarl.rollout.transport.link import LinkServer
+from megarl.rollout.transport.rpc import CallResult, RpcServer
 
 SPEC = SamplingSpec(4, 1.0, (2,))
 
@@ -29,25 +29,19 @@ class Method:
 class SharesCalls:
     """Takes calls as an engine's actor does, and makes them of its own methods."""
 
-    _desk: RpcServer | None = None
+    _link: LinkServer[CallResult] | None = None
 
     @property
-    def begin_calls(self) -> Method:
-        return Method(self._begin_calls)
-
-    @property
-    def take_answers(self) -> Method:
-        return Method(self._take_answers)
-
-    async def _begin_calls(self, link: str, calls: Sequence[SharedCall]) -> None:
-        if self._desk is None:
+    def give(self) -> Method:
+        if self._link is None:
             make_call = lambda method, args: getattr(self, method).remote(*args)  # noqa: E731
-            self._desk = RpcServer(make_call, lambda _: Outbox(gather_s=0.0))
-        self._desk.begin(link, calls)
+            self._link = RpcServer(make_call, gather_s=0.0).link
+        return Method(self._link.give)
 
-    async def _take_answers(self, link: str, seen: int, wait_s: float) -> Answers:
-        assert self._desk is not None
-        return await self._desk.take(link, seen, wait_s)
+    @property
+    def take(self) -> Method:
+        assert self._link is not None
+        return Method(self._link.take)
 
 
 class FakeReplica(SharesCalls):

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.client.actor_calls import call_once
+from megarl.cluster.client.connection import call_once
 
 
 @ray.remote(resources={"other": 1}, num_cpus=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megarl.rewards.types import OnError, RewardInput, RewardOutcome, RewardSpec
@@ -11,7 +11,7 @@ from megarl.rewards.worker_pool import RewardPool
 
 
 def make_reward_pool(
-    function: str | Callable[..., object],
+    function: str,
     kwargs: dict[str, Any] | None = None,
     *,
     workers: int = 1,
@@ -20,7 +20,7 @@ def make_reward_pool(
     **options: Any,
 ) -> RewardPool:
     return RewardPool(
-        [RewardSpec(function, kwargs or {})],  # type: ignore[arg-type]  # what is no path is refused
+        [RewardSpec(function, kwargs or {})],
         workers=workers,
         timeout_s=timeout_s,
         on_error=on_error,

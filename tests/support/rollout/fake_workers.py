@@ -50,10 +50,10 @@ class LocalWorker:
 
     async def _give(self, number: int, messages: Any) -> None:
         self.told += messages
-        await self._living(self.loops.give(number, cloudpickle.loads(cloudpickle.dumps(messages))))
+        await self._living(self.loops.link.give(number, cloudpickle.loads(cloudpickle.dumps(messages))))
 
     async def _take(self, seen: int, wait_s: float) -> Any:
-        report = await self._living(self.loops.take(seen, wait_s))
+        report = await self._living(self.loops.link.take(seen, wait_s))
         self.kept_reports.append(report)
         return cloudpickle.loads(cloudpickle.dumps(report))
 

@@ -14,7 +14,6 @@ from benchmarks.lib.chaos import (
     POINTS,
     REPLICAS,
     Fault,
-    Happened,
     Kind,
     SoakOutcome,
     Tempo,
@@ -31,7 +30,6 @@ LAST_STEP = 12  # before all faults are due. Each waits until the run is over th
 GROUPS = 24
 SEED_VARIABLE = "MEGARL_FAULT_SEED"
 TEMPO = Tempo(rpc_s=10.0, weight_sync_s=20.0)
-GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent one is noticed
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,6 @@ class FaultRuns:
         print(f"{SEED_VARIABLE}={seed}")
         return schedule(seed, kinds, replicas=self.replicas, first=FIRST_STEP, last=LAST_STEP)
 
-    def noticed_s(self, event: Happened) -> float:
-        """Return the seconds in which the run must notice a fault of a replica."""
-        if event.fault.kind.moment == "in-sync" and event.fault.kind.action == "hang":
-            return TEMPO.weight_sync_s
-        return {"kill": 0.0, "hang": TEMPO.rpc_s, "crawl": 3 * TEMPO.rpc_s}[event.fault.kind.action]
-
 
 def problems_of(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[str]:
     """Return what is wrong with a run by its files: its end, its counts, lost replicas, faults that it is not over."""
@@ -97,10 +89,8 @@ def table_of(outcome: SoakOutcome) -> str:
     samples = GROUPS * 8
     lines = [
         f"{each.fault}: {each.recovered_s:.0f} s, {each.redone_steps * samples} samples redone, "
-        f"{each.continued} responses continued, "
-        f"{each.start_s:.0f} s for the start; {'; '.join(each.notes)}"
+        f"{each.continued} responses continued; {'; '.join(each.notes)}"
         for each in outcome.happened
     ]
-    started = "" if outcome.engine_start_s is None else f"engines started in {outcome.engine_start_s:.0f} s; "
     accuracy = ", ".join(f"{mode} {outcome.accuracy(mode):.1f}%" for mode in ("greedy", "sampled"))
-    return "\n".join([f"{outcome.name}: {started}{accuracy}", *lines])
+    return "\n".join([f"{outcome.name}: {accuracy}", *lines])

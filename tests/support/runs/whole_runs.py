@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
-from benchmarks.lib.chaos import longest_gap, start_seconds
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.common.rundir.rotating_lines import read_lines
 from megarl.queue.dump import read_batch
@@ -21,10 +21,10 @@ from megarl.telemetry.metrics.declarations import REGISTRY
 from tests.support.checkout import ROOT, environment, torchrun
 from tests.support.models.tensors import Tensors, differing, read_hf
 from tests.support.pool.leftovers import assert_nothing_left, survivors
-from tests.support.runs.fault_table import GO_ON_S
 from tests.support.runs.run import ENTRY, Run, start, step_records, tiny_config
 from tests.support.trainer.configs import with_sections
 
+GO_ON_S = 10.0  # beyond the start of an engine and the time in which a silent one is noticed
 JOURNAL_S = 0.2  # rollout.journal_s of runs that `holds_finished_groups` is asked about
 
 
@@ -112,6 +112,31 @@ def first_engine(run_dir: Path) -> tuple[psutil.Process, float]:
     """The only engine of a run, and the seconds that it took to start."""
     [engine] = actors(run_dir, "EngineReplica")
     return engine, start_seconds(run_dir, engine.pid, engine.create_time())
+
+
+def longest_gap(records: Sequence[Mapping[str, Any]], since: int, at: float) -> float:
+    """Return the longest time in seconds without the end of a step, from a fault on that came after step `since`.
+
+    `at`: when it came, in seconds since the epoch.
+    """
+    ends = [at, *(record["wall_time"] for record in records[since:])]
+    return max((after - before for before, after in itertools.pairwise(ends)), default=0.0)
+
+
+def start_seconds(run_dir: Path, pid: int, created: float) -> float:
+    """Return the seconds from `created` until the replica of process `pid` joined; 0 if its events do not tell.
+
+    `created`: seconds since the epoch. An engine that starts beside training may be ready before that.
+    """
+    for path in sorted((run_dir / "events").glob("replica-*.steps.*.jsonl")):
+        header, *events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        if header["pid"] != pid:
+            continue
+        for event in events:
+            if event["n"] == "join_group":
+                since_header = event["t"] / 1e6 - header["monotonic_ns"] / 1e9
+                return float(header["wall_ns"] / 1e9 + since_header - created)
+    return 0.0
 
 
 def ranks_of(process: Any) -> list[psutil.Process]:

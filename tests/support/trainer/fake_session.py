@@ -303,6 +303,11 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         run.train()
         return TRAINED
 
+    def refresh_reference(steps_done: int) -> bool:
+        if due := run.reference_due(steps_done):
+            run.refreshed.append(steps_done)
+        return due
+
     def install() -> None:
         note("install the stop vote")
 
@@ -320,8 +325,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             note("policy")
             or SimpleNamespace(
                 module_chunks=[],
-                reference_due=run.reference_due,
-                refresh_reference=run.refreshed.append,
+                refresh_reference=refresh_reference,
             )
         ),
         "HFExporter": lambda chunks, info, dtype: None,

@@ -1,4 +1,4 @@
-"""A run's events as a trace: nested spans, clocks of hosts aligned, windows of steps, and Perfetto's own reading."""
+"""A run's events as a trace: nested spans, windows of steps, and Perfetto's own reading."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from megarl.cli.main import main
 from megarl.telemetry.trace import writer as event_writer_module
 from megarl.telemetry.trace.chrome_trace import TraceWindow, trace_events
-from megarl.telemetry.trace.clock_alignment import OffsetBounds, host_offsets
-from megarl.telemetry.trace.files import read_events
 from megarl.telemetry.trace.lanes import ROUNDING_US, Placed, share_lines
 from megarl.telemetry.trace.lines import CONTROLLER, rank_process, replica_process
 from tests.support.telemetry.event_runs import SimulatedClock, event_writer
@@ -54,27 +52,15 @@ def test_nested_spans_stay_on_one_line_and_units_that_follow_each_other_use_it_a
     }  # fmt: skip
 
 
-def test_the_least_move_that_agrees_with_all_bounds() -> None:
-    assert OffsetBounds(-1.0, 2.0).offset == 0.0
-    assert OffsetBounds(1.0, 2.0).offset == 1.0 and OffsetBounds(-2.0, -1.0).offset == -1.0
-    assert OffsetBounds(3.0, 1.0).offset == 2.0
-    assert OffsetBounds(-1.0, 5.0) & OffsetBounds(0.5, 9.0) == OffsetBounds(0.5, 5.0)
-
-
-def write_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, ahead: dict[str, float]) -> None:
-    """Two ranks, a replica and the controller on hosts whose clocks are `ahead` of that of rank 0; three steps."""
+def write_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of two ranks, a replica and the controller, each on a host of its own."""
 
     def of(process: str) -> Any:
-        clock = SimulatedClock(ahead=ahead.get(process, 0.0))
-        monkeypatch.setattr(event_writer_module.platform, "node", lambda: f"host-of-{process}")
-        writer = event_writer(run_dir, process, clock)
-        return writer
+        return event_writer(run_dir, process, SimulatedClock())
 
     first, second = of(rank_process(0)), of(rank_process(1))
     replica, controller = of(replica_process(0)), of(CONTROLLER)
     hosts = {first: rank_process(0), second: rank_process(1), replica: replica_process(0), controller: CONTROLLER}
-    first.record("ranks_meet", 1000.0, 1000.010, args={"id": "7"})
-    second.record("ranks_meet", 1000.008, 1000.011, args={"id": "7"})
     for step in range(1, 4):
         at = 1000.0 + 10 * step
         for writer in (first, second):
@@ -102,31 +88,10 @@ def write_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch, ahead: dict[str, f
         writer.flush()
 
 
-@given(st.floats(-90, 90), st.floats(-90, 90))
-def test_clocks_of_hosts_are_aligned_within_what_is_known(
-    tmp_path_factory: pytest.TempPathFactory, rank: float, replica: float
-) -> None:
-    """Rank 1 to the width of a collective, the replica to that of the leader's calls, whatever their clocks show."""
-    run = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        write_run(run, monkeypatch, {rank_process(1): rank, replica_process(0): replica})
-    offsets = host_offsets(read_events(run))
-    assert offsets["host-of-trainer-rank-0"] == 0.0
-    assert offsets["host-of-trainer-rank-1"] == pytest.approx(-rank, abs=0.012)
-    assert offsets["host-of-replica-0"] == pytest.approx(-replica, abs=0.051)
-    begins = {(each.process, each.name): each.begin + offsets.get(each.host, 0.0) for each in read_events(run)}
-    assert begins["trainer-rank-0", "sync_pause"] <= begins["replica-0", "paused"] + 1e-4
-
-
-def test_clocks_that_agree_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(tmp_path, monkeypatch, {})
-    assert set(host_offsets(read_events(tmp_path)).values()) == {0.0}
-
-
 def test_a_trace_names_processes_and_threads_and_nests_its_spans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_run(tmp_path, monkeypatch, {replica_process(0): 30.0})
+    write_run(tmp_path, monkeypatch)
     events = list(trace_events(tmp_path))
     names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
     threads = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
@@ -147,7 +112,7 @@ def test_a_trace_names_processes_and_threads_and_nests_its_spans(
 
 
 def test_a_window_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(tmp_path, monkeypatch, {})
+    write_run(tmp_path, monkeypatch)
     shown = list(trace_events(tmp_path, TraceWindow.of_steps(tmp_path, 2, 2)))
     assert {each["args"]["step"] for each in shown if "step" in each.get("args", {})} == {2}
     assert {each["args"]["group"] for each in shown if each["name"].startswith("trajectory")} == {2}
@@ -158,7 +123,7 @@ def test_a_window_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_perfetto_reads_the_trace_as_it_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trace processor finds no error, the tree of spans, the names, the arguments, the counter and the arrows."""
-    write_run(tmp_path, monkeypatch, {replica_process(0): 30.0})
+    write_run(tmp_path, monkeypatch)
     assert main(["trace", str(tmp_path), "--out", str(tmp_path / "trace.json")]) == 0
     slices, parents, processes, arguments, counters, flows, marks = ask_perfetto(
         tmp_path / "trace.json",
@@ -195,7 +160,7 @@ def test_perfetto_reads_the_trace_as_it_is_meant(tmp_path: Path, monkeypatch: py
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, monkeypatch, {})
+    write_run(tmp_path, monkeypatch)
     assert main(["trace", str(tmp_path), "--from", "2"]) == 0
     out = capsys.readouterr().out
     assert f"{tmp_path / 'trace.json.gz'}: " in out and "https://ui.perfetto.dev" in out

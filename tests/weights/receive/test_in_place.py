@@ -73,22 +73,24 @@ def test_attention_of_flashinfer_is_loaded_in_place_unless_it_has_sinks(
     assert found is None if obstacle is None else str(found).endswith(obstacle)
 
 
-def shapes_differ(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:
-    changed = torch.nn.Parameter(linear.weight.data.t(), requires_grad=False)
+def replace_weight(patch: pytest.MonkeyPatch, linear: Any, data: torch.Tensor) -> torch.nn.Parameter:
+    """Give a layer another weight, with the loader of its own one."""
+    changed = torch.nn.Parameter(data, requires_grad=False)
     changed.weight_loader = linear.weight.weight_loader  # type: ignore[attr-defined]
     patch.setitem(linear._parameters, "weight", changed)
+    return changed
+
+
+def shapes_differ(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:
+    replace_weight(patch, linear, linear.weight.data.t())
 
 
 def strides_differ(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:
-    changed = torch.nn.Parameter(linear.weight.data.t().contiguous().t(), requires_grad=False)
-    changed.weight_loader = linear.weight.weight_loader  # type: ignore[attr-defined]
-    patch.setitem(linear._parameters, "weight", changed)
+    replace_weight(patch, linear, linear.weight.data.t().contiguous().t())
 
 
 def dtypes_differ(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:
-    changed = torch.nn.Parameter(linear.weight.data.bfloat16(), requires_grad=False)
-    changed.weight_loader = linear.weight.weight_loader  # type: ignore[attr-defined]
-    patch.setitem(linear._parameters, "weight", changed)
+    replace_weight(patch, linear, linear.weight.data.bfloat16())
 
 
 def the_loader_is_lost(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:
@@ -96,10 +98,7 @@ def the_loader_is_lost(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:
 
 
 def the_memory_is_freed(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:
-    changed = torch.nn.Parameter(linear.weight.data.clone(), requires_grad=False)
-    changed.weight_loader = linear.weight.weight_loader  # type: ignore[attr-defined]
-    changed.untyped_storage().resize_(0)
-    patch.setitem(linear._parameters, "weight", changed)
+    replace_weight(patch, linear, linear.weight.data.clone()).untyped_storage().resize_(0)
 
 
 def a_parameter_is_new(patch: pytest.MonkeyPatch, linear: Any, *_: Any) -> None:

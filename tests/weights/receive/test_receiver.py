@@ -48,6 +48,6 @@ def test_a_split_tensor_is_freed_before_the_next_bucket_is_awaited(monkeypatch: 
 
     monkeypatch.setattr(receiver, "_post", post)
     monkeypatch.setattr(receiver, "_check", lambda *_: 0)
-    receiver._receive_all(1, loader)
+    receiver._receive_all(1)
     assert loader.loaded == ["large", "a", "b"] and len(plan.buckets) > 2
     assert alive == dict.fromkeys(range(len(plan.buckets)), False)

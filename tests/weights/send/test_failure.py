@@ -1,4 +1,4 @@
-"""The members that caused a failure are named, from reports and answers alone."""
+"""The members that caused a failure are named, from their answers and the failed calls alone."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from megarl.weights.send.failure import FailedCall, FailureCause, find_cause, st
 T, U, A, B = "trainer rank 0", "trainer rank 1", "engine replica 0 worker 0", "engine replica 1 worker 0"
 
 
-def report(member: str, failure: str, *, secondary: bool = False) -> dict[str, Any]:
-    return {"member": member, "failure": failure, "secondary": secondary}
+WAITED: Any = {"failure": "waited", "secondary": True}
+LOST: Any = {"failure": "T lost its connection", "secondary": True}
+
+
+def failed(member: str, failure: str) -> Answer:
+    return Answer(member, "loads", failure=failure)
 
 
 def test_an_own_failure_outweighs_what_others_saw_of_it() -> None:
-    reports = [report(T, "lost its connection", secondary=True), report(B, "bad digest")]
-    answers = [Answer(A, "the broadcast of bucket 1", bucket=0, expired=True)]
-    assert find_cause(reports, [], answers, [T, A, B]) == FailureCause((B,), (f"{B}: bad digest",))
+    answers = [Answer(A, "the broadcast of bucket 1", bucket=0, expired=True), Answer(T, "x", **LOST)]
+    assert find_cause([*answers, failed(B, "bad digest")], [], [T, A, B]) == FailureCause((B,), (f"{B}: bad digest",))
 
 
 def test_a_dead_replica_is_named_with_an_own_failure_elsewhere() -> None:
     calls = [FailedCall("engine replica 0", "the actor died", silent=False)]
-    assert find_cause([report(B, "bad digest")], calls).failed_members == (B, "engine replica 0")
+    assert find_cause([failed(B, "bad digest")], calls).failed_members == (B, "engine replica 0")
 
 
 def test_of_those_waiting_for_each_other_the_silent_one_is_named() -> None:
     answers = [
-        Answer(T, "the broadcast of bucket 3", bucket=2, entered=3, seconds=4.0, expired=True),
+        Answer(T, "the broadcast of bucket 3", bucket=2, entered=3, seconds=4.0, expired=True, **WAITED),
         Answer(A, "the broadcast of bucket 4", bucket=3, entered=4, seconds=3.0),
     ]
     calls = [FailedCall("engine replica 1", "no answer", silent=True)]
-    cause = find_cause([report(T, "waited", secondary=True)], calls, answers, [T, A, B])
+    cause = find_cause(answers, calls, [T, A, B])
     assert cause == FailureCause(
         (B,),
         (
@@ -46,11 +49,11 @@ def test_of_those_waiting_for_each_other_the_silent_one_is_named() -> None:
 
 def test_a_rank_that_hangs_in_a_gather_is_named_through_the_rank_that_waits_for_it() -> None:
     answers = [
-        Answer(T, "the gather of bucket 2", waits_for=(U,), entered=1, seconds=4.9, expired=True),
+        Answer(T, "the gather of bucket 2", waits_for=(U,), entered=1, seconds=4.9, expired=True, **WAITED),
         Answer(U, "packing its part of bucket 2", seconds=5.0),
         Answer(A, "the broadcast of bucket 2", bucket=1, entered=2, seconds=4.9, expired=True),
     ]
-    cause = find_cause([report(T, "waited", secondary=True)], [], answers, [T, A])
+    cause = find_cause(answers, [], [T, A])
     assert cause.failed_members == (U,)
     assert cause.reasons == (
         f"{T} waited 4.9 s for {U} in the gather of bucket 2",
@@ -59,27 +62,26 @@ def test_a_rank_that_hangs_in_a_gather_is_named_through_the_rank_that_waits_for_
 
 
 def test_a_circle_of_waits_names_nobody_and_tells_all_waits() -> None:
-    answers = [Answer(T, "x", waits_for=(A,), expired=True), Answer(A, "y", waits_for=(T,))]
-    cause = find_cause([report(T, "waited", secondary=True)], [], answers, [])
+    answers = [Answer(T, "x", waits_for=(A,), expired=True, **WAITED), Answer(A, "y", waits_for=(T,))]
+    cause = find_cause(answers, [])
     assert cause.failed_members == ()
     assert cause.reasons == ("waited", f"{T} waited 0.0 s for {A} in x", f"{A} waited 0.0 s for {T} in y")
 
 
 def test_without_an_expired_deadline_a_member_at_work_is_not_named() -> None:
     """A connection was lost in the middle of a sync: that others wait for a member then says nothing against it."""
-    answers = [Answer(T, "x", waits_for=(A,)), Answer(A, "loads")]
-    assert find_cause([report(T, "lost its connection", secondary=True)], [], answers, []).failed_members == ()
+    assert find_cause([Answer(T, "x", waits_for=(A,), **LOST), Answer(A, "loads")], []).failed_members == ()
 
 
 def test_a_silent_replica_is_named_if_nobody_else_is() -> None:
     call = FailedCall("engine replica 1", "no answer", silent=True)
-    assert find_cause([report(T, "lost its connection", secondary=True)], [call]).failed_members == (call.replica,)
-    assert find_cause([report(A, "bad digest")], [call]).failed_members == (A,)
+    assert find_cause([Answer(T, "x", **LOST)], [call]).failed_members == (call.replica,)
+    assert find_cause([failed(A, "bad digest")], [call]).failed_members == (A,)
 
 
 def test_lost_connections_alone_name_nobody() -> None:
-    reports = [report(T, "T lost its connection", secondary=True), report(A, "released", secondary=True)]
-    assert find_cause(reports, []) == FailureCause((), ("T lost its connection",))
+    answers = [Answer(T, "x", **LOST), Answer(A, "y", failure="released", secondary=True)]
+    assert find_cause(answers, []) == FailureCause((), ("T lost its connection",))
 
 
 @st.composite
@@ -107,7 +109,7 @@ def test_in_any_waits_without_a_circle_the_stuck_member_alone_is_named(
     waits, silent = case
     assert stuck_members(waits) == ("m0",)
     answers = [Answer(name, "a gather", waits_for=names, expired=bool(names)) for name, names in waits.items()]
-    assert find_cause([], [], answers, []).failed_members == ("m0",)
+    assert find_cause(answers, []).failed_members == ("m0",)
     assert silent == ("m0" not in {answer.member for answer in answers})
 
 
@@ -141,10 +143,10 @@ def test_a_member_that_waits_is_never_named(count: int, data: st.DataObject) -> 
 def test_a_wait_for_engines_that_were_not_asked_yet_is_nobodys_failure() -> None:
     """The deadline has passed while the engines were being paused: both ranks have done their part."""
     answers = [
-        Answer(T, "the broadcast of bucket 1", bucket=0, entered=1, seconds=5.0, expired=True),
+        Answer(T, "the broadcast of bucket 1", bucket=0, entered=1, seconds=5.0, expired=True, **WAITED),
         Answer(U, "the gather of bucket 2", waits_for=(T,), entered=1, seconds=2.0),
     ]
-    cause = find_cause([report(T, "waited", secondary=True)], [], answers, [T, U, A], uncalled=[A])
+    cause = find_cause(answers, [], [T, U, A], uncalled=[A])
     assert cause.failed_members == ()
     assert f"{T} waited 5.0 s for {A} in the broadcast of bucket 1" in cause.reasons
-    assert find_cause([report(T, "waited", secondary=True)], [], answers, [T, U, A]).failed_members == (A,)
+    assert find_cause(answers, [], [T, U, A]).failed_members == (A,)

@@ -69,18 +69,16 @@ def test_after_a_failure_every_gather_is_posted_exactly_once(ended: int, buffers
         assert "trainer rank 0 in the gather" in waiting_for
         raise SyncAborted("an engine failed")
 
-    store = SimpleNamespace(put=lambda key, value: None)
     group: Any = SimpleNamespace(
-        name="trainer rank 1", rank=None, progress=MemberProgress("trainer rank 1"), check=check, store=store,
-        key=lambda *parts: "", post_abort=lambda reason: None, abort=lambda: None,
+        name="trainer rank 1", progress=MemberProgress("trainer rank 1"), check=check, fail=lambda error: None,
     )  # fmt: skip
-    sending = SyncAttempt(group, schedule(plan, buffers), gathers, None, rank=1, version=0)
+    attempt = SyncAttempt(group, schedule(plan, buffers), gathers, None, rank=1, version=0)
     with pytest.raises(SyncAborted):
-        sending.run()
+        attempt.run()
     assert sum(gather.posts for gather in gathers) == min(5, ended + 2), "at most two are on their way"
     for gather in gathers:
         gather.released = True
-    sending.finish_gathers(10.0)
+    attempt.finish_gathers(10.0)
     assert [gather.posts for gather in gathers] == [1] * 5
 
 
@@ -100,12 +98,12 @@ class Rank:
         self._buffer_of = {index: number % buffers for number, index in enumerate(own)}
         group: Any = SimpleNamespace(
             name=f"trainer rank {rank}", rank=rank, progress=MemberProgress(f"trainer rank {rank}"),
-            store=SimpleNamespace(put=lambda key, value: None), key=lambda *parts: "", abort=lambda: None,
-            members=SimpleNamespace(senders=[0, 1]), broadcast=self._broadcast, post_abort=lambda reason: None,
+            store=SimpleNamespace(put=lambda key, value: None), key=lambda *parts: "", fail=lambda error: None,
+            members=SimpleNamespace(senders=[0, 1]), broadcast=self._broadcast,
         )  # fmt: skip
         packer: Any = SimpleNamespace(seal=self._seal, wire=lambda bucket: None, scratch_B=torch.empty(0))
         gathers = [RankGather(self, bucket.index, bucket.owner == rank) for bucket in plan.buckets]
-        self.sending = SyncAttempt(group, schedule(plan, buffers), gathers, packer, rank, version=0)
+        self.attempt = SyncAttempt(group, schedule(plan, buffers), gathers, packer, rank, version=0)
 
     def post(self, index: int) -> None:
         self.begun.append(("gather", index))
@@ -118,7 +116,7 @@ class Rank:
         return 0
 
     def _broadcast(self, wire_B: object, root: int, index: int) -> SimpleNamespace:
-        if self.sealed_when_staged is None and self.sending.staged.is_set():
+        if self.sealed_when_staged is None and self.attempt.staged.is_set():
             self.sealed_when_staged = list(self.sealed)
         if index == self._fails_at:
             raise SyncAborted("an engine failed")
@@ -151,15 +149,15 @@ def test_each_rank_follows_the_order_and_never_writes_into_a_buffer_in_flight(
     for number in (0, 1):
         rank = Rank(number, plan, buffers, fails_at)
         if fails_at is None:
-            rank.sending.run()
+            rank.attempt.run()
             assert rank.begun == [(each.kind, each.bucket.index) for each in order] and not rank.occupied
         else:
             with pytest.raises(SyncAborted):
-                rank.sending.run()
+                rank.attempt.run()
             rank.occupied.clear()  # the content of the failed sync's buffers does not matter any more
             done = len(rank.begun)
             with patch.object(rank, "_buffer_of", {}):
-                rank.sending.finish_gathers(10.0)
+                rank.attempt.finish_gathers(10.0)
             assert rank.begun[done:] == [e for e in rank.begun[done:] if e[0] == "gather"]
             gathered = [each for each in rank.begun if each[0] == "gather"]
             assert gathered == [(each.kind, each.bucket.index) for each in order if each.kind == "gather"]

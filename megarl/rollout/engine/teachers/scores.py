@@ -18,11 +18,8 @@ class ScoreRequest:
     start: int
 
 
-@dataclass(frozen=True)
-class Scored:
-    """The log-prob of each scored token under the teacher at temperature 1, given all tokens before it."""
-
-    logprobs: list[float]
+Scored = list[float]
+"""The log-prob of each scored token under the teacher at temperature 1, given all tokens before it."""
 
 
 def is_scored(row: Trajectory) -> bool:
@@ -45,17 +42,18 @@ def with_scores(rows: Sequence[Trajectory], scores: Sequence[Scored], teacher: s
         raise ValueError(f"teacher {teacher} answered {len(scores)} of {len(scored)} requests")
     found: dict[tuple[int, int], Trajectory] = {}
     for row, answer in zip(scored, scores, strict=True):
-        if len(answer.logprobs) != len(row.response_ids):
+        if len(answer) != len(row.response_ids):
             raise ValueError(
-                f"sample {row.key}: teacher {teacher} gave {len(answer.logprobs)} log-probs for "
+                f"sample {row.key}: teacher {teacher} gave {len(answer)} log-probs for "
                 f"{len(row.response_ids)} response tokens"
             )
-        found[row.sample_index, row.part] = replace(row, streams={**row.streams, TEACHER_LOGPROBS: answer.logprobs})
+        found[row.sample_index, row.part] = replace(row, streams={**row.streams, TEACHER_LOGPROBS: answer})
     # A sample fails as a whole: all its parts have one status.
     failures = {
         index: f"teacher {teacher}: log-prob {bad} of a response token"
         for (index, _), row in found.items()
-        if (bad := _not_finite(row.streams[TEACHER_LOGPROBS])) is not None
+        for bad in row.streams[TEACHER_LOGPROBS]
+        if not math.isfinite(bad)
     }
     return [
         replace(row, status="failed", failure=failures[row.sample_index])
@@ -63,7 +61,3 @@ def with_scores(rows: Sequence[Trajectory], scores: Sequence[Scored], teacher: s
         else found.get((row.sample_index, row.part), row)
         for row in rows
     ]
-
-
-def _not_finite(values: Sequence[float]) -> float | None:
-    return next((value for value in values if not math.isfinite(value)), None)

@@ -102,7 +102,7 @@ def attach_teachers(config: Config, namespace: str) -> Teachers:
             clients[teacher.name] = TeacherClient(
                 teacher.name,
                 teacher.replicas,
-                _Actors(teacher.name, namespace).ask,
+                _asking(teacher.name, namespace),
                 config.timeouts.generate_s,
                 by_group=config.run.deterministic,
             )
@@ -110,18 +110,17 @@ def attach_teachers(config: Config, namespace: str) -> Teachers:
     return Teachers(by_set)
 
 
-class _Actors:
-    """The Ray actors of one teacher, looked up at their first call."""
+def _asking(teacher: str, namespace: str) -> Ask:
+    """Return what calls the actors of a teacher, which are looked up at their first call."""
+    handles: dict[int, ActorHandle] = {}
 
-    def __init__(self, teacher: str, namespace: str) -> None:
-        self._teacher, self._namespace = teacher, namespace
-        self._handles: dict[int, ActorHandle] = {}
-
-    async def ask(self, engine: int, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        if engine not in self._handles:
+    async def ask(engine: int, requests: Sequence[ScoreRequest]) -> list[Scored]:
+        if engine not in handles:
             import ray
 
-            name = teacher_name(self._teacher, engine)
-            self._handles[engine] = await asyncio.to_thread(ray.get_actor, name, namespace=self._namespace)
-        answer: Any = await self._handles[engine].score.remote(list(requests))
+            name = teacher_name(teacher, engine)
+            handles[engine] = await asyncio.to_thread(ray.get_actor, name, namespace=namespace)
+        answer: Any = await handles[engine].score.remote(list(requests))
         return list(answer)
+
+    return ask

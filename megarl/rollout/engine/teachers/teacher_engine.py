@@ -45,7 +45,7 @@ def create_teacher(spec: ReplicaSpec, teacher: str, number: int) -> ActorHandle:
 
     config = Config.model_validate_json(spec.config_json)
     own = next(each for each in config.teachers if each.name == teacher)
-    needs = engine_needs(engine_config(config, own), cuda=spec.cuda)
+    needs = engine_needs(engine_config(config, own).rollout.tensor_parallel, cuda=spec.cuda)
     options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
     return (
         ray.remote(TeacherEngine)
@@ -70,7 +70,7 @@ class TeacherEngine:
         self._log_file = Path(spec.run_dir) / "logs" / f"{teacher_name(teacher, number)}.log"
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
-        os.environ.update(engine_environment(self.config, cuda=spec.cuda))
+        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda))
         name_shared_memory()
         spec.watch_supervisor()
 
@@ -143,4 +143,4 @@ class TeacherEngine:
         # The first token has none, because nothing comes before it.
         if list(found.token_ids) != request.token_ids[1:]:  # type: ignore[union-attr]
             raise RuntimeError(f"the engine gave log-probs of other tokens than the {len(request.token_ids)} asked for")
-        return Scored([float(value) for value in found.logprobs[request.start - 1 :]])  # type: ignore[union-attr]
+        return [float(value) for value in found.logprobs[request.start - 1 :]]  # type: ignore[union-attr]

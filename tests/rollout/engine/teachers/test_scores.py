@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.queue.streams import TEACHER_LOGPROBS
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.engine.teachers.scores import Scored, score_requests, with_scores
+from megarl.rollout.engine.teachers.scores import score_requests, with_scores
 from tests.support.rollout.scored_rows import row
 
 ROWS = st.lists(
@@ -44,26 +44,25 @@ def test_each_usable_row_gets_its_own_values(kinds: list[tuple[int, str]]) -> No
     assert [each.token_ids[: each.start] for each in requests] == [each.prompt_ids for each in asked]
     # A value that tells which row and token it is of.
     scores = [
-        Scored([-1.0 * (number + token / 8) for token in range(len(each.response_ids))])
-        for number, each in enumerate(asked)
+        [-1.0 * (number + token / 8) for token in range(len(each.response_ids))] for number, each in enumerate(asked)
     ]
     back = with_scores(rows, scores, "big")
     assert [each.key for each in back] == [each.key for each in rows]
     found = [each.streams[TEACHER_LOGPROBS] for each in back if TEACHER_LOGPROBS in each.streams]
-    assert found == [each.logprobs for each in scores]
+    assert found == [each for each in scores]
     assert [replace(each, streams={}) for each in back] == rows
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_log_prob_that_is_not_finite_fails_its_whole_sample_and_no_other(bad: float) -> None:
     rows = [row(0), row(1, 0), row(1, 1, 2), row(2)]
-    back = with_scores(rows, [Scored([-1.0] * 3), Scored([-1.0] * 3), Scored([-1.0, bad]), Scored([-1.0] * 3)], "big")
+    back = with_scores(rows, [[-1.0] * 3, [-1.0] * 3, [-1.0, bad], [-1.0] * 3], "big")
     assert [each.status for each in back] == ["ok", "failed", "failed", "ok"]
     assert back[1].failure == back[2].failure == f"teacher big: log-prob {bad} of a response token"
 
 
 def test_answers_of_another_number_are_refused() -> None:
     with pytest.raises(ValueError, match="teacher big answered 1 of 2 requests"):
-        with_scores([row(0), row(1)], [Scored([-1.0] * 3)], "big")
+        with_scores([row(0), row(1)], [[-1.0] * 3], "big")
     with pytest.raises(ValueError, match="sample 4:0: teacher big gave 2 log-probs for 3 response tokens"):
-        with_scores([row(0)], [Scored([-1.0] * 2)], "big")
+        with_scores([row(0)], [[-1.0] * 2], "big")

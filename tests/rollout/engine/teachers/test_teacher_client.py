@@ -27,7 +27,7 @@ class Engines:
         if engine in self.broken:
             raise self.error(f"engine {engine} is gone")
         await asyncio.sleep(self.takes_s)
-        return [Scored([-1.0] * (len(each.token_ids) - each.start)) for each in requests]
+        return [[-1.0] * (len(each.token_ids) - each.start) for each in requests]
 
 
 REQUESTS = [ScoreRequest([1, 2, 3, 4], 2)]
@@ -60,7 +60,7 @@ def test_a_deterministic_run_chooses_by_the_number_of_the_group() -> None:
 def test_another_engine_answers_for_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_client, "RETRY_S", 0.01)
     engines = Engines(broken=[0])
-    assert asyncio.run(client(engines).score(7, REQUESTS)) == [Scored([-1.0, -1.0])]
+    assert asyncio.run(client(engines).score(7, REQUESTS)) == [[-1.0, -1.0]]
     assert engines.asked == {0: 1, 1: 1}
 
 

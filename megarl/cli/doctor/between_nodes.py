@@ -25,7 +25,7 @@ from typing import Any
 
 from megarl.cli.doctor.machine import interfaces
 from megarl.cluster.pool.network import interface_of, own_address
-from megarl.cluster.torchrun.mark import SERVED_BY_VARIABLE
+from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
 from megarl.common.errors import ConfigError, NotAuthentic
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
 from megarl.common.trust.signed_store import connect_store, sign, verify
@@ -125,7 +125,7 @@ def try_nodes(
     for number, path in enumerate(plan_paths(members, configured=interface is not None)):
         device = "cpu" if path.backend == "gloo" else f"cuda:{meeting.local}"
         probe = (meeting.host, meeting.port, f"path-{number}", meeting.rank, meeting.size, path.backend, device, mib)
-        module = "megarl.cli.doctor.nodes.between_nodes"
+        module = "megarl.cli.doctor.between_nodes"
         command = [sys.executable, "-m", module, *map(str, probe), str(timeout_s), leaders]
         own = run_probe(command, {**os.environ, **path.environment[meeting.rank]}, timeout_s)
         told = meeting.gather(f"outcome {number}", asdict(own), REPORT_S)

@@ -1,1 +1,0 @@
-"""`megarl doctor --nodes`: the paths between the nodes of a job."""

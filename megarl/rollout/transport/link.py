@@ -1,0 +1,196 @@
+"""Small messages between the controller and an actor, in both directions, which share few Ray calls.
+
+One call gives the actor messages, another one waits for its own. At most one of each kind is under way, so messages
+arrive in their order, and those that come while a call is under way share the next one. A call that may have been lost
+is repeated, and counts once. A Ray call costs as much time as 50 short tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Literal
+
+from megarl.common.errors import RolloutError
+from megarl.rollout.transport.gather import GATHER_S, Outbox, Replay, Sent
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 2.0  # the longest time for which an actor without messages lets the controller wait
+RETRY_S = 0.5  # until an actor that cannot be reached is called again
+
+
+class LinkLost(RolloutError):  # noqa: N818
+    """An actor has died, or does not answer."""
+
+
+def fate_of_actor(error: BaseException) -> Literal["died", "cut", "lives"]:
+    """Return what has become of an actor whose call has raised `error`.
+
+    `cut`: it may have got the call. Ray's classes are known by their names, so that processes need not import Ray.
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"ActorUnavailableError"}:
+        return "cut"
+    return "died" if kinds & {"ActorDiedError", "RayActorError"} else "lives"
+
+
+def own_text(error: BaseException) -> str:
+    """Return the first line of the actor's own error, without the traceback in which Ray wraps it."""
+    lines = str(getattr(error, "cause", None) or error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+@dataclass(frozen=True)
+class Parcel(Generic[Sent]):
+    """Messages of an actor. `number` counts up. `waiting`: what the actor waits for, the end of a sentence."""
+
+    number: int
+    messages: tuple[Sent, ...] = ()
+    waiting: str = ""
+
+
+class LinkServer(Generic[Sent]):
+    """The actor's side. It serves one link, the newest, and forgets what was for the one before."""
+
+    def __init__(
+        self, receive: Callable[[Sequence[Any]], Awaitable[None]], under_way: Callable[[], int],
+        gather_s: float | None = None, waiting: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
+        """`receive`: takes the messages of a call. `under_way`, `gather_s`: see `Outbox`. `waiting`: see `Parcel`."""
+        self._receive, self._waiting = receive, waiting
+        self._new_outbox = partial(Outbox[Sent], under_way, GATHER_S if gather_s is None else gather_s)
+        self._begin("")
+
+    def _begin(self, link: str) -> None:
+        self._link, self._given = link, 0
+        self.outbox: Outbox[Sent] = self._new_outbox()
+        self._replay: Replay[list[Sent]] = Replay([])
+
+    async def give(self, number: int, messages: Sequence[Any], link: str = "") -> None:
+        """Take messages. `number`: of the call; one that was made twice counts once. `link`: the id of the link."""
+        if link != self._link:
+            self._begin(link)
+        if number > self._given:
+            self._given = number
+            await self._receive(messages)
+
+    async def take(self, seen: int, wait_s: float, link: str = "") -> Parcel[Sent]:
+        """Return messages: at once if there are any, after `wait_s` at the latest.
+
+        `seen`: the number of the last ones that the link has; later ones were lost on their way, and are repeated.
+        Raises RolloutError if another link has begun.
+        """
+        if link != self._link:
+            raise RolloutError("another controller uses this actor")
+        number, messages = await self._replay.take(seen, partial(self.outbox.take, wait_s))
+        if link != self._link:
+            raise RolloutError("another controller has begun to use this actor")
+        return Parcel(number, tuple(messages), self._waiting())
+
+
+class LinkClient(Generic[Sent]):
+    """The controller's side: sends messages and hands the actor's on, from `open` to `close` or to its loss."""
+
+    def __init__(
+        self, name: str, actor: Any, rpc_s: float, receive: Callable[[Parcel[Any]], Awaitable[None]],  # noqa: ANN401  # Ray does not know the methods of actors
+        lost: Callable[[LinkLost], object], under_way: Callable[[], int], *, gather_s: float = GATHER_S,
+        link: str = "", polls: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        """`actor`: has the methods `give` and `take` of its `LinkServer`. `name`: of the actor, in messages.
+
+        `rpc_s`: how long an answer may be late. `lost` is called once, with what has happened. `under_way`, `gather_s`:
+        see `Outbox`. `link`: an id, for an actor that another controller may have used. `polls`: whether the actor may
+        have something to say to what it was given.
+        """
+        self._name, self.actor, self._rpc_s, self._receive, self._lost = name, actor, rpc_s, receive, lost
+        self._outbox: Outbox[Sent] = Outbox(under_way, gather_s)
+        self._link = (link,) if link else ()
+        self._given, self._is_known = 0, not link  # the actor knows a link by what it is given
+        self._giving = asyncio.Lock()
+        self._polls, self._given_some = polls, asyncio.Event()
+        self._drops = 0
+        self.waiting = ""  # see `Parcel`
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_lost = False
+
+    def open(self) -> None:
+        """Begin to send and to receive."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._watched(each)) for each in (self._give, self._take)]
+
+    def close(self) -> None:
+        """Send and receive nothing more."""
+        for task in self._tasks:
+            task.cancel()
+
+    def send(self, message: Sent) -> None:
+        """Send a message soon."""
+        self._outbox.put(message)
+
+    async def drop(self) -> None:
+        """Have the actor forget everything by its method `drop`, and what was to be sent. It is lost if it cannot."""
+        try:
+            async with self._giving:  # nothing that was sent before arrives later
+                self._drops += 1
+                self._outbox.clear()
+                await self._call("drop", limit_s=self._rpc_s)
+        except LinkLost as error:
+            self._lose(error)
+
+    async def _watched(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except LinkLost as error:
+            self._lose(error)
+        except Exception as error:
+            logger.exception("%s", self._name)
+            self._lose(LinkLost(f"the messages of {self._name} cannot be read: {error!r}"))
+
+    def _lose(self, error: LinkLost) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self.close()
+            self._lost(error)
+
+    async def _give(self) -> None:
+        while True:
+            messages, drops = await self._outbox.take(POLL_S), self._drops
+            async with self._giving:
+                if messages and drops == self._drops:
+                    self._given += 1
+                    await self._call("give", self._given, messages, *self._link, limit_s=self._rpc_s)
+                    self._is_known = True
+                    self._given_some.set()
+
+    async def _take(self) -> None:
+        seen = 0
+        while True:
+            while not (self._polls() and self._is_known):
+                self._given_some.clear()
+                await self._given_some.wait()
+            parcel: Parcel[Any] = await self._call("take", seen, POLL_S, *self._link, limit_s=POLL_S + self._rpc_s)
+            if parcel.number != seen:
+                seen, self.waiting = parcel.number, parcel.waiting
+                await self._receive(parcel)
+
+    async def _call(self, method: str, *args: object, limit_s: float) -> Any:  # noqa: ANN401  # of any method
+        """Call a method of the actor, again while it cannot be reached. Raises LinkLost after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()) as limit:
+                    return await getattr(self.actor, method).remote(*args)
+            except Exception as error:
+                if isinstance(error, TimeoutError) and limit.expired():
+                    waited = f"the controller waited {limit_s:.0f} s for {self._name} to {method}"
+                    raise LinkLost(waited) from None
+                if fate_of_actor(error) != "cut":
+                    what = f"{type(error).__name__}: {own_text(error)}"
+                    raise LinkLost(f"{self._name} has failed: {what}") from error
+            logger.warning("%s cannot be reached and is asked again", self._name)
+            await asyncio.sleep(RETRY_S)
