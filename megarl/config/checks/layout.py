@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.config.schema import MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.config.megatron import fields as megatron_fields
 from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, transformer_fields
+from megarl.config.schema import MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.models.architecture.architecture import ModelInfo
 
 # Modules of the supported families that Megatron-Core 0.16.1 can recompute; moe_act needs the grouped GEMM.
