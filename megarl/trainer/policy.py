@@ -128,7 +128,7 @@ class Policy:
             self.reference = ReferenceModel(info, layout, path, config.reference.placement, precision, fields)
         self.teachers = {
             each.name: FrozenModel(load_info(each.path), layout, each.path, each.placement, precision, fields)
-            for each in trainer_teachers(config)
+            for each in trainer_teachers(config.teachers)
         }
         if not platforms.current().is_cuda:
             keep_freed_memory()

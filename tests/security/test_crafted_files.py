@@ -267,7 +267,7 @@ def test_the_config_cannot_allow_the_code_of_a_model(hf: Path, tmp_path: Path, m
         get_config(str(hf), trust_remote_code=False)
     assert not marker.exists()
     raw["rollout"]["engine_kwargs"] = {"trust_remote_code": True}
-    (problem,) = engine_problems(Config.model_validate(raw))
+    (problem,) = engine_problems(Config.model_validate(raw).rollout)
     assert "rollout.engine_kwargs.trust_remote_code: reserved; always false" in problem
 
 

@@ -89,7 +89,7 @@ class PoolActors:
     def _start_teachers(self, pool: ReplicaSpec, pending: dict[ObjectRef, str]) -> list[ActorHandle]:
         """Create the engines of all teachers; add the references of their starts to `pending`."""
         created = []
-        for teacher in engine_teachers(self._config):
+        for teacher in engine_teachers(self._config.teachers):
             for number in range(teacher.replicas):
                 created.append(create_teacher(pool, teacher.name, number))
                 pending[created[-1].start.remote()] = f"engine {number} of teacher {teacher.name}"

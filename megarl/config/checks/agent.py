@@ -80,18 +80,13 @@ def _gateway_problems(config: Config) -> Iterator[str]:
             f"{key}: {act_s:g} s would never fail a sample, because a trainer that has waited "
             f"timeouts.generate_s={bound:g} s for it ends the run; lower the first or raise the second"
         )
-    yield from _session_problems(config)
-
-
-def _session_problems(config: Config) -> Iterator[str]:
-    """Yield a problem if the gateway may have fewer sessions than samples are generated at a time."""
     if any(pace_problems(config)):
         return
     groups, samples = most_in_flight(config), config.batch.samples_per_group
     if config.gateway.max_sessions < groups * samples:
         yield (
-            f"gateway.max_sessions: {config.gateway.max_sessions}, but {groups} groups of {samples} samples may be generated "  # noqa: E501
-            f"at a time, each sample in a session of its own; set it to at least {groups * samples}"
+            f"gateway.max_sessions: {config.gateway.max_sessions}, but {groups} groups of {samples} samples may be "
+            f"generated at a time, each sample in a session of its own; set it to at least {groups * samples}"
         )
 
 
@@ -137,8 +132,10 @@ def import_path_problems(key: str, path: str, neither: str) -> Iterator[str]:
 def sandbox_problems(config: Config, *, here: bool) -> Iterator[str]:
     """Yield the problems of reward functions and tools that run programs. `here`: the run will be on this machine."""
     yield from _reward_problems(config)
-    if here:
-        yield from _without_sandbox(config)
+    users = sandbox_users(config) if here else []
+    if users and (problem := sandbox_problem()) is not None:
+        for user in users:
+            yield f"{user} runs programs in a sandbox, and there is none here: {problem}"
 
 
 def sandbox_users(config: Config) -> list[str]:
@@ -147,13 +144,6 @@ def sandbox_users(config: Config) -> list[str]:
     lists = tool_lists(config).items()
     tools = [f"{key}.{at}: python" for key, tools in lists for at, tool in enumerate(tools) if tool.kind == "python"]
     return judges + tools
-
-
-def _without_sandbox(config: Config) -> Iterator[str]:
-    users = sandbox_users(config)
-    if users and (problem := sandbox_problem()) is not None:
-        for user in users:
-            yield f"{user} runs programs in a sandbox, and there is none here: {problem}"
 
 
 def _reward_problems(config: Config) -> Iterator[str]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from megarl.config.derived.algorithm import filters_equal_rewards
-from megarl.config.schema import Config
+from megarl.config.schema import Config, RolloutConfig
 from megarl.models.architecture.architecture import ModelInfo
 
 # Checks, before anything starts, that trainer and engines cannot wait for each other for ever.
@@ -33,7 +33,7 @@ def liveness_problems(config: Config) -> Iterator[str]:
 
     The first condition is checked with the other numbers of the pace (`pace_problems`).
     """
-    if config.admission.refill and not filters_equal_rewards(config):
+    if config.admission.refill and not filters_equal_rewards(config.algorithm):
         yield (
             "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops, which is off; set "
             "that to true, or refill to false"
@@ -54,7 +54,6 @@ RESERVED: dict[str, str] = {
     "max_model_len": "set rollout.max_model_len",
     "max_num_seqs": "set rollout.max_num_seqs",
     "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
-    "enforce_eager": "set rollout.enforce_eager",
     "dtype": "set rollout.dtype",
     "seed": "set run.seed",
     "scheduling_policy": "megarl chooses it by evaluation.concurrent",
@@ -68,9 +67,9 @@ RESERVED: dict[str, str] = {
 }
 
 
-def engine_problems(config: Config) -> Iterator[str]:
+def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Yield a problem for each reserved field, and for each unknown one if vLLM is installed."""
-    for name in config.rollout.engine_kwargs:
+    for name in rollout.engine_kwargs:
         key = f"rollout.engine_kwargs.{name}"
         if name in RESERVED:
             yield f"{key}: reserved; {RESERVED[name]}"

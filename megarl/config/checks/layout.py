@@ -7,16 +7,16 @@ from typing import Any
 
 from megarl.config.megatron import fields as megatron_fields
 from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, transformer_fields
-from megarl.config.schema import Config
+from megarl.config.schema import MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.models.architecture.architecture import ModelInfo
 
 # Modules of the supported families that Megatron-Core 0.16.1 can recompute; moe_act needs the grouped GEMM.
 _RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 
-def layout_problems(config: Config) -> Iterator[str]:
+def layout_problems(trainer: TrainerConfig) -> Iterator[str]:
     """Yield the problems of the parallel layout that do not depend on the model."""
-    parallel, gpus = config.trainer.parallel, config.trainer.gpus
+    parallel, gpus = trainer.parallel, trainer.gpus
     tensor, pipeline = parallel.tensor, parallel.pipeline
     expert_tensor = parallel.expert_tensor or tensor
     if gpus % (tensor * pipeline):
@@ -42,9 +42,11 @@ def layout_problems(config: Config) -> Iterator[str]:
         )
 
 
-def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
+def model_problems(
+    trainer: TrainerConfig, megatron: MegatronConfig, rollout: RolloutConfig, info: ModelInfo
+) -> Iterator[str]:
     """Yield the parallel sizes that do not divide the sizes of this model."""
-    parallel, engine = config.trainer.parallel, config.rollout.tensor_parallel
+    parallel, engine = trainer.parallel, rollout.tensor_parallel
     tensor = parallel.tensor
     sizes = [("attention heads", info.heads, tensor, "trainer.parallel.tensor")]
     sizes += [("attention heads", info.heads, engine, "rollout.tensor_parallel")]
@@ -76,18 +78,18 @@ def model_problems(config: Config, info: ModelInfo) -> Iterator[str]:
             f"chunks (pipeline x virtual_pipeline); use a divisor of {info.num_layers}"
         )
     else:
-        yield from _recompute_layers_problems(config, info.num_layers // stages)
-    yield from _expert_problems(config, info)
+        yield from _recompute_layers_problems(trainer, megatron, info.num_layers // stages)
+    yield from _expert_problems(parallel, engine, info)
 
 
-def _recompute_layers_problems(config: Config, layers: int) -> Iterator[str]:
+def _recompute_layers_problems(trainer: TrainerConfig, megatron: MegatronConfig, layers: int) -> Iterator[str]:
     """Yield a problem if more than the `layers` of a stage (of a chunk, with virtual_pipeline) are to be recomputed."""
-    fields = transformer_fields(config.trainer, config.megatron)
+    fields = transformer_fields(trainer, megatron)
     count = fields.get("recompute_num_layers")
     if fields.get("recompute_granularity") != "full" or not isinstance(count, int) or 1 <= count <= layers:
         return
     key = "trainer.recompute"
-    if "recompute_num_layers" in config.megatron.transformer:
+    if "recompute_num_layers" in megatron.transformer:
         key = "megatron.transformer.recompute_num_layers"
     yield (
         f"{key}: {count} layers cannot be recomputed in a stage of {layers} (num_layers / pipeline / "
@@ -95,8 +97,7 @@ def _recompute_layers_problems(config: Config, layers: int) -> Iterator[str]:
     )
 
 
-def _expert_problems(config: Config, info: ModelInfo) -> Iterator[str]:
-    parallel = config.trainer.parallel
+def _expert_problems(parallel: ParallelConfig, engine: int, info: ModelInfo) -> Iterator[str]:
     if not info.num_experts:
         if parallel.expert > 1 or parallel.expert_tensor not in (None, parallel.tensor):
             yield "trainer.parallel.expert: this model has no experts; remove expert and expert_tensor"
@@ -112,10 +113,10 @@ def _expert_problems(config: Config, info: ModelInfo) -> Iterator[str]:
             f"trainer.parallel.expert_tensor: the experts' {info.moe_ffn} MLP columns cannot be split "
             f"{expert_tensor} ways; use a divisor of {info.moe_ffn}"
         )
-    if info.moe_ffn % config.rollout.tensor_parallel:
+    if info.moe_ffn % engine:
         yield (
             f"rollout.tensor_parallel: the experts' {info.moe_ffn} MLP columns cannot be split "
-            f"{config.rollout.tensor_parallel} ways; use a divisor of {info.moe_ffn}"
+            f"{engine} ways; use a divisor of {info.moe_ffn}"
         )
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
@@ -124,12 +125,12 @@ def _expert_problems(config: Config, info: ModelInfo) -> Iterator[str]:
         )
 
 
-def megatron_problems(config: Config, device: str) -> Iterator[str]:
+def megatron_problems(trainer: TrainerConfig, megatron: MegatronConfig, device: str) -> Iterator[str]:
     """Yield a problem for each unknown, mistyped, reserved, GPU-only or unsafe field under `megatron`."""
     passed: dict[Target, dict[str, Any]] = {
-        "transformer": config.megatron.transformer,
-        "optimizer": config.megatron.optimizer,
-        "ddp": config.megatron.ddp,
+        "transformer": megatron.transformer,
+        "optimizer": megatron.optimizer,
+        "ddp": megatron.ddp,
     }
     for target, values in passed.items():
         for name, value in values.items():
@@ -138,22 +139,22 @@ def megatron_problems(config: Config, device: str) -> Iterator[str]:
                 yield wrong
             elif device == "cpu" and value and name in GPU_ONLY[target]:
                 yield f"megatron.{target}.{name}: needs a GPU, and this run would have none; remove it"
-    yield from _unsafe_fields(config, device)
-    optimizer = config.megatron.optimizer.get("optimizer", "adam")
+    yield from _unsafe_fields(trainer, megatron, device)
+    optimizer = megatron.optimizer.get("optimizer", "adam")
     if optimizer != "adam":
         yield f"megatron.optimizer.optimizer: {optimizer!r} cannot be saved and resumed; use adam"
-    if config.megatron.ddp.get("overlap_param_gather") and not config.trainer.optimizer.distributed:
+    if megatron.ddp.get("overlap_param_gather") and not trainer.optimizer.distributed:
         yield (
             "megatron.ddp.overlap_param_gather: there is no gather without the distributed optimizer; set "
             "trainer.optimizer.distributed=true or remove it"
         )
-    if config.megatron.ddp.get("overlap_param_gather") and not config.megatron.ddp.get("overlap_grad_reduce", True):
+    if megatron.ddp.get("overlap_param_gather") and not megatron.ddp.get("overlap_grad_reduce", True):
         yield "megatron.ddp.overlap_param_gather: megatron-core needs overlap_grad_reduce with it; do not turn that off"
 
 
-def _unsafe_fields(config: Config, device: str) -> Iterator[str]:
+def _unsafe_fields(trainer: TrainerConfig, megatron: MegatronConfig, device: str) -> Iterator[str]:
     """Yield the settings with which megatron-core 0.16.1 computes wrong results or fails in the first step."""
-    fields, parallel = config.megatron.transformer, config.trainer.parallel
+    fields, parallel = megatron.transformer, trainer.parallel
     interleaved = parallel.virtual_pipeline is not None
     # Without the overlap, PP=2 posts two sends to one peer and confuses them: gradients are wrong without an error.
     # With micro-batches of different lengths a larger PP fails on shapes.
@@ -173,7 +174,7 @@ def _unsafe_fields(config: Config, device: str) -> Iterator[str]:
     if fields.get("moe_token_dispatcher_type") == "flex" and device == "cpu":
         yield "megatron.transformer.moe_token_dispatcher_type: flex needs a GPU; use alltoall"
     yield from _recompute_problems(fields, device)
-    if config.trainer.recompute != "auto" and passes_recompute(config.megatron):
+    if trainer.recompute != "auto" and passes_recompute(megatron):
         yield "trainer.recompute: megatron.transformer has recompute fields as well; remove one of the two"
     if device == "cpu" and parallel.expert > 1 and (parallel.expert_tensor or parallel.tensor) > 1:
         yield (

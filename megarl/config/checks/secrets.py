@@ -12,6 +12,7 @@ import yaml
 from megarl.common.trust.secret_references import literal_secrets, missing, references
 from megarl.config.checks.agent import tool_lists
 from megarl.config.schema import Config
+from megarl.config.schema.job import LaunchConfig
 
 
 def referenced_variables(config: Config) -> dict[str, str]:
@@ -28,7 +29,7 @@ def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
 
     `here`: the run will be on this machine, or the variables of this process will be passed on to it.
     """
-    given = given_variables(config)
+    given = given_variables(config.launch)
     for name, place in referenced_variables(config).items():
         if here and name not in given:
             yield missing(place, name)
@@ -40,9 +41,9 @@ def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
             )
 
 
-def given_variables(config: Config) -> set[str]:
+def given_variables(launch: LaunchConfig) -> set[str]:
     """Return the names of the environment variables that the processes of a run on this machine will have."""
-    return set(os.environ) | _runtime_variables(config.launch.runtime_env)
+    return set(os.environ) | _runtime_variables(launch.runtime_env)
 
 
 def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:

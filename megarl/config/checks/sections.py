@@ -6,10 +6,11 @@ loss of the user's own is tried out.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,8 +35,10 @@ from megarl.config.derived.hardware import local_gpus
 from megarl.config.derived.logprob_passes import correction_problems
 from megarl.config.derived.pools import resolve_pools
 from megarl.config.derived.staleness import evaluation_problems, pace_problems
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, WeightSyncConfig
 from megarl.config.schema.agent import SHIPPED_LOOPS
+from megarl.config.schema.data import CurriculumConfig, EvaluationConfig, RewardConfig
+from megarl.config.schema.job import CheckpointConfig, GatewayConfig, LaunchConfig, TimeoutsConfig
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.model_files import hf_files, megatron_step
 from megarl.models.hf.read_config import load_info
@@ -66,25 +69,33 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     problems = list(data_problems(config))
     if config.data.path is None and not config.data.sets:
         raise ConfigError(problems)  # the other checks read the sets
-    problems += list(_sizes(config)) + list(pace_problems(config)) + list(_sampling(config))
-    problems += list(evaluation_problems(config)) + list(_deadlines(config)) + list(liveness_problems(config))
-    problems += list(correction_problems(config))
-    problems += list(monitor_problems(config))
-    problems += list(_checkpoint(config)) + list(_functions(config)) + list(_gateway(config))
-    problems += list(algorithm_problems(config))
-    problems += list(agent_problems(config)) + list(sandbox_problems(config, here=files))
-    problems += list(layout.megatron_problems(config, device))
-    problems += list(engine_problems(config)) + list(_transport(config, device)) + list(_staging(config))
-    problems += list(launch_problems(config)) + list(secret_problems(config, here=files))
-    problems += list(telemetry_problems(config, here=files))
-    try:
-        resolve_pools(config)
-    except ConfigError as error:
-        problems += error.problems
-    problems += list(layout.layout_problems(config))
+    of_config = (
+        _sizes(config),
+        pace_problems(config),
+        evaluation_problems(config),
+        _deadlines(config.rollout, config.timeouts),
+        liveness_problems(config),
+        correction_problems(config),
+        monitor_problems(config.monitor, config.admission),
+        _checkpoint(config.checkpoint, config.evaluation),
+        _functions(reward_functions(config), config.data.curriculum),
+        _gateway(config.gateway, config.run),
+        algorithm_problems(config.algorithm),
+        agent_problems(config),
+        sandbox_problems(config, here=files),
+        layout.megatron_problems(config.trainer, config.megatron, device),
+        engine_problems(config.rollout),
+        _weight_sync(config.weight_sync, device),
+        launch_problems(config.launch, config.timeouts),
+        secret_problems(config, here=files),
+        telemetry_problems(config.telemetry, config.launch, here=files),
+        _pools(config),
+        layout.layout_problems(config.trainer),
+    )
+    problems += itertools.chain.from_iterable(of_config)
     if files:
         problems += list(_files(config))
-    planned = not files and planned_elsewhere(config)
+    planned = not files and planned_elsewhere(config.model)
     key, source = ("shape", config.model.shape) if planned else ("path", config.model.path)
     try:
         info = load_info(source or config.model.path)
@@ -92,17 +103,22 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         if not files or config.model.path.is_dir():  # `_files` has told that it is not there
             problems.append(f"model.{key}: {error}{_started_elsewhere(source)}")
         raise ConfigError(list(dict.fromkeys(problems))) from None
-    problems += list(_shape(config, info)) + list(head_size_problems(info, device))
-    problems += list(layout.model_problems(config, info)) + list(_lengths(config, info))
-    problems += list(teacher_problems(config, info, max_sequence_tokens(config, info), files=files))
+    of_model = (
+        _shape(config.model, info),
+        head_size_problems(info, device),
+        layout.model_problems(config.trainer, config.megatron, config.rollout, info),
+        _lengths(config, info),
+        teacher_problems(config, info, max_sequence_tokens(config, info), files=files),
+    )
+    problems += itertools.chain.from_iterable(of_model)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return info
 
 
-def planned_elsewhere(config: Config) -> bool:
+def planned_elsewhere(model: ModelConfig) -> bool:
     """Tell whether the model is not on this machine, and `model.shape` describes it for a plan."""
-    return config.model.shape is not None and not config.model.path.exists()
+    return model.shape is not None and not model.path.exists()
 
 
 def absent_files(config: Config) -> list[tuple[str, Path]]:
@@ -116,9 +132,13 @@ def absent_files(config: Config) -> list[tuple[str, Path]]:
 
 def serving_problems(config: Config) -> Iterator[str]:
     """Yield the problems of a config whose pool only serves: what concerns the trainer and its data does not count."""
-    yield from engine_problems(config)
-    yield from _gateway(config)
+    yield from engine_problems(config.rollout)
+    yield from _gateway(config.gateway, config.run)
     yield from secret_problems(config, here=True)
+    yield from _pools(config)
+
+
+def _pools(config: Config) -> Iterator[str]:
     try:
         resolve_pools(config)
     except ConfigError as error:
@@ -152,7 +172,7 @@ def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None)
     engine = evaluation_prompt_limit(config, info)
     if config.trainer.micro_batch_tokens == "auto":  # room for any sample
         return engine
-    longest = longest_training_response(config)
+    longest = longest_training_response(config.data, config.sampling)
     trained = config.trainer.token_limit - (max_tokens or longest.tokens)
     if trained < engine.tokens:
         # The limit of one set may be that of the section or its own.
@@ -194,16 +214,13 @@ def _sizes(config: Config) -> Iterator[str]:
             f"algorithm.overlong.buffer_tokens: {buffer} is more than sampling.max_tokens="
             f"{config.sampling.max_tokens}; the penalised range has to end at that limit, so lower it"
         )
-
-
-def _sampling(config: Config) -> Iterator[str]:
     if config.sampling.stop_token_ids is not None and not config.sampling.stop_token_ids:
         yield "sampling.stop_token_ids: empty, so no response would end by itself; list ids or remove the key"
 
 
-def _deadlines(config: Config) -> Iterator[str]:
-    deadline, bound = config.rollout.group_deadline_s, config.timeouts.generate_s
-    if deadline is not None and config.rollout.on_group_deadline == "finish":
+def _deadlines(rollout: RolloutConfig, timeouts: TimeoutsConfig) -> Iterator[str]:
+    deadline, bound = rollout.group_deadline_s, timeouts.generate_s
+    if deadline is not None and rollout.on_group_deadline == "finish":
         yield (
             f"rollout.group_deadline_s: {deadline:g} s would never come, because on_group_deadline: finish lets every "
             "group end by itself; remove it, or set on_group_deadline to cut or fail"
@@ -215,24 +232,23 @@ def _deadlines(config: Config) -> Iterator[str]:
         )
 
 
-def _gateway(config: Config) -> Iterator[str]:
-    if config.gateway.host in ANY_ADDRESS:
-        yield f"gateway.host: {config.gateway.host!r} means all addresses; name one address of the gateway's node"
-    if config.gateway.enabled and config.run.deterministic:
+def _gateway(gateway: GatewayConfig, run: RunConfig) -> Iterator[str]:
+    if gateway.host in ANY_ADDRESS:
+        yield f"gateway.host: {gateway.host!r} means all addresses; name one address of the gateway's node"
+    if gateway.enabled and run.deterministic:
         yield (
             "gateway.enabled: requests from outside change what an engine computes together, so the run could not be "
             "repeated bit for bit; set run.deterministic: false"
         )
 
 
-def _checkpoint(config: Config) -> Iterator[str]:
-    settings = config.checkpoint
+def _checkpoint(settings: CheckpointConfig, evaluation: EvaluationConfig) -> Iterator[str]:
     if settings.keep_best is not None:
-        sets = [each.name for each in config.evaluation.sets]
+        sets = [each.name for each in evaluation.sets]
         if not any(settings.keep_best.startswith(f"eval/{name}/") for name in sets):
             known = ", ".join(f"eval/{name}/greedy" for name in sets) or "none: evaluation.sets is empty"
             yield f"checkpoint.keep_best: {settings.keep_best!r} is no metric of an evaluation set; try {known}"
-        elif not config.evaluation.every:
+        elif not evaluation.every:
             yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
     if settings.hf_export_every and settings.every and settings.hf_export_every % settings.every:
         yield (
@@ -243,33 +259,29 @@ def _checkpoint(config: Config) -> Iterator[str]:
         yield f"checkpoint.resume: no such directory: {settings.resume}; use auto, never or the path of a checkpoint"
 
 
-def _functions(config: Config) -> Iterator[str]:
+def _functions(rewards: Mapping[str, RewardConfig], curriculum: CurriculumConfig) -> Iterator[str]:
     """Yield the problems of the import paths of the user's functions."""
-    for key, reward in reward_functions(config).items():
+    for key, reward in rewards.items():
         if reward.function not in SHIPPED:
             yield from import_path_problems(f"{key}.function", reward.function, f"neither {', '.join(SHIPPED)} nor")
-    if (function := config.data.curriculum.function) is not None:
+    if (function := curriculum.function) is not None:
         yield from import_path_problems("data.curriculum.function", function, "not")
 
 
-def _transport(config: Config, device: DeviceType) -> Iterator[str]:
-    if config.weight_sync.transport == "nccl" and device == "cpu":
+def _weight_sync(sync: WeightSyncConfig, device: DeviceType) -> Iterator[str]:
+    if sync.transport == "nccl" and device == "cpu":
         yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
-
-
-def _staging(config: Config) -> Iterator[str]:
-    given, bucket = config.weight_sync.staging_gib * 1024, config.weight_sync.bucket_mb
-    if 0 < given < 3 * bucket:
+    if 0 < sync.staging_gib * 1024 < 3 * sync.bucket_mb:
         yield (
-            f"weight_sync.staging_gib: {config.weight_sync.staging_gib:g} GiB hold fewer than 3 buckets of {bucket:g} "
+            f"weight_sync.staging_gib: {sync.staging_gib:g} GiB hold fewer than 3 buckets of {sync.bucket_mb:g} "
             "MiB (weight_sync.bucket_mb), and 2 are used without it; raise it to at least "
-            f"{math.ceil(3 * bucket / 1024 * 1000) / 1000}, lower weight_sync.bucket_mb, or set 0"
+            f"{math.ceil(3 * sync.bucket_mb / 1024 * 1000) / 1000}, lower weight_sync.bucket_mb, or set 0"
         )
 
 
-def launch_problems(config: Config) -> Iterator[str]:
+def launch_problems(launch: LaunchConfig, timeouts: TimeoutsConfig) -> Iterator[str]:
     """Yield the problems of the section `launch`."""
-    stop, save = config.launch.stop_before_s, config.timeouts.save_s
+    stop, save = launch.stop_before_s, timeouts.save_s
     if stop is not None and stop <= save:
         yield (
             f"launch.stop_before_s: {stop} s to end a step and save, but a save alone may take {save:.0f} s "
@@ -330,22 +342,22 @@ def _started_elsewhere(path: Path | None) -> str:
     )
 
 
-def _shape(config: Config, info: ModelInfo) -> Iterator[str]:
+def _shape(model: ModelConfig, info: ModelInfo) -> Iterator[str]:
     """Yield a problem if `model.shape` describes another model than `model.path`.
 
     The plan would then be of another model, and the run could fail hours later.
     """
-    if config.model.shape is None:
+    if model.shape is None:
         return
     try:
-        shape = load_info(config.model.shape)
+        shape = load_info(model.shape)
     except ValueError as error:
-        yield f"model.shape: {error}{_started_elsewhere(config.model.shape)}"
+        yield f"model.shape: {error}{_started_elsewhere(model.shape)}"
         return
     sizes = ("family", "num_layers", "dims", "kv_heads", "max_positions", "tied", "topk")
     if differs := [name for name in sizes if getattr(shape, name) != getattr(info, name)]:
         yield (
-            f"model.shape: {config.model.shape} is of another model than model.path (different: {', '.join(differs)}); "
+            f"model.shape: {model.shape} is of another model than model.path (different: {', '.join(differs)}); "
             "correct it, or set model.shape=null"
         )
 
@@ -384,7 +396,7 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
             f"({sample} tokens); a sample is never split, so raise it to at least {sample}{others}"
         )
     # Without a configured bound, the micro-batch limits the prompts, so it needs room for one.
-    trained = longest_training_response(config)
+    trained = longest_training_response(config.data, config.sampling)
     if not bounded and config.trainer.token_limit <= trained.tokens:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt beside "

@@ -11,6 +11,7 @@ from megarl.config.derived.datasets import TrainSet, train_sets
 from megarl.config.derived.teachers import distils_in_loss, engine_config, scored_tokens, vocabulary_difference
 from megarl.config.schema import Config
 from megarl.config.schema.algorithm import TeacherConfig
+from megarl.config.schema.data import DataConfig
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.model_files import megatron_step
 from megarl.models.hf.read_config import load_info
@@ -50,7 +51,7 @@ def _name_problems(config: Config) -> Iterator[str]:
         if each.teacher is not None and each.teacher not in names:
             known = ", ".join(names) or "none: the list `teachers` is empty"
             yield f"{each.key}.teacher: there is no teacher {each.teacher!r}; known are {known}"
-        elif each.teacher is None and names and not each.demonstrates and not _declined(config, each):
+        elif each.teacher is None and names and not each.demonstrates and not _declined(config.data, each):
             yield (
                 f"{each.key}.teacher: the run has teachers ({', '.join(names)}) and this set names none; name one, or "
                 'set it to "" to train the set on its rewards alone'
@@ -60,10 +61,10 @@ def _name_problems(config: Config) -> Iterator[str]:
             yield f"teachers.{index}: no data set learns from {name!r}; name it in data.teacher or data.sets[].teacher"
 
 
-def _declined(config: Config, chosen: TrainSet) -> bool:
+def _declined(data: DataConfig, chosen: TrainSet) -> bool:
     """Tell whether a set says that it has no teacher."""
-    own = {each.name: each.teacher for each in config.data.sets}.get(chosen.name)
-    return own == "" or (own is None and config.data.teacher == "")
+    own = {each.name: each.teacher for each in data.sets}.get(chosen.name)
+    return own == "" or (own is None and data.teacher == "")
 
 
 def _engine_problems(config: Config, teacher: TeacherConfig, key: str) -> Iterator[str]:
@@ -75,7 +76,7 @@ def _engine_problems(config: Config, teacher: TeacherConfig, key: str) -> Iterat
                 "at temperature 1, so the KL would be between different distributions; sample at 1, or set "
                 f"{key}.where=trainer"
             )
-    for problem in engine_problems(engine_config(config, teacher)):
+    for problem in engine_problems(engine_config(config, teacher).rollout):
         yield f"{key}.{problem.removeprefix('rollout.')}"
 
 
@@ -110,7 +111,8 @@ def _model_problems(config: Config, teacher: TeacherConfig, key: str, info: Mode
             f"{key}.path: it has {own.max_positions} positions, and samples need {needed}; set data.max_prompt_tokens, "
             "or lower sampling.max_tokens"
         )
-    for problem in layout.model_problems(engine_config(config, teacher), own):
+    rollout = engine_config(config, teacher).rollout
+    for problem in layout.model_problems(config.trainer, config.megatron, rollout, own):
         concerned = "rollout." if teacher.where == "engine" else "trainer."
         if problem.startswith(concerned):
             name = "tensor_parallel" if teacher.where == "engine" else "where"

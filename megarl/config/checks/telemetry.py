@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from megarl.config.checks.secrets import given_variables
 from megarl.config.derived.staleness import pace_of
-from megarl.config.schema import Config
+from megarl.config.schema import AdmissionConfig, Config
+from megarl.config.schema.job import LaunchConfig, TelemetryConfig
+from megarl.config.schema.monitor import MonitorConfig
 
 # The checks of the section `monitor`, and the bound on the buckets of tokens that its statistics tell apart.
 
@@ -43,13 +45,13 @@ class SourceBuckets:
         return slot * self.lags + min(max(lag, 0), self.lags - 1)
 
 
-def monitor_problems(config: Config) -> Iterator[str]:
+def monitor_problems(monitor: MonitorConfig, admission: AdmissionConfig) -> Iterator[str]:
     """Yield what is wrong with the section `monitor` beside others, with the fix."""
-    for name, rule in config.monitor.rules.items():
-        if rule.action == "skip" and config.admission.max_uses > 1:
+    for name, rule in monitor.rules.items():
+        if rule.action == "skip" and admission.max_uses > 1:
             yield (
                 f"monitor.rules.{name}.action: a step that trains groups again (admission.max_uses="
-                f"{config.admission.max_uses}) cannot be skipped, because these groups have ended already; use stop or "
+                f"{admission.max_uses}) cannot be skipped, because these groups have ended already; use stop or "
                 "warn, or set admission.max_uses=1"
             )
 
@@ -58,15 +60,14 @@ TRACKING_URI = "MLFLOW_TRACKING_URI"
 ANY_ADDRESS = {"0.0.0.0", "::", "*", ""}
 
 
-def telemetry_problems(config: Config, *, here: bool) -> Iterator[str]:
+def telemetry_problems(telemetry: TelemetryConfig, launch: LaunchConfig, *, here: bool) -> Iterator[str]:
     """Yield the problems of the section. `here`: the run will be on this machine."""
-    telemetry = config.telemetry
     if here and telemetry.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         yield "telemetry.wandb_project: wandb is not installed; pip install wandb, or leave it null"
     if here and telemetry.mlflow_experiment is not None:
         if importlib.util.find_spec("mlflow") is None:
             yield "telemetry.mlflow_experiment: mlflow is not installed; pip install mlflow-skinny, or leave it null"
-        if TRACKING_URI not in given_variables(config):
+        if TRACKING_URI not in given_variables(launch):
             yield (
                 "telemetry.mlflow_experiment: there is no tracking server; set the environment variable "
                 f"{TRACKING_URI} (http://HOST:5000)"

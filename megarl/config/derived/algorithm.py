@@ -20,42 +20,38 @@ from megarl.common.errors import ConfigError
 from megarl.config.derived.datasets import train_sets
 from megarl.config.loading.load import explain
 from megarl.config.schema import Config
+from megarl.config.schema.algorithm import AlgorithmConfig
 
 I = TypeVar("I")  # noqa: E741  # inputs
 R = TypeVar("R")  # result
 
 # Advantages without a baseline of the group: equal rewards are a signal.
 _BATCH_BASELINES = ("reinforce_pp",)
-# Advantages that are made of the rewards of turns too.
+# Advantages that are made of the rewards of turns too: a group where only these differ is kept.
 _BY_TURN = ("mt_grpo",)
 
 
-def loss_of(config: Config) -> Chosen[TokenInputs, TokenLoss]:
+def loss_of(algorithm: AlgorithmConfig) -> Chosen[TokenInputs, TokenLoss]:
     """Return the policy loss with its options. Raises ConfigError that lists every problem."""
-    return _chosen(LOSSES, config.algorithm.loss, config.algorithm.loss_options)
+    return _chosen(LOSSES, algorithm.loss, algorithm.loss_options)
 
 
-def advantage_of(config: Config) -> Chosen[GroupRewards, Advantages]:
+def advantage_of(algorithm: AlgorithmConfig) -> Chosen[GroupRewards, Advantages]:
     """Return the advantage with its options. Raises ConfigError that lists every problem."""
-    return _chosen(ADVANTAGES, config.algorithm.advantage, config.algorithm.advantage_options)
+    return _chosen(ADVANTAGES, algorithm.advantage, algorithm.advantage_options)
 
 
-def filters_equal_rewards(config: Config) -> bool:
+def filters_equal_rewards(algorithm: AlgorithmConfig) -> bool:
     """Tell whether groups whose rewards are all equal are dropped: as asked, or else if they have no signal."""
-    asked = config.algorithm.filter_zero_variance
-    return config.algorithm.advantage not in _BATCH_BASELINES if asked is None else asked
+    asked = algorithm.filter_zero_variance
+    return algorithm.advantage not in _BATCH_BASELINES if asked is None else asked
 
 
-def uses_turn_rewards(config: Config) -> bool:
-    """Tell whether the rewards of turns are a signal, so that a group where only they differ is kept."""
-    return config.algorithm.advantage in _BY_TURN
-
-
-def algorithm_problems(config: Config) -> Iterator[str]:
+def algorithm_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield what is wrong with the loss, the advantage or their options; a user's function is tried out."""
     for choose, check in ((loss_of, _check_loss), (advantage_of, _check_advantage)):
         try:
-            chosen: Any = choose(config)
+            chosen: Any = choose(algorithm)
             if ":" in chosen.name:
                 check(chosen)
         except ConfigError as error:
@@ -110,8 +106,8 @@ def shaping_of(config: Config) -> ShapingSpec:
         max_tokens=config.sampling.max_tokens,
         overlong_buffer=config.algorithm.overlong.buffer_tokens,
         overlong_penalty=config.algorithm.overlong.penalty,
-        filter_zero_variance=filters_equal_rewards(config),
+        filter_zero_variance=filters_equal_rewards(config.algorithm),
         permutation_seed=config.run.seed if config.algorithm.permute_rewards else None,
         unfiltered=frozenset(each.name for each in train_sets(config) if each.teacher is not None),
-        by_turn=uses_turn_rewards(config),
+        by_turn=config.algorithm.advantage in _BY_TURN,
     )

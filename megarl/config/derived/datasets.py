@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.config.schema import Config, SamplingConfig
 from megarl.config.schema.agent import ToolConfig
-from megarl.config.schema.data import DataConfig, EvalSamplingConfig, PromptSetConfig, RewardConfig
+from megarl.config.schema.data import DataConfig, EvalSamplingConfig, EvaluationConfig, PromptSetConfig, RewardConfig
 
 _ROW_FIELDS = ("format", "prompt_field", "answer_field", "suffix", "chat_template_kwargs")
 
@@ -78,7 +78,7 @@ def train_sets(config: Config) -> list[TrainSet]:
             data=_data(data, each),
             reward=_reward(config.reward, each),
             sampling=config.sampling.model_copy(update=_given(each.sampling.model_dump())),
-            tools=_tools(config, each),
+            tools=_tools(config.tools, each),
             from_step=each.from_step,
             until_step=each.until_step,
         )
@@ -99,7 +99,7 @@ def held_out_sets(config: Config) -> list[HeldOutSet]:
             reward=_reward(config.reward, each),
             sampling=evaluation.sampling.model_copy(update=_given(each.sampling.model_dump())),
             max_tokens=each.max_tokens or evaluation.max_tokens or config.sampling.max_tokens,
-            tools=_tools(config, each),
+            tools=_tools(config.tools, each),
         )
         for index, each in enumerate(evaluation.sets)
     ]
@@ -127,28 +127,26 @@ class ResponseLimit:
     setting: str
 
 
-def longest_training_response(config: Config) -> ResponseLimit:
+def longest_training_response(data: DataConfig, sampling: SamplingConfig) -> ResponseLimit:
     """Return the upper bound of the response tokens of any training sample."""
-    limits = []
-    for index, each in enumerate(config.data.sets):
-        if (own := each.sampling.max_tokens) is not None:
-            limits.append(ResponseLimit(own, f"data.sets.{index}.sampling.max_tokens"))
-    if len(limits) == len(config.data.sets) and limits:
-        return max(limits, key=lambda each: each.tokens)
-    limits.append(ResponseLimit(config.sampling.max_tokens, "sampling.max_tokens"))
-    return max(limits, key=lambda each: each.tokens)
+    shared = ResponseLimit(sampling.max_tokens, "sampling.max_tokens")
+    limits = [
+        shared if (own := each.sampling.max_tokens) is None
+        else ResponseLimit(own, f"data.sets.{index}.sampling.max_tokens")
+        for index, each in enumerate(data.sets)
+    ]  # fmt: skip
+    return max(limits, key=lambda each: each.tokens, default=shared)
 
 
 def longest_response(config: Config) -> ResponseLimit:
     """Return the upper bound of response tokens in training and evaluation."""
-    limits = [longest_training_response(config)]
+    shared = ResponseLimit(config.sampling.max_tokens, "sampling.max_tokens")
+    if config.evaluation.max_tokens is not None:
+        shared = ResponseLimit(config.evaluation.max_tokens, "evaluation.max_tokens")
+    limits = [longest_training_response(config.data, config.sampling)]
     for index, each in enumerate(config.evaluation.sets):
-        if each.max_tokens is not None:
-            limits.append(ResponseLimit(each.max_tokens, f"evaluation.sets.{index}.max_tokens"))
-        elif config.evaluation.max_tokens is not None:
-            limits.append(ResponseLimit(config.evaluation.max_tokens, "evaluation.max_tokens"))
-        else:
-            limits.append(ResponseLimit(config.sampling.max_tokens, "sampling.max_tokens"))
+        own = each.max_tokens
+        limits.append(shared if own is None else ResponseLimit(own, f"evaluation.sets.{index}.max_tokens"))
     return max(limits, key=lambda each: each.tokens)
 
 
@@ -204,8 +202,8 @@ def _reward(section: RewardConfig, own: PromptSetConfig) -> RewardConfig:
     return section.model_copy(update=changes)
 
 
-def _tools(config: Config, own: PromptSetConfig) -> tuple[ToolConfig, ...]:
-    return tuple(config.tools if own.tools is None else own.tools)
+def _tools(shared: list[ToolConfig], own: PromptSetConfig) -> tuple[ToolConfig, ...]:
+    return tuple(shared if own.tools is None else own.tools)
 
 
 def _given(values: dict[str, object]) -> dict[str, object]:
@@ -234,7 +232,7 @@ def data_problems(config: Config) -> Iterator[str]:
         )
     if data.curriculum.function is not None and len(data.sets) < 2:
         yield "data.curriculum: changes the weights of several sets; list at least two in data.sets, or remove it"
-    yield from _template_problems(config)
+    yield from _template_problems(data, config.evaluation)
     buffer = config.algorithm.overlong.buffer_tokens
     for index, each in enumerate(data.sets):
         own = each.sampling.max_tokens
@@ -285,12 +283,10 @@ _NO_TEMPLATE_VARIABLES = (
 )  # fmt: skip
 
 
-def _template_problems(config: Config) -> Iterator[str]:
-    given = [("data", config.data.chat_template_kwargs)]
-    given += [(f"data.sets.{i}", each.chat_template_kwargs or {}) for i, each in enumerate(config.data.sets)]
-    given += [
-        (f"evaluation.sets.{i}", each.chat_template_kwargs or {}) for i, each in enumerate(config.evaluation.sets)
-    ]
-    for key, values in given:
+def _template_problems(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
+    given = {"data": data.chat_template_kwargs}
+    given |= {f"data.sets.{i}": each.chat_template_kwargs or {} for i, each in enumerate(data.sets)}
+    given |= {f"evaluation.sets.{i}": each.chat_template_kwargs or {} for i, each in enumerate(evaluation.sets)}
+    for key, values in given.items():
         for name in sorted(set(values) & set(_NO_TEMPLATE_VARIABLES)):
             yield f"{key}.chat_template_kwargs.{name}: set by megarl and no variable of a chat template; remove it"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megarl.algorithms.correction.config import CorrectionSpec, section_problems
+from megarl.algorithms.correction.config import CorrectionConfig, CorrectionSpec, section_problems
 from megarl.config.derived.staleness import pace_of
-from megarl.config.derived.teachers import sets_of, trainer_teachers
+from megarl.config.derived.teachers import teachers_by_set, trainer_teachers
 from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 
@@ -19,29 +19,30 @@ def correction_of(config: Config) -> CorrectionSpec | None:
     is what PPO's own ratio corrects. With masks there is a correction in any case, perhaps without a weight. It holds
     the masks whose tokens are counted; the others act before the updates (`rejection_of`).
     """
-    correction = _whole_correction(config)
-    if correction is None or config.algorithm.correction.denominator == "trained":
+    section = config.algorithm.correction
+    correction = _whole_correction(section, pace_of(config).runs_ahead)
+    if correction is None or section.denominator == "trained":
         return correction
     return replace(correction, masks=())
 
 
 def rejection_of(config: Config) -> CorrectionSpec | None:
     """Return the correction with the masks that take tokens out of the samples before the updates; None for none."""
-    return _whole_correction(config) if _rejects_before_updates(config) else None
-
-
-def _whole_correction(config: Config) -> CorrectionSpec | None:
     section = config.algorithm.correction
+    return _whole_correction(section, pace_of(config).runs_ahead) if _rejects_before_updates(section) else None
+
+
+def _whole_correction(section: CorrectionConfig, runs_ahead: bool) -> CorrectionSpec | None:
     kind = section.kind
     if kind == "auto":
-        kind = "token_tis" if pace_of(config).runs_ahead else "none"
+        kind = "token_tis" if runs_ahead else "none"
     if kind == "none" and not section.masks:
         return None
     return CorrectionSpec(kind, section.cap, section.low, section.high, tuple(section.masks), section.proximal)
 
 
-def _rejects_before_updates(config: Config) -> bool:
-    return config.algorithm.correction.denominator == "kept" and bool(config.algorithm.correction.masks)
+def _rejects_before_updates(correction: CorrectionConfig) -> bool:
+    return correction.denominator == "kept" and bool(correction.masks)
 
 
 def interpolates_proximal(config: Config) -> bool:
@@ -71,7 +72,7 @@ def recomputes_old_logprobs(config: Config) -> bool:
     With a correction they are those of the weights before the first update. If there is only one, its own forward pass
     gives them, unless masks have to be known before it.
     """
-    if config.algorithm.old_logprobs == "trainer" or _rejects_before_updates(config):
+    if config.algorithm.old_logprobs == "trainer" or _rejects_before_updates(config.algorithm.correction):
         return True
     if interpolates_proximal(config):
         return False
@@ -94,4 +95,8 @@ class TeacherPass:
 
 def teacher_passes(config: Config) -> list[TeacherPass]:
     """Return the passes of the teachers that the trainer's ranks hold, in order."""
-    return [TeacherPass(each.name, sets_of(config, each)) for each in trainer_teachers(config)]
+    by_set = teachers_by_set(config).items()
+    return [
+        TeacherPass(each.name, frozenset(name for name, own in by_set if own == each))
+        for each in trainer_teachers(config.teachers)
+    ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megarl.common.errors import ConfigError
-from megarl.config.derived.teachers import teacher_engines, teacher_gpus
-from megarl.config.schema import Config, ParallelConfig
+from megarl.config.derived.teachers import engine_teachers
+from megarl.config.schema import Config, ParallelConfig, RolloutConfig, TrainerConfig
+from megarl.config.schema.algorithm import TeacherConfig
 from megarl.models.megatron.layout import Layout
 
 # The trainer's parallel layout, made from the config.
@@ -55,17 +56,9 @@ class Pools:
         return self.trainer.nodes if self.shared else self.trainer.nodes + self.rollout.nodes
 
 
-def rollout_gpus(config: Config) -> int:
-    """Return the number of GPUs (on CPU: engine workers) of the rollout pool.
-
-    Those kept for later engines and those of the teachers' engines are included.
-    """
-    return most_replicas(config) * config.rollout.tensor_parallel + teacher_gpus(config)
-
-
-def most_replicas(config: Config) -> int:
+def most_replicas(rollout: RolloutConfig) -> int:
     """Return the number of engines for which the rollout nodes have places."""
-    return config.rollout.max_replicas or config.rollout.replicas
+    return rollout.max_replicas or rollout.replicas
 
 
 def engines_per_node(config: Config) -> int:
@@ -75,7 +68,7 @@ def engines_per_node(config: Config) -> int:
     """
     pool = resolve_pools(config).rollout
     if pool.nodes == 1:
-        return most_replicas(config) + teacher_engines(config)
+        return most_replicas(config.rollout) + sum(each.replicas for each in engine_teachers(config.teachers))
     return pool.gpus_per_node // config.rollout.tensor_parallel
 
 
@@ -83,26 +76,28 @@ def resolve_pools(config: Config) -> Pools:
     """Return the devices of both pools; raises ConfigError for sizes and devices that do not fit together."""
     trainer, rollout = config.trainer, config.rollout
     problems: list[str] = []
-    if most_replicas(config) < rollout.replicas:
+    if most_replicas(rollout) < rollout.replicas:
         problems.append(
             f"rollout.max_replicas: {rollout.max_replicas} is less than rollout.replicas={rollout.replicas}; raise it, "
             "or remove it"
         )
     t_per_node = _per_node("trainer", trainer.gpus, trainer.gpus_per_node, trainer.devices, problems)
-    r_total = rollout_gpus(config)
+    # Those kept for later engines and those of the teachers' engines are included.
+    r_total = most_replicas(rollout) * rollout.tensor_parallel
+    r_total += sum(each.replicas * each.tensor_parallel for each in engine_teachers(config.teachers))
     r_per_node = _per_node("rollout", r_total, rollout.gpus_per_node, rollout.devices, problems)
     node_size = rollout.gpus_per_node or (len(rollout.devices) if rollout.devices else r_per_node)
-    problems += _engine_sizes(config, node_size, r_per_node, r_total)
+    problems += _engine_sizes(rollout.tensor_parallel, config.teachers, node_size, r_per_node, r_total)
     if problems:
         raise ConfigError(problems)
-    shared = _shared(config)
+    shared = _shared(trainer, rollout)
     t_nodes, r_nodes = trainer.gpus // t_per_node, r_total // r_per_node
     if shared and t_nodes != r_nodes:
         raise ConfigError([
             f"rollout.nodes: the pools share their nodes, but the trainer has {t_nodes} and the rollout pool "
             f"{r_nodes}; set rollout.nodes=separate, or make gpus / gpus_per_node agree"
         ])  # fmt: skip
-    t_devices, r_devices = _devices(config, shared, t_per_node, r_per_node)
+    t_devices, r_devices = _devices(trainer.devices, rollout.devices, shared, t_per_node, r_per_node)
     overlap = sorted(set(t_devices) & set(r_devices))
     if shared and overlap:
         raise ConfigError([
@@ -116,9 +111,13 @@ def resolve_pools(config: Config) -> Pools:
     )
 
 
-def _engine_sizes(config: Config, node_size: int, per_node: int, total: int) -> Iterator[str]:
-    """Yield the engines that do not fit into nodes of `node_size` GPUs, `per_node` of them in use of `total` in all."""
-    own = config.rollout.tensor_parallel
+def _engine_sizes(
+    own: int, teachers: Sequence[TeacherConfig], node_size: int, per_node: int, total: int
+) -> Iterator[str]:
+    """Yield the engines that do not fit into nodes of `node_size` GPUs, `per_node` of them in use of `total` in all.
+
+    `own`: the GPUs of an engine of the policy.
+    """
     if own > node_size:
         yield (
             f"rollout.tensor_parallel: {own} GPUs per engine, but the pool has {node_size} on a node; an engine never "
@@ -129,7 +128,7 @@ def _engine_sizes(config: Config, node_size: int, per_node: int, total: int) -> 
             f"rollout.gpus_per_node: {per_node} is not a multiple of rollout.tensor_parallel={own}; an engine never "
             "spans nodes: change one of them"
         )
-    for index, teacher in enumerate(config.teachers):
+    for index, teacher in enumerate(teachers):
         key = f"teachers.{index}.tensor_parallel: {teacher.tensor_parallel}"
         if teacher.where == "engine" and teacher.tensor_parallel > node_size:
             yield f"{key} GPUs per engine, but a node of the pool has {node_size}, and no engine spans nodes: lower it"
@@ -159,18 +158,19 @@ def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | 
     return size
 
 
-def _shared(config: Config) -> bool:
+def _shared(trainer: TrainerConfig, rollout: RolloutConfig) -> bool:
     """Tell whether both pools are on the same nodes (`rollout.nodes`)."""
-    if config.rollout.nodes != "auto":
-        return config.rollout.nodes == "shared"
-    per_node = config.trainer.gpus_per_node is not None and config.rollout.gpus_per_node is not None
-    listed = config.trainer.devices is not None or config.rollout.devices is not None
+    if rollout.nodes != "auto":
+        return rollout.nodes == "shared"
+    per_node = trainer.gpus_per_node is not None and rollout.gpus_per_node is not None
+    listed = trainer.devices is not None or rollout.devices is not None
     return listed or not per_node
 
 
-def _devices(config: Config, shared: bool, t_size: int, r_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _devices(
+    t_listed: list[int] | None, r_listed: list[int] | None, shared: bool, t_size: int, r_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (trainer's, rollout's) devices: the listed ones, else the lowest indices that the other has not."""
-    t_listed, r_listed = config.trainer.devices, config.rollout.devices
     taken = set(r_listed or ()) if shared else set()
     t_devices = tuple(t_listed) if t_listed is not None else _lowest(t_size, taken)
     taken = set(t_devices) if shared else set()

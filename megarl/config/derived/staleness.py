@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.config.schema import DEFAULT_INTERVAL, DEFAULT_QUOTA, Config
+from megarl.config.schema import DEFAULT_INTERVAL, DEFAULT_QUOTA, AdmissionConfig, Config, RunConfig
+from megarl.config.schema.job import CheckpointConfig
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Pace:
 def pace_of(config: Config) -> Pace:
     """Return the numbers of the config's mode. Raises ValueError for a config that `pace_problems` refuses."""
     updates = config.trainer.mini_batches
-    interval = _sync_interval(config)
+    interval = _sync_interval(config.admission, updates)
     bound = config.admission.max_staleness
     if bound is None:
         ahead = {
@@ -80,8 +81,7 @@ def most_in_flight(config: Config) -> int:
     return max(groups, pace_of(config).steps_within_bound(0) * groups // uses)
 
 
-def _sync_interval(config: Config) -> int:
-    section, updates = config.admission, config.trainer.mini_batches
+def _sync_interval(section: AdmissionConfig, updates: int) -> int:
     if section.sync_interval is not None:
         return section.sync_interval
     if section.mode in ("sync", "one_step_off"):
@@ -117,7 +117,8 @@ def pace_notes(config: Config) -> Iterator[str]:
 
 def pace_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the section `admission`, each with its fix."""
-    section, updates, interval = config.admission, config.trainer.mini_batches, _sync_interval(config)
+    section, updates = config.admission, config.trainer.mini_batches
+    interval = _sync_interval(section, updates)
     if interval % updates:
         yield (
             f"admission.sync_interval: {interval} updates are no whole number of steps of "
@@ -188,7 +189,7 @@ def evaluates_beside_training(config: Config) -> bool:
     """
     if config.evaluation.concurrent is not None:
         return config.evaluation.concurrent
-    return pace_of(config).runs_ahead and not any(_needs_one_version(config))
+    return pace_of(config).runs_ahead and not any(_needs_one_version(config.checkpoint, config.run))
 
 
 def evaluation_problems(config: Config) -> Iterator[str]:
@@ -197,12 +198,15 @@ def evaluation_problems(config: Config) -> Iterator[str]:
     if section.every and not section.sets:
         yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
     if section.concurrent:
-        yield from (f"evaluation.concurrent: {reason}; remove one of them" for reason in _needs_one_version(config))
+        yield from (
+            f"evaluation.concurrent: {reason}; remove one of them"
+            for reason in _needs_one_version(config.checkpoint, config.run)
+        )
 
 
-def _needs_one_version(config: Config) -> Iterator[str]:
+def _needs_one_version(checkpoint: CheckpointConfig, run: RunConfig) -> Iterator[str]:
     """Yield the reasons why this run must evaluate between two steps."""
-    if config.checkpoint.keep_best is not None:
+    if checkpoint.keep_best is not None:
         yield "checkpoint.keep_best compares checkpoints by an evaluation that has ended when they are saved"
-    if config.run.deterministic:
+    if run.deterministic:
         yield "run.deterministic needs the same engine steps in each run, which an evaluation beside training changes"

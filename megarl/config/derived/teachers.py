@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,40 +24,25 @@ def teachers_by_set(config: Config) -> dict[str, TeacherConfig]:
     return {each.name: known[each.teacher] for each in train_sets(config) if each.teacher in known}
 
 
-def sets_of(config: Config, teacher: TeacherConfig) -> frozenset[str]:
-    """Return the names of the data sets that learn from a teacher."""
-    return frozenset(name for name, own in teachers_by_set(config).items() if own == teacher)
-
-
 def distils_in_loss(config: Config) -> bool:
     """Tell whether the loss has a term of the KL to teachers."""
     return bool(config.teachers) and config.algorithm.distill.where == "loss"
 
 
-def engine_teachers(config: Config) -> list[TeacherConfig]:
+def engine_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
     """Return the teachers that have engines of their own, in the order of the config."""
-    return [each for each in config.teachers if each.where == "engine"]
+    return [each for each in teachers if each.where == "engine"]
 
 
-def trainer_teachers(config: Config) -> list[TeacherConfig]:
+def trainer_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
     """Return the teachers that the trainer's ranks hold, in the order of the config."""
-    return [each for each in config.teachers if each.where == "trainer"]
+    return [each for each in teachers if each.where == "trainer"]
 
 
-def teacher_engines(config: Config) -> int:
-    """Return the number of engines of all teachers."""
-    return sum(each.replicas for each in engine_teachers(config))
-
-
-def teacher_gpus(config: Config) -> int:
-    """Return the number of GPUs (on CPU: engine workers) of the teachers' engines."""
-    return sum(each.replicas * each.tensor_parallel for each in engine_teachers(config))
-
-
-def known_models(config: Config) -> dict[str, ModelInfo]:
+def known_models(teachers: Sequence[TeacherConfig]) -> dict[str, ModelInfo]:
     """Return the models of the teachers that the trainer's ranks hold, as far as their config.json is here."""
     found = {}
-    for each in trainer_teachers(config):
+    for each in trainer_teachers(teachers):
         with suppress(ValueError):
             found[each.name] = load_info(each.path)
     return found

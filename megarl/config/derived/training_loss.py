@@ -9,6 +9,7 @@ from megarl.config.derived.algorithm import loss_of
 from megarl.config.derived.logprob_passes import correction_of, interpolates_proximal, recomputes_old_logprobs
 from megarl.config.derived.teachers import distils_in_loss, teachers_by_set
 from megarl.config.schema import Config
+from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.queue.streams import (
     ADVANTAGES,
     CE_WEIGHTS,
@@ -26,19 +27,18 @@ def objective_of(config: Config) -> Objective:
     """Return the loss that the section `algorithm` describes. Raises ConfigError if it describes none."""
     algorithm = config.algorithm
     return Objective(
-        loss=loss_of(config),
+        loss=loss_of(algorithm),
         aggregation=algorithm.aggregation,
         ce_coef=algorithm.ce.coef,
         entropy_coef=algorithm.entropy_coef,
         correction=correction_of(config),
-        **_ref_kl(config),
+        **_ref_kl(algorithm, distils_in_loss(config)),
     )
 
 
-def _ref_kl(config: Config) -> dict[str, Any]:
+def _ref_kl(algorithm: AlgorithmConfig, distils: bool) -> dict[str, Any]:
     """Return coefficient, estimator and stream of the term `ref_kl`: the teacher's log-probs, or the reference's."""
-    algorithm = config.algorithm
-    if distils_in_loss(config):
+    if distils:
         distill = algorithm.distill
         return {
             "kl_coef": distill.coef, "kl_estimator": distill.estimator, "reference_stream": TEACHER_LOGPROBS

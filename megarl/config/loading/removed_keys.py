@@ -49,6 +49,7 @@ REMOVED: dict[str, Advice] = {
     "timeouts.queue_s": "write timeouts.rpc_s, which bounds reads and writes of the queue too",
     "timeouts.ray_start_s": "remove it: Ray's start may take a third of timeouts.engine_start_s",
     "timeouts.collective_s": "write timeouts.save_s, which bounds a collective of the trainer too",
+    "rollout.enforce_eager": "write rollout.engine_kwargs.enforce_eager",
     "rollout.cpu_kv_cache_gib": "remove it: an engine without a GPU has 1 GiB for its KV cache",
     "teachers.max_num_seqs": "remove it: an engine of a teacher scores 64 sequences at once",
     "gateway.request_timeout_s": "write timeouts.generate_s, which bounds a request to the gateway too",
@@ -90,7 +91,7 @@ def _without_removed(tree: Tree, prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         key = prefix + name
         if key == "door":
-            kept["gateway"] = value
+            kept["gateway"] = _without_removed(value, "gateway.") if isinstance(value, Mapping) else value
             continue
         if key in REMOVED or (value is None and name in VERL):  # two of verl's were keys, null by default
             continue

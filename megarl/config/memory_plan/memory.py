@@ -114,14 +114,14 @@ def _stage_memory(config: Config, rank: TrainerRank, device: Device, stage: int)
     if stage == layout.pipeline - 1:
         terms.append(Term("logits chunk", rank.logits_bytes(update=True), "update"))
         terms.append(Term("logits chunk", rank.logits_bytes(update=False), "log-probs"))
-    teachers = {name: replace(rank, info=info) for name, info in known_models(config).items()}
+    teachers = {name: replace(rank, info=info) for name, info in known_models(config.teachers).items()}
     widest = max(forward_bytes(each) for each in (rank, *teachers.values()))
     terms.append(Term("forward of one layer", int(widest), "log-probs"))
     reference = (config.reference.placement, "reference weights", rank)
     frozen = [reference] if config.needs_reference else []
     frozen += [
         (each.placement, f"weights of teacher {each.name}", teachers[each.name])
-        for each in trainer_teachers(config)
+        for each in trainer_teachers(config.teachers)
         if each.name in teachers
     ]
     terms += _frozen_models(frozen, stage, device.cuda)
@@ -259,7 +259,11 @@ def resolve_auto(config: Config, info: ModelInfo, layout: Layout, device: Device
     if wants_tokens:
         config = with_trainer(config, micro_batch_tokens=longest)
     if config.trainer.recompute == "auto" and not passes_recompute(config.megatron):
-        config = with_trainer(config, recompute=_cheapest(config, info, layout, device))
+        planned, layers = config, info.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
+        recompute = _cheapest(
+            layers, device, lambda kind: _fits(with_trainer(planned, recompute=kind), info, layout, device)
+        )
+        config = with_trainer(config, recompute=recompute)
     if wants_tokens:
         least = longest if device.limit is not None else max(longest, UNKNOWN_MEMORY_TOKENS)
         config = with_trainer(config, micro_batch_tokens=most_tokens(config, info, layout, device) or least)
@@ -288,18 +292,14 @@ def most_tokens(config: Config, info: ModelInfo, layout: Layout, device: Device)
     return steps[passed - 1] if passed else least
 
 
-def _cheapest(config: Config, info: ModelInfo, layout: Layout, device: Device) -> Recompute:
+def _cheapest(layers: int, device: Device, fits: Callable[[Recompute], bool]) -> Recompute:
+    """Return the cheapest recomputation that fits; `layers`: of each stage or chunk."""
     if device.limit is None:
         return "full" if device.cuda else "none"
-
-    def fits(kind: Recompute) -> bool:
-        return _fits(with_trainer(config, recompute=kind), info, layout, device)
-
     if fits("none"):
         return "none"
     if fits("selective"):
         return "selective"
-    layers = info.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     # The more layers are recomputed, the less is kept.
     count = 1 + _first(layers - 1, lambda index: fits(index + 1))
     return count if count < layers else "full"

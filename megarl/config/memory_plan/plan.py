@@ -38,7 +38,8 @@ from megarl.config.memory_plan.memory import (
     trainer_memory,
 )
 from megarl.config.memory_plan.parameters import TrainerRank, model_parameters
-from megarl.config.schema import Config
+from megarl.config.schema import Config, MegatronConfig, RolloutConfig, TrainerConfig
+from megarl.config.schema.algorithm import TeacherConfig
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
@@ -120,7 +121,10 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     trainer = trainer_memory(config, TrainerRank.of(config, info, layout, fused=gpu.fused), gpu)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     teachers = _teacher_plans(config, longest, cuda)
-    problems = [*_memory_problems(config, trainer, engine, longest), *_teacher_problems(config, teachers)]
+    problems = [
+        *_memory_problems(config.rollout, trainer, engine, longest),
+        *_teacher_problems(config.teachers, teachers),
+    ]
     if problems:
         raise ConfigError(problems)
     batch = config.batch
@@ -132,7 +136,7 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         layout=layout,
         pools=resolve_pools(config),
         replicas=config.rollout.replicas,
-        most_replicas=most_replicas(config),
+        most_replicas=most_replicas(config.rollout),
         engine_gpus=config.rollout.tensor_parallel,
         parameters=total,
         active_parameters=active,
@@ -152,7 +156,7 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
 def _teacher_plans(config: Config, longest: int, cuda: bool) -> tuple[TeacherPlan, ...]:
     """Return the plans of the teachers with engines. The terms of a sync are left out: they are never given weights."""
     found = []
-    for each in engine_teachers(config):
+    for each in engine_teachers(config.teachers):
         memory = None
         with suppress(ValueError):
             limit = _limit(config.rollout.device_memory_gib, cuda)
@@ -163,9 +167,9 @@ def _teacher_plans(config: Config, longest: int, cuda: bool) -> tuple[TeacherPla
     return tuple(found)
 
 
-def _teacher_problems(config: Config, teachers: Sequence[TeacherPlan]) -> Iterator[str]:
+def _teacher_problems(sections: Sequence[TeacherConfig], teachers: Sequence[TeacherPlan]) -> Iterator[str]:
     """Yield the teachers whose engines do not fit into their GPUs."""
-    known = {each.name: (f"teachers.{index}", each) for index, each in enumerate(config.teachers)}
+    known = {each.name: (f"teachers.{index}", each) for index, each in enumerate(sections)}
     for each in teachers:
         if each.memory is None or each.memory.limit is None:
             continue
@@ -195,7 +199,7 @@ def _limit(gib: float | None, cuda: bool) -> int | None:
     return gpus[0].memory if gpus else None
 
 
-def _memory_problems(config: Config, trainer: Memory, engine: EngineMemory, longest: int) -> list[str]:
+def _memory_problems(rollout: RolloutConfig, trainer: Memory, engine: EngineMemory, longest: int) -> list[str]:
     """Return a problem for each pool that does not fit into its GPUs."""
     problems = []
     if trainer.limit is not None and trainer.peak > trainer.limit:
@@ -204,7 +208,7 @@ def _memory_problems(config: Config, trainer: Memory, engine: EngineMemory, long
     if memory.limit is not None:
         fixed = [term for term in memory.terms if term.name != "KV cache" and term.when != "sync"]
         needed = sum(term.bytes for term in fixed)
-        allowed = int(memory.limit * config.rollout.gpu_memory_utilization)
+        allowed = int(memory.limit * rollout.gpu_memory_utilization)
         if needed > allowed:
             largest = max(fixed, key=lambda term: term.bytes)
             problems.append(
@@ -340,7 +344,7 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     yield "step", f"{_count(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
     yield "update", f"up to {plan.samples_per_update} samples"
     yield "micro-batch", _micro_batch(plan)
-    yield "recompute", _recompute(plan.config)
+    yield "recompute", _recompute(plan.config.trainer, plan.config.megatron)
     yield "group deadline", _deadline(plan.config)
     yield "sequence", f"up to {plan.max_sequence_tokens} tokens, {plan.max_response_tokens} of them response"
     if plan.engine.kv_tokens is not None:
@@ -366,10 +370,10 @@ def _deadline(config: Config) -> str:
     return f"{seconds:g} s after its start{default}; responses that are unfinished then {end}"
 
 
-def _recompute(config: Config) -> str:
-    if passes_recompute(config.megatron):
+def _recompute(trainer: TrainerConfig, megatron: MegatronConfig) -> str:
+    if passes_recompute(megatron):
         return "as set in megatron.transformer"
-    chosen = config.trainer.recompute
+    chosen = trainer.recompute
     return f"the first {_count(chosen, 'layer')} of each stage" if isinstance(chosen, int) else chosen
 
 

@@ -208,7 +208,6 @@ class RolloutConfig(Section):
     )
     max_num_seqs: int = Field(256, ge=1, description="Concurrent sequences per engine.")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of each GPU's memory that vLLM uses.")
-    enforce_eager: bool | None = Field(None, description="Run vLLM without CUDA graphs; default: true without a GPU.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
     load_weights: bool = Field(
         False,

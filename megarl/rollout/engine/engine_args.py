@@ -79,7 +79,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "distributed_executor_backend": "mp" if rollout.tensor_parallel > 1 else single,
         "dtype": engine_dtype(config),
         "logprobs_mode": "processed_logprobs",
-        "enforce_eager": not cuda if rollout.enforce_eager is None else rollout.enforce_eager,
+        "enforce_eager": not cuda,
         "max_model_len": rollout.max_model_len or max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,

@@ -102,7 +102,7 @@ def checked_plan(
     is for GPUs if the config says what memory they have, else for this machine's own device. `tell`: as in
     `check_start`.
     """
-    elsewhere = planned_elsewhere(config)
+    elsewhere = planned_elsewhere(config.model)
     if elsewhere and device is None and config.trainer.device_memory_gib is not None:
         device = "cuda"
     plan = make_plan(config, device=device, files=files and not elsewhere)

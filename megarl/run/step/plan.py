@@ -143,7 +143,7 @@ def plan_step(
     stale = list(itertools.compress(groups, [not each for each in in_time]))
     fresh, limits = list(itertools.compress(groups, in_time)), response_limits(config)
     own_limits = [limits[group[0].dataset] for group in fresh] if limits else None
-    shaped = shape_batch(fresh, shaping_of(config), advantage_of(config), own_limits)
+    shaped = shape_batch(fresh, shaping_of(config), advantage_of(config.algorithm), own_limits)
     by_key = {tag.key: tag for tag in tags}
     _check_all_trained(reused, {by_key[group[0].key].group_id for group in shaped.groups}, stale)
     mini_batches = []

@@ -109,7 +109,7 @@ def set_advantages(
             ]
             for group in groups
         ]
-        groups = [by_sample(group) for group in with_advantages(lowered, advantage_of(config))]
+        groups = [by_sample(group) for group in with_advantages(lowered, advantage_of(config.algorithm))]
     rewards = [[rows[0].reward for rows in group] for group in groups]
     advantages = [[rows[0].advantage for rows in group] for group in groups]
     for row in (row for group in groups for rows_of_sample in group for row in rows_of_sample):

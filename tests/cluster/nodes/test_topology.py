@@ -83,7 +83,8 @@ def test_the_time_for_stopping_follows_from_the_saves_bound() -> None:
 def test_a_save_that_cannot_end_in_time_is_refused() -> None:
     from megarl.config.checks.sections import launch_problems
 
-    (problem,) = launch_problems(config("model", launch={"stop_before_s": 50}, timeouts={"save_s": 60}))
+    made = config("model", launch={"stop_before_s": 50}, timeouts={"save_s": 60})
+    (problem,) = launch_problems(made.launch, made.timeouts)
     assert problem.startswith("launch.stop_before_s: 50 s") and "60" in problem
 
 

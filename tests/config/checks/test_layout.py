@@ -19,8 +19,11 @@ Models = dict[str, Path]
 def problems(model: Path, *, device: str = "cpu", **changes: Any) -> list[str]:
     """The problems that the checks of layouts, models and passed fields yield."""
     settings = config(model, **changes)
-    found = [*layout_problems(settings), *model_problems(settings, load_info(model))]
-    return found + list(megatron_problems(settings, device))
+    found = [
+        *layout_problems(settings.trainer),
+        *model_problems(settings.trainer, settings.megatron, settings.rollout, load_info(model)),
+    ]
+    return found + list(megatron_problems(settings.trainer, settings.megatron, device))
 
 
 SIZES = st.sampled_from((1, 2, 3, 4))
@@ -29,7 +32,10 @@ SIZES = st.sampled_from((1, 2, 3, 4))
 @given(gpus=st.integers(1, 16), tensor=SIZES, pipeline=SIZES, expert=SIZES)
 def test_the_sizes_of_a_layout_must_divide_the_gpus(gpus: int, tensor: int, pipeline: int, expert: int) -> None:
     parallel = {"tensor": tensor, "pipeline": pipeline, "expert": expert, "expert_tensor": tensor}
-    keys = [each.split(":")[0] for each in layout_problems(config("m", trainer={"gpus": gpus, "parallel": parallel}))]
+    keys = [
+        each.split(":")[0]
+        for each in layout_problems(config("m", trainer={"gpus": gpus, "parallel": parallel}).trainer)
+    ]
     expected = ["trainer.gpus"] * bool(gpus % (tensor * pipeline))
     assert keys == expected + ["trainer.parallel.expert"] * bool(gpus % (expert * tensor * pipeline))
 

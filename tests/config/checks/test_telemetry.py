@@ -17,7 +17,7 @@ SERVER = "http://127.0.0.1:5000"
 
 def problems(*, here: bool = True, **telemetry: Any) -> list[str]:
     config = config_from_tree(tree("model", telemetry=telemetry))
-    return list(telemetry_problems(config, here=here))
+    return list(telemetry_problems(config.telemetry, config.launch, here=here))
 
 
 @pytest.fixture(autouse=True)

@@ -38,24 +38,24 @@ def chosen(**algorithm: Any) -> Config:
 )
 def test_a_loss_and_its_options(algorithm: dict[str, Any], name: str, options: Any) -> None:
     settings = chosen(**algorithm)
-    found = loss_of(settings)
+    found = loss_of(settings.algorithm)
     assert (found.name, found.options, type(found.options)) == (name, options, type(options))
-    assert list(algorithm_problems(settings)) == []
+    assert list(algorithm_problems(settings.algorithm)) == []
     again = config_from_tree(parse_yaml(to_yaml(settings)))  # type: ignore[arg-type]
-    assert again == settings and loss_of(again) == found
+    assert again == settings and loss_of(again.algorithm) == found
 
 
 def test_an_advantage_and_its_options() -> None:
-    assert advantage_of(chosen()).options == GRPOOptions(eps=1e-4)
-    assert advantage_of(chosen(advantage_options={"eps": 1e-6})).options == GRPOOptions(eps=1e-6)
-    assert advantage_of(chosen(advantage="rloo")).options is None
+    assert advantage_of(chosen().algorithm).options == GRPOOptions(eps=1e-4)
+    assert advantage_of(chosen(advantage_options={"eps": 1e-6}).algorithm).options == GRPOOptions(eps=1e-6)
+    assert advantage_of(chosen(advantage="rloo").algorithm).options is None
 
 
 def test_ones_own_loss_and_advantage() -> None:
     settings = chosen(loss=TOPR, loss_options={"cap": 0.5}, advantage=MEDIAN)
-    assert list(algorithm_problems(settings)) == []
-    assert loss_of(settings).options.cap == 0.5  # type: ignore[union-attr]
-    assert advantage_of(settings).name == MEDIAN
+    assert list(algorithm_problems(settings.algorithm)) == []
+    assert loss_of(settings.algorithm).options.cap == 0.5  # type: ignore[union-attr]
+    assert advantage_of(settings.algorithm).name == MEDIAN
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_ones_own_loss_and_advantage() -> None:
     ],
 )  # fmt: skip
 def test_each_mistake_has_one_message(algorithm: dict[str, Any], told: str) -> None:
-    (problem,) = algorithm_problems(chosen(**algorithm))
+    (problem,) = algorithm_problems(chosen(**algorithm).algorithm)
     assert problem.startswith(told)
 
 
@@ -94,10 +94,12 @@ def test_mistakes_are_found_before_anything_starts(models: dict[str, Path], data
 
 
 def test_equal_rewards_are_dropped_where_they_have_no_signal() -> None:
-    assert filters_equal_rewards(chosen()) and filters_equal_rewards(chosen(advantage="reinforce_pp_baseline"))
-    assert not filters_equal_rewards(chosen(advantage="reinforce_pp"))
-    assert not filters_equal_rewards(chosen(filter_zero_variance=False))
-    assert filters_equal_rewards(chosen(advantage="reinforce_pp", filter_zero_variance=True))
+    assert filters_equal_rewards(chosen().algorithm) and filters_equal_rewards(
+        chosen(advantage="reinforce_pp_baseline").algorithm
+    )
+    assert not filters_equal_rewards(chosen(advantage="reinforce_pp").algorithm)
+    assert not filters_equal_rewards(chosen(filter_zero_variance=False).algorithm)
+    assert filters_equal_rewards(chosen(advantage="reinforce_pp", filter_zero_variance=True).algorithm)
     assert not shaping_of(chosen(advantage="reinforce_pp")).filter_zero_variance
 
 

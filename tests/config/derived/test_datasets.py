@@ -72,7 +72,10 @@ def test_a_set_has_its_own_keys_and_the_rest_from_the_sections() -> None:
     assert (second.reward.function, second.reward.kwargs) == ("gsm8k", {"strict": False})
     assert (second.data.system_prompt, second.sampling.max_tokens) == ("Be brief.", 32)
     assert own_temperatures(config) == {"set0": 0.9, "set1": 0.6}
-    assert (response_limits(config), longest_training_response(config).tokens) == ({"set0": 48, "set1": 32}, 48)
+    assert (response_limits(config), longest_training_response(config.data, config.sampling).tokens) == (
+        {"set0": 48, "set1": 32},
+        48,
+    )
     assert list(reward_functions(config)) == ["data.sets.0.reward", "data.sets.1.reward"]
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from megarl.common.errors import ConfigError
 from megarl.config.checks.sections import check
+from megarl.config.derived.logprob_passes import TeacherPass, teacher_passes
 from megarl.config.derived.pools import engines_per_node, resolve_pools
-from megarl.config.derived.teachers import engine_config, sets_of, teachers_by_set, vocabulary_difference
+from megarl.config.derived.teachers import engine_config, teachers_by_set, vocabulary_difference
 from megarl.config.memory_plan.plan import make_plan
 from tests.support.checkpoints.converter import convert
 from tests.support.models.tiny import make_tiny_model
@@ -62,7 +63,8 @@ def test_one_teacher_for_all_sets_and_one_for_each(student: Path, teacher: Path,
     assert {name: each.name for name, each in teachers_by_set(made).items()} == {
         "set0": "big", "set1": "self", "set3": "self"
     }  # fmt: skip
-    assert sets_of(made, made.teachers[1]) == {"set1", "set3"}
+    passes = [TeacherPass("big", frozenset({"set0"})), TeacherPass("self", frozenset({"set1", "set3"}))]
+    assert teacher_passes(made) == (passes if where == "trainer" else [])
 
 
 def test_demonstrations_have_no_teacher(student: Path, teacher: Path, tmp_path: Path) -> None:

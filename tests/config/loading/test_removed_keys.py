@@ -58,7 +58,7 @@ def test_a_removed_key_is_none_and_the_changelog_has_it() -> None:
 def test_a_config_that_an_earlier_version_has_stored_is_read_without_what_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     stored = tree("model") | {"monitor": {"ess": {"threshold": 0.3}, "min_tokens": 7}, "ray": {"num_cpus": 3}}
-    stored["door"] = {"enabled": True}
+    stored["door"] = {"enabled": True, "request_timeout_s": 1800.0}
     stored["algorithm"] = {"clip_low": 0.1, "clip_high": None, "loss_options": {"clip_dual": 3.0}}
     stored["admission"] = {"trigger_parameter_sync_step": None, "staleness_threshold": None}
     path.write_text(yaml.safe_dump(stored))

@@ -155,7 +155,7 @@ def test_the_trainer_grows_by_what_the_checks_of_the_layout_accept(
 
     def accepted(gpus: int) -> bool:
         made = config("m", trainer={"gpus": gpus, "parallel": parallel})
-        return not any("multiple" in problem for problem in layout_problems(made))
+        return not any("multiple" in problem for problem in layout_problems(made.trainer))
 
     assert [gpus for gpus in range(1, 65) if accepted(gpus)] == list(
         range(layout.trainer_unit, 65, layout.trainer_unit)

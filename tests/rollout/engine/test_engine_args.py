@@ -83,8 +83,9 @@ def test_engines_never_download_kernels_for_the_fused_all_reduce(
 
 
 def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> None:
-    passed = config(tmp_path, rollout={"engine_kwargs": {"block_size": 32}})
+    passed = config(tmp_path, rollout={"engine_kwargs": {"block_size": 32, "enforce_eager": True}})
     assert engine_args(passed, cuda=False)["block_size"] == 32
+    assert engine_args(passed, cuda=True)["enforce_eager"] is True
     broken = config(tmp_path, rollout={"engine_kwargs": {"logprobs_mode": "raw_logprobs"}})
     with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.logprobs_mode.*temperature"):
         engine_args(broken, cuda=False)
@@ -94,9 +95,11 @@ def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> No
 def test_the_plan_refuses_what_the_replica_refuses(tmp_path: Path, cuda: bool) -> None:
     """These are the arguments that megarl passes itself, without those that only have a better default there."""
     defaults = {"disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
+    defaults |= {"enforce_eager"}
     for name in set(engine_args(config(tmp_path), cuda=cuda, max_model_len=80)) - defaults | {"weight_transfer_config"}:
         broken = config(tmp_path, rollout={"engine_kwargs": {name: None}})
-        assert [problem.split(": ")[0] for problem in engine_problems(broken)] == [f"rollout.engine_kwargs.{name}"]
+        (problem,) = engine_problems(broken.rollout)
+        assert problem.startswith(f"rollout.engine_kwargs.{name}: ")
         with pytest.raises(ValueError, match=rf"rollout\.engine_kwargs\.{name}: reserved"):
             engine_args(broken, cuda=cuda)
 
