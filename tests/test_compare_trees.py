@@ -29,12 +29,12 @@ from tests.support.trainer.configs import tree, with_sections
 
 def test_an_older_checkout_finds_its_own_plugins(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "megarl"\n[project.entry-points."torchrun.handlers"]\nmegarl = "megarl.older:handler"\n'
+        '[project]\nname = "megarl"\n[project.entry-points."torchrun.handlers"]\nmegarl = "older.module:handler"\n'
     )
     declare_entry_points(tmp_path)
     (found,) = Distribution.discover(name="megarl", path=[str(tmp_path)])
     assert [(point.group, point.value) for point in found.entry_points] == [
-        ("torchrun.handlers", "megarl.older:handler")
+        ("torchrun.handlers", "older.module:handler")
     ]
 
 
