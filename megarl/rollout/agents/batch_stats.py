@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from operator import iadd
 
 from megarl.common.values import first_parts
 from megarl.queue.trajectory import SampleTag
-from megarl.rollout.agents.sample_times import SLOWEST, TrajectoryTimes, slowest
+from megarl.rollout.agents.sample_times import SLOWEST, TrajectoryTimes, by_slowness, slowest
 from megarl.rollout.engine.engine_load import EngineLoad
 
 
@@ -86,7 +87,8 @@ class BatchStats:
     def note_times(self, times: TrajectoryTimes) -> None:
         """Keep the times of a sample if it is one of the slowest."""
         if len(self.slowest) < SLOWEST or times.seconds > self.slowest[-1].seconds:
-            self.slowest = slowest([*self.slowest, times])
+            insort(self.slowest, times, key=by_slowness)
+            del self.slowest[SLOWEST:]
 
     def add(self, other: BatchStats) -> None:
         """Add what was measured of the samples of one group."""

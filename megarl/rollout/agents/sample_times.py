@@ -71,6 +71,11 @@ class TrajectoryTimes:
         }  # fmt: skip
 
 
+def by_slowness(times: TrajectoryTimes) -> tuple[float, int, int]:
+    """Return a key by which the slowest sample comes first; of equal ones the first."""
+    return -times.seconds, times.group, times.sample
+
+
 def slowest(times: Iterable[TrajectoryTimes]) -> list[TrajectoryTimes]:
-    """Return the `SLOWEST` ones, the slowest first; of equal ones the first samples."""
-    return heapq.nsmallest(SLOWEST, times, key=lambda each: (-each.seconds, each.group, each.sample))
+    """Return the `SLOWEST` ones, the slowest first."""
+    return heapq.nsmallest(SLOWEST, times, key=by_slowness)
