@@ -132,7 +132,7 @@ nightly-models: setup-test  ## Every family through every layout, loader, export
 
 nightly-trainer: setup-test  ## Every layout of the trainer, its steps and memory, and save and resume between layouts.
 	$(PY) -m pytest -m slow tests/trainer tests/run tests/platforms tests/config tests/checkpoint/save \
-	  tests/common tests/data tests/quickstart $(PARALLEL)
+	  tests/common tests/data tests/examples $(PARALLEL)
 
 nightly-properties: setup-test  ## Property tests of every part with 200 examples each instead of 30.
 	$(PY) -m pytest -m "hypothesis and not slow" --hypothesis-profile full --ignore tests/system --ignore tests/jobs $(PARALLEL)

@@ -262,8 +262,6 @@ def main() -> int:
     parser = ranks_parser(__doc__)
     parser.add_argument("--dir", type=Path, help="directory to write to (default: the system's temporary directory)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--step-tokens", type=int, default=4096, help="tokens of one update")
     args = parser.parse_args()
     if args.rank_of is not None:
@@ -273,12 +271,13 @@ def main() -> int:
         torch.distributed.destroy_process_group()
         return 0
     if args.quick:
-        args.rounds, args.hidden, args.layers, args.step_tokens = 1, 64, 2, 256
+        args.rounds, args.step_tokens = 1, 256
+    hidden, layers = (64, 2) if args.quick else (512, 8)
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="checkpoint-", ignore_cleanup_errors=True) as name:
         make_model(
-            Path(name, "model"), vocab_size=4096, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
-            num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32,
-            num_key_value_heads=args.hidden // 64, head_dim=32, max_position_embeddings=2048,
+            Path(name, "model"), vocab_size=4096, hidden_size=hidden, intermediate_size=3 * hidden,
+            num_hidden_layers=layers, num_attention_heads=hidden // 32,
+            num_key_value_heads=hidden // 64, head_dim=32, max_position_embeddings=2048,
         )  # fmt: skip
         options = {"rounds": args.rounds, "step-tokens": args.step_tokens}
         measured = run_ranks("checkpoint", Path(name), options, TIMEOUT_S)

@@ -33,6 +33,7 @@ import psutil
 import torch
 
 from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
+from benchmarks.lib.whole_run import environment
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.export import ExportedTensor, plan_files
 from megarl.models.hf.read_config import info_from_config
@@ -132,31 +133,25 @@ def generate(directory: Path, config: dict[str, Any]) -> ModelInfo:
     return info
 
 
-def drop_caches(paths: Sequence[Path]) -> str:
-    """Sync and drop the page cache; return the method that was used."""
+def drop_caches(paths: Sequence[Path]) -> None:
+    """Sync and drop the page cache; who is not root drops that of the files below `paths`."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
-        return "drop_caches"
     except OSError:
         for path in (p for root in paths for p in root.rglob("*") if p.is_file()):
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-        return "posix_fadvise"
 
 
 def timed(command: Sequence[str], out: Path) -> float:
     """Return the seconds of a command that makes `out`, which is deleted afterwards."""
     began = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment(), timeout=COMMAND_TIMEOUT_S)
     seconds = time.perf_counter() - began
     shutil.rmtree(out)
     return seconds
-
-
-def _environment() -> dict[str, str]:
-    return dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
 
 
 def copy_command(source: Path, out: Path) -> list[str]:
@@ -171,11 +166,10 @@ def measure_speed(kind: str, models: Sequence[BenchModel], rounds: int) -> list[
     """Copy and convert every model in each round with cold caches, then each once with warm ones; return the rows."""
     copied: dict[str, list[float]] = {model.name: [] for model in models}
     converted: dict[str, list[float]] = {model.name: [] for model in models}
-    how = ""
     for _ in range(rounds):
         for model in models:
             source, copy = model.source(kind), model.work / "copy"
-            how = drop_caches([source])
+            drop_caches([source])
             copied[model.name].append(timed(copy_command(source, copy), copy))
             drop_caches([source])
             converted[model.name].append(timed(model.command(kind), model.target(kind)))
@@ -190,7 +184,6 @@ def measure_speed(kind: str, models: Sequence[BenchModel], rounds: int) -> list[
             "seconds": converted[model.name],
             "cp_seconds": copied[model.name],
             "warm_ratio": warm / warm_copy,
-            "caches": how,
             "load": os.getloadavg()[0],
         }
     return speed_rows(kind, found)
@@ -210,7 +203,7 @@ def speed_rows(kind: str, measured: dict[str, dict[str, Any]]) -> list[Ratio]:
 
 def private_memory(command: list[str]) -> int:
     """Return the peak bytes of anonymous and shared pages of the process tree of a command."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment())
     peak = 0
     over = threading.Event()
 
@@ -263,7 +256,7 @@ def measure(kind: str, models: Sequence[BenchModel], rounds: int) -> list[Ratio]
     for model in models:
         rows.append(memory_row(kind, model, private_memory(model.command(kind))))
         verify = convert_command("verify", model.source(kind), model.target(kind))
-        subprocess.run(verify, check=True, stdout=subprocess.DEVNULL, env=_environment(), timeout=COMMAND_TIMEOUT_S)
+        subprocess.run(verify, check=True, stdout=subprocess.DEVNULL, env=environment(), timeout=COMMAND_TIMEOUT_S)
         shutil.rmtree(model.source(kind))
     return rows
 

@@ -13,7 +13,7 @@ shows before its end where it is):
   CPU; updates lower the loss
 - speed: bf16 updates at Qwen3-8B's layer sizes against a matrix product, the memory plan, and new lengths
 - head: the chunked log-probs at Qwen3's vocabulary against torch.compile
-- state: save and resume, pinned copies, the reference model's offload
+- state: save and resume, the reference model's offload
 - two_ranks: TP 2 on one device, over gloo
 
 `--device cpu`, or `--quick`, runs the same code with tiny shapes on the CPU platform, in five minutes, without the

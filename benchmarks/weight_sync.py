@@ -3,14 +3,14 @@
     python -m benchmarks.weight_sync [--json FILE] [--runs N] [--bucket-mb M]
 
 The reference is the sum of three parts: plain sends and receives of what the ranks hold of each tensor, a broadcast of
-the same bytes at its best bucket size, and vLLM's load of the same tensors from its own memory. The exporter's own
-stream, by which a model is saved, is timed apart ("export"). The sync is timed with and without digests,
-whose cost is the difference. All measurements alternate in one run with one thread per process, and medians are
-compared. Memory is the peak of each process's private bytes (smaps_rollup) over several syncs, minus those before it
-joined the weight-sync group. The engine's is measured twice: with vLLM's layer-wise reload, which its CPU kernels need,
-and loaded in place after these kernels were replaced by torch's, minus the bytes before these syncs. Both may take
-three buckets and twice the largest module that vLLM fuses from several tensors; the embedding, which is larger here,
-is none. (A reload on a CPU also makes a packed copy of each module, and so can need more: its row shows it.)
+the same bytes at its best bucket size, and vLLM's load of the same tensors from its own memory. The sync is timed with
+and without digests, whose cost is the difference. All measurements alternate in one run with one thread per process,
+and medians are compared. Memory is the peak of each process's private bytes (smaps_rollup) over several syncs, minus
+those before it joined the weight-sync group. The engine's is measured twice: with vLLM's layer-wise reload, which its
+CPU kernels need, and loaded in place after these kernels were replaced by torch's, minus the bytes before these syncs.
+Both may take three buckets and twice the largest module that vLLM fuses from several tensors; the embedding, which is
+larger here, is none. (A reload on a CPU also makes a packed copy of each module, and so can need more: its row shows
+it.)
 It takes about three minutes.
 """
 
@@ -201,7 +201,7 @@ def bare_gather(exporter: HFExporter) -> float:
 def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     """Run one of the two trainer ranks; rank 0 also runs the front end of the engine."""
     join_ranks()
-    from megarl.checkpoint.format.load_weights import load_hf_weights
+    from megarl.checkpoint.format.load_weights import load_weights
     from megarl.models.hf.export import HFExporter
     from megarl.models.hf.read_config import load_info
     from megarl.models.megatron.build_model import build_model, transformer_config
@@ -213,7 +213,7 @@ def rank_main(directory: Path, runs: int, bucket_mb: float) -> None:
     info = load_info(directory / "model")
     config = transformer_config(info, layout, "fp32", {}, initialize=False)
     chunks = build_model(info, config, layout)
-    load_hf_weights(chunks, info, str(directory / "model"))
+    load_weights(chunks, info, str(directory / "model"))
     Bench(directory, HFExporter(chunks, info, torch.float32), bucket_mb).run(runs)
     torch.distributed.barrier()
 
@@ -255,7 +255,6 @@ class Bench:
             version = self._publish(1, version, "sync without digest")
             self._switch_digest(True)
             self._time("gather", partial(bare_gather, self.exporter))
-            self._time("export", self._export)
             for size in BROADCAST_MB:
                 self._time(f"broadcast {size} MiB", partial(self._broadcast, size * 2**20))
             self._time("load", lambda: self._worker("bench_load", str(self.directory / "model" / "model.safetensors")))
@@ -289,12 +288,6 @@ class Bench:
     def _switch_digest(self, on: bool) -> None:
         switch_digest("megarl.weights.plan.bucket_packer", on)
         self._worker("bench_digest", on)
-
-    def _export(self) -> float:
-        start = time.perf_counter()
-        for _ in self.exporter.stream():
-            pass
-        return time.perf_counter() - start
 
     def _broadcast(self, bucket_bytes: int) -> float:
         if self.rank != 0:

@@ -85,7 +85,6 @@ BOUNDED_ELSEWHERE = {
     "environments/env_server.py:EnvironmentServer.close": "the process, which was killed",
     "environments/env_server.py:EnvironmentServer._connected": "whoever holds the lock, START_S",
     "environments/env_server.py:EnvironmentServer._tell_end": "nobody but `close`, which kills the process",
-    "queue/transfer.py:QueueWriter.put_group": "the put that has the group, timeouts.rpc_s",
     "sandbox/runner.py:Sandbox.run": "the program, its time limit",
     "tools/process_tool.py:ProcessTool.close": "`ProcessTool._end`, CLOSE_S and JOIN_S",
     "tools/process_worker.py:_awaited": "the process that has called, which kills this one at the tool's time limit",

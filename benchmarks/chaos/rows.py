@@ -33,11 +33,6 @@ class SoakOutcome:
         records = [*self.records, *(self.rolled_back if rolled_back else [])]
         return sum(record.get(metric) or 0.0 for record in records)
 
-    @property
-    def ends(self) -> list[Happened]:
-        """The faults that may have ended the ranks or the job."""
-        return [each for each in self.happened if each.fault.kind.ends]
-
     def accuracy(self, mode: str) -> float:
         """Return the final accuracy in points; nan if the run has none."""
         return 100.0 * float((self.summary.get("eval_after") or {}).get(mode, float("nan")))
@@ -140,7 +135,7 @@ def reward_row(outcome: SoakOutcome) -> Ratio:
     late, counted = outcome.late_rewards, outcome.total("reward/errors")
     kinds = [each.fault.kind for each in outcome.happened]
     hit = sum(kind.target == "reward" and not kind.order for kind in kinds)
-    discarded = bool(outcome.ends) or any(kind.target == "agent-worker" and not kind.order for kind in kinds)
+    discarded = any(kind.ends or (kind.target == "agent-worker" and not kind.order) for kind in kinds)
     too_few = 0.0 if discarded else late - counted
     difference = max(counted - late, too_few, float(hit)) - hit if late else float("nan")
     details = {"late": late, "counted by the run (reward/errors)": counted, "reward workers killed or stopped": hit}

@@ -26,6 +26,7 @@ from megarl.checkpoint.save.history import ROLLED_BACK
 from megarl.common.rundir.rotating_lines import read_lines
 
 AGENT_WORKERS = 2
+GROUPS = 24  # of a step
 LEAST_SKIPPED = 2  # steps, at every start of the run
 LEAVE_S = 60.0  # for the processes of a job that has ended, before it is started again
 
@@ -65,7 +66,7 @@ def run_config(
     changes: ConfigTree = {
         "run": {"name": "soak", "dir": str(run_dir), "seed": options.seed, "steps": options.steps, "export": False},
         "model": {"path": str(options.assets / "model")},
-        "batch": {"groups": options.groups},
+        "batch": {"groups": GROUPS},
         "data": {"path": str(options.assets / "train.jsonl")},
         "reward": {
             "function": "benchmarks.chaos.orders:late_math",
@@ -105,14 +106,13 @@ def run_once(
     until: float,
     faults: Sequence[Fault],
     late_share: float,
-    kinds: Collection[Kind] | None = None,
+    kinds: Collection[Kind],
     tempo: Tempo = SOAK_TEMPO,
 ) -> SoakOutcome:
     """Make one run with its faults and count it. A failure, or `until` passing, is part of the outcome.
 
-    `kinds`: those of the faults of all runs that are compared, see `run_config`; None: those of its own.
+    `kinds`: those of the faults of all runs that are compared, see `run_config`.
     """
-    kinds = [fault.kind for fault in faults] if kinds is None else kinds
     outcome = SoakOutcome(name)
     run_dir = directory / name
     begun = time.monotonic()
@@ -127,7 +127,7 @@ def run_once(
     say(f"{options.steps} steps, {len(faults)} faults, {late_share:.1%} of the answers late; log: {run_dir}.log")
     injector = Injector(run_dir, faults, replicas=options.replicas, say=say)
     restarts = sum(fault.kind.restarts for fault in faults)
-    starts = sum(fault.kind.starts for fault in faults)
+    starts, stale = sum(fault.kind.starts for fault in faults), any(fault.kind.target == "files" for fault in faults)
     try:
         outcome.records = run_job(
             run_config(options, run_dir, late_share, kinds, tempo),
@@ -135,7 +135,7 @@ def run_once(
             starts=starts,
             until=until,
             say=say,
-            variables=variables_for(run_dir, faults),
+            variables=preloading(run_dir, orders_of(run_dir)) if stale else {},
         )
     except SystemExit as error:
         outcome.failure = str(error)
@@ -144,7 +144,8 @@ def run_once(
         problem = injector.stop()
     outcome.happened, outcome.late_rewards = injector.happened, len(taken(orders_of(run_dir), LATE))
     outcome.left = processes_left(run_dir, LEAVE_S)
-    outcome.rolled_back = read_rolled_back(run_dir)
+    discarded = map(json.loads, read_lines(run_dir / ROLLED_BACK))
+    outcome.rolled_back = [each for each in discarded if each["file"] == "metrics.jsonl" and "time/step" in each]
     note_effects(outcome)
     if not outcome.failure:
         outcome.summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
@@ -152,18 +153,6 @@ def run_once(
     outcome.failure = "; ".join(filter(None, (outcome.failure, problem)))
     say(f"ended after {len(outcome.records)} steps")
     return outcome
-
-
-def variables_for(run_dir: Path, faults: Sequence[Fault]) -> dict[str, str]:
-    """Return the environment that the faults need in the processes of a run."""
-    stale = any(fault.kind.target == "files" for fault in faults)
-    return preloading(run_dir, orders_of(run_dir)) if stale else {}
-
-
-def read_rolled_back(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of steps that a resume has discarded."""
-    records = map(json.loads, read_lines(run_dir / ROLLED_BACK))
-    return [record for record in records if record["file"] == "metrics.jsonl" and "time/step" in record]
 
 
 def note_effects(outcome: SoakOutcome) -> None:

@@ -36,6 +36,7 @@ from benchmarks.lib.report import ROOT, finish, new_parser
 from benchmarks.lib.whole_run import make_assets
 
 FIRST_STEP = 3  # before the first fault: engines are warm, the queue is full
+LATE_SHARE = 0.005  # of the different answers, whose reward times out
 QUIET_END = 10  # steps after the last fault, in which a replica can still be replaced
 ONE_ENGINE_SHARE = 0.25  # of the soaks whose faults are drawn, that have one engine
 LAST_ONE = "this soak has one engine, which has to serve on"
@@ -55,7 +56,8 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
     if options.replicas is None:
         alone = random.Random(f"soak-engines-{options.fault_seed}").random() < ONE_ENGINE_SHARE
         options.replicas = 1 if named is None and alone else REPLICAS
-    impossible = why_impossible(options.replicas)
+    impossible = {"stale-files": why_no_handles(), "crawl-engine": LAST_ONE if options.replicas == 1 else ""}
+    impossible = {name: why for name, why in impossible.items() if why}
     wanted = draw(options.fault_seed, options.count, list(impossible)) if named is None else named
     last = max(FIRST_STEP + 1, options.steps - QUIET_END)
     try:
@@ -70,12 +72,6 @@ def plan_faults(options: argparse.Namespace) -> list[Fault]:
     return faults
 
 
-def why_impossible(replicas: int) -> dict[str, str]:
-    """Return the faults that cannot happen here, with the reasons."""
-    handles = why_no_handles()
-    return ({"stale-files": handles} if handles else {}) | ({"crawl-engine": LAST_ONE} if replicas == 1 else {})
-
-
 def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="the most that both runs may take together")
@@ -85,10 +81,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=8, help="faults that are drawn")
     parser.add_argument("--replicas", type=int, choices=(1, 2), help="of one engine each; default: 2, or drawn")
     parser.add_argument("--steps", type=int, default=280, help="steps of each run")
-    parser.add_argument("--groups", type=int, default=24, help="prompt groups of a step")
-    parser.add_argument(
-        "--late", type=float, default=0.005, help="share of the different answers whose reward times out"
-    )
     parser.add_argument("--assets", type=Path, default=ROOT / "runs" / "quickstart" / "assets", help="made if missing")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory, which must be new or empty")
     options = parser.parse_args()
@@ -106,7 +98,7 @@ def main() -> int:
         until = begun + 60.0 * options.minutes
         kinds = [fault.kind for fault in faults]
         calm = run_once("undisturbed", options, directory, until, [], 0.0, kinds)
-        disturbed = run_once("disturbed", options, directory, until, faults, options.late, kinds)
+        disturbed = run_once("disturbed", options, directory, until, faults, LATE_SHARE, kinds)
         minutes = (time.monotonic() - begun) / 60.0
     rows = rows_of(calm, disturbed, faults, minutes, options.minutes)
     code = finish(rows, options)

@@ -69,7 +69,8 @@ def check_run(run_dir: Path, *, stopped: bool = False) -> AccountingReport:
         if not is_finite(rows) and step not in skipped:
             report.problems["finite"].append(f"step {step} has log-probs that are not finite, and was not skipped")
         failed = sorted(group.number for group in steps[step] if group.end == "failed")
-        report.expect("counts", f"step {step}: groups failed by their rows", failed, rollout.failed_of(step))
+        told = sorted(rollout.taken.get(step, {}).get("failed", []))
+        report.expect("counts", f"step {step}: groups failed by their rows", failed, told)
         if step in skipped:
             steps[step] = skip(steps[step])
             _check_skipped(step, records.get(step + 1, {}), report)
@@ -111,7 +112,8 @@ def _check_step(
     ends = Counter(group.end for group in groups)
     ends["filtered"] += len(taken["replaced"])
     report.ends += ends
-    for name, told in (("controller", rollout.commits.get(step, {})), ("metrics", _group_metrics(record))):
+    metrics = {end: record.get(f"groups/{end}") for end in ENDS}
+    for name, told in (("controller", rollout.commits.get(step, {})), ("metrics", metrics)):
         for end in ENDS:
             report.expect("counts", f"step {step}, {end}: {name} say", told.get(end), ends[end])
     if (admitted := record.get("groups/admitted")) != len(ids) + len(taken["replaced"]):
@@ -128,10 +130,6 @@ def _check_skipped(step: int, record: Mapping[str, Any], report: AccountingRepor
     for name in ("groups/trained", "policy/grad_norm"):
         if record.get(name):
             report.problems["finite"].append(f"step {step} was skipped, and {name} is {record[name]}")
-
-
-def _group_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {end: record.get(f"groups/{end}") for end in ENDS}
 
 
 def _check_age(

@@ -96,14 +96,6 @@ class LiveReplica:
         self.weights.receive()
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
-    async def _abandon_weight_update(self, info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        assert self.weights.in_session
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await self._engine.finish_weight_update(None)
-        self.weights.abandoned()
-
     async def _finish_weight_update(self, version: str) -> None:
         await self._engine.finish_weight_update(version)
         self.weights.finished()

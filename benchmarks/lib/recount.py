@@ -304,10 +304,6 @@ class RolloutSide:
         """Return the ids of all groups that a step has taken, replaced ones included."""
         return sorted(group for groups in self.taken.get(step, {}).values() for group in groups)
 
-    def failed_of(self, step: int) -> list[int]:
-        """Return the ids of the groups that a step has taken as failed."""
-        return sorted(self.taken.get(step, {}).get("failed", []))
-
     @property
     def settled(self) -> list[int]:
         """The ids of the groups of all committed steps, with repetitions if there are any."""

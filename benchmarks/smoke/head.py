@@ -63,11 +63,6 @@ def run(where: Where) -> tuple[list[Ratio], list[str]]:
         row(f"{name}: largest difference / allowed", float((a.float() - b.float()).abs().max()), allowed, 1.0, "")
         for name, a, b in zip(names, ours, theirs, strict=True)
     ]
-    for name, a, b in zip(names, both_ways(eager), theirs, strict=True):
-        difference = float((a.float() - b.float()).abs().max())
-        rows_of_table.append(
-            row(f"{name}, head not compiled: largest difference / allowed", difference, allowed, 1.0, "")
-        )
     seconds = median_s(where, lambda: both_ways(chunked))
     reference = median_s(where, lambda: both_ways(compiled))
     details = {

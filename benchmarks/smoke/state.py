@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +32,6 @@ def run(where: Where) -> tuple[list[Ratio], list[str]]:
         with models.built_policy(config) as policy:
             rows, left_out = _save_rows(where, config, policy)
             rows += _offload_rows(where, policy)
-    if where.device.type == "cuda":
-        rows.append(_pinned_row(where))
-    else:
-        left_out.append("pinned against pageable copies: a CPU has no copies to a host")
     return rows, left_out
 
 
@@ -124,11 +119,3 @@ def _offload_rows(where: Where, policy: Policy) -> list[Ratio]:
         row("offloaded tensors in the wrong place or changed", float(wrong), 1.0, 0.0, ""),
         row("reference to the device and back / plain copies", seconds, plain, 100.0 if where.tiny else 1.5, "s"),
     ]
-
-
-def _pinned_row(where: Where) -> Ratio:
-    nbytes = 2**20 if where.tiny else 2**30
-    source = torch.empty(nbytes, dtype=torch.uint8, device=where.device)
-    pinned, pageable = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.empty(nbytes, dtype=torch.uint8)
-    fast, slow = (median_s(where, partial(home.copy_, source)) for home in (pinned, pageable))
-    return row("copy to pinned / to pageable host memory", fast, slow, 0.7, "s", {"gb_per_s": nbytes / fast / 1e9})

@@ -7,8 +7,7 @@ computes with two threads, in one process. It runs with three micro-batches, and
 of megarl take their turn. The first steps of each run, `skip`, are not measured, nor are the last ones of `async`, for
 which rollout is ahead: as many samples are generated in what is measured as are trained. Tasks:
 
-- additions: the quickstart's task, 0.4 M parameters, about 20 tokens. The reference of the second row is a bare vLLM
-  engine that samples the same responses on one core, while a run has to do everything else on the other one;
+- additions: the quickstart's task, 0.4 M parameters, about 20 tokens;
 - long: 27 M parameters, groups of 8, up to 256 tokens, about 100 on average, so that computing dominates. The answers'
   lengths come from lib/length_model.py, and the reward is the share of one letter. The learning rate is so low that
   the lengths stay what they are: at 1e-4 the policy wrote 256 tokens each time after twelve steps.
@@ -21,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,11 +28,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.lib.length_model import LengthClass, write_model, write_prompts
 from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
-from benchmarks.lib.whole_run import Cores, environment, fresh, measure
+from benchmarks.lib.whole_run import environment, fresh, measure, run_command
 
 MINUTES = 12.0
 TRL_VERSION = "1.16"
@@ -109,11 +105,6 @@ class RaceResult:
         return " ".join(f"{reward:.2f}" for reward in self.rewards[::every])
 
 
-def best_micro_batch(results: dict[int, RaceResult]) -> int:
-    """Return the micro-batch of the run with most samples per second."""
-    return max(results, key=lambda size: results[size].samples_per_s)
-
-
 class Race:
     """One task: its files, and the runs on them."""
 
@@ -140,7 +131,7 @@ class Race:
         }  # fmt: skip
         place = fresh(self.directory, f"trl-{micro_batch}")
         place.with_suffix(".json").write_text(json.dumps(spec))
-        found = child("grpo", [str(place.with_suffix(".json"))], place, TRL_ENVIRONMENT)
+        found = run_trl(place.with_suffix(".json"), place)
         ends = found["ends"][task.trl_skip :]
         seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
         length = statistics.fmean(found["lengths"][task.trl_skip :])
@@ -182,17 +173,6 @@ class Race:
         length = window.tokens_per_s / window.samples_per_s
         return self._said(f"megarl {mode}", RaceResult(window.samples_per_s, window.step_s, rewards, length))
 
-    def bare_engine(self) -> float:
-        """Return the responses per second of an engine that has one of the cores for itself."""
-        place = fresh(self.directory, "engine")
-        path = place.with_suffix(".yaml")
-        path.write_text(yaml.safe_dump(self.config("async")))
-        responses = self.task.samples * max(2, (self.task.skip + self.task.steps) // 2)
-        cores = Cores.one_each().engine
-        found = child("engine", [str(path), str(responses)], place, {}, cores)
-        print(f"{self.task.name}: bare engine: {found['responses_per_s']:.1f} samples/s")
-        return float(found["responses_per_s"])
-
     def rows(self) -> list[Ratio]:
         """Run everything, in turn, and return the rows."""
         small, middle, large = sorted(self.task.micro_batches)
@@ -201,8 +181,7 @@ class Race:
         trl[large] = self.trl(large)
         ahead = self.megarl("async")
         trl[small] = self.trl(small)
-        bare = self.bare_engine() if self.task.name == "additions" else None
-        return rows_of(self.task.name, trl, sync, ahead, bare)
+        return rows_of(self.task.name, trl, sync, ahead)
 
     def _said(self, name: str, result: RaceResult) -> RaceResult:
         print(
@@ -212,12 +191,9 @@ class Race:
         return result
 
 
-def rows_of(
-    task: str, trl: dict[int, RaceResult], sync: RaceResult, ahead: RaceResult, bare: float | None
-) -> list[Ratio]:
-    """Return the rows of a task. `trl`: TRL's runs by micro-batch; `bare`: responses per second of an engine alone."""
-    size = best_micro_batch(trl)
-    best = trl[size]
+def rows_of(task: str, trl: dict[int, RaceResult], sync: RaceResult, ahead: RaceResult) -> list[Ratio]:
+    """Return the rows of a task. `trl`: TRL's runs by micro-batch."""
+    best = max(trl.values(), key=lambda run: run.samples_per_s)
     curves = {f"reward of {name}": run.curve() for name, run in (("TRL", best), ("sync", sync), ("async", ahead))}
     tried = ", ".join(f"{number}: {run.samples_per_s:.1f}" for number, run in sorted(trl.items()))
     rates = {
@@ -227,12 +203,9 @@ def rows_of(
     tokens = {"tokens per response": ", ".join(f"{name} {length:.0f}" for name, length in lengths.items())}
     details = rates | {"TRL by micro-batch": tried, "TRL's step": f"{best.step_s:.1f} s"} | tokens | curves
     per_trl = ahead.samples_per_s / best.samples_per_s
-    if bare is not None:
+    if task == "additions":
         return [
             Ratio(f"{task}: async / TRL", per_trl, 0.8, True, details),
-            Ratio(
-                f"{task}: async / bare engine", ahead.samples_per_s / bare, 0.9, True, {"bare engine": round(bare, 1)}
-            ),
             Ratio(f"{task}: sync / TRL", sync.samples_per_s / best.samples_per_s),
         ]
     return [
@@ -245,34 +218,15 @@ def rows_of(
     ]
 
 
-def child(
-    script: str, arguments: list[str], place: Path, variables: dict[str, str], cores: frozenset[int] | None = None
-) -> dict[str, Any]:
-    """Run a module of this folder, whose last argument is its result file; return the result.
-
-    `variables`: added to the environment.
+def run_trl(spec: Path, place: Path) -> dict[str, Any]:
+    """Run TRL in a process of its own; return what it has measured.
 
     Raises SystemExit with the end of its output if it fails.
     """
     result, log = place.with_suffix(".result.json"), place.with_suffix(".log")
-    command = [sys.executable, "-m", f"benchmarks.trl_race.{script}", *arguments, str(result)]
-    if cores is not None:
-        command = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores))), *command]
-    with log.open("wb") as output:
-        try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment() | variables,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=RUN_LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"{script} did not end within {RUN_LIMIT_S:.0f} s; see {log}") from None
-    if done.returncode:
-        raise SystemExit(f"{script} failed:\n{log.read_text(errors='replace')[-3000:]}")
+    command = [sys.executable, "-m", "benchmarks.trl_race.grpo", str(spec), str(result)]
+    if run_command(command, log, RUN_LIMIT_S, environment() | TRL_ENVIRONMENT):
+        raise SystemExit(f"TRL failed:\n{log.read_text(errors='replace')[-3000:]}")
     content: dict[str, Any] = json.loads(result.read_text())
     return content
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -145,7 +146,11 @@ def _lookup(row: dict[str, Any], field: str) -> object:
 def _required(row: dict[str, Any], field: str) -> object:
     value = _lookup(row, field)
     if value is None:
-        raise RowError(f"field {field!r} is missing", _fields(row))
+        if field in row:
+            raise RowError(f"field {field!r} is null")
+        close = difflib.get_close_matches(field, row, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise RowError(f"field {field!r} is missing", f"{_fields(row)}{hint}")
     return value
 
 

@@ -16,21 +16,6 @@ from megarl.cli.top import command as top
 from megarl.common.errors import ConfigError
 from megarl.config.loading.arguments import add_config_arguments, add_mistakes_argument, mistake_printer
 
-# `megarl convert`: the commands of tools/checkpoint/convert.py.
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `convert` to the list of the `megarl` command, which calls `run` for it."""
-    commands.add_parser("convert", help="convert, compare and inspect Hugging Face and Megatron-Core checkpoints")
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run a command of the converter and return its exit status."""
-    from megarl.checkpoint.convert.cli import main
-
-    return main(arguments, program="megarl convert", of_torchrun="-m megarl convert")
-
-
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -38,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status: 2 for a mistake of the user, reported in one message."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["convert"]:  # it parses what follows itself, --help included
-        return run(given[1:])
+        from megarl.checkpoint.convert.cli import main as convert
+
+        return convert(given[1:], program="megarl convert", of_torchrun="-m megarl convert")
     if not given:
         build_parser().print_help(sys.stderr)
         return 2
@@ -86,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     standalone.add_parser(commands)
     serve.add_parser(commands)
     replay.add_parser(commands)
-    add_parser(commands)
+    commands.add_parser("convert", help="convert, compare and inspect Hugging Face and Megatron-Core checkpoints")
     pool.add_parser(commands)
     trace.add_parser(commands)
     run_report.add_parser(commands)
@@ -159,7 +146,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from megarl.cli.doctor.report import render
 
     if options.nodes:
-        return _doctor_of_nodes(options)
+        from megarl.cli.doctor.between_nodes import try_nodes
+
+        return try_nodes(
+            interface=options.interface, mib=options.mib, timeout_s=options.timeout, as_json=options.json,
+            write=sys.stdout.write,
+        )  # fmt: skip
     report = examine(installation_only=options.installation, sandbox_users=_sandbox_users(options))
     sys.stdout.write(report.to_json() if options.json else render(report))
     return 0 if report.can_start else 1
@@ -174,15 +166,3 @@ def _sandbox_users(options: argparse.Namespace) -> list[str]:
     if options.config is None and options.overrides:
         raise ConfigError([f"{options.overrides[0]} changes a config, and doctor has none: name it with --config"])
     return [] if options.config is None else sandbox_users(load_config(options.config, options.overrides))
-
-
-def _doctor_of_nodes(options: argparse.Namespace) -> int:
-    from megarl.cli.doctor.between_nodes import try_nodes
-
-    return try_nodes(
-        interface=options.interface,
-        mib=options.mib,
-        timeout_s=options.timeout,
-        as_json=options.json,
-        write=sys.stdout.write,
-    )

@@ -6,9 +6,8 @@ import argparse
 import gzip
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -61,10 +60,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compressed(file: IO[bytes]) -> gzip.GzipFile:
-    return gzip.GzipFile(fileobj=file, mode="wb", compresslevel=3)
-
-
 def write_trace(path: Path, events: Iterable[dict[str, Any]]) -> int:
     """Write a trace, compressed if the name ends in .gz; return the number of its events. Raises OSError.
 
@@ -72,7 +67,7 @@ def write_trace(path: Path, events: Iterable[dict[str, Any]]) -> int:
     """
     partial = path.with_name(f".{path.name}.partial")
     encoder, count = msgspec.json.Encoder(), 0
-    with partial.open("wb") as plain, _compressed(plain) if path.suffix == ".gz" else nullcontext(plain) as file:
+    with gzip.open(partial, "wb", compresslevel=3) if path.suffix == ".gz" else partial.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for count, event in enumerate(events, start=1):
             file.write((b",\n" if count > 1 else b"") + encoder.encode(event))

@@ -118,6 +118,14 @@ class EvalReport:
         }
 
 
+def are_verdicts(scores: Sequence[float]) -> bool:
+    """Tell whether all scores say right (1) or wrong (0), so that their mean is a share of correct responses.
+
+    That of any others, such as partial credit, is a score: no page and no terminal calls it an accuracy.
+    """
+    return all(score in (0.0, 1.0) for score in scores)
+
+
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Estimate without bias the probability that at least one of k draws is correct: 1 - C(n-c, k) / C(n, k).
 
@@ -220,7 +228,7 @@ def evaluate_responses(
         majority_vote([response.answer for response in problem], judged)
         for problem, judged in zip(problems, correct, strict=True)
     ]
-    graded = any(response.score not in (0.0, 1.0) for response in flat)
+    graded = not are_verdicts([response.score for response in flat])
     failures = [response.failure for response in flat if response.failure is not None]
     return EvalReport(
         name=name,

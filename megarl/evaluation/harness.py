@@ -88,6 +88,7 @@ class SetReport:
             f"{prefix}/sampled_high": sampled.mean.high,
             **{f"{prefix}/pass@{k}": each.value for k, each in sampled.pass_at.items()},
             f"{prefix}/maj@{sampled.samples_per_problem}": sampled.majority.value,
+            f"{prefix}/graded": float(greedy.graded or sampled.graded),
             f"{prefix}/n": self.n,
             f"{prefix}/parsed": greedy.parsed_share,
             f"{prefix}/length_mean": greedy.mean_tokens,

@@ -295,6 +295,16 @@ def _connect(conf: DictConfig) -> TransferQueueClient:
     return client
 
 
+class _Put:
+    """Groups that are written together. `due`: set when they wait for no further ones. `task` writes them."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self) -> None:
+        self.rows: list[EncodedRow] = []
+        self.due = asyncio.Event()
+
+
 class QueueWriter:
     """The controller's side of the queue; it writes every finished prompt group as a whole, in one batched put.
 
@@ -304,10 +314,9 @@ class QueueWriter:
 
     def __init__(self, client: _Client) -> None:
         self._client = client
-        self._waiting: list[tuple[Sequence[EncodedRow], asyncio.Future[None]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._next: _Put | None = None  # takes further groups
+        self._writing: asyncio.Task[None] | None = None
         self._next_at = 0.0
-        self._urgent = asyncio.Event()
 
     @classmethod
     def attach(cls, partition: str, *, namespace: str, timeout_s: float, who: str = "") -> QueueWriter:
@@ -322,59 +331,29 @@ class QueueWriter:
 
         `more`: other groups are to follow, so this one may wait for some of them (`PUT_INTERVAL_S`).
         """
-        loop = asyncio.get_running_loop()
-        written: asyncio.Future[None] = loop.create_future()
         # Now, and not all groups together at the put, which would hold up the event loop for longer.
-        self._waiting.append(([EncodedRow.of(trajectory) for trajectory in trajectories], written))
+        rows = [EncodedRow.of(trajectory) for trajectory in trajectories]
+        if self._next is None:
+            self._next = _Put()
+            self._next.task = asyncio.get_running_loop().create_task(self._write(self._next, self._writing))
+        put = self._next
+        put.rows += rows
         if not more:
-            self._urgent.set()
-        if self._task is None or self._task.done():
-            self._task = loop.create_task(self._write_all())
-        await written
+            put.due.set()
+        await asyncio.shield(put.task)
 
-    async def _write_all(self) -> None:
-        try:
-            while self._waiting:
-                await self._wait_for_more()
-                batch, self._waiting = self._waiting, []
-                if batch:  # else they were cleared
-                    await self._write(batch)
-        except asyncio.CancelledError:
-            self._drop_waiting()  # no one else would write them
-            raise
-
-    async def _write(self, batch: Sequence[tuple[Sequence[EncodedRow], asyncio.Future[None]]]) -> None:
-        """Write some groups in one put, and tell each caller how it ended, also if this is cancelled."""
-        rows = [row for encoded, _ in batch for row in encoded]
-        try:
-            fields, tags = join_rows(rows)
-            put = self._client.put([row.key for row in rows], fields, tags)
-            await self._client.submit(put, f"take {len(rows)} rows")
-        except Exception as error:
-            for _, written in batch:
-                if not written.done():
-                    written.set_exception(error)
-        else:
-            for _, written in batch:
-                if not written.done():
-                    written.set_result(None)
-        finally:
-            for _, written in batch:
-                written.cancel()  # does nothing to those that are settled
-
-    def _drop_waiting(self) -> None:
-        """Cancel the callers whose groups no put has taken."""
-        dropped, self._waiting = self._waiting, []
-        for _, written in dropped:
-            written.cancel()
-
-    async def _wait_for_more(self) -> None:
-        """Wait until the next put is due, or a group is urgent."""
+    async def _write(self, put: _Put, before: asyncio.Task[None] | None) -> None:
+        """Write some groups in one put, when the one before has ended and this one is due."""
+        if before is not None:
+            await asyncio.wait([before], timeout=self._client.timeout_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._next_at - time.monotonic()):
-                await self._urgent.wait()
-        self._urgent.clear()
+                await put.due.wait()
+        self._next, self._writing = None, put.task
         self._next_at = time.monotonic() + PUT_INTERVAL_S
+        fields, tags = join_rows(put.rows)
+        written = self._client.put([row.key for row in put.rows], fields, tags)
+        await self._client.submit(written, f"take {len(put.rows)} rows")
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Remove rows; unknown keys are ignored."""
@@ -382,9 +361,11 @@ class QueueWriter:
 
     async def settle(self) -> None:
         """Wait for the end of a put that is in progress. Cancels those calls of `put_group` that are in none yet."""
-        self._drop_waiting()
-        if self._task is not None:
-            await asyncio.shield(self._task)  # others wait for its put, even if this call is cancelled
+        if self._next is not None:
+            self._next.task.cancel()
+            self._next = None
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=self._client.timeout_s)
 
     async def clear_all(self) -> None:
         """Remove every row, including those of a put that is in progress.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from inspect import Parameter
+from pathlib import Path
 from typing import Any
 
 from megarl.common.imports import imported
@@ -21,6 +22,11 @@ SHIPPED = {
     "code": "megarl.rewards.builtin.code:CodeReward",
     "gsm8k": "megarl.rewards.builtin.gsm8k:gsm8k",
     "math": "megarl.rewards.builtin.math:math",
+}
+# Parameters by which the reward functions of other trainers are known, and what they are here.
+_OTHERS = {
+    "completions": "TRL, which gives it lists; here it is called once for each sample: (response, answer)",
+    "solution_str": "verl: solution_str is `response` here, ground_truth is `answer`, extra_info is `row`",
 }
 FIELDS = tuple(f.name for f in fields(RewardInput))
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -33,7 +39,14 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
     it is called here, so that slow imports do not count as the time of a sample. Raises ValueError for a path that
     cannot be imported or a signature that cannot be adapted.
     """
-    if function not in SHIPPED and ":" not in function:
+    path, _, name = function.partition(":")
+    if path.endswith(".py"):
+        module = ".".join(Path(path).with_suffix("").parts).lstrip("./")
+        raise ValueError(
+            f"reward.function {function!r} is a file: write the path that imports it, {module}:{name or 'FUNCTION'}, "
+            "and start in a directory where Python finds it"
+        )
+    if function not in SHIPPED and not name:
         names = ", ".join(sorted(SHIPPED))
         raise ValueError(f"reward.function {function!r} is neither {names} nor a path `package.module:function`")
     target = imported(SHIPPED.get(function, function), "reward.function")
@@ -73,6 +86,8 @@ def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's 
     turns, and if a component has a name that no metric can have.
     """
     try:
+        if isinstance(value, str):
+            raise TypeError("a text")  # also one that Python would read as a number
         raw = value if isinstance(value, RewardResult) else RewardResult(float(value))
         components = {str(name): float(value) for name, value in raw.components.items()}
         answer = None if raw.answer is None else str(raw.answer)
@@ -94,6 +109,9 @@ def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's 
 def _adapt(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
     """Return a function of one sample that calls `target` with the arguments its signature requires."""
     parameters = _open_parameters(name, target, kwargs)
+    for parameter in parameters:
+        if parameter.name in _OTHERS:
+            raise ValueError(f"reward function {name!r} has the signature of {_OTHERS[parameter.name]}")
     takes_rest = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind not in _VARIADIC]
     required = [p for p in named if p.default is Parameter.empty]

@@ -25,7 +25,7 @@ from megarl.sandbox.installation import (
 from megarl.sandbox.limits import Limits, RunResult, SandboxBusyError, SandboxError
 from megarl.sandbox.packages import find_packages
 from megarl.sandbox.seccomp import filter_program
-from megarl.sandbox.supervised import OwnedDescriptors, SupervisedRun, Watched
+from megarl.sandbox.supervised import OwnedDescriptors, SupervisedRun
 
 
 @functools.cache
@@ -200,7 +200,9 @@ class Sandbox:
             line = command(
                 installation, _programs(), self.limits, inherited, mark=mark, root_as=root_as, packages=self.packages
             )
-            run = SupervisedRun(self.limits, seconds, owned, Watched(status, permits, cancellation.descriptor))
+            run = SupervisedRun(
+                self.limits, seconds, owned, status=status, permits=permits, cancelled=cancellation.descriptor
+            )
             return run.run(line, astuple(inherited), stdin, stdout)
 
 

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import IO
 
 from megarl.sandbox.bubblewrap import MIB, PROGRAM, SCRATCH
@@ -96,29 +95,22 @@ _CHUNK = 1 << 16
 _STATUS_BYTES = 1 << 14
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Descriptors of a run on this side.
-
-    Attributes:
-        status: bubblewrap's report is read from it.
-        permits: a byte that is written into it lets the program begin.
-        cancelled: it becomes readable when the run shall end at once.
-    """
-
-    status: int
-    permits: int
-    cancelled: int
-
-
 class SupervisedRun:
     """One run. Only the thread that made it may use it, and has to live as long as it."""
 
-    def __init__(self, limits: Limits, timeout_s: float, owned: OwnedDescriptors, watched: Watched) -> None:
+    def __init__(
+        self, limits: Limits, timeout_s: float, owned: OwnedDescriptors, *, status: int, permits: int, cancelled: int
+    ) -> None:
+        """`status`, `permits`, `cancelled`: descriptors on this side.
+
+        bubblewrap's report is read from the first one, a byte that is written into the second one lets the program
+        begin, and the third one becomes readable when the run shall end at once.
+        """
         self._limits = limits
         self._began = time.monotonic()
         self._timeout_s = timeout_s
-        self._owned, self._watched = owned, watched
+        self._owned = owned
+        self._status, self._permits, self._cancelled = status, permits, cancelled
         self._selector = selectors.DefaultSelector()
         self._texts: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray(), "status": bytearray()}
         self._to_write = memoryview(b"")
@@ -171,10 +163,10 @@ class SupervisedRun:
             if stream is not None:
                 os.set_blocking(stream.fileno(), False)
                 self._selector.register(stream.fileno(), selectors.EVENT_READ, name)
-        os.set_blocking(self._watched.status, False)
-        self._selector.register(self._watched.status, selectors.EVENT_READ, "status")
+        os.set_blocking(self._status, False)
+        self._selector.register(self._status, selectors.EVENT_READ, "status")
         self._selector.register(handle, selectors.EVENT_READ, "ended")
-        self._selector.register(self._watched.cancelled, selectors.EVENT_READ, "cancelled")
+        self._selector.register(self._cancelled, selectors.EVENT_READ, "cancelled")
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
             self._write(process.stdin)
@@ -247,7 +239,7 @@ class SupervisedRun:
             with contextlib.suppress(ProcessLookupError, BrokenPipeError):
                 self._init_handle = self._owned.add(os.pidfd_open(self._init))
                 if not self._stopping:
-                    os.write(self._watched.permits, b"+")
+                    os.write(self._permits, b"+")
 
     def _watch(self) -> None:
         """End the run if its processes together, or its files, have become too many."""
@@ -267,7 +259,7 @@ class SupervisedRun:
         """
         try:
             self._stopping = True
-            self._owned.close(self._watched.permits)
+            self._owned.close(self._permits)
             self._wait_for_init()
             process.kill()
             gone = self._end_init()

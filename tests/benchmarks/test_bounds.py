@@ -64,18 +64,18 @@ def agent_loops(rate: float = 501.0, turn_s: float = 0.09, **changes: float) -> 
     return script.rows_of(results)
 
 
-def trl_additions(sync: float = 4.0, ahead: float = 8.1, bare: float = 8.9) -> list[Ratio]:
+def trl_additions(sync: float = 4.0, ahead: float = 8.1) -> list[Ratio]:
     result = load_script("trl_race").RaceResult
     trl = {8: result(10.0, 30.0, [0.1], 100.0), 4: result(5.0, 30.0, [0.1], 100.0)}
     runs = (result(each, 30.0, [0.1], 100.0) for each in (sync, ahead))
-    return load_script("trl_race").rows_of("additions", trl, *runs, bare)
+    return load_script("trl_race").rows_of("additions", trl, *runs)
 
 
 def trl_long(sync: float = 20.1, ahead: float = 24.0, step_s: float = 30.0, length: float = 100.0) -> list[Ratio]:
     result = load_script("trl_race").RaceResult
     trl = {8: result(10.0, step_s, [0.1], 100.0)}
     runs = (result(sync, 30.0, [0.1], 100.0), result(ahead, 30.0, [0.1], length))
-    return load_script("trl_race").rows_of("long", trl, *runs, None)
+    return load_script("trl_race").rows_of("long", trl, *runs)
 
 
 def weight_sync(sync: float = 1.3, digest: float = 0.3, engine: int = 228, trainer: int = 286) -> list[Ratio]:
@@ -111,7 +111,7 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"rate": 499.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
         ({"turn_s": 0.11}, "longest turn / "),
     ],
-    trl_additions: [({"ahead": 7.9, "bare": 8.0}, "async / TRL"), ({"bare": 9.1}, "async / bare engine")],
+    trl_additions: [({"ahead": 7.9}, "async / TRL")],
     trl_long: [
         ({"sync": 19.9}, "sync / TRL"), ({"ahead": 23.0}, "async / sync"), ({"step_s": 61.0}, "TRL's step"),
         ({"length": 126.0}, "longest / shortest"),

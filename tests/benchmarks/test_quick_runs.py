@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 SCRIPTS = sorted(
     ".".join(path.relative_to(ROOT / "benchmarks").with_suffix("").parts).removesuffix(".__main__")
     for path in (ROOT / "benchmarks").rglob("*.py")
-    if "new_parser(__doc__)" in path.read_text() or path.name == "gpu_smoke.py"
+    if "_parser(__doc__)" in path.read_text() or path.name == "gpu_smoke.py"
 )
 LIMIT_S = 900
 

@@ -150,7 +150,7 @@ def slurm(arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str
         (
             '{"problem": "1+1=?", "answer": "2"}',
             "absent",
-            "'tests.support.rewards.reward_functions:absent' cannot be imported",
+            "has no attribute 'absent'",
         ),
         (
             '{"problem": "1+1=?", "answer": "none"}',

@@ -119,7 +119,7 @@ def test_a_job_that_is_queued_again_does_not_repeat_force(
 ) -> None:
     """Somebody may have started another run in its place meanwhile."""
     answers = {"scontrol": "127.0.0.1\n", "squeue": "1:00:00\n"}
-    monkeypatch.setattr("megarl.cluster.nodes.allocation._query", lambda *command: answers[command[0]])
+    monkeypatch.setattr("megarl.cluster.nodes.prepare._query", lambda *command: answers[command[0]])
     for name, value in {"JOB_ID": "77", "JOB_NODELIST": "here", "RESTART_COUNT": str(restarts)}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     before = Sighting.of(run_dir)

@@ -163,7 +163,7 @@ TOOLS_COLUMNS = [[ADD_TOOL], json.dumps([ADD_TOOL]), None, "hammer", [{"name": 4
 @pytest.mark.parametrize("missing", [math.nan, math.inf, None])
 def test_an_answer_that_is_missing_is_refused(tmp_path: Path, missing: float | None) -> None:
     rows = [{"problem": "1+1?", "answer": 2.0}, {"problem": "1+2?", "answer": missing}]
-    with pytest.raises(ValueError, match=r"row 2: field 'answer' is (no number|missing)"):
+    with pytest.raises(ValueError, match=r"row 2: field 'answer' is (no number|null)"):
         load(parquet(tmp_path / "p.parquet", *rows))
 
 
@@ -187,7 +187,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert load(gsm).format == "gsm8k" and load(gsm)[0].answer == "72"
     bad = pyarrow.Table.from_pylist([{"problem": "1?", "answer": "1"}, {"problem": None, "answer": "2"}])
     pyarrow.parquet.write_table(bad, path)
-    with pytest.raises(ValueError, match=r"p\.parquet, row 2: field 'problem' is missing"):
+    with pytest.raises(ValueError, match=r"p\.parquet, row 2: field 'problem' is null"):
         load(path)
     path.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match=r"p\.parquet is not a readable Parquet file"):
@@ -217,7 +217,7 @@ GOOD = {"problem": "1?", "answer": "1"}
         ([GOOD, {"problem": "2?"}], {}, r":2: field 'answer' is missing; the row has \['problem'\]"),
         ([GOOD, {"problem": 3, "answer": "3"}], {}, r":2: field 'problem' must be a non-empty string, not 3"),
         ([GOOD, {"problem": " ", "answer": "3"}], {}, r":2: field 'problem' must be a non-empty string"),
-        ([GOOD, {"problem": "x", "answer": None}], {}, r":2: field 'answer' is missing"),
+        ([GOOD, {"problem": "x", "answer": None}], {}, r":2: field 'answer' is null"),
         ([GOOD, {"problem": "x", "answer": ["1"]}], {}, r":2: field 'answer' must be a string or a number"),
         ([{"question": "x", "answer": "1"}], {}, r":1: unknown format: .* set data.prompt_field"),
         ([{"text": "x"}], {}, r":1: unknown format: .*; the row has \['text'\]"),

@@ -25,6 +25,7 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.puts: list[list[str]] = []
+        self.timeout_s = 60.0
 
     async def submit(self, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
         return await coroutine
@@ -138,22 +139,3 @@ def test_a_cancelled_clear_leaves_the_put_that_is_in_progress(client: FakeClient
 
     asyncio.run(run())
     assert client.puts == [["0:0"]]
-
-
-def test_the_callers_of_a_writer_that_is_cancelled_do_not_wait_on(client: FakeClient, writer: QueueWriter) -> None:
-    async def run() -> None:
-        async def endless(keys: list[str], fields: Any, tags: Any) -> None:
-            await asyncio.Event().wait()
-
-        client.put = endless  # type: ignore[method-assign]
-        in_put = asyncio.create_task(writer.put_group(group(0)))
-        await asyncio.sleep(0.01)
-        waiting = asyncio.create_task(writer.put_group(group(1)))
-        await asyncio.sleep(0.01)
-        assert writer._task is not None
-        writer._task.cancel()
-        async with asyncio.timeout(10):
-            results = await asyncio.gather(in_put, waiting, return_exceptions=True)
-        assert [type(each) for each in results] == [asyncio.CancelledError] * 2
-
-    asyncio.run(run())

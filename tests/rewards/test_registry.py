@@ -42,6 +42,9 @@ def test_field_names_are_not_taken_by_position() -> None:
         (f"{HERE}:Scaled", {"size": 1}, "cannot be made with"),
         (f"{HERE}:coroutine", {}, "async"),
         (HERE, {}, "package.module:function"),
+        ("mine/rewards.py:score", {}, r"is a file: write the path that imports it, mine\.rewards:score"),
+        (f"{HERE}:as_in_trl", {}, "signature of TRL, .* once for each sample"),
+        (f"{HERE}:as_in_verl", {}, "signature of verl: solution_str is `response`"),
         ("megarl.rewards.types:RewardInput.nothing", {}, "has no"),
     ],
 )
@@ -59,7 +62,7 @@ def test_returned_values() -> None:
     assert as_result(RewardResult(1, {"a": np.int64(2)})).components == {"a": 2.0}  # type: ignore[dict-item]
     assert as_result(RewardResult(1, turn_rewards=[np.float32(2), 3])).turn_rewards == (2.0, 3.0)  # type: ignore[arg-type]
     bad_turns = [RewardResult(1.0, turn_rewards=turns) for turns in ((float("nan"),), ("x",), None, 1.0)]  # type: ignore[arg-type]
-    for bad in (None, "one", [1.0], RewardResult(None), float("inf"), *bad_turns):  # type: ignore[arg-type]
+    for bad in (None, "one", "1.0", [1.0], RewardResult(None), float("inf"), *bad_turns):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="number"):
             as_result(bad)
 

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from megarl.cluster.torchrun.entry import NAME
+from megarl.cluster.torchrun import NAME
 from megarl.cluster.torchrun.rendezvous import SignedBackend
 from tests.support.attacks.attack import attack
 

@@ -23,7 +23,7 @@ from tests.support.runs.run import Run, tiny_config
 from tests.support.runs.whole_runs import (
     actors,
     check_every_group_once,
-    kill_everything,
+    killed_after,
     metric_steps,
     start_run,
     wait_for,
@@ -43,13 +43,10 @@ def test_a_loop_a_tool_data_sets_and_rewards_of_ones_own(tmp_path: Path, monkeyp
     of_tutorials(config, tmp_path, monkeypatch)
     config["rollout"]["agent_workers"], config["telemetry"] = 2, {"dump_batches": True}
     run_dir, process = tmp_path / "run", start_run(config)
-    try:
+    with killed_after(process, run_dir):
         wait_for((run_dir / "eval_before.jsonl").exists, process)  # the run is too short to wait for its first step
         check_on_loopback(run_dir, "ray::AgentWorker", "train_rl.py")
         output, _ = process.communicate(timeout=240)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     run = Run(process.returncode, output, run_dir)
     assert run.code == 0, run.output[-4000:]
     check_metrics(run)
@@ -129,7 +126,7 @@ def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_p
     config["rollout"]["agent_workers"] = 2
     config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
     run_dir, process = tmp_path / "run", start_run(config)
-    try:
+    with killed_after(process, run_dir):
         step = rng.randrange(1, steps - 2)
         wait_for(lambda: metric_steps(run_dir) >= step, process)
         time.sleep(rng.uniform(0, 0.5))
@@ -139,9 +136,6 @@ def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_p
         }  # fmt: skip
         workers[rng.randrange(2)].kill()
         output, _ = process.communicate(timeout=240)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     run = Run(process.returncode, output, run_dir)
     assert run.code == 0, output[-4000:]
     check_metrics(run)

@@ -13,7 +13,7 @@ from tests.support.attacks.open_sockets import check_on_loopback
 from tests.support.models.digit_teacher import make_digit_teacher
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.runs.run import Run, step_records, tiny_config, train
-from tests.support.runs.whole_runs import actors, check_every_group_once, kill_everything, start_run, wait_for
+from tests.support.runs.whole_runs import actors, check_every_group_once, killed_after, start_run, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -45,13 +45,10 @@ def check_learnt(run: Run) -> None:
 
 def test_a_student_learns_from_a_teacher_with_an_engine_of_its_own(tmp_path: Path) -> None:
     run_dir, process = tmp_path / "run", start_run(distilled(tmp_path, make_digit_teacher(tmp_path / "teacher")))
-    try:
+    with killed_after(process, run_dir):
         wait_for(lambda: len(step_records(run_dir)) >= 1, process)
         check_on_loopback(run_dir, "ray::TeacherEngine", "train_rl.py")
         output, _ = process.communicate(timeout=400)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     run = Run(process.returncode, output, run_dir)
     check_learnt(run)
     assert all(record["rollout/teacher_seconds_mean"] > 0 for record in run.metrics)

@@ -11,7 +11,7 @@ from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.common.rundir.run_files import ask_to_stop, read_exit
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.runs.run import Run, tiny_config, train
-from tests.support.runs.whole_runs import kill_everything, metric_steps, start_run, wait_for
+from tests.support.runs.whole_runs import killed_after, metric_steps, start_run, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -34,16 +34,13 @@ def test_a_time_limit_in_the_final_evaluation_loses_nothing(tmp_path: Path) -> N
     config["evaluation"]["sets"].append({**heldout, "name": "slow", "reward": reward})
     config["telemetry"] = {"samples_per_step": 16}
     run_dir, process = tmp_path / "run", start_run(config, ranks=1)
-    try:
+    with killed_after(process, run_dir):
         wait_for(lambda: metric_steps(run_dir) >= 1, process)
         slow.touch()
         mark.unlink()
         wait_for(lambda: metric_steps(run_dir) == steps and mark.exists(), process)
         ask_to_stop(run_dir, "the time limit")
         output, _ = process.communicate(timeout=600)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     stopped = Run(process.returncode, output, run_dir)
     assert stopped.code == 0 and "the evaluation (after) was ended by a stop request" in output, output[-4000:]
     record = read_exit(run_dir)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shlex
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +18,9 @@ from tests.support.models.tensors import differing
 from tests.support.runs.run import Run
 from tests.support.runs.tutorials import (
     COMMANDS,
-    MINUTE_S,
     PREPARATION,
     TUTORIALS,
     Checkout,
-    read_commands,
     with_random_models,
 )
 
@@ -49,41 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     for command in COMMANDS[PREPARATION]:
         if command.startswith("python "):
             checkout.call(command)
-    checkout.slow.clear()  # of the models' training the README does not say how long it takes
     return checkout
-
-
-@pytest.fixture
-def complete(made: Checkout) -> Iterator[Checkout]:
-    """The same; each command has to take about a minute, as the README says."""
-    yield made
-    slow, made.slow = made.slow, []
-    assert slow == []
-
-
-def test_commands_are_read_by_section() -> None:
-    text = "# T\n```\none\ntwo x\n```\n## [a](a): b\ntext\n```\nthree\n\n```\n```\nfour\n```\n## [c](c): d\n"
-    assert read_commands(text) == {PREPARATION: ["one", "two x"], "a": ["three", "four"], "c": []}
-
-
-def test_the_readme_has_a_section_with_commands_for_each_folder() -> None:
-    folders = {path.name for path in TUTORIALS.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert COMMANDS.keys() - {PREPARATION} == folders
-    assert all(COMMANDS.values()) and len(TRAINS) == 6
-
-
-def test_a_command_that_takes_longer_than_the_readme_says_is_noted(tmp_path: Path) -> None:
-    """Beside other work it may take as much longer as it has to share the cores."""
-    assert "in about a minute" in (TUTORIALS / "README.md").read_text() and MINUTE_S <= 90
-    checkout = Checkout(tmp_path / "checkout")
-    checkout.call("python -c pass")
-    busy = 4.0 * len(os.sched_getaffinity(0))
-    checkout.took("quick", 80.0, 0.0)
-    checkout.took("quick beside other work", 320.0, busy)
-    assert checkout.slow == []
-    checkout.took("long", 100.0, 0.0)
-    checkout.took("long beside other work", 400.0, busy)
-    assert [each.partition(":")[0] for each in checkout.slow] == ["long", "long beside other work"]
 
 
 @pytest.mark.parametrize("name", TRAINS)
@@ -136,33 +97,6 @@ def test_the_tool_of_agent_with_a_tool() -> None:
         asyncio.run(made.close())
 
 
-# A random model is seldom right, so that no group would have a signal.
-RANDOM_MODEL = ("reward.function=tests.support.rewards.reward_functions:digit_share", "batch.groups=4",
-                "batch.samples_per_group=4", "sampling.max_tokens=12")  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-def test_a_loss_of_ones_own_then_another_layout_then_the_converter(small: Checkout) -> None:
-    """The commands of three tutorials on a random model; the run of the second one is begun by that of the first."""
-    try_functions, train = COMMANDS["own_loss"]
-    assert "both hold to their contract" in small.call(try_functions)
-    run = small.train(
-        train, *RANDOM_MODEL, "algorithm.ce={tokens: sampled, coef: 0.01}", "trainer.gpus=2",
-        "trainer.parallel.tensor=2", "checkpoint.every=2", "run.steps=2", "run.dir=runs/tutorials/other_layout",
-        run_dir="runs/tutorials/other_layout",
-    )  # fmt: skip
-    check_own_loss(run, steps=2)
-    for record in run.metrics:
-        assert record["policy/ce_tokens"] == record["policy/tokens"] == record["batch/loss_tokens"]
-        assert record["policy/ce"] > 0
-    resume = COMMANDS["other_layout"][1]
-    resumed = small.train(
-        resume, *RANDOM_MODEL, "run.steps=3", "checkpoint.every=1", run_dir="runs/tutorials/other_layout"
-    )
-    check_other_layout(resumed, before=2, steps=3, convert=COMMANDS["convert_and_serve"][0], checkout=small)
-
-
 def check_own_loss(run: Run, steps: int) -> None:
     """Two updates per step, so that the second one's ratios differ from 1 and its weights are bounded."""
     assert run.summary["exit"] == "finished" and len(run.metrics) == steps
@@ -186,9 +120,9 @@ def check_other_layout(run: Run, before: int, steps: int, convert: str, checkout
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_own_reward(complete: Checkout) -> None:
+def test_own_reward(made: Checkout) -> None:
     (train,) = COMMANDS["own_reward"]
-    run = complete.train(train, run_dir="runs/tutorials/own_reward")
+    run = made.train(train, run_dir="runs/tutorials/own_reward")
     for record in run.metrics:
         assert record["reward/component/boxed"] > 0.9 and 0 < record["reward/component/right"] < 1
     for sample in samples_of(run):
@@ -204,18 +138,18 @@ def samples_of(run: Run) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_own_loss(complete: Checkout) -> None:
+def test_own_loss(made: Checkout) -> None:
     try_functions, train = COMMANDS["own_loss"]
-    complete.call(try_functions)
-    check_own_loss(complete.train(train, run_dir="runs/tutorials/own_loss"), steps=8)
+    made.call(try_functions)
+    check_own_loss(made.train(train, run_dir="runs/tutorials/own_loss"), steps=8)
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_two_data_sets(complete: Checkout) -> None:
+def test_two_data_sets(made: Checkout) -> None:
     make_data, train = COMMANDS["two_data_sets"]
-    complete.call(make_data)
-    run = complete.train(train, run_dir="runs/tutorials/two_data_sets/run")
+    made.call(make_data)
+    run = made.train(train, run_dir="runs/tutorials/two_data_sets/run")
     for record in run.metrics:
         assert (record["data/plain/groups"], record["data/carries/groups"]) == (8, 24)
         assert 0 < record["data/carries/reward_mean"] < 1 > record["data/plain/reward_mean"] > 0
@@ -224,9 +158,9 @@ def test_two_data_sets(complete: Checkout) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_agent_with_a_tool(complete: Checkout) -> None:
+def test_agent_with_a_tool(made: Checkout) -> None:
     (train,) = COMMANDS["agent_with_a_tool"]
-    run = complete.train(train, run_dir="runs/tutorials/agent_with_a_tool")
+    run = made.train(train, run_dir="runs/tutorials/agent_with_a_tool")
     assert len(run.metrics) == 8 and all(0 < record["agent/tool_calls_mean"] <= 2 for record in run.metrics)
     by = [[part["by"] for part in sample.get("parts", [])] for sample in samples_of(run)]
     assert ["model", "environment", "model"] in by  # it has called, was answered, and has answered
@@ -234,14 +168,14 @@ def test_agent_with_a_tool(complete: Checkout) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_other_layout_and_convert_and_serve(complete: Checkout) -> None:
+def test_other_layout_and_convert_and_serve(made: Checkout) -> None:
     """The second of these tutorials begins with the checkpoint of the first one."""
     begin, resume = COMMANDS["other_layout"]
-    complete.train(begin, run_dir="runs/tutorials/other_layout")
-    run = complete.train(resume, run_dir="runs/tutorials/other_layout")
+    made.train(begin, run_dir="runs/tutorials/other_layout")
+    run = made.train(resume, run_dir="runs/tutorials/other_layout")
     convert, serve, ask = COMMANDS["convert_and_serve"]
-    check_other_layout(run, before=4, steps=8, convert=convert, checkout=complete)
-    with complete.serving(serve) as said:
-        answer = complete.call(ask)
+    check_other_layout(run, before=4, steps=8, convert=convert, checkout=made)
+    with made.serving(serve) as said:
+        answer = made.call(ask)
     assert "/v1/chat/completions" in said
     assert "converted: " in answer and "\\boxed{" in answer

@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.runs.run import start, step_records, tiny_config, train
-from tests.support.runs.whole_runs import kill_everything
+from tests.support.runs.whole_runs import killed_after
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -67,7 +67,7 @@ def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Pat
     process = start(tmp_path / "config.yaml")
     run_dir, faults = Path(config["run"]["dir"]), 0
     deadline = time.monotonic() + 400
-    try:
+    with killed_after(process, run_dir):
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(moments.uniform(0.3, 1.5))
             if faults < 8 and step_records(run_dir) and (workers := workers_of(process.pid)):
@@ -77,9 +77,6 @@ def test_reward_workers_that_are_killed_and_stopped_cost_time_only(tmp_path: Pat
                     continue
                 faults += 1
         output, _ = process.communicate(timeout=600)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     assert process.returncode == 0, output[-4000:]
     summary = json.loads((run_dir / "summary.json").read_text())
     records = step_records(run_dir)

@@ -22,7 +22,7 @@ from tests.support.runs import small_disk as disks
 from tests.support.runs.random_moment import moments
 from tests.support.runs.run import start, step_records, tiny_config
 from tests.support.runs.small_disk import fill, fill_up, small_disk, why_no_disk
-from tests.support.runs.whole_runs import kill_everything, longest_gap, start_run, wait_for
+from tests.support.runs.whole_runs import killed_after, longest_gap, start_run, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -53,15 +53,12 @@ def test_a_run_whose_directory_is_full_for_a_time_goes_on_and_its_files_are_comp
     with small_disk(run_dir):
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
         process = start(tmp_path / "config.yaml")
-        try:
+        with killed_after(process, run_dir):
             wait_for_a_moment(rng, run_dir, process, 2.0)
             began = time.time()
             fill(run_dir, FULL_S, lambda: process.poll() is not None)
             ended = time.time()
             output = process.communicate(timeout=240)[0]
-        finally:
-            if process.poll() is None:
-                kill_everything(process, run_dir)
     assert process.returncode == 0, output[-4000:]
     check_files(run_dir, output, began, ended)
     assert_nothing_left(run_dir)
@@ -112,14 +109,11 @@ def test_a_run_whose_directory_and_checkpoints_find_no_space_any_more_ends_as_fa
         monkeypatch.setattr(disks, "SIZE", "128k")
         with small_disk(saves):
             process = start_run(config)
-            try:
+            with killed_after(process, run_dir):
                 wait_for(lambda: bool(step_records(run_dir)), process)
                 fill_up(run_dir)
                 recorded = len(step_records(run_dir))
                 output, _ = process.communicate(timeout=240)
-            finally:
-                if process.poll() is None:
-                    kill_everything(process, run_dir)
     assert process.returncode == 1, output[-4000:]
     assert 1 <= recorded < steps, "the disk was full too late"
     told = f"all {steps} steps are trained, but the checkpoint of step {steps}"

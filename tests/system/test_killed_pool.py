@@ -24,7 +24,7 @@ from tests.support.runs.whole_runs import (
     check_every_group_once,
     config_of,
     first_engine,
-    kill_everything,
+    killed_after,
     metric_steps,
     ranks_of,
     start_run,
@@ -54,7 +54,7 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
     config["run"]["deterministic"] = mode == "sync"
     rng = moments()
     run_dir, process = tmp_path / "run", start_run(config)
-    try:
+    with killed_after(process, run_dir):
         wait_for(lambda: metric_steps(run_dir) >= 2, process)
         [engine], ranks = actors(run_dir, "EngineReplica"), ranks_of(process)
         deaths = (("SimpleStorageUnit", "kill"), ("RolloutController", "kill"), ("RolloutController", "suspend"))
@@ -69,9 +69,6 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
         assert engine.is_running() and all(rank.is_running() for rank in ranks)
         (run_dir / "stop").touch()
         output, _ = process.communicate(timeout=600)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     run = Run(process.returncode, output, run_dir)
     assert run.code == 0 and run.summary["exit"] == "preempted", output[-4000:]
     steps = metric_steps(run_dir)
@@ -99,7 +96,7 @@ def test_the_only_engine_is_lost_and_replaced_without_a_restart_of_the_ranks(
     config["sampling"]["max_tokens"] = 48
     rng = moments()
     run_dir, process = tmp_path / "run", start_run(config)
-    try:
+    with killed_after(process, run_dir):
         wait_for(lambda: metric_steps(run_dir) >= 2, process)
         time.sleep(rng.uniform(0.0, 2.0))
         engine, start_s = first_engine(run_dir)
@@ -116,9 +113,6 @@ def test_the_only_engine_is_lost_and_replaced_without_a_restart_of_the_ranks(
         check_engine_bound(run_dir, start_s, lost_at, since, RPC_S)
         (run_dir / "stop").touch()
         output, _ = process.communicate(timeout=600)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     run = Run(process.returncode, output, run_dir)
     assert run.code == 0 and run.summary["exit"] == "preempted", output[-4000:]
     check_every_group_once(run, metric_steps(run_dir))

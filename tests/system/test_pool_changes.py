@@ -14,7 +14,7 @@ from tests.support.runs.run import Run, step_records
 from tests.support.runs.whole_runs import (
     check_every_group_once,
     config_of,
-    kill_everything,
+    killed_after,
     metric_steps,
     start_run,
     wait_for,
@@ -48,7 +48,7 @@ def test_engines_are_added_drained_and_removed_while_the_run_goes_on(
         done = metric_steps(run_dir)
         wait_for(lambda: metric_steps(run_dir) >= done + steps, process)
 
-    try:
+    with killed_after(process, run_dir):
         wait_for(lambda: metric_steps(run_dir) >= 1, process)
         assert {index: each["state"] for index, each in replicas().items()} == {0: "serving"}
         status, told = pool("remove", "0")
@@ -76,9 +76,6 @@ def test_engines_are_added_drained_and_removed_while_the_run_goes_on(
         assert list(replicas()) == [2]
         (run_dir / "stop").touch()
         output, _ = process.communicate(timeout=600)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     run = Run(process.returncode, output, run_dir)
     assert run.code == 0 and run.summary["exit"] == "preempted", output[-4000:]
     check_every_group_once(run, metric_steps(run_dir))

@@ -23,7 +23,7 @@ from tests.support.runs.whole_runs import (
     check_counters,
     check_every_group_once,
     config_of,
-    kill_everything,
+    killed_after,
     metric_steps,
     ranks_of,
     start_run,
@@ -52,7 +52,7 @@ def test_a_stopped_rank_is_named_and_killed_and_the_run_goes_on_from_a_sound_che
     run_dir = tmp_path / "run"
     saves = run_dir / "checkpoints"
     process = start_run(config, restarts=2) if starter == "torchrun" else launch(tmp_path, config)
-    try:
+    with killed_after(process, run_dir):
         step = rng.randint(3, 10)
         wait_for(lambda: metric_steps(run_dir) >= step and len(complete(saves)) >= 2, process)
         time.sleep(rng.uniform(0.0, 1.0))
@@ -73,9 +73,6 @@ def test_a_stopped_rank_is_named_and_killed_and_the_run_goes_on_from_a_sound_che
         wait_for(lambda: metric_steps(run_dir) > done + 1, process)
         print(f"two further steps {time.monotonic() - killed:.0f} s after the kill")
         output, _ = process.communicate(timeout=200)
-    finally:
-        if process.poll() is None:
-            kill_everything(process, run_dir)
     run = Run(process.returncode, output, run_dir)
     assert run.code == 0 and run.summary["exit"] == "finished", output[-4000:]
     # A rank shows signs every 2 s: where steps are fast, its last one may be older than its first step.

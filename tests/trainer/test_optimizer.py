@@ -46,3 +46,9 @@ def test_weight_gradients_are_fused_in_the_policy_only(
         "tests.support.ranks.models.gpu_defaults:fused_flags", model_dir=model_dir("dense")
     )
     assert (policy, reference) == ({True}, {False}) and count % 4 == 0 and count > 0
+
+
+def test_norms_and_biases_do_not_decay(world: Callable[[int], Any], model_dir: Callable[[str], Path]) -> None:
+    """Layouts agree with each other also where all of them decay what should not."""
+    [found] = world(1).run("tests.support.ranks.models.gpu_defaults:undecayed", model_dir=model_dir("dense"))
+    assert found == {"decayed": {2}, "kept": {1}}

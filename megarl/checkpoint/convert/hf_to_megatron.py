@@ -9,14 +9,14 @@ import io
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.convert.target import Output, writing
@@ -24,17 +24,14 @@ from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
 from megarl.checkpoint.convert.workers import ReportBytes
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
-from megarl.checkpoint.format.megatron_files import source_pieces
+from megarl.checkpoint.format.megatron_files import copy_pieces, source_pieces
 from megarl.common.errors import ConversionError
 from megarl.models.hf.directory import HFDirectory, fingerprint, left_out_note
 from megarl.models.hf.export import copy_side_files
 from megarl.models.hf.model_files import COMMON_FILE, FORMAT_FILE, HF_FILES, RELEASE, SHARD_INDEX, TRACKER
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, StorageMeta
 
-
-class LazySavePlanner(SavePlanner):
+class LazySavePlanner(DefaultSavePlanner):
     """Plans the units of one checkpoint as if each were a rank; `resolve_data` builds one item's tensor.
 
     The tensor is a view of the memory-mapped source where its rows are contiguous there, and a copy where they are
@@ -42,31 +39,15 @@ class LazySavePlanner(SavePlanner):
     """
 
     def __init__(self, source: HFDirectory, units: list[list[Item[StoredTensor]]], dtypes: dict[str, torch.dtype]):
+        super().__init__()
         self._source, self._units, self._dtypes = source, units, dtypes
         self.report: ReportBytes = lambda count: None  # is called with the bytes of each item that the writer asks for
         self.last = ""  # the key that the writer asked for last
         self._items = {(item.what.key, item.start): item for unit in units for item in unit}
 
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing, because there is no state dict."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Return all items as one plan."""
-        return SavePlan([self._write_item(item) for unit in self._units for item in unit])
-
-    def local_plans(self) -> list[SavePlan]:
-        """Return one plan per unit."""
-        return [SavePlan([self._write_item(item) for item in unit]) for unit in self._units]
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plans with the metadata of all their items, as torch's default planner makes them."""
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is: there is only one writer."""
-        return new_plan
+    def plans(self) -> tuple[list[SavePlan], Metadata]:
+        """Return one plan per unit, and the metadata of all their items, as torch's default planner makes them."""
+        return create_default_global_save_plan([SavePlan([self._write_item(i) for i in unit]) for unit in self._units])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Return the rows of one item, on the CPU."""
@@ -101,14 +82,7 @@ def stored_rows(source: HFDirectory, stored: StoredTensor, start: int, stop: int
         (piece,) = pieces
         return source.rows(entry.names[pieces[0].source], piece.start, piece.stop).to(dtype)
     out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
-    offset = 0
-    for piece in pieces:
-        target = out[offset : offset + piece.size]
-        if piece.source is None:
-            target.zero_()
-        else:
-            target.copy_(source.rows(entry.names[piece.source], piece.start, piece.stop))
-        offset += piece.size
+    copy_pieces(out, entry, pieces, source)
     return out
 
 
@@ -152,7 +126,7 @@ class HFToMegatron:
         self.tensors = len(source.names())
         # Made here, before the workers are forked; otherwise every worker would make it again.
         self._planner = LazySavePlanner(source, self.units, self._dtypes)
-        plans, self._metadata = self._planner.create_global_plan(self._planner.local_plans())
+        plans, self._metadata = self._planner.plans()
         self._plans: list[SavePlan] = _Writer(source.path).prepare_global_plan(plans)
 
     def plan(self) -> dict[str, object]:
@@ -197,10 +171,12 @@ class HFToMegatron:
         (step / HF_FILES).mkdir()
         with writing(step / HF_FILES):
             copy_side_files(self.source.path, step / HF_FILES, self.dtype or self._dtypes[self.stored[0].key])
-        Output.sync((step / HF_FILES).iterdir())
+        side_files = sorted((step / HF_FILES).rglob("*"))
+        Output.sync(side_files)
         write_durably(step / FORMAT_FILE, json.dumps(_FORMAT).encode())
         files = {result["file"]: FileEntry(result["bytes"], result["blake3"]) for result in results.values()}
-        others = [step / name for name in (SHARD_INDEX, COMMON_FILE, FORMAT_FILE)] + sorted((step / HF_FILES).iterdir())
+        others = [step / name for name in (SHARD_INDEX, COMMON_FILE, FORMAT_FILE)]
+        others += [path for path in side_files if path.is_file()]
         files |= {str(path.relative_to(step)): FileEntry.of(path) for path in others}
         Manifest(0, files).write(step)
         write_durably(partial / TRACKER, f"{RELEASE}\n".encode())

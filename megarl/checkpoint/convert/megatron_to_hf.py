@@ -104,7 +104,7 @@ class MegatronToHF:
         if len(self.files) > 1:
             with writing(partial / HF_INDEX):
                 write_index(partial, self.files)
-        Output.sync(partial.iterdir())
+        Output.sync(partial.rglob("*"))
 
     def summary(self) -> str:
         """Return the number of tensors and files, in words."""

@@ -1,8 +1,8 @@
-"""Loads Megatron checkpoints from memory-mapped files: each tensor is copied once, and nothing in them is executed.
+"""Resumes from checkpoints in memory-mapped files: each tensor is copied once, and nothing in them is executed.
 
 torch's own reader (filesystem.py:861 of 2.13) first makes a private copy of every stored tensor in newly allocated
 memory, which can take as long as the reading. It also unpickles the index and stored objects without restriction, so
-every load of megarl uses the classes of this module: no file of a checkpoint is trusted, whoever wrote it.
+every resume uses the classes of this module: no file of a checkpoint is trusted, whoever wrote it.
 
 Megatron-Core's common state is a pickle too: the file `common.pt`, and from 0.19 on an object among the shards if there
 is no such file. Nothing that megarl loads is in it, so it is not read.

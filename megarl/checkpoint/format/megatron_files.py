@@ -7,12 +7,13 @@ tensor's bytes. Only its headers are parsed here; the bytes are used in place.
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import struct
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from megarl.checkpoint.format.keys import StoredTensor, is_model_key, problems_of, resolve, stored_tensors
 from megarl.checkpoint.format.shard_index import read_metadata
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.architecture.mapping import Piece, cut
-from megarl.models.hf.directory import MappedFile
+from megarl.models.architecture.mapping import Entry, Piece, cut
+from megarl.models.hf.directory import HFTensors, MappedFile
 from megarl.models.hf.gather import segments
 from megarl.models.hf.model_files import SHARD_INDEX, megatron_step
 from megarl.models.hf.read_config import load_info
@@ -97,15 +98,16 @@ def check_keys(
 class MegatronDirectory:
     """A Megatron checkpoint, read by its model's Hugging Face tensors (`HFTensors`) or by key.
 
-    Raises ValueError naming what is missing, unexpected, misshapen or truncated.
+    `info`: of the model that it must hold; None: that of its config.json. Raises ValueError naming what is missing,
+    unexpected, misshapen or truncated.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, info: ModelInfo | None = None) -> None:
         step = megatron_step(path)
         if step is None:
             raise ValueError(f"{path} is not a Megatron checkpoint: it has neither a tracker file nor shards")
         self.path, self.step = Path(path), step
-        self.info: ModelInfo = load_info(step)
+        self.info = info or load_info(step)
         self.entries = table(self.info)
         self.index = read_index(step)
         stored = stored_tensors(self.entries)
@@ -139,33 +141,52 @@ class MegatronDirectory:
         _, source, parts = self._sources[name]
         return parts[source] if len(parts) > 1 else parts[0]
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) along axis 0 of a Hugging Face tensor; a view if they are contiguous in a file."""
+    def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return rows [start, stop) along axis 0 of a Hugging Face tensor; a view if they are contiguous in a file.
+
+        `columns`: the part of them along axis 1.
+        """
         stored = self.stored(name)
         entry, source, _ = self._sources[name]
         if entry.rule.axis == 1 and stored.half is None and len(entry.names) > 1:
             raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
         if entry.rule.axis == 1 or stored.half is not None:
-            return self.stored_rows(stored.key, start, stop)
+            return self.stored_rows(stored.key, start, stop, columns)
         parts = []
         for offset, first, last in sorted(segments(entry, source, 0, 1), key=lambda each: each[1]):
             low, high = max(start, first), min(stop, last)
             if low < high:
-                parts.append(self.stored_rows(stored.key, offset + low - first, offset + high - first))
+                parts.append(self.stored_rows(stored.key, offset + low - first, offset + high - first, columns))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def stored_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) along axis 0 of a key's tensor; a view if one chunk holds all of them."""
+    def stored_rows(self, key: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return rows [start, stop) along axis 0 of a key's tensor; a view if one chunk holds all of them.
+
+        `columns`: the part of them along axis 1. Raises ValueError if the chunks do not hold them exactly once.
+        """
         meta = self.index[key]
-        touching = [c for c in meta.chunks if c.offsets[0] < stop and c.offsets[0] + c.sizes[0] > start]
-        if len(touching) == 1 and touching[0].sizes[1:] == meta.shape[1:]:
-            chunk = touching[0]
-            return self._chunk_rows(key, meta, chunk, start - chunk.offsets[0], stop - chunk.offsets[0])
-        out = torch.empty((stop - start, *meta.shape[1:]), dtype=meta.dtype)
-        for chunk in touching:
-            low, high = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
-            place = (slice(low - start, high - start), *map(_span, chunk.offsets[1:], chunk.sizes[1:]))
-            out[place] = self._chunk_rows(key, meta, chunk, low - chunk.offsets[0], high - chunk.offsets[0])
+        box = [(start, stop), *((0, size) for size in meta.shape[1:])]
+        if columns is not None:
+            box[1] = columns
+        found: list[tuple[tuple[slice, ...], torch.Tensor]] = []  # a part's place in the result, and the part
+        for chunk in meta.chunks:
+            held = [
+                (max(low, at), min(high, at + size))
+                for (low, high), at, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if all(low < high for low, high in held):
+                first, *inner = ((low - at, high - at) for (low, high), at in zip(held, chunk.offsets, strict=True))
+                part = self._chunk_rows(key, meta, chunk, *first)[(slice(None), *(slice(*each) for each in inner))]
+                place = tuple(slice(low - at, high - at) for (low, high), (at, _) in zip(held, box, strict=True))
+                found.append((place, part))
+        shape = [high - low for low, high in box]
+        if sum(part.numel() for _, part in found) != math.prod(shape):
+            raise ValueError(f"{self.step / SHARD_INDEX}: the parts of {key} do not make up its rows {start} to {stop}")
+        if len(found) == 1:
+            return found[0][1]
+        out = torch.empty(shape, dtype=meta.dtype)
+        for place, part in found:
+            out[place] = part
         return out
 
     def will_need(self, name: str, start: int, stop: int) -> None:
@@ -221,15 +242,27 @@ def _chunk(step: Path, metadata: Metadata, key: str, chunk: ChunkStorageMetadata
     return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
 
 
-def _span(offset: int, size: int) -> slice:
-    return slice(offset, offset + size)
-
-
 def source_pieces(stored: StoredTensor, start: int, stop: int) -> list[Piece]:
     """Return the Hugging Face rows that make up rows [start, stop) of a stored tensor."""
     if stored.half is not None:
         return [Piece(stored.half, start, stop)]
     return cut(stored.entry.pieces(0, 1), start, stop)
+
+
+def copy_pieces(target: torch.Tensor, entry: Entry, pieces: Iterable[Piece], source: HFTensors) -> int:
+    """Fill a tensor with pieces of a parameter's Hugging Face tensors; return the bytes read. Padding becomes zeros."""
+    axis, offset, size = entry.rule.axis or 0, 0, 0
+    for piece in pieces:
+        part = target.narrow(axis, offset, piece.size)
+        if piece.source is None:
+            part.zero_()
+        else:
+            name, held = entry.names[piece.source], (piece.start, piece.stop)
+            values = source.rows(name, 0, source.shape(name)[0], held) if axis else source.rows(name, *held)
+            part.copy_(values)
+            size += values.nbytes
+        offset += piece.size
+    return size
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,9 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 
-from megarl.checkpoint.format.keys import GATE_UP, StoredTensor, content_metadata, is_model_key, stored_tensors
+from megarl.checkpoint.format.keys import GATE_UP, StoredTensor, stored_tensors
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.megatron.shards import Shard, local_shards, table
-
-__all__ = ["content_metadata", "is_model_key", "model_sharded_state_dict", "stored_tensors"]
 
 
 def model_sharded_state_dict(

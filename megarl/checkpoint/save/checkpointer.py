@@ -22,8 +22,8 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed import ProcessGroup
 
+from megarl.checkpoint.format.keys import content_metadata
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
-from megarl.checkpoint.format.sharding import content_metadata
 from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
 from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
@@ -244,7 +244,9 @@ class Checkpointer:
         if record is None:
             raise ResumeError(error)
         same_layout = record["layout"] == layout_record(self.policy.layout)
-        load_trainer_state(self.policy, chosen.path, record["trainer"], with_rng=same_layout)
+        # Checkpoints of b761bc2e have the number of mini-batches in their config only.
+        numbers = {"mini_batches": record["config"]["trainer"]["mini_batches"], **record["trainer"]}
+        load_trainer_state(self.policy, chosen.path, numbers, with_rng=same_layout)
         if not same_layout:
             self._notify("another layout than the checkpoint's: the random states start from run.seed")
         self.newest = chosen.step if chosen.own else None
@@ -299,10 +301,13 @@ class Checkpointer:
         (partial / STATE_FILE).write_text(json.dumps(pending.record, indent=1) + "\n")
         (partial / CONFIG_FILE).write_text(to_yaml(self.config))
         small = [partial / name for name in (COMMON_FILE, FORMAT_FILE, SHARD_INDEX, STATE_FILE, CONFIG_FILE)]
-        for path in (*small, *(partial / HF_FILES).iterdir()):
+        side_files = [partial / HF_FILES, *(partial / HF_FILES).rglob("*")]
+        for path in (*small, *side_files):
+            if path.is_dir():
+                fsync_directory(path)
+                continue
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        fsync_directory(partial / HF_FILES)
 
     def _copy_hf_files(self, target: Path) -> None:
         """Copy config and tokenizer, so that `model.path` and the converter can use the checkpoint alone."""
@@ -318,6 +323,6 @@ class Checkpointer:
         if self._rank == 0:
             events.fault("checkpoint", self.failure, step=step)
         self._notify(
-            f"the checkpoint of step {step} could NOT be saved: {error}. Training continues; newest checkpoint: "
-            f"{kept}; the next due save will try again"
+            f"the checkpoint of step {step} could NOT be saved: {error}; newest checkpoint: {kept}; the next save, if "
+            "one is due, tries again"
         )

@@ -83,8 +83,17 @@ def trainer_numbers(policy: Policy) -> dict[str, Any]:
     return {
         "optimizer_step": optimizer_step(policy.optimizer),
         "scheduler_step": int(policy.scheduler.num_steps),
+        "mini_batches": policy.config.trainer.mini_batches,
         "reference_step": policy.reference_step,
     }
+
+
+def scheduler_position(numbers: Mapping[str, Any], mini_batches: int) -> int:
+    """Return the updates of the schedule that a checkpoint has made, counted in updates of this run.
+
+    A step has `mini_batches` of them; the position is that of the run's progress, whatever it was before.
+    """
+    return int(numbers["scheduler_step"]) * mini_batches // int(numbers["mini_batches"])
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> int:
@@ -165,7 +174,7 @@ def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, w
     for inner in inner_optimizers(policy.optimizer):
         set_step(inner.optimizer, numbers["optimizer_step"])
     policy.scheduler.num_steps = 0
-    policy.scheduler.step(int(numbers["scheduler_step"]))
+    policy.scheduler.step(scheduler_position(numbers, policy.config.trainer.mini_batches))
     if "rng" in loaded:
         set_rng_state(loaded["rng"])
 

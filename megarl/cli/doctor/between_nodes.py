@@ -25,7 +25,7 @@ from typing import Any
 
 from megarl.cli.doctor.machine import interfaces
 from megarl.cluster.pool.network import interface_of, own_address
-from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
+from megarl.cluster.torchrun import SERVED_BY_VARIABLE
 from megarl.common.errors import ConfigError, NotAuthentic
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
 from megarl.common.trust.signed_store import connect_store, sign, verify

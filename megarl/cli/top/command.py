@@ -10,50 +10,17 @@ import sys
 import termios
 import time
 import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megarl.cli.standalone import interrupted_once
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from megarl.cli.top.run_view import RunWatch
-
-# Single keys from a terminal, without waiting for the end of a line; the terminal is as before afterwards.
-
-
-class Keys:
-    """Reads keys while it is open; without a terminal at stdin there are none."""
-
-    def __init__(self) -> None:
-        self._file = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else -1
-        self._before: list[Any] | None = None  # of termios
-
-    def __enter__(self) -> Keys:
-        if self._file >= 0:
-            self._before = termios.tcgetattr(self._file)
-            tty.setcbreak(self._file)
-        return self
-
-    def wait(self, seconds: float) -> str:
-        """Return the keys that were pressed, as soon as there are any; empty after `seconds` without."""
-        if self._file < 0:
-            time.sleep(seconds)
-            return ""
-        ready, _, _ = select.select([self._file], [], [], seconds)
-        if not ready:
-            return ""
-        pressed = os.read(self._file, 256)
-        if not pressed:  # the terminal has gone
-            raise EOFError
-        return pressed.decode(errors="replace")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before is not None:
-            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
-
 
 WIDTH = 100  # characters without a terminal
 HEIGHT = 60  # lines of `--once`, and without a terminal
@@ -97,16 +64,42 @@ def _watch(watch: RunWatch, console: Console, interval_s: float) -> None:
 
     from megarl.cli.top.screen import Screen
 
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGHUP, _interrupt)
     try:
-        first = Screen(watch.look(), live=True)
-        with Keys() as keys, Live(first, console=console, screen=True, auto_refresh=False) as live:
-            while not END_KEYS & set(keys.wait(interval_s)):
-                live.update(Screen(watch.look(), live=True), refresh=True)
+        with interrupted_once((signal.SIGTERM, signal.SIGHUP)):
+            first = Screen(watch.look(), live=True)
+            with _keys() as pressed, Live(first, console=console, screen=True, auto_refresh=False) as live:
+                while not END_KEYS & set(pressed(interval_s)):
+                    live.update(Screen(watch.look(), live=True), refresh=True)
     except (KeyboardInterrupt, EOFError, BrokenPipeError):
         return
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that returns the keys pressed, as soon as there are any, or nothing after so many seconds.
+
+    It raises EOFError when the terminal has gone. Without a terminal at stdin there are no keys.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield _nothing_after
+        return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+
+    def pressed(seconds: float) -> str:
+        if not select.select([file], [], [], seconds)[0]:
+            return ""
+        if not (keys := os.read(file, 256)):
+            raise EOFError
+        return keys.decode(errors="replace")
+
+    try:
+        tty.setcbreak(file)  # keys come without waiting for the end of a line
+        yield pressed
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+def _nothing_after(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""

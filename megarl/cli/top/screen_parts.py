@@ -12,6 +12,7 @@ from rich.text import Text
 from megarl.cli.top.charts import ASCII_BLOCKS, BLOCKS, bar, number, percent, sparkline
 from megarl.cli.top.run_view import RunView
 from megarl.common.rundir.notices import printable
+from megarl.report.reading.metrics_file import is_graded
 from megarl.report.reading.run_events import COUNTED_FAULTS
 from megarl.telemetry.metrics.timer import PHASES
 
@@ -106,11 +107,14 @@ def evaluation(view: RunView, width: int, signs: Signs) -> ScreenPart:
                 continue
             low, high = (rows[-1].get(f"eval/{name}/{kind}_{end}") for end in ("low", "high"))
             text = Text(f"{_plain(name)[:12]} {kind} ")
-            text.append(percent(found[-1]), "bold")
+            keys = ("graded", "greedy", "sampled")
+            graded = is_graded([{key: row.get(f"eval/{name}/{key}") or 0.0 for key in keys} for row in rows])
+            scale = 1 if graded else 100
+            text.append(number(found[-1], ".3g") if graded else percent(found[-1]), "bold")
             if low is not None and high is not None:
-                text.append(f" [{100 * low:.3g}, {100 * high:.3g}]", "dim")
+                text.append(f" [{scale * low:.3g}, {scale * high:.3g}]", "dim")
             if len(found) > 1:
-                change = 100 * (found[-1] - found[-2])
+                change = scale * (found[-1] - found[-2])
                 text.append(f" {change:+.3g}", "green" if change > 0 else "red" if change < 0 else "")
             text.append(f" step {number(float(rows[-1].get('eval/step') or 0), '.0f')}", "dim")
             lines.append(text)

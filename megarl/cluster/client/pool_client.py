@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.client.connection import ConnectionCut, call_once, connect_ray, own_sigterm_handler
-from megarl.cluster.client.replica_handles import PoolHandles
+from megarl.cluster.client.replica_handles import ReplicaClient
 from megarl.cluster.pool.actors import CONTROLLER
 from megarl.cluster.pool.pool_process import NOTICED_S, SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
 from megarl.common.errors import PartsLost, ReplicaFailed, RolloutError
@@ -22,6 +22,7 @@ from megarl.config.schema.job import TimeoutsConfig
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.engine.placement import HeldDevices
+from megarl.rollout.engine.replica import replica_name
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.failover import Committed, TrainerRecord
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
@@ -358,6 +359,50 @@ class PoolClient:
                 Path(self.handle.run_dir), self.handle.process, self.handle.launch_id, self.timeouts.shutdown_s,
                 self.handle.host,
             )  # fmt: skip
+
+
+class PoolHandles:
+    """The pool as the weight sync uses it: replicas that can be called and replaced by name."""
+
+    def __init__(self, client: PoolClient) -> None:
+        self._client = client
+
+    def replicas(self) -> Sequence[ReplicaClient]:
+        """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
+        logs = Path(self._client.handle.run_dir) / "logs"
+        check, reach_s = self._client.handle.check, self._client.timeouts.rpc_s
+        return [
+            ReplicaClient(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
+            for index in self._client.members()
+        ]
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the replicas that take part in the next sync."""
+        return [f"replica {index}" for index in self._client.members()]
+
+    def _actor(self, index: int) -> ActorHandle | None:
+        """Return the replica's actor; None if it has ended, because Ray then forgets its name."""
+        import ray
+
+        try:
+            return ray.get_actor(replica_name(index), namespace=self._client.handle.namespace)
+        except ValueError:
+            return None
+
+    def restart(self, names: Sequence[str], timeout_s: float) -> None:
+        """Replace the named replicas by new ones, or leave out those that cannot be.
+
+        Raises RolloutError if one does not start.
+        """
+        self._client.call("restart_replicas", _indices(names), timeout_s=timeout_s)
+
+    def replace_later(self, names: Sequence[str], timeout_s: float) -> None:
+        """End the named replicas; new ones join with a later sync. Raises RolloutError as `restart`."""
+        self._client.call("replace_replicas_later", _indices(names), timeout_s=timeout_s)
+
+
+def _indices(names: Sequence[str]) -> list[int]:
+    return [int(name.removeprefix("replica ")) for name in names]
 
 
 def _own_error(error: RayTaskError) -> Exception:

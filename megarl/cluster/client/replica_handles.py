@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.client.connection import ConnectionCut, call_once
 from megarl.common.errors import PoolEnded, ReplicaFailed
-from megarl.rollout.engine.replica import replica_name
 from megarl.rollout.fleet.replica_client import as_rollout_error
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
-    from megarl.cluster.client.pool_client import PoolClient
 
 
 class ReplicaClient:
@@ -56,47 +53,3 @@ class ReplicaClient:
             raise ReplicaFailed(self.index, f"{self.name} {waited}; see {self._log}: {error}") from error
         except Exception as error:
             raise as_rollout_error(self.index, method, error, f"see {self._log}") from error
-
-
-class PoolHandles:
-    """The pool as the weight sync uses it: replicas that can be called and replaced by name."""
-
-    def __init__(self, client: PoolClient) -> None:
-        self._client = client
-
-    def replicas(self) -> Sequence[ReplicaClient]:
-        """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
-        logs = Path(self._client.handle.run_dir) / "logs"
-        check, reach_s = self._client.handle.check, self._client.timeouts.rpc_s
-        return [
-            ReplicaClient(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
-            for index in self._client.members()
-        ]
-
-    def names(self) -> Sequence[str]:
-        """Return the names of the replicas that take part in the next sync."""
-        return [f"replica {index}" for index in self._client.members()]
-
-    def _actor(self, index: int) -> ActorHandle | None:
-        """Return the replica's actor; None if it has ended, because Ray then forgets its name."""
-        import ray
-
-        try:
-            return ray.get_actor(replica_name(index), namespace=self._client.handle.namespace)
-        except ValueError:
-            return None
-
-    def restart(self, names: Sequence[str], timeout_s: float) -> None:
-        """Replace the named replicas by new ones, or leave out those that cannot be.
-
-        Raises RolloutError if one does not start.
-        """
-        self._client.call("restart_replicas", _indices(names), timeout_s=timeout_s)
-
-    def replace_later(self, names: Sequence[str], timeout_s: float) -> None:
-        """End the named replicas; new ones join with a later sync. Raises RolloutError as `restart`."""
-        self._client.call("replace_replicas_later", _indices(names), timeout_s=timeout_s)
-
-
-def _indices(names: Sequence[str]) -> list[int]:
-    return [int(name.removeprefix("replica ")) for name in names]

@@ -147,4 +147,10 @@ def directives(config: Config, *, cuda: bool) -> list[str]:
         options.append(f"--cpus-per-task={launch.node_cpus}")
     if launch.time_limit is not None:
         options.append(f"--time={launch.time_limit}")
-    return [f"#SBATCH {option}" for option in (*options, *launch.sbatch)]
+    return [f"#SBATCH {_quoted(option)}" for option in (*options, *launch.sbatch)]
+
+
+def _quoted(option: str) -> str:
+    """Return an option as sbatch reads it from a script: a value with white space in quotes."""
+    name, equals, value = option.partition("=")
+    return f"{name}={shlex.quote(value)}" if equals and any(letter.isspace() for letter in value) else option

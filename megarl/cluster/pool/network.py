@@ -17,7 +17,8 @@ from megarl.config.schema.job import RayConfig
 def own_address(hosts: Sequence[str], interface: str | None = None) -> str:
     """Return this node's IPv4 address on `interface`, or on the route to the first of `hosts` that is another machine.
 
-    Without another host or a network the address is 127.0.0.1. Raises ValueError if there is no such interface.
+    Without another host or a network the address is 127.0.0.1. Raises ValueError if there is no such interface, or if
+    the other hosts cannot be reached by IPv4.
     """
     if interface is not None:
         return _of_interface(interface)
@@ -27,7 +28,25 @@ def own_address(hosts: Sequence[str], interface: str | None = None) -> str:
         address = _towards(host)
         if address is not None and not ipaddress.ip_address(address).is_loopback:
             return address
+    if any(_is_ipv6_only(host) for host in hosts):
+        raise ValueError(
+            f"there is no IPv4 route to the other nodes ({', '.join(hosts)}); megarl's nodes talk over IPv4: set "
+            "launch.interface to an interface with an IPv4 address"
+        )
     return "127.0.0.1"
+
+
+def _is_ipv6_only(host: str) -> bool:
+    """Tell whether a host has addresses, none of which is IPv4."""
+    try:
+        families = {family for family, *_ in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return families == {socket.AF_INET6} and not _is_loopback(host)
+
+
+def _is_loopback(host: str) -> bool:
+    return any(ipaddress.ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
 
 
 def interface_of(address: str) -> str | None:

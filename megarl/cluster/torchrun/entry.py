@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megarl.cluster.torchrun import NAME
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-
-NAME = "megarl"
-# The pid of the torchrun whose rendezvous this backend serves, set in its environment, which its ranks inherit: by it
-# they know that megarl's rendezvous has started them.
-SERVED_BY_VARIABLE = "MEGARL_RENDEZVOUS_AGENT"
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from megarl.cluster.torchrun.entry import NAME, SERVED_BY_VARIABLE
+from megarl.cluster.torchrun import NAME, SERVED_BY_VARIABLE
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
 from megarl.common.trust.signed_store import connect_store, serve_store
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -288,8 +289,11 @@ def _files(config: Config) -> Iterator[str]:
         models.append(("reference.path", config.reference.path, True))
     for key, path, weights in models:
         if not path.is_dir():
+            hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
+            command = f"; get a model of the hub by `hf download {path} --local-dir models/{path.name}`" if hub else ""
             yield (
                 f"{key}: no such directory: {path} {here}; it must be a Hugging Face directory or a Megatron checkpoint"
+                f"{command}"
             )
             continue
         try:
@@ -299,8 +303,22 @@ def _files(config: Config) -> Iterator[str]:
             continue
         if weights and step is None and not any(path.glob("*.safetensors")):
             yield f"{key}: {path} holds no *.safetensors; convert the checkpoint, or set model.load_weights=false"
-        if key == "model.path" and not any((files / n).is_file() for n in ("tokenizer.json", "tokenizer.model")):
-            yield f"{key}: {files} holds no tokenizer.json; copy the tokenizer files of the model into it"
+        if key == "model.path" and not any(all((files / n).is_file() for n in names) for names in _TOKENIZERS):
+            yield f"{key}: {_no_tokenizer(files)}"
+
+
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # each can be loaded
+
+
+def _no_tokenizer(files: Path) -> str:
+    """Return why a model's directory has no usable tokenizer, and what to do."""
+    settings = files / "tokenizer_config.json"
+    if settings.is_file() and "auto_map" in settings.read_text(encoding="utf-8", errors="replace"):
+        return (
+            f"the tokenizer of {files} is Python code of the model (auto_map), which is never run; load it once where "
+            "you trust that code, convert it to a fast tokenizer and save it, which writes tokenizer.json"
+        )
+    return f"{files} holds no tokenizer.json; copy the tokenizer files of the model into it"
 
 
 def _started_elsewhere(path: Path | None) -> str:
@@ -339,7 +357,7 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
     if limit is not None and limit > info.max_positions:
         yield (
             f"rollout.max_model_len: {limit} is more than the model's {info.max_positions} positions "
-            "(max_position_embeddings); lower it"
+            "(max_position_embeddings in its config.json, the extended length with YaRN); lower it, or raise that"
         )
     if response >= (limit or info.max_positions):
         yield (

@@ -163,6 +163,12 @@ DENSE = EMBEDDING + NORMS + ATTENTION + DENSE_MLP + HEAD
 MOE = EMBEDDING + NORMS + ATTENTION + DENSE_MLP + EXPERTS + HEAD
 
 
+def refuse_single_expert(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for a mixture that weighs one expert by 1: Megatron-Core does not normalise a single one."""
+    if int(raw["num_experts_per_tok"]) < 2:
+        raise ValueError("num_experts_per_tok=1 is not supported: Megatron-Core does not normalise a single expert")
+
+
 def no_attention_bias(raw: Mapping[str, Any]) -> None:
     """Raise ValueError for `attention_bias: true`, which in these families also means a bias on o_proj."""
     if raw.get("attention_bias"):

@@ -23,6 +23,7 @@ from megarl.models.families.base import (
     NORMS,
     Family,
     no_attention_bias,
+    refuse_single_expert,
 )
 
 LATENT_NORM_EPS = 1e-6  # transformers ignores rms_norm_eps in these norms; vLLM uses it
@@ -175,8 +176,7 @@ def _refuse(raw: Mapping[str, Any]) -> None:
     for key, values in supported.items():
         if raw.get(key) not in values:
             raise ValueError(f"{key}={raw[key]!r} is not supported in this family; supported: {values[0]!r}")
-    if int(raw["num_experts_per_tok"]) < 2:
-        raise ValueError("num_experts_per_tok=1 is not supported: Megatron-Core does not normalise a single expert")
+    refuse_single_expert(raw)
     _, scaling = read_rope(raw)
     if scaling is None:
         return

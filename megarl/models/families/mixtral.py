@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.families.base import ATTENTION, EMBEDDING, HEAD, NORMS, Family, expert_rules, sliding_window
+from megarl.models.families.base import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    NORMS,
+    Family,
+    expert_rules,
+    refuse_single_expert,
+    sliding_window,
+)
 
 
 def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_single_expert(raw)
     return {
         "window": sliding_window(raw),
         "num_experts": int(raw["num_local_experts"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.families.base import MOE, Family, no_attention_bias
+from megarl.models.families.base import MOE, Family, no_attention_bias, refuse_single_expert
 
 
 def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -13,6 +13,8 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
     step, dense = int(raw.get("decoder_sparse_step") or 1), set(raw.get("mlp_only_layers") or [])
     experts = int(raw.get("num_experts") or raw["num_local_experts"])
     layers = range(int(raw["num_hidden_layers"]))
+    if raw.get("norm_topk_prob"):
+        refuse_single_expert(raw)
     return {
         "qk_norm": True,
         "head_dim": int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]),

@@ -78,8 +78,11 @@ class HFTensors(Protocol):
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the files have the tensor."""
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor along axis 0, in the files' dtype. Do not write to them."""
+    def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor along axis 0, in the files' dtype. Do not write to them.
+
+        `columns`: the part of them along axis 1.
+        """
         ...
 
 
@@ -124,11 +127,15 @@ class HFDirectory:
         """Return the weight files, for `fingerprint`."""
         return sorted({record.file for record in self.records.values()})
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated."""
+    def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
+        """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated.
+
+        `columns`: the part of them along axis 1.
+        """
         file, dtype, shape, offset = self._place(name)
         step = dtype.itemsize * torch.Size(shape[1:]).numel()
-        return file.tensor(dtype, (stop - start, *shape[1:]), offset + start * step)
+        rows = file.tensor(dtype, (stop - start, *shape[1:]), offset + start * step)
+        return rows if columns is None else rows[:, slice(*columns)]
 
     def will_need(self, name: str, start: int, stop: int) -> None:
         """Ask the kernel to read these rows ahead."""

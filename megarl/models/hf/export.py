@@ -33,7 +33,7 @@ from megarl.models.megatron.shards import Shard, local_shards, table
 
 logger = logging.getLogger(__name__)
 _NAMES: Codec[list[str]] = codec_of(list[str])
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".index.json")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -253,11 +253,15 @@ def _write_own_files(
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Copy config, tokenizer, generation config and so on; `config.json` gets the dtype of the new weights.
 
-    Raises ValueError for a file that is a link out of `source`.
+    Files of sub-directories are copied too, such as further chat templates. Raises ValueError for a file that is a link
+    out of `source`.
     """
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not file.name.startswith("."):
-            shutil.copyfile(inside(source, file.name), target / file.name)
+    for file in sorted(source.rglob("*")):
+        name = file.relative_to(source)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if file.is_file() and not hidden and not name.name.endswith(_WEIGHT_SUFFIXES):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(inside(source, str(name)), target / name)
     before = json.loads((target / "config.json").read_text())
     config = exported_config(before, dtype)
     if config != before:

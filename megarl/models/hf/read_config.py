@@ -35,6 +35,17 @@ def load_info(model_dir: Path | str) -> ModelInfo:
         raise ValueError(f"{path}: {what}") from error
 
 
+# Far beyond any model: a file that says more would take all memory where its sizes are used first.
+_LARGEST = {
+    "num_hidden_layers": 10**4,
+    "hidden_size": 10**6,
+    "intermediate_size": 10**7,
+    "num_attention_heads": 10**5,
+    "vocab_size": 10**8,
+    "max_position_embeddings": 10**9,
+}
+
+
 def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     """Return the ModelInfo of a parsed `config.json`.
 
@@ -48,6 +59,9 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         raise ValueError(f"architecture {names} is not supported; supported: {supported}")
     given, raw = raw, {**family.defaults, **raw}
     _refuse(raw)
+    for name, most in _LARGEST.items():
+        if not 0 < int(raw[name]) <= most:
+            raise ValueError(f"{name}={raw[name]!r} must be between 1 and {most}")
     theta, scaling = read_rope(raw)
     heads = int(raw["num_attention_heads"])
     fields: dict[str, Any] = {
@@ -65,11 +79,18 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "max_positions": int(raw["max_position_embeddings"]),
+        "max_positions": _positions(raw, scaling),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         "raw": dict(given),
     }
     return ModelInfo(**{**fields, **family.read(raw)})
+
+
+def _positions(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> int:
+    """Return the longest sequence, as vLLM has it: linear scaling extends what config.json says, other kinds do not."""
+    positions = int(raw["max_position_embeddings"])
+    linear = scaling is not None and scaling["rope_type"] == "linear"
+    return int(positions * float(scaling["factor"])) if scaling is not None and linear else positions
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:

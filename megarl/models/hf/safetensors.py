@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+HF_FILE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
 
 
@@ -47,11 +48,12 @@ def read_records(directory: Path) -> dict[str, TensorRecord]:
     """Return all tensors of a directory by name, from the headers of its safetensors files alone.
 
     Raises ValueError naming file and tensor for a directory without safetensors, a truncated file, a tensor in two
-    files, an index that contradicts the files, or a file outside the directory.
+    files, an index that contradicts the files, other weights next to a model in one file, or a file outside.
     """
     path = directory / HF_INDEX
     index = read_weight_map(path) if path.is_file() else None
     names = {file.name for file in directory.glob("*.safetensors")} if index is None else set(index.values())
+    _refuse_ambiguous(directory, names, indexed=index is not None)
     files = sorted(inside(directory, name) for name in names)
     if not files:
         pickled = " but pickled weights (*.bin), which can run code when they are loaded" * any(directory.glob("*.bin"))
@@ -74,6 +76,20 @@ def read_records(directory: Path) -> dict[str, TensorRecord]:
         if unlisted := sorted(set(records) - set(index)):
             raise ValueError(f"{path} has no entry for {', '.join(unlisted[:5])}")
     return records
+
+
+def _refuse_ambiguous(directory: Path, names: Collection[str], *, indexed: bool) -> None:
+    """Raise ValueError for a model in one file next to other weights: transformers and vLLM would read other files."""
+    if not (directory / HF_FILE).is_file() or set(names) == {HF_FILE}:
+        return
+    if indexed and HF_FILE not in names:
+        raise ValueError(
+            f"{directory} holds {HF_FILE} and {HF_INDEX}, an index of other files: transformers reads the first, vLLM "
+            "the second; remove the stale one"
+        )
+    if not indexed:
+        others = ", ".join(sorted(set(names) - {HF_FILE}))
+        raise ValueError(f"{directory} holds {HF_FILE} and other weights, which transformers ignores: remove {others}")
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.report.reading.downsample import Floats
-from megarl.report.reading.metrics_file import NO_SIGNAL, Evaluation, RunMetrics, mean_interval
+from megarl.report.reading.metrics_file import NO_SIGNAL, Evaluation, RunMetrics, is_graded, mean_interval
 
 MOST_COMPONENTS = 6
 MOST_SETS = 4
@@ -232,8 +232,10 @@ def evaluation_figures(runs: Sequence[RunMetrics]) -> list[Figure]:
             if (line := _evaluated(index, run.evaluations.get(name, []), kind, style)) is not None
         ]
         if lines:
-            note = "Held-out accuracy with its 95% interval: at temperature 0, and mean@k of sampled responses."
-            figures.append(Figure(f"eval{number}", f"Evaluation: {name}", "share", note, lines))
+            graded = is_graded([point.values for run in runs for point in run.evaluations.get(name, [])])
+            what, unit = ("score", "") if graded else ("accuracy", "share")
+            note = f"Held-out {what} with its 95% interval: at temperature 0, and mean@k of sampled responses."
+            figures.append(Figure(f"eval{number}", f"Evaluation: {name}", unit, note, lines))
     return figures
 
 

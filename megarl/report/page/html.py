@@ -50,13 +50,13 @@ def moment(unix: float) -> str:
     return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def interval(low: float, high: float, value: float) -> str:
-    """Return a share with the ends of its interval."""
+def interval(low: float, high: float, value: float, *, graded: bool = False) -> str:
+    """Return a share of correct responses, or a `graded` score, with the ends of its interval."""
     if not math.isfinite(value):
         return MISSING
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return share(value, 1)
-    return f"{share(value, 1)} ({low:.1%} to {high:.1%})"
+    form = ".3g" if graded else ".1%"
+    ends = f" ({low:{form}} to {high:{form}})" if math.isfinite(low) and math.isfinite(high) else ""
+    return f"{value:{form}}{ends}"
 
 
 class Html(str):

@@ -10,7 +10,7 @@ from megarl.report.page.bars import BarPart, legend, stacked
 from megarl.report.page.figures import not_drawn
 from megarl.report.page.html import Html, escape, table, tag
 from megarl.report.reading.advisories import advise, replica_rates, rollout_idle, trainer_idle
-from megarl.report.reading.metrics_file import NO_SIGNAL, RunMetrics
+from megarl.report.reading.metrics_file import NO_SIGNAL, RunMetrics, is_graded
 from megarl.report.reading.run_directory import ReportedRun, differences
 from megarl.report.reading.run_events import COUNTED_FAULTS
 
@@ -143,7 +143,12 @@ def _first_and_last(metrics: RunMetrics, name: str, kind: str) -> str:
     if not points:
         return ""
     texts = [
-        html.interval(values.get(f"{kind}_low", math.nan), values.get(f"{kind}_high", math.nan), values[kind])
+        html.interval(
+            values.get(f"{kind}_low", math.nan),
+            values.get(f"{kind}_high", math.nan),
+            values[kind],
+            graded=is_graded(points),
+        )
         for values in (points[0], points[-1])
     ]
     return " → ".join(texts if len(points) > 1 else texts[:1])

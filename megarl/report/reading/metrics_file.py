@@ -119,28 +119,26 @@ class RunMetrics:
 
     def sum(self, name: str) -> float:
         """Return the sum over all steps; 0 without a value."""
-        return float(np.nansum(self._column(self.buckets.total, name)))
+        return self._sum(self.buckets.total, name)
 
     def average(self, name: str, last: float = 1.0) -> float:
         """Return the mean over the last share of the buckets; NaN without a value."""
-        first = self._first(last)
-        count = float(np.nansum(self._column(self.buckets.known, name)[first:]))
-        return float(np.nansum(self._column(self.buckets.total, name)[first:])) / count if count else math.nan
+        count = self._sum(self.buckets.known, name, last)
+        return self._sum(self.buckets.total, name, last) / count if count else math.nan
 
     def ratio(self, name: str, per: str, last: float = 1.0) -> float:
         """Return the sum of a series over that of another one, of the last share of the buckets; NaN without values.
 
         For shares of time it is the share of the whole time, in which long steps count more.
         """
-        above, below = self.average(name, last), self.average(per, last)
-        counts = self._counted(name, last), self._counted(per, last)
-        return above * counts[0] / (below * counts[1]) if below > 0 else math.nan
+        whole = self._sum(self.buckets.total, per, last)
+        known = whole > 0 and self._sum(self.buckets.known, name, last) > 0
+        return self._sum(self.buckets.total, name, last) / whole if known else math.nan
 
-    def _counted(self, name: str, last: float) -> float:
-        return float(self.count(name)[self._first(last) :].sum())
-
-    def _first(self, last: float) -> int:
-        return self.buckets.number - max(1, math.ceil(last * self.buckets.number)) if self.buckets.number else 0
+    def _sum(self, values: Floats, name: str, last: float = 1.0) -> float:
+        """Return the sum of a column over the last share of the buckets, one at least."""
+        first = self.buckets.number - max(1, math.ceil(last * self.buckets.number))
+        return float(np.nansum(self._column(values, name)[max(0, first) :]))
 
     def largest(self, name: str) -> float:
         """Return the largest value of any step; NaN without a value."""
@@ -245,11 +243,19 @@ class MetricsReader:
                 del points[1:-1:2]  # every second one; the first and the last stay
 
 
+def is_graded(points: Sequence[Mapping[str, float]]) -> bool:
+    """Tell whether a set's scores are no shares of correct responses; metrics of older runs tell it by their range."""
+    return any(
+        values.get("graded") or any(not 0 <= values.get(kind, 0.0) <= 1 for kind in ("greedy", "sampled"))
+        for values in points
+    )
+
+
 def no_signal(column: Mapping[str, Floats]) -> Floats:
     """Return the share of each step's groups [N] that teach nothing, as far as metrics tell: the larger of two shares.
 
     Groups that were filtered, because their rewards are equal; and those whose samples all were right or all were
-    wrong, which is the same for rewards of 0 and 1 and also known where nothing is filtered.
+    wrong, which is known for rewards of 0 and 1, also where nothing is filtered.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         filtered = column["groups/filtered"] / column["groups/admitted"]

@@ -174,22 +174,28 @@ class EnginePool:
         lost = [each for each in self.table if each.lost and not each.coming]
         await asyncio.gather(*(self._readmit(each, self.table.sync_replaces) for each in lost))
 
+    async def _drop_requests(self, replica: Replica, timeout_s: float) -> ReplicaFailed | None:
+        """Make an engine drop its requests; one that was lost joins then. Return why it could not."""
+        try:
+            await self.call(replica.index, "reset", timeout_s=timeout_s)
+        except RolloutError as error:
+            return ReplicaFailed(replica.index, str(error))
+        self.table.join(replica.index)
+        return None
+
     async def _readmit(self, replica: Replica, replaces: bool) -> None:
         """Let a lost replica join if it is sound; else, if the sync `replaces` those that refuse it, have it refuse."""
         index, reason = replica.index, replica.failure
-        try:
-            if not replica.condemned:
-                await self.call(index, "reset", timeout_s=_RESET_S)
-                self.table.join(index)
+        if not replica.condemned:
+            if (error := await self._drop_requests(replica, _RESET_S)) is None:
                 return
-        except RolloutError as error:
             logger.info("replica %d stays lost: %s", index, error)
         if not replaces or not replica.lost:  # it may have been removed meanwhile
             return
         try:
             await self.call(index, "fail", f"was lost: {reason}", timeout_s=_RETIRE_S)
-        except RolloutError as error:
-            logger.info("replica %d, which is lost, was not told so: %s", index, error)
+        except RolloutError as failure:
+            logger.info("replica %d, which is lost, was not told so: %s", index, failure)
 
     async def drain(self, timeout_s: float) -> None:
         """Hold back all requests that have not begun, and wait until those that have begun have ended.
@@ -262,17 +268,10 @@ class EnginePool:
         broken = []
 
         async def reset_one(replica: Replica) -> None:
-            index = replica.index
-            if replica.condemned:
-                logger.warning("replacing replica %d: %s", index, replica.failure)
-                broken.append(index)
-                return
-            try:
-                await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
-                self.table.join(index)
-            except RolloutError as error:
-                logger.warning("replacing replica %d: %s", index, error)
-                broken.append(index)
+            condemned = replica.failure if replica.condemned else None
+            if (reason := condemned or await self._drop_requests(replica, self._timeouts.rpc_s)) is not None:
+                logger.warning("replacing replica %d: %s", replica.index, reason)
+                broken.append(replica.index)
 
         await asyncio.gather(*(reset_one(each) for each in self.table.members))
         await self.restart(sorted(broken))
@@ -283,15 +282,13 @@ class EnginePool:
         They serve again, or are replaced, after the next sync. `in_sync`: the trainer is in the middle of one.
         """
 
-        async def take(index: int) -> None:
-            try:
-                await self.call(index, "reset", timeout_s=self._timeouts.rpc_s)
-            except ReplicaFailed as error:
-                self.table.lose(index, error)
+        async def take(replica: Replica) -> None:
+            if (reason := await self._drop_requests(replica, self._timeouts.rpc_s)) is not None:
+                self.table.lose(replica.index, reason)
 
         if in_sync:
             self.table.begin_sync()
-        await asyncio.gather(*(take(index) for index in self.members))
+        await asyncio.gather(*(take(each) for each in self.table.members))
         for index, reason in self.lost.items():
             logger.warning("replica %d does not serve until the next publication: %s", index, reason)
 

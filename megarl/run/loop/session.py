@@ -156,6 +156,8 @@ class Session:
             self.steps_done = max(self.checkpointer.newest or 0, self.first_step)
             self.unsaved_steps = step - self.steps_done
             self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
+        elif step:
+            self.recorder.say(f"step {step} is saved; the same command goes on from there")
 
     def skip(self, error: StepRefused, plan: StepPlan) -> StepPlan:
         """Return the plan of a step that is skipped because of `error`, which is raised if it may not be.

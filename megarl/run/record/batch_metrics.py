@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence, Set
 
 from megarl.common.values import first_parts
-from megarl.evaluation.accuracy import CORRECT_AT
+from megarl.evaluation.accuracy import are_verdicts
 from megarl.queue.trajectory import SampleTag
 from megarl.run.step.plan import StepPlan
 from megarl.telemetry.metrics.registry import StepMetrics
@@ -98,10 +98,11 @@ def _rewards(metrics: StepMetrics, usable: list[SampleTag]) -> None:
             "std": statistics.pstdev(rewards),
             "min": min(rewards),
             "max": max(rewards),
-            "accuracy": statistics.fmean(reward >= CORRECT_AT for reward in rewards),
         },
         prefix="reward/",
     )
+    if are_verdicts(rewards):
+        metrics.record("reward/accuracy", statistics.fmean(rewards))
     groups: dict[int, list[float]] = defaultdict(list)
     for tag in usable:
         groups[tag.group_id].append(tag.reward)
@@ -128,9 +129,9 @@ def clustered_stderr(groups: Sequence[Sequence[float]]) -> float:
 
 
 def _groups(metrics: StepMetrics, plan: StepPlan, trained: Set[int], usable: list[SampleTag]) -> None:
-    groups: dict[int, list[bool]] = defaultdict(list)
+    groups: dict[int, list[float]] = defaultdict(list)
     for tag in usable:
-        groups[tag.group_id].append(tag.reward >= CORRECT_AT)
+        groups[tag.group_id].append(tag.reward)
     outcome = plan.outcome
     metrics.update(
         {
@@ -143,7 +144,7 @@ def _groups(metrics: StepMetrics, plan: StepPlan, trained: Set[int], usable: lis
         },
         prefix="groups/",
     )
-    if groups:
+    if groups and are_verdicts([tag.reward for tag in usable]):
         metrics.record("groups/solve_all", statistics.fmean(all(group) for group in groups.values()))
         metrics.record("groups/solve_none", statistics.fmean(not any(group) for group in groups.values()))
 

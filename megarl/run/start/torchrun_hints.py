@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
-from megarl.cluster.torchrun.entry import NAME, SERVED_BY_VARIABLE
+from megarl.cluster.torchrun import NAME, SERVED_BY_VARIABLE
 from megarl.common.clocks import GRACE_S
 from megarl.common.process.processes import ProcessId
 from megarl.common.rundir.run_lock import Holder, RunClaim, await_claim, claim

@@ -78,7 +78,6 @@ class Progress:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print one line of the table; the header is repeated every HEADER_EVERY lines."""
         width = len(str(self._steps))
-        values = without_accuracy(values) if has_graded_rewards(values) else values
         if self._printed % HEADER_EVERY == 0:
             titles = " ".join(column.title.rjust(column.width) for column in self._columns)
             self._line(f"{'step'.rjust(2 * width + 1)} {titles} {'eta':>6}")
@@ -120,19 +119,6 @@ class Progress:
             self._clear()
             self._stream.write(text + "\n")
             self._stream.flush()
-
-
-def has_graded_rewards(values: Mapping[str, float]) -> bool:
-    """Tell whether rewards differ and none reaches 1, so that the share of those that do says nothing.
-
-    Of rewards that are 1 for a correct response and less for a wrong one, some reach 1 as soon as they differ.
-    """
-    return values.get("reward/std", 0.0) > 0 and values.get("reward/max", 1.0) < 1
-
-
-def without_accuracy(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of a step without the share of correct responses."""
-    return {name: value for name, value in values.items() if name != ACCURACY}
 
 
 def compact(value: float, *, whole: bool = False) -> str:

@@ -15,7 +15,7 @@ from megarl.cli import main
 from megarl.cli.doctor.between_nodes import Meeting, Member, Outcome, plan_paths, render, run_probe, summary
 from megarl.cli.doctor.between_nodes import Path as PathToTry
 from megarl.cluster.pool.ray_head import ReservedPorts
-from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
+from megarl.cluster.torchrun import SERVED_BY_VARIABLE
 from megarl.common.errors import ConfigError
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 from megarl.common.trust.signed_store import serve_store

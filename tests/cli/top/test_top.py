@@ -102,6 +102,13 @@ def test_a_living_run_is_told_in_numbers(run_dir: Path) -> None:
     assert re.search(r"grad norm 0\.75", text) and "kl        1.00e-04" in text
 
 
+def test_graded_scores_are_no_percentages(run_dir: Path) -> None:
+    write_rows(run_dir, {"step": 40, "eval/a/greedy": 1.57, "eval/a/greedy_low": 1.48, "eval/a/greedy_high": 1.66,
+                         "eval/step": 30, "eval/b/greedy": 0.5, "eval/b/graded": 1.0})  # fmt: skip
+    text = "\n".join(shown(RunWatch(run_dir).look()))
+    assert "a greedy 1.57 [1.48, 1.66] step 30" in text and "b greedy 0.5 step 30" in text
+
+
 def test_it_follows_the_run(run_dir: Path) -> None:
     watch = RunWatch(run_dir)
     assert watch.look().step == 40

@@ -25,8 +25,8 @@ import ray
 from megarl.cluster.client import connection
 from megarl.cluster.client import pool_client as client_module
 from megarl.cluster.client.connection import ConnectionCut, connect_ray
-from megarl.cluster.client.pool_client import PoolClient
-from megarl.cluster.client.replica_handles import PoolHandles, ReplicaClient
+from megarl.cluster.client.pool_client import PoolClient, PoolHandles
+from megarl.cluster.client.replica_handles import ReplicaClient
 from megarl.cluster.pool.pool_process import SupervisorHandle, write_state
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.common.process.processes import ProcessId

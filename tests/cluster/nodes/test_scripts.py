@@ -32,6 +32,13 @@ def test_a_shipped_script_asks_for_what_its_config_plans(name: str) -> None:
     assert len(lines) <= 20
 
 
+def test_values_with_spaces_are_quoted() -> None:
+    """sbatch takes what follows a space as another option."""
+    own = {"run__name": "exp 2", "launch__sbatch": ["--comment=a b", "--qos=x"]}
+    asked = directives(config("model", "data.jsonl", **own), cuda=False)
+    assert asked[0] == "#SBATCH --job-name='exp 2'" and asked[-2:] == ["#SBATCH --comment='a b'", "#SBATCH --qos=x"]
+
+
 def test_every_recipe_has_a_script() -> None:
     """A recipe is a config with launch settings of its own."""
     paths = (ROOT / "examples/rl/configs").glob("*.yaml")

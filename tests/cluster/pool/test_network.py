@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.cluster.pool import network
 from megarl.cluster.pool.network import interface_of, one_node_environment, own_address
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.schema.job import RayConfig
@@ -16,6 +17,14 @@ def test_own_address() -> None:
     # Names that resolve to nothing or to loopback are no help; what remains is the way out, if there is one.
     assert own_address(["no-such-host.invalid", "localhost"]) == own_address([])
     assert interface_of(own_address([])) is not None
+
+
+def test_other_nodes_without_ipv4_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loopback would be given to the other nodes, silently."""
+    monkeypatch.setattr(network, "_towards", lambda host: None)
+    with pytest.raises(ValueError, match=r"no IPv4 route to the other nodes \(fd00::1, fd00::2\)"):
+        own_address(["fd00::1", "fd00::2"])
+    assert own_address(["::1"]) == own_address([]) == "127.0.0.1"
 
 
 def test_a_run_without_an_agent_stays_on_loopback_unless_the_user_says_otherwise(

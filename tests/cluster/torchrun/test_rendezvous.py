@@ -18,7 +18,7 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from megarl.cluster.torchrun.entry import NAME, SERVED_BY_VARIABLE
+from megarl.cluster.torchrun import NAME, SERVED_BY_VARIABLE
 from megarl.cluster.torchrun.rendezvous import SignedBackend, open_rendezvous
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 from tests.support.attacks.attack import addresses, attack

@@ -15,8 +15,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from megarl.cli.train import TORCHRUN
-from megarl.cluster.torchrun import rendezvous
-from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
+from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
 from megarl.common.trust.signed_store import serve_store
 from tests.support.checkout import ROOT, environment
 from tests.support.waiting import wait_until

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,29 @@ def test_model_without_weights_or_tokenizer(models: Models, data: Path, tmp_path
     found = problems(tmp_path, data)
     assert any("no *.safetensors" in problem for problem in found)
     assert any("no tokenizer.json" in problem for problem in found)
+
+
+def test_a_name_of_the_hub_gets_the_command_that_fetches_it(data: Path) -> None:
+    found = " ".join(problems(Path("Qwen/Qwen3-0.6B"), data))
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`" in found
+    assert "hf download" not in " ".join(problems(Path("/nowhere/model"), data))
+
+
+def test_a_tokenizer_that_is_code_is_never_run(models: Models, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(models["qwen3"], tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    settings = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = problems(tmp_path / "model", data)
+    assert any("Python code of the model (auto_map), which is never run" in each for each in found)
+    for name in ("vocab.json", "merges.txt"):  # which transformers loads
+        (tmp_path / "model" / name).write_text("")
+    assert not problems(tmp_path / "model", data)
+
+
+def test_a_path_may_begin_with_the_users_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config("~/model", "data.jsonl", run__dir="~/runs/a").run_dir == tmp_path / "runs" / "a"
 
 
 def test_unknown_architecture_is_named(data: Path, tmp_path: Path) -> None:

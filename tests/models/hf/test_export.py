@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.models.hf.export import copy_side_files
 from tests.support.models.family_models import MOE
 from tests.support.models.tensors import read_hf, same_bits
 from tests.support.worlds.world import World
@@ -126,6 +127,19 @@ def test_the_export_is_a_model(world: Callable[[int], World], model_dir: Callabl
     assert model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(out).chat_template is not None
     assert model.generation_config.eos_token_id
+
+
+def test_all_files_but_weights_are_copied(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    names = ("additional_chat_templates/tool_use.jinja", "vocab.json", "original/weights.pth", ".cache/x", "a/b.onnx")
+    for name in names:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    (source / "config.json").write_text("{}")
+    target.mkdir()
+    copy_side_files(source, target, torch.float32)
+    copied = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    assert copied == ["additional_chat_templates/tool_use.jinja", "config.json", "vocab.json"]
 
 
 def test_an_existing_directory_is_not_overwritten(

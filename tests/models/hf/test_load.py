@@ -165,6 +165,32 @@ def test_no_safetensors(tmp_path: Path) -> None:
         read_records(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"a.safetensors": True}, r"holds model\.safetensors and model\.safetensors\.index\.json.*stale"),
+        ({"a.safetensors": False}, r"holds model\.safetensors and model\.safetensors\.index\.json.*stale"),
+        ({"consolidated.safetensors": None}, r"other weights, .*: remove consolidated\.safetensors"),
+        (
+            {"adapter_model.safetensors": None, "b.safetensors": None},
+            r"remove adapter_model\.safetensors, b\.safetensors",
+        ),
+    ],
+)
+def test_other_weights_next_to_a_model_in_one_file_are_refused(
+    others: dict[str, bool | None], told: str, tmp_path: Path
+) -> None:
+    """transformers reads model.safetensors, vLLM the files of the index, or all. True: indexed and there."""
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    for name, there in others.items():
+        if there is not None:
+            write_index(tmp_path, [(name, [TensorHeader("x", (2,), torch.float32)])])
+        if there is not False:
+            save_file({"x": torch.zeros(2)}, tmp_path / name)
+    with pytest.raises(ValueError, match=told):
+        read_records(tmp_path)
+
+
 class TestIndex:
     @pytest.fixture
     def sharded(self, tmp_path: Path) -> Path:

@@ -264,3 +264,38 @@ def test_windows() -> None:
 def test_vocabulary_is_padded_to_tp_only() -> None:
     info = info_from_config(LLAMA | {"vocab_size": 151_936})
     assert [padded_vocab(info, tp) for tp in (1, 2, 3, 8)] == [151_936, 151_936, 151_938, 151_936]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (None, 512),
+        ({"type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "linear", "factor": 1.5}, 768),
+        (YARN, 512),  # max_position_embeddings is the extended length there
+    ],
+)
+def test_the_longest_sequence_is_that_of_vllm(scaling: dict[str, Any] | None, positions: int) -> None:
+    assert info_from_config({**LLAMA, "rope_scaling": scaling}).max_positions == positions
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", -4), ("num_attention_heads", 0), ("num_hidden_layers", 10**9), ("vocab_size", 10**15),
+        ("intermediate_size", 0), ("max_position_embeddings", -1),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_model_has_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value} must be between 1 and"):
+        info_from_config(LLAMA | {name: value})
+
+
+@pytest.mark.parametrize(("changes", "fits"), [({"norm_topk_prob": True}, False), ({"norm_topk_prob": False}, True)])
+def test_a_single_expert_with_weight_1_is_refused(changes: dict[str, Any], fits: bool) -> None:
+    raw = QWEN3_MOE | {"num_experts_per_tok": 1} | changes
+    if fits:
+        assert info_from_config(raw).topk == 1
+        return
+    with pytest.raises(ValueError, match="num_experts_per_tok=1 is not supported"):
+        info_from_config(raw)

@@ -14,6 +14,7 @@ from megarl.config.checks.layout import layout_problems
 from megarl.report.page import html
 from megarl.report.page.bars import BarPart, histogram, stacked
 from megarl.report.page.figures import evaluation_figures, figures_of, not_drawn, rounded, run_axis
+from megarl.report.page.sections import _first_and_last
 from megarl.report.reading.run_directory import differences, distinct_names, flat, layout_of
 from megarl.telemetry.metrics.declarations import REGISTRY
 from tests.support.telemetry.html_reader import HtmlReader
@@ -55,6 +56,21 @@ def entropy_line(steps: int, buckets: int) -> dict:
     metrics = metrics_of([step_line(step) for step in range(1, steps + 1)], buckets)
     (entropy,) = (figure for figure in figures_of("learning", [metrics]) if figure.key == "entropy")
     return entropy.as_json()["lines"][0]
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "shown"),
+    [
+        ({"greedy": 0.5, "graded": 0.0}, "share", "50.0%"),
+        ({"greedy": 0.5, "graded": 1.0}, "", "0.5"),
+        ({"greedy": 1.57, "greedy_low": 1.48, "greedy_high": 1.66}, "", "1.57 (1.48 to 1.66)"),
+    ],
+)
+def test_graded_scores_are_no_percentages(values: dict[str, float], unit: str, shown: str) -> None:
+    metrics = metrics_of([{"eval/step": 3.0} | {f"eval/set/{name}": value for name, value in values.items()}])
+    (figure,) = evaluation_figures([metrics])
+    assert figure.unit == unit and ("accuracy" in figure.note) == (unit == "share")
+    assert _first_and_last(metrics, "set", "greedy") == shown
 
 
 def test_a_band_of_no_width_is_left_out() -> None:

@@ -492,7 +492,8 @@ def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_ag
     async def scenario() -> None:
         replicas = {0: Paced(0, 0.01), 1: Paced(1, 0.2), 2: Paced(2, 0.01)}
         fleet = fleet_of(replicas)
-        fleet._runner._timeouts = TimeoutsConfig(rpc_s=0.05)
+        note = fleet.table.note_progress
+        fleet.table.note_progress = lambda lease, progress, now, _: note(lease, progress, now, 0.05)  # type: ignore[method-assign]
         long = SamplingSpec(400, 1.0, (2,))
         groups = [
             asyncio.create_task(fleet.generate(RequestContext(f"g{i}", home=i), [GenerateRequest(f"x{i}", [1], long)]))

@@ -85,6 +85,20 @@ def test_lengths_have_percentiles_and_rewards_an_error() -> None:
     assert "reward/stderr" not in metrics.reduce(), "one group tells nothing about the others"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "accuracy"), [((0.0, 1.0, 1.0), 2 / 3), ((0.0, 0.5, 1.0), None), ((1.0, 2.0), None)]
+)
+def test_only_verdicts_have_an_accuracy(rewards: tuple[float, ...], accuracy: float | None) -> None:
+    """Of graded rewards no share of right or wrong groups is known either."""
+    tags = [judged(f"0:{index}", reward, 5) for index, reward in enumerate(rewards)]
+    metrics = step_metrics()
+    plan = plan_step(tags, config("model"), dp_size=1, version=0)
+    record_batch(metrics, plan, trained_as_planned(plan))
+    values = metrics.reduce()
+    assert values.get("reward/accuracy") == (None if accuracy is None else pytest.approx(accuracy))
+    assert ("groups/solve_all" in values) == ("groups/solve_none" in values) == (accuracy is not None)
+
+
 def test_a_step_that_trains_nothing_tells_why() -> None:
     def group(number: int, rewards: tuple[float, float]) -> list[Trajectory]:
         return [

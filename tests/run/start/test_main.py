@@ -16,8 +16,7 @@ import torch
 
 from megarl import platforms
 from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
-from megarl.cluster.torchrun import rendezvous
-from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
+from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
 from megarl.common.process import processes
 from megarl.common.rundir.run_files import read_exit
 from megarl.config.loading.load import load_config

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.torchrun.entry import SERVED_BY_VARIABLE
+from megarl.cluster.torchrun import SERVED_BY_VARIABLE
 from megarl.run.start.torchrun_hints import (
     SAFE_TORCHRUN,
     notice_of_open_stores,

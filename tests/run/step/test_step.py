@@ -478,10 +478,13 @@ def test_the_kl_of_a_sample_is_that_of_all_its_parts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(step.parallel, "dp_all_gather_object", lambda own, codec: [own])
     own = config(algorithm={"kl": {"coef": 0.5, "where": "reward", "estimator": "k1"}, "advantage": "dr_grpo"})
 
-    def row(key: tuple[int, int, int], reward: float, old: list[float]) -> tuple[Trajectory, TrainSample]:
+    def row(
+        key: tuple[int, int, int], reward: float, old: list[float], mask: list[int] | None = None
+    ) -> tuple[Trajectory, TrainSample]:
         ids = [5] * len(old)
         made = Trajectory(
-            key[0], key[1], [1], ids, old, (VersionSpan(0, 0, len(old)),), "stop", reward, part=key[2]
+            key[0], key[1], [1], ids, old, (VersionSpan(0, 0, len(old)),), "stop", reward, part=key[2],
+            response_mask=mask,
         )  # fmt: skip
         sample = TrainSample.of(made)
         sample.streams |= {"old_logprobs": torch.tensor(old), "reference_logprobs": torch.zeros(len(old))}
@@ -499,6 +502,9 @@ def test_the_kl_of_a_sample_is_that_of_all_its_parts(monkeypatch: pytest.MonkeyP
         row((0, 0, 0), 1.0, [-1.0]), row((0, 0, 1), 1.0, [-2.0, -4.0]), row((0, 1, 0), 0.0, [-1.0])
     )  # fmt: skip
     assert split == {"0:0": whole["0:0"], "0:0.1": whole["0:0"], "0:1": whole["0:1"]}
+    # What a tool has answered costs no KL.
+    masked = advantages(row((0, 0, 0), 1.0, [-1.0, -7.0, -6.0], [1, 0, 1]), row((0, 1, 0), 0.0, [-1.0]))
+    assert masked == whole
     assert whole["0:0"] == pytest.approx(((1.0 + 3.5) - 0.5) / 2)
 
 

@@ -22,6 +22,14 @@ class Response:
 class LiveReplica(live_engine.LiveReplica):
     """One that also answers prompts."""
 
+    async def _abandon_weight_update(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        assert self.weights.in_session
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._engine.finish_weight_update(None)
+        self.weights.abandoned()
+
     def ask_workers(self, method: str, *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Return what a method of `worker_extension_cls` returns in each worker."""
         return list(self.run(self._engine.collective_rpc(method, args=args), timeout_s))

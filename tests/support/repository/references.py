@@ -6,7 +6,6 @@ documents, docstrings and comments are read by no compiler: whoever moves a modu
 
 from __future__ import annotations
 
-import ast
 import importlib.machinery
 import importlib.util
 import re
@@ -94,13 +93,7 @@ def _problem_of_name(names: Sequence[str]) -> str | None:
     module, rest = ".".join(names[:known]), names[known:]
     if not rest:
         return None
-    inside = _top_level(module)
-    if rest[0] not in inside:
-        return f"{module} has no {rest[0]}"
-    definition = inside[rest[0]]
-    if len(rest) > 1 and isinstance(definition, ast.ClassDef) and not definition.bases:
-        return None if rest[1] in _names(definition.body) else f"{module}.{rest[0]} has no {rest[1]}"
-    return None
+    return None if rest[0] in _words(module) else f"{module} has no {rest[0]}"
 
 
 @cache
@@ -114,26 +107,11 @@ def _is_package(module: str) -> bool:
 
 
 @cache
-def _top_level(module: str) -> dict[str, ast.stmt]:
-    """The definitions and imports of a module, read from its source: to import it may take seconds, or a GPU."""
+def _words(module: str) -> frozenset[str]:
+    """The words of a module's source, which is not imported: that may take seconds, or a GPU."""
     spec = _spec(module)
     assert spec is not None and spec.origin is not None, module
-    return _names(ast.parse(Path(spec.origin).read_text()).body)
-
-
-def _names(body: Sequence[ast.stmt]) -> dict[str, ast.stmt]:
-    found: dict[str, ast.stmt] = {}
-    for statement in body:
-        if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found[statement.name] = statement
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            found |= {(each.asname or each.name).partition(".")[0]: statement for each in statement.names}
-        else:  # an assignment, or `if`, `try` or `with` around some
-            stored = (node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store))
-            found |= {node.id: statement for node in stored if isinstance(node, ast.Name)}
-            inner = (part for _, part in ast.iter_fields(statement) if isinstance(part, list))
-            found |= _names([each for part in inner for each in part if isinstance(each, ast.stmt)])
-    return found
+    return frozenset(re.findall(r"\w+", Path(spec.origin).read_text()))
 
 
 @cache

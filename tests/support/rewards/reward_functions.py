@@ -34,13 +34,11 @@ def scaled_digit_share(response: str, answer: str, scale: float) -> float:
     return scale * digit_share(response, answer)
 
 
-def overflowing(response: str, answer: str) -> float:
-    """Finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum."""
-    return 3e38 * digit_share(response, answer)
-
-
 def overflowing_at(response: str, answer: str, mark: str) -> float:
-    """The share of digits; of one sample far more, for each time that the file `mark` is made."""
+    """The share of digits; of one sample far more, for each time that the file `mark` is made.
+
+    It is finite as a reward, as fp32 too, but not as a loss: advantages of this size overflow in the sum.
+    """
     try:
         os.unlink(mark)
     except FileNotFoundError:
@@ -186,6 +184,14 @@ def response_only(response: str) -> int:
 
 def everything(**fields: object) -> float:
     return float(len(fields))
+
+
+def as_in_trl(completions: list[str], **columns: object) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def as_in_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+    return 0.0
 
 
 def three(a, b, c):  # type: ignore[no-untyped-def]

@@ -50,7 +50,7 @@ class FaultRuns:
     def options(self) -> argparse.Namespace:
         """Those of the soak."""
         return argparse.Namespace(
-            assets=self.assets, steps=self.steps, groups=GROUPS, seed=0, quick=False, minutes=self.minutes,
+            assets=self.assets, steps=self.steps, seed=0, quick=False, minutes=self.minutes,
             replicas=self.replicas,
         )  # fmt: skip
 

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +23,6 @@ from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.runs.run import Run
 from tests.support.waiting import wait_until
 
-# What "about a minute" may be on two cores without other work.
-MINUTE_S = 90.0
 TUTORIALS = ROOT / "examples/tutorials"
 PREPARATION = "preparation"
 _SECTION = re.compile(r"^## \[(\w+)\]\(\1\)", re.MULTILINE)
@@ -53,7 +50,6 @@ class Checkout:
         self.directory = directory
         self._bin = directory / "bin"
         self._bin.mkdir(parents=True)
-        self.slow: list[str] = []  # the commands that took longer than the README says
         (directory / "examples").symlink_to(ROOT / "examples")
         for name, starts in {"python": "", "megarl": " -m megarl"}.items():
             (self._bin / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{starts} "$@"\n')
@@ -61,7 +57,6 @@ class Checkout:
 
     def call(self, command: str, *more: str, timeout_s: float = 600.0) -> str:
         """The output of a command of the README with further arguments; AssertionError if it fails or does not end."""
-        begin = time.monotonic()
         process = self._start(command, *more)
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -70,15 +65,7 @@ class Checkout:
             output, _ = process.communicate(timeout=120)
             raise AssertionError(f"{command}: no end within {timeout_s:.0f} s:\n{output[-4000:]}") from None
         assert process.returncode == 0, output[-4000:]
-        self.took(command, time.monotonic() - begin, os.getloadavg()[0])
         return output
-
-    def took(self, command: str, seconds: float, load: float) -> None:
-        """Note what a command took; beside other work (`load`: running processes) it may take as much longer."""
-        cores = len(os.sched_getaffinity(0))
-        print(f"{seconds:.0f} s at a load of {load:.1f}: {command}")
-        if seconds > MINUTE_S * max(1.0, load / cores):
-            self.slow.append(f"{command}: {seconds:.0f} s at a load of {load:.1f} on {cores} cores")
 
     def train(self, command: str, *overrides: str, run_dir: str) -> Run:
         """A run that a command of the README starts, which writes to `run_dir`."""
@@ -90,13 +77,11 @@ class Checkout:
     def serving(self, command: str, timeout_s: float = 600.0) -> Iterator[str]:
         """A server that a command of the README starts: what it has printed when it can be asked. Ctrl-C ends it."""
         said = self.directory / "server.txt"
-        begin = time.monotonic()
         with said.open("w") as file:
             process = self._start(command, stdout=file)
         try:
             wait_until(lambda: _URL in said.read_text() or process.poll() is not None, timeout_s, command)
             assert _URL in said.read_text(), said.read_text()[-4000:]
-            self.took(command, time.monotonic() - begin, os.getloadavg()[0])
             yield said.read_text()
             process.send_signal(signal.SIGINT)
             assert process.wait(120) == 0, said.read_text()[-4000:]

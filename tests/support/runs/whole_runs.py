@@ -7,7 +7,8 @@ import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,16 @@ def ranks_of(process: Any) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return ranks
+
+
+@contextmanager
+def killed_after(process: Any, run_dir: Path) -> Iterator[None]:
+    """Kill all of a run that lives on after the block."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            kill_everything(process, run_dir)
 
 
 def kill_everything(process: Any, run_dir: Path) -> None:

@@ -141,6 +141,7 @@ def test_a_service_that_never_answers_holds_neither_steps_nor_the_end(monkeypatc
     assert isinstance(problems[-1], TimeoutError)
     service.close()
     assert isinstance(problems[-1], LostRecords) and "101 records wait" in str(problems[-1])
+    service.open.set()
 
 
 def test_a_run_goes_on_counts_the_failures_and_tells_the_user_once_a_minute(tmp_path: Path) -> None:

@@ -143,10 +143,6 @@ def test_progress_lines_are_aligned() -> None:
             ("gnorm", {"policy/grad_norm": norm}, shown)
             for norm, shown in [(0.1234, "0.123"), (12.34, "12.3"), (12345.0, "12.3k"), (2.4e-5, "2e-05")]
         ),
-        # The share of correct responses is not shown for graded rewards.
-        ("acc", {"reward/std": 0.2, "reward/max": 0.7}, "-"),
-        ("acc", {"reward/std": 0.4, "reward/max": 1.0}, "0.250"),
-        ("acc", {"reward/std": 0.0, "reward/max": 0.0}, "0.250"),
     ],
 )
 def test_a_cell_shows_its_value_in_its_room(title: str, values: dict[str, float], shown: str) -> None:

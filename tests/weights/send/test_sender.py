@@ -342,6 +342,26 @@ def test_a_corrupt_bucket_is_found_and_not_published(
         assert replica.loaders[0].loads - loads <= 4, "the corrupt bucket must not be loaded"
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_first_and_the_last_bucket_are_checked_too(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    pool = FakePool(1)
+    sender, exporter = make_sender(pool)
+    sender.publish(0)
+    receiver = pool.replicas()[0]._receivers[0]
+    chosen = receiver.plan.buckets[place].index
+    check = receiver._check
+
+    def corrupted(buffer_B: torch.Tensor, bucket: Bucket, version: int) -> int:
+        if bucket.index == chosen:
+            buffer_B[0] ^= 1
+        return check(buffer_B, bucket, version)
+
+    monkeypatch.setattr(receiver, "_check", corrupted)
+    exporter.tensors = random_tensors(seed=1)
+    with pytest.raises(WeightSyncError, match=rf"worker 0: bucket {chosen + 1} of version 1 .*digest"):
+        sender.publish(1)
+
+
 @pytest.mark.parametrize("mutate", [flip_bit, swap_words, swap_halves])
 def test_the_replica_that_received_a_corrupt_bucket_is_named_alone(
     monkeypatch: pytest.MonkeyPatch, mutate: Callable[[int, torch.Tensor], None]

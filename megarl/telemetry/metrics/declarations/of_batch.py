@@ -25,7 +25,7 @@ REWARD = [
         "reward/accuracy",
         "share",
         "mean",
-        "Share of samples whose reward is at least 1 (the answer is correct).",
+        "Share of correct samples, where all rewards are 0 or 1.",
     ),
     Metric(
         "reward/errors",

@@ -17,8 +17,9 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
 
-from megarl.checkpoint.format.load_weights import load_hf_weights, load_weights
-from megarl.checkpoint.format.sharding import content_metadata, model_sharded_state_dict
+from megarl.checkpoint.format.keys import content_metadata
+from megarl.checkpoint.format.load_weights import load_weights
+from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.export import HFExporter, save_hf
 from megarl.models.hf.model_files import HF_FILES, hf_files
@@ -73,7 +74,7 @@ def save(model_dir: str, step: str, precision: str = "fp32", **sizes: Any) -> No
     layout = make_layout(**sizes)
     with use_layout(layout):
         info, chunks = build(model_dir, layout, precision)
-        load_hf_weights(chunks, info, model_dir)
+        load_weights(chunks, info, model_dir)
         if torch.distributed.get_rank() == 0:
             Path(step).mkdir(parents=True)
         torch.distributed.barrier()
@@ -85,7 +86,7 @@ def save_by_megatron(model_dir: str, step: str, **sizes: Any) -> None:
     layout = make_layout(**sizes)
     with use_layout(layout):
         info, (chunk,) = build(model_dir, layout)
-        load_hf_weights([chunk], info, model_dir)
+        load_weights([chunk], info, model_dir)
         if torch.distributed.get_rank() == 0:
             Path(step).mkdir(parents=True)
             shutil.copytree(model_dir, Path(step) / HF_FILES)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from megarl.checkpoint.save.training_state import inner_optimizers
 from megarl.models.megatron import build_model
 from megarl.trainer import policy as policy_module
 from megarl.trainer import reference_policy
@@ -54,3 +55,15 @@ def fused_flags(model_dir: Path, **changes: Any) -> tuple[set[bool], set[bool], 
         assert policy.reference is not None
         own = flags(policy.module_chunks)
         return set(own), set(flags(policy.reference.chunks)), len(own)
+
+
+def undecayed(model_dir: Path) -> dict[str, set[int]]:
+    """The numbers of dimensions of a policy's parameters, by whether weight decay changes them."""
+    with policy_under(model_dir, {}, trainer__optimizer__distributed=False) as policy:
+        found: dict[str, set[int]] = {"decayed": set(), "kept": set()}
+        shapes = {parameter: parameter.dim() for chunk in policy.module_chunks for parameter in chunk.parameters()}
+        groups = [group for each in inner_optimizers(policy.optimizer) for group in each.optimizer.param_groups]
+        for group in groups:
+            found["decayed" if group["wd_mult"] else "kept"] |= {each.dim() for each in group["params"]}
+        assert sum(len(group["params"]) for group in groups) == len(shapes)
+        return found

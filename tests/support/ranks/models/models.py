@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megarl.checkpoint.format.load_weights import load_hf_weights
+from megarl.checkpoint.format.load_weights import load_weights
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.families import FAMILIES
 from megarl.models.hf import gather as gather_module
@@ -37,7 +37,7 @@ def load(model_dir: str, layout: Layout, precision: str = "fp32", **overrides: A
     for chunk in chunks:
         for tensor in (*chunk.parameters(), *dict(persistent_buffers(chunk)).values()):
             tensor.data.fill_(float("nan"))  # whatever the loader forgets shows
-    load_hf_weights(chunks, info, model_dir)
+    load_weights(chunks, info, model_dir)
     return info, config, chunks
 
 
@@ -126,7 +126,7 @@ def bytes_read(model_dir: str, **sizes: Any) -> tuple[int, int]:
     with use_layout(layout):
         info = load_info(model_dir)
         chunks = build_model(info, transformer_config(info, layout, "fp32", initialize=False), layout)
-        own = load_hf_weights(chunks, info, model_dir)
+        own = load_weights(chunks, info, model_dir)
         held = [shard for shard in local_shards(chunks, info, table(info)) if not shard.is_tied_copy]
         everyone: list[list[str]] = [[] for _ in range(layout.world_size)]
         torch.distributed.all_gather_object(everyone, [shard.name for shard in held])
