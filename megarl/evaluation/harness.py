@@ -7,7 +7,7 @@ Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from megarl.evaluation.accuracy import EvalReport, ScoredResponse, evaluate_resp
 
 Problem = TypeVar("Problem")
 Mode = Literal["greedy", "sampled"]
-Respond = Callable[[Problem, int, Mode, int], Awaitable[ScoredResponse]]
+Respond = Callable[[Problem, int, Mode, int], Coroutine[Any, Any, ScoredResponse]]
 """(problem, its index in the set, mode, sample index) -> scored response. The sample index of a greedy one is 0."""
 
 
@@ -121,7 +121,7 @@ async def evaluate_set(
     try:
         async with asyncio.TaskGroup() as tasks:
             requests = [
-                [tasks.create_task(_request(respond, problem, index, *mode)) for mode in modes]
+                [tasks.create_task(respond(problem, index, *mode)) for mode in modes]
                 for index, problem in enumerate(problems)
             ]
     except* Exception as group:
@@ -135,7 +135,3 @@ async def evaluate_set(
         oldest=version,
         newest=version,
     )
-
-
-async def _request(respond: Respond[Problem], problem: Problem, index: int, mode: Mode, sample: int) -> ScoredResponse:
-    return await respond(problem, index, mode, sample)

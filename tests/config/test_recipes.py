@@ -15,7 +15,7 @@ from megarl.config.derived.staleness import Pace, pace_of
 from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
 from megarl.config.schema.data import EvalSetConfig
-from megarl.rollout.tasks.toolboxes import make_tool
+from megarl.rollout.tasks.toolbox import make_tool
 from tests.support.runs.recipe_twins import RECIPES, differing_keys, recipe, twin
 from tests.support.trainer.configs import with_changes
 

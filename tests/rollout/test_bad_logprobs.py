@@ -20,43 +20,37 @@ WAIT_S = 5.0
 
 
 @pytest.mark.parametrize("policy", ["count", "stop"])
-def test_groups_without_a_good_sample_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+async def test_groups_without_a_good_sample_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
     config = config_of(
         "model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, rollout={"on_group_failure": policy}
     )
     local = local_controller(config, tmp_path, monkeypatch, NanLogprobs([0, 1], GROUPS))
-
-    async def scenario() -> None:
-        for step in range(3):
-            await local.controller.set_version(step)
-            batch = await local.controller.wait_batch(step, WAIT_S)
-            rows = [local.queue.rows[key] for key in batch.keys]
-            assert len(rows) == GROUPS * SAMPLES
-            assert {row.tag.bad_logprobs for row in rows} == {step < 2}
-            if step < 2:
-                assert all(row.response_ids and math.isnan(row.rollout_logprobs[-1]) for row in rows), "to be looked at"
-            failed = GROUPS if step < 2 else 0
-            await local.controller.commit(step, trained=GROUPS - failed, filtered=0, dropped_stale=0, failed=failed)
-        await local.controller.shutdown()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    for step in range(3):
+        await local.controller.set_version(step)
+        batch = await local.controller.wait_batch(step, WAIT_S)
+        rows = [local.queue.rows[key] for key in batch.keys]
+        assert len(rows) == GROUPS * SAMPLES
+        assert {row.tag.bad_logprobs for row in rows} == {step < 2}
+        if step < 2:
+            assert all(row.response_ids and math.isnan(row.rollout_logprobs[-1]) for row in rows), "to be looked at"
+        failed = GROUPS if step < 2 else 0
+        await local.controller.commit(step, trained=GROUPS - failed, filtered=0, dropped_stale=0, failed=failed)
+    await local.controller.shutdown()
 
 
-def test_a_group_with_a_bad_sample_is_not_replaced_as_one_without_signal(
+async def test_a_group_with_a_bad_sample_is_not_replaced_as_one_without_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rewards of its other samples are equal, and the trainer would never see it."""
     config = config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, admission={"refill": True})
     local = local_controller(config, tmp_path, monkeypatch, NanLogprobs([0], GROUPS, samples=[1]))
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        batch = await local.controller.wait_batch(0, WAIT_S)
-        rows = [local.queue.rows[key] for key in batch.keys]
-        assert batch.replaced == [] and sum(row.tag.bad_logprobs for row in rows) == GROUPS
-        await local.controller.shutdown()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    await local.controller.set_version(0)
+    batch = await local.controller.wait_batch(0, WAIT_S)
+    rows = [local.queue.rows[key] for key in batch.keys]
+    assert batch.replaced == [] and sum(row.tag.bad_logprobs for row in rows) == GROUPS
+    await local.controller.shutdown()
 
 
 def test_a_run_that_is_started_again_draws_the_groups_with_bad_samples_again(

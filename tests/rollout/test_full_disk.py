@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 from pathlib import Path
@@ -55,7 +54,7 @@ def notices(run_dir: Path) -> list[str]:
     return [json.loads(line)["text"] for line in notices_file(run_dir).read_text().splitlines()]
 
 
-def test_groups_go_on_and_their_number_is_written_by_the_next_start(
+async def test_groups_go_on_and_their_number_is_written_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -67,24 +66,20 @@ def test_groups_go_on_and_their_number_is_written_by_the_next_start(
     local = local_controller(settings, tmp_path, monkeypatch)
     local.rewards.script = {group + 1: [0.0, 1.0] for group in range(1, 20)}  # group 0 is replaced, in the background
     controller = local.controller
-
-    async def scenario() -> None:
-        disk.full = True
-        await controller.set_version(0)
-        batch = await controller.wait_batch(0, WAIT_S)
-        assert batch.replaced == [0] and groups_started(tmp_path / JOURNAL_FILE) == 0
-        await controller.commit(0, trained=GROUPS, filtered=1, dropped_stale=0, failed=0)
-        disk.full = False
-        await controller.set_version(1)
-        assert groups_started(tmp_path / JOURNAL_FILE) == 2 * GROUPS + 1
-        await controller.wait_batch(1, WAIT_S)
-        await controller.shutdown()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    disk.full = True
+    await controller.set_version(0)
+    batch = await controller.wait_batch(0, WAIT_S)
+    assert batch.replaced == [0] and groups_started(tmp_path / JOURNAL_FILE) == 0
+    await controller.commit(0, trained=GROUPS, filtered=1, dropped_stale=0, failed=0)
+    disk.full = False
+    await controller.set_version(1)
+    assert groups_started(tmp_path / JOURNAL_FILE) == 2 * GROUPS + 1
+    await controller.wait_batch(1, WAIT_S)
+    await controller.shutdown()
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_an_evaluation_ends_and_the_user_is_warned_of_its_responses(
+async def test_an_evaluation_ends_and_the_user_is_warned_of_its_responses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, beside: bool
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -92,19 +87,15 @@ def test_an_evaluation_ends_and_the_user_is_warned_of_its_responses(
     controller = local.controller
     controller._source.eval_sets = eval_sets  # type: ignore[method-assign]
     path = tmp_path / "eval_step_2.jsonl"
-
-    async def scenario() -> None:
-        disk.full = True
-        if beside:
-            await controller.start_evaluation(4, "step_2")
-            assert await controller.take_evaluations(WAIT_S)
-        else:
-            assert await controller.evaluate(4, "step_2")
-        disk.full = False
-        await controller.evaluate(5, "after")
-        await controller.shutdown()
-
-    asyncio.run(asyncio.wait_for(scenario(), 40))
+    disk.full = True
+    if beside:
+        await controller.start_evaluation(4, "step_2")
+        assert await controller.take_evaluations(WAIT_S)
+    else:
+        assert await controller.evaluate(4, "step_2")
+    disk.full = False
+    await controller.evaluate(5, "after")
+    await controller.shutdown()
     assert not path.exists() and list(tmp_path.glob(".eval_*")) == []
     assert (tmp_path / "eval_after.jsonl").read_text().splitlines()
     [told] = notices(tmp_path)

@@ -123,21 +123,17 @@ def test_a_loop_that_waits_for_ever_holds_the_trainer_to_its_group_s_deadline_on
 
 
 @pytest.mark.parametrize("policy", ["cut", "fail"])
-def test_a_loop_that_waits_for_ever_in_a_worker_fails_its_group_at_the_deadline(policy: str) -> None:
+async def test_a_loop_that_waits_for_ever_in_a_worker_fails_its_group_at_the_deadline(policy: str) -> None:
     config, loop = config_with(policy, agent_workers=1), Waits(1)
-
-    async def scenario() -> None:
-        runner = runner_of(config, loop, RequestCoalescer(fleet_of({0: FakeReplica(4)})))
-        crew = Crew(config, runner)
-        await crew.pool.start()
-        with pytest.raises(RolloutError, match=LATE):
-            await crew.run(0)
-        assert loop.cancelled == 1 and max(runner.groups.stats.failed_lengths) > 0 and not runner.groups.progress
-        assert not crew.pool._loops[0] and not crew.made[0].loops.under_way(), "it has no place any more"
-        assert len(await crew.run(1)) == SAMPLES
-        await crew.pool.close()
-
-    results_of(scenario())
+    runner = runner_of(config, loop, RequestCoalescer(fleet_of({0: FakeReplica(4)})))
+    crew = Crew(config, runner)
+    await crew.pool.start()
+    with pytest.raises(RolloutError, match=LATE):
+        await crew.run(0)
+    assert loop.cancelled == 1 and max(runner.groups.stats.failed_lengths) > 0 and not runner.groups.progress
+    assert not crew.pool._loops[0] and not crew.made[0].loops.under_way(), "it has no place any more"
+    assert len(await crew.run(1)) == SAMPLES
+    await crew.pool.close()
 
 
 class WaitsFor:
@@ -185,36 +181,27 @@ class Ignores:
 
 
 @pytest.mark.parametrize("end", ["deadline", "failure", "cancellation"])
-def test_a_group_ends_whose_loop_ignores_that_it_is_cancelled(end: str) -> None:
-    async def scenario() -> None:
-        loop = Ignores(end == "failure")
-        runner = runner_of(config_with("cut", group_deadline_s=DEADLINE_S if end == "deadline" else HELD_S), loop)
-        running = asyncio.ensure_future(runner.run(0))
-        if end == "cancellation":
-            await asyncio.sleep(0.01)
-            await background.cancel_all([running], "groups")
-            assert running.cancelled()
-        else:
-            with pytest.raises(
-                (RolloutError, ConnectionError), match=LATE if end == "deadline" else "the tool is gone"
-            ):
-                await running
-        assert not runner.groups.progress
-        loop.end.set()
-
-    results_of(scenario())
+async def test_a_group_ends_whose_loop_ignores_that_it_is_cancelled(end: str) -> None:
+    loop = Ignores(end == "failure")
+    runner = runner_of(config_with("cut", group_deadline_s=DEADLINE_S if end == "deadline" else HELD_S), loop)
+    running = asyncio.ensure_future(runner.run(0))
+    if end == "cancellation":
+        await asyncio.sleep(0.01)
+        await background.cancel_all([running], "groups")
+        assert running.cancelled()
+    else:
+        with pytest.raises((RolloutError, ConnectionError), match=LATE if end == "deadline" else "the tool is gone"):
+            await running
+    assert not runner.groups.progress
+    loop.end.set()
 
 
-def test_loops_have_ended_when_their_group_is_cancelled() -> None:
+async def test_loops_have_ended_when_their_group_is_cancelled() -> None:
     """So it is when a trainer begins anew: what it drops must not write any more."""
     loop = Waits(0, 1)
-
-    async def scenario() -> None:
-        runner = runner_of(config_with("cut", group_deadline_s=HELD_S), loop)
-        running = asyncio.ensure_future(runner.run(0))
-        while loop.waiting < SAMPLES:
-            await asyncio.sleep(0)
-        await background.cancel_all([running], "groups")
-        assert running.cancelled() and loop.cancelled == SAMPLES and not runner.groups.progress
-
-    results_of(scenario())
+    runner = runner_of(config_with("cut", group_deadline_s=HELD_S), loop)
+    running = asyncio.ensure_future(runner.run(0))
+    while loop.waiting < SAMPLES:
+        await asyncio.sleep(0)
+    await background.cancel_all([running], "groups")
+    assert running.cancelled() and loop.cancelled == SAMPLES and not runner.groups.progress

@@ -104,22 +104,18 @@ def sizes(local: LocalController, directory: Path) -> dict[str, float]:
     }
 
 
-def test_nothing_grows(local: LocalController, run_dir: Path) -> None:
+async def test_nothing_grows(local: LocalController, run_dir: Path) -> None:
     source: Any = local.controller._source
     draw = source.draw
     source.draw = lambda group: draw(group % 5)
     found: list[dict[str, float]] = []
-
-    async def scenario() -> None:
-        await local.controller.begin(None)  # from here on the journal is written
-        for step in range(STEPS):
-            await take_step(local, step)
-            if step % MEASURED_EVERY == 0:
-                found.append(sizes(local, run_dir))
-        assert local.controller._admission.counters.failed > STEPS / 10, "failed groups are part of it"
-        await local.controller.shutdown()
-
-    asyncio.run(scenario())
+    await local.controller.begin(None)  # from here on the journal is written
+    for step in range(STEPS):
+        await take_step(local, step)
+        if step % MEASURED_EVERY == 0:
+            found.append(sizes(local, run_dir))
+    assert local.controller._admission.counters.failed > STEPS / 10, "failed groups are part of it"
+    await local.controller.shutdown()
     later = found[2:]  # the first steps fill what has a fixed size
     steps = [number * MEASURED_EVERY for number in range(len(later))]
     slopes = {name: growth_per_step(steps, [each[name] for each in later]) for name in later[0]}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import iadd
 
 from megarl.common.values import first_parts
 from megarl.queue.trajectory import SampleTag
-from megarl.rollout.agents.sample_times import SLOWEST, TrajectoryTimes, slowest
+from megarl.rollout.agents.sample_times import SLOWEST, TrajectoryTimes, by_slowness, slowest
 from megarl.rollout.engine.engine_load import EngineLoad
 
 
@@ -85,12 +87,13 @@ class BatchStats:
     def note_times(self, times: TrajectoryTimes) -> None:
         """Keep the times of a sample if it is one of the slowest."""
         if len(self.slowest) < SLOWEST or times.seconds > self.slowest[-1].seconds:
-            self.slowest = slowest([*self.slowest, times])
+            insort(self.slowest, times, key=by_slowness)
+            del self.slowest[SLOWEST:]
 
     def add(self, other: BatchStats) -> None:
         """Add what was measured of the samples of one group."""
         for name in _OF_SAMPLES:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, iadd(getattr(self, name), getattr(other, name)))
         self.slowest = slowest([*self.slowest, *other.slowest])
 
     def metrics(
@@ -119,13 +122,16 @@ class BatchStats:
                 "rollout/replaced_reward_mean": sum(self.replaced_rewards) / len(self.replaced_rewards),
                 "rollout/replaced_tokens": self.replaced_tokens,
             }
-        if self.failed_lengths:
-            values |= {
-                "rollout/failed_length_mean": sum(self.failed_lengths) / len(self.failed_lengths),
-                "rollout/failed_length_max": max(self.failed_lengths),
-            }
+        values |= _spread("rollout/failed_length", self.failed_lengths)
         if self.turns:
-            values |= self._agent_metrics()
+            values |= {
+                **_spread("agent/turns", self.turns),
+                "agent/tool_calls_mean": self.tool_calls / len(self.turns),
+                "agent/tool_errors": self.tool_errors,
+                "agent/malformed_calls": self.malformed_calls,
+                "agent/overflows": self.overflows,
+                **_spread("agent/tool_seconds", self.tool_seconds),
+            }
         if self.generate_seconds:
             ordered = sorted(self.generate_seconds)
             values |= {
@@ -134,31 +140,8 @@ class BatchStats:
                 "rollout/generate_seconds_p99": quantile(ordered, 0.99),
                 "rollout/generate_seconds_max": ordered[-1],
             }
-        if self.reward_seconds:
-            values |= {
-                "rollout/reward_seconds_mean": sum(self.reward_seconds) / len(self.reward_seconds),
-                "rollout/reward_seconds_max": max(self.reward_seconds),
-            }
-        if self.teacher_seconds:
-            values |= {
-                "rollout/teacher_seconds_mean": sum(self.teacher_seconds) / len(self.teacher_seconds),
-                "rollout/teacher_seconds_max": max(self.teacher_seconds),
-            }
-        return values
-
-    def _agent_metrics(self) -> dict[str, float]:
-        trajectories = len(self.turns)
-        values: dict[str, float] = {
-            "agent/turns_mean": sum(self.turns) / trajectories,
-            "agent/turns_max": max(self.turns),
-            "agent/tool_calls_mean": self.tool_calls / trajectories,
-            "agent/tool_errors": self.tool_errors,
-            "agent/malformed_calls": self.malformed_calls,
-            "agent/overflows": self.overflows,
-        }
-        if self.tool_seconds:
-            values["agent/tool_seconds_mean"] = sum(self.tool_seconds) / len(self.tool_seconds)
-            values["agent/tool_seconds_max"] = max(self.tool_seconds)
+        values |= _spread("rollout/reward_seconds", self.reward_seconds)
+        values |= _spread("rollout/teacher_seconds", self.teacher_seconds)
         return values
 
 
@@ -167,6 +150,11 @@ _OF_SAMPLES = (
     "generate_seconds", "reward_seconds", "teacher_seconds", "reward_errors", "rewards_redone", "continued", "cut",
     "tool_calls", "tool_errors", "malformed_calls", "overflows", "turns", "tool_seconds",
 )  # fmt: skip
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the metrics `NAME_mean` and `NAME_max` of values, if there are any."""
+    return {f"{name}_mean": sum(values) / len(values), f"{name}_max": max(values)} if values else {}
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:

@@ -7,15 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.chat.tokenize import load_tokenizer, stop_token_ids
 from megarl.config.checks.agent import tool_lists
-from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
+from megarl.config.derived.datasets import all_sets
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN, ToolConfig
 from megarl.rollout.agents.loops import find_loop
-from megarl.rollout.tasks.toolboxes import close_tools, make_tool, make_toolbox
+from megarl.rollout.tasks.toolbox import close_tools, make_tool, make_toolbox
 from megarl.tools.tool import Tool, schema_of
 
 if TYPE_CHECKING:
@@ -52,12 +53,15 @@ def try_agent(config: Config) -> AgentTrial:
     made: list[tuple[ToolConfig, Tool]] = []
     try:
         trial.problems += _make_tools(config, made)
-        tokenizer = _tokenizer(config)
+        tokenizer = _tokenizer(config.model.path, config.sampling.stop_token_ids)
         for each in all_sets(config):
             tools = [tool for chosen in each.tools for own, tool in made if own == chosen]
             trial.schemas[each.key] = [schema_of(tool) for tool in tools]
-            if tokenizer is not None and (problem := _box_problem(config, each, tools, *tokenizer)):
-                trial.problems.append(problem)
+            try:
+                if tokenizer is not None:
+                    make_toolbox(config.agent, each, tools, *tokenizer)
+            except ValueError as error:
+                trial.problems.append(f"{each.key}: {error}")
     finally:
         asyncio.run(close_tools([tool for _, tool in made]))
     return trial
@@ -79,25 +83,11 @@ def _make_tools(config: Config, made: list[tuple[ToolConfig, Tool]]) -> list[str
     return problems
 
 
-def _tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, list[int]] | None:
+def _tokenizer(model: Path, own_stops: Sequence[int] | None) -> tuple[PreTrainedTokenizerBase, list[int]] | None:
     """Return the tokenizer and its stop tokens; None if one of them, or the chat template, cannot be had."""
     try:
-        tokenizer = load_tokenizer(config.model.path)
-        stops = stop_token_ids(config.model.path, tokenizer, config.sampling.stop_token_ids)
+        tokenizer = load_tokenizer(model)
+        stops = stop_token_ids(model, tokenizer, own_stops)
     except ValueError:
         return None
     return (tokenizer, stops) if getattr(tokenizer, "chat_template", None) else None
-
-
-def _box_problem(
-    config: Config,
-    chosen: TrainSet | HeldOutSet,
-    tools: Sequence[Tool],
-    tokenizer: PreTrainedTokenizerBase,
-    stops: Sequence[int],
-) -> str | None:
-    try:
-        make_toolbox(config, chosen, tools, tokenizer, stops)
-    except ValueError as error:
-        return f"{chosen.key}: {error}"
-    return None

@@ -19,7 +19,7 @@ from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import LoopState
 from megarl.rollout.agents.batch_stats import BatchStats
 from megarl.rollout.agents.loop_run import LoopRun
-from megarl.rollout.agents.sample_times import SampleTimes
+from megarl.rollout.agents.sample_times import TrajectoryTimes
 from megarl.rollout.agents.trajectory_builder import defect
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
@@ -46,7 +46,7 @@ class SampleContext:
         self._requests = self._calls = 0
         self._replica: int | None = None  # of the last response
         self._results: dict[int, GenerateResult] = {}  # of this attempt
-        self.times = SampleTimes(time.monotonic())
+        self.times = TrajectoryTimes(self.group_id, sample_index, time.monotonic())
 
     @property
     def place(self) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class SampleContext:
             request = changed(request, sampling=changed(request.sampling, max_tokens=max_tokens))
         self._progress.begin(request, (self.sample_index, turn))
         begin = time.monotonic()
-        result = self._results[turn] = await self._run.generate(request, self._replica)
+        result = self._results[turn] = await self._run.generate(request, (self.sample_index, turn), self._replica)
         stats = self.stats
         stats.generate_seconds.append(result.seconds)
         stats.continued += result.lost_replicas > 0
@@ -204,7 +204,7 @@ class SampleContext:
         answer = await self._timed(found, arguments, self._left_s())
         ended = time.monotonic()
         seconds = ended - started
-        self.times.add("tool", seconds)
+        self.times.tool_s += seconds
         if self.trains:
             events.record(
                 "tool", started, ended, group=self.group_id, sample=self.sample_index,
@@ -229,7 +229,7 @@ class SampleContext:
         outcome: RewardOutcome = await self._rewards.score(reward_input, self.prompt.reward)
         stats, ended = self.stats, time.monotonic()
         stats.reward_seconds.append(ended - started)
-        self.times.add("reward", ended - started)
+        self.times.reward_s += ended - started
         if self.trains:
             events.record(
                 "reward", started, ended, group=self.group_id, sample=self.sample_index,
@@ -242,11 +242,11 @@ class SampleContext:
 
     def note_times(self) -> None:
         """Take note of where the time of the sample went, at its end."""
-        now = time.monotonic()
-        times = self.times.end(self.group_id, self.sample_index, now, time.time())
+        times, now = self.times, time.monotonic()
+        times.end(now, time.time())
         self.stats.note_times(times)
         events.record(
-            "trajectory", self.times.began, now, group=self.group_id, sample=self.sample_index, replica=times.replica,
+            "trajectory", times.began, now, group=self.group_id, sample=self.sample_index, replica=times.replica,
             args=times.args(),
         )  # fmt: skip
 

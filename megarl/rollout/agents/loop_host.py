@@ -151,19 +151,19 @@ async def _ended(loops: Sequence[Coroutine[Any, Any, LoopResult]], run: LoopRun,
             )
         return [task.result() for task in tasks]
     finally:
-        for task in tasks:
-            task.cancel()
-            task.add_done_callback(_note_end)
-        if open_tasks := [task for task in tasks if not task.done()]:
-            _, left = await asyncio.wait(open_tasks, timeout=END_S)
-            if left:
-                logger.error("%d loops of %s ignore that they were cancelled, and run on", len(left), run.job)
+        if any(not task.done() or task.cancelled() or task.exception() for task in tasks):
+            await _end(tasks, run)
 
 
-def _note_end(task: asyncio.Future[LoopResult]) -> None:
-    """Take note of a failure that nobody asks for any more."""
-    if not task.cancelled():
-        task.exception()
+async def _end(tasks: Sequence[asyncio.Future[LoopResult]], run: LoopRun) -> None:
+    """Cancel the loops of a group that is over; see `_ended`."""
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody asks for it any more
+    if open_tasks := [task for task in tasks if not task.done()]:
+        _, left = await asyncio.wait(open_tasks, timeout=END_S)
+        if left:
+            logger.error("%d loops of %s ignore that they were cancelled, and run on", len(left), run.job)
 
 
 def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list[Trajectory]:

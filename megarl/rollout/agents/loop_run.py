@@ -96,15 +96,15 @@ class LoopRun:
     ) -> None:
         """`generate`: the way to the engines; None: that of a subclass. `kept`: what it had in an attempt before.
 
-        `persist`: see `RunningGroups`; None: nothing resumes."""
+        `persist`: see `RunningGroups`; None: nothing resumes.
+        """
         self.job, self.deadline = job, deadline
-        self.progress = GroupProgress(job.prompt.ids, job.prompt.dataset, kept)
+        self.progress = GroupProgress(job.prompt, kept)
         self.stats = BatchStats()
         self._generate, self._persist = generate, persist
 
-    async def generate(self, request: GenerateRequest, near: int | None) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, place: RequestPlace, near: int | None) -> GenerateResult:
         """Have an engine answer a request that has begun. `near`: the replica of the sample's turn before."""
-        place = self.progress.place(request.request_id)
         assert self._generate is not None
         context = self.job.request_context(place, near, self.deadline, self.progress.tokens)
         return await self._generate(request, context)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megarl.rollout.engine.messages import GenerateResult
 
@@ -15,25 +15,40 @@ SLOWEST = 3  # trajectories of a step that are told of
 PARTS = ("queue", "prefill", "decode", "tool", "reward", "other")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrajectoryTimes:
-    """A finished sample and where its time went, in seconds; `ended` is Unix time. `replica`: of its last response.
+    """Where the time of a sample goes, in seconds. `replica`: of its last response.
 
-    `queue_s`: without an engine's work, in the queue of the engine or on the way there.
+    `began`: by the monotonic clock. `seconds` and `ended`, in Unix time, are known at its end. `queue_s`: without an
+    engine's work, in the queue of the engine or on the way there.
     """
 
     group: int
     sample: int
-    replica: int
-    ended: float
-    seconds: float
-    turns: int
-    tokens: int
-    queue_s: float
-    prefill_s: float
-    decode_s: float
-    tool_s: float
-    reward_s: float
+    began: float
+    replica: int = -1
+    ended: float = 0.0
+    seconds: float = 0.0
+    turns: int = 0
+    tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tool_s: float = 0.0
+    reward_s: float = 0.0
+
+    def add_turn(self, result: GenerateResult, seconds: float) -> None:
+        """Add a response that came after `seconds`."""
+        self.turns += 1
+        self.tokens += len(result.response_ids)
+        self.replica = result.replica
+        self.queue_s += result.queue_s + max(0.0, seconds - result.seconds)
+        self.prefill_s += result.prefill_s
+        self.decode_s += max(0.0, result.seconds - result.queue_s - result.prefill_s)
+
+    def end(self, now: float, unix: float) -> None:
+        """Note that the sample ends at `now` by the monotonic clock, at Unix time `unix`."""
+        self.seconds, self.ended = now - self.began, unix
 
     @property
     def other_s(self) -> float:
@@ -56,39 +71,11 @@ class TrajectoryTimes:
         }  # fmt: skip
 
 
+def by_slowness(times: TrajectoryTimes) -> tuple[float, int, int]:
+    """Return a key by which the slowest sample comes first; of equal ones the first."""
+    return -times.seconds, times.group, times.sample
+
+
 def slowest(times: Iterable[TrajectoryTimes]) -> list[TrajectoryTimes]:
-    """Return the `SLOWEST` ones, the slowest first; of equal ones the first samples."""
-    return heapq.nsmallest(SLOWEST, times, key=lambda each: (-each.seconds, each.group, each.sample))
-
-
-@dataclass
-class SampleTimes:
-    """Adds up the times of one sample while its loop runs. `began`: by the monotonic clock."""
-
-    began: float
-    turns: int = 0
-    tokens: int = 0
-    replica: int = -1
-    _parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS[:-1], 0.0))
-
-    def add_turn(self, result: GenerateResult, seconds: float) -> None:
-        """Add a response that came after `seconds`."""
-        self.turns += 1
-        self.tokens += len(result.response_ids)
-        self.replica = result.replica
-        decode_s = max(0.0, result.seconds - result.queue_s - result.prefill_s)
-        self.add("queue", result.queue_s + max(0.0, seconds - result.seconds))
-        self.add("prefill", result.prefill_s)
-        self.add("decode", decode_s)
-
-    def add(self, part: str, seconds: float) -> None:
-        """Add seconds of a tool, of the reward or of another part."""
-        self._parts[part] += seconds
-
-    def end(self, group: int, sample: int, now: float, unix: float) -> TrajectoryTimes:
-        """Return the times of the sample, which ends at `now` by the monotonic clock, at Unix time `unix`."""
-        queue_s, prefill_s, decode_s, tool_s, reward_s = self._parts.values()
-        return TrajectoryTimes(
-            group, sample, self.replica, unix, now - self.began, self.turns, self.tokens,
-            queue_s, prefill_s, decode_s, tool_s, reward_s,
-        )  # fmt: skip
+    """Return the `SLOWEST` ones, the slowest first."""
+    return heapq.nsmallest(SLOWEST, times, key=by_slowness)

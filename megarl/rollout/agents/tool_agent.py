@@ -12,17 +12,14 @@ from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.tool_states import (
     AgentEvent,
     AnswersEncoded,
-    CallAnswer,
-    CallAnswered,
-    RequestedCall,
     Round,
     ToolAgentState,
     TurnEnded,
-    TurnRead,
     after,
 )
 from megarl.rollout.agents.trajectory_builder import defect, dialogue_trajectory, generation_failure
 from megarl.rollout.engine.messages import GenerateResult
+from megarl.tools.tool import ToolAnswer
 
 # The end of an agent's trajectory: its last turn is judged, and all turns become one row.
 
@@ -100,9 +97,12 @@ class ToolAgent:
             return TurnEnded(result.finish_reason, empty=not result.response_ids, failure=failure)
         if state.phase == "parsing":
             text = said.text(len(results) - 1)
-            return TurnRead(ctx.toolbox.tool_format.parse(text, ctx.toolbox.schemas))
+            return ctx.toolbox.tool_format.parse(text, ctx.toolbox.schemas)
         if state.phase == "calling":
-            return CallAnswered(await _answer(ctx, state.calls[len(state.answers)]))
+            call = state.calls[len(state.answers)]
+            if call.error:
+                return ToolAnswer(ctx.toolbox.shortened(call.error), error=True)
+            return await ctx.call(call.name, call.arguments)
         answers = [
             {"role": "tool", "content": answer.text, "name": call.name, "tool_call_id": f"call{index:05d}"}
             for index, (call, answer) in enumerate(zip(state.calls, state.answers, strict=True))
@@ -110,13 +110,6 @@ class ToolAgent:
         inserted = ctx.toolbox.dialogue.next_turn(results[-1].response_ids, answers)
         tokens = len(_response(state, results)) + len(inserted)
         return AnswersEncoded(tuple(inserted), fit=tokens < ctx.prompt.sampling.max_tokens)
-
-
-async def _answer(ctx: AgentContext, call: RequestedCall) -> CallAnswer:
-    if call.error:
-        return CallAnswer(ctx.toolbox.shortened(call.error), error=True)
-    answer = await ctx.call(call.name, call.arguments)
-    return CallAnswer(answer.text, answer.error)
 
 
 def _response(state: ToolAgentState, results: list[GenerateResult]) -> list[int]:

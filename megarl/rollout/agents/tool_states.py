@@ -16,6 +16,7 @@ from megarl.chat.tool_calls import MalformedCall, ParsedTurn
 from megarl.common.values import changed
 from megarl.config.schema.agent import TOOL_AGENT_TURNS, AgentConfig
 from megarl.queue.trajectory import FinishReason
+from megarl.tools.tool import ToolAnswer
 
 AgentPhase = Literal["generating", "parsing", "calling", "inserting", "done"]
 
@@ -34,19 +35,11 @@ class RequestedCall:
 
 
 @dataclass(frozen=True)
-class CallAnswer:
-    """The answer to a call."""
-
-    text: str
-    error: bool = False
-
-
-@dataclass(frozen=True)
 class Round:
     """The calls of a turn, their answers, and the tokens that lead from that turn to the next one."""
 
     calls: tuple[RequestedCall, ...]
-    answers: tuple[CallAnswer, ...]
+    answers: tuple[ToolAnswer, ...]
     token_ids: tuple[int, ...]
 
 
@@ -61,7 +54,7 @@ class ToolAgentState:
     phase: AgentPhase = "generating"
     turns: int = 0
     calls: tuple[RequestedCall, ...] = ()
-    answers: tuple[CallAnswer, ...] = ()
+    answers: tuple[ToolAnswer, ...] = ()
     rounds: tuple[Round, ...] = ()
     malformed: int = 0
     end: FinishReason = "stop"
@@ -79,20 +72,6 @@ class TurnEnded:
 
 
 @dataclass(frozen=True)
-class TurnRead:
-    """The text of the last turn was read."""
-
-    turn: ParsedTurn
-
-
-@dataclass(frozen=True)
-class CallAnswered:
-    """The next of the calls was answered."""
-
-    answer: CallAnswer
-
-
-@dataclass(frozen=True)
 class AnswersEncoded:
     """The tokens of all answers, and whether they and at least one of the next turn fit into the trajectory."""
 
@@ -100,17 +79,18 @@ class AnswersEncoded:
     fit: bool
 
 
-AgentEvent = TurnEnded | TurnRead | CallAnswered | AnswersEncoded
+# `ParsedTurn`: the text of the last turn was read. `ToolAnswer`: the next of the calls was answered.
+AgentEvent = TurnEnded | ParsedTurn | ToolAnswer | AnswersEncoded
 
 
 def after(state: ToolAgentState, event: AgentEvent, bounds: AgentConfig) -> ToolAgentState:
     """Return the state after an event. Raises ValueError for an event that cannot happen in the state."""
     if state.phase == "generating" and isinstance(event, TurnEnded):
         return _after_turn(state, event)
-    if state.phase == "parsing" and isinstance(event, TurnRead):
-        return _after_reading(state, event.turn, bounds)
-    if state.phase == "calling" and isinstance(event, CallAnswered):
-        answers = (*state.answers, event.answer)
+    if state.phase == "parsing" and isinstance(event, ParsedTurn):
+        return _after_reading(state, event, bounds)
+    if state.phase == "calling" and isinstance(event, ToolAnswer):
+        answers = (*state.answers, event)
         return changed(state, answers=answers, phase="inserting" if len(answers) == len(state.calls) else "calling")
     if state.phase == "inserting" and isinstance(event, AnswersEncoded):
         return _after_encoding(state, event, bounds)

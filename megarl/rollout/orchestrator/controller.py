@@ -1,11 +1,11 @@
 """RolloutController: decides what is generated and writes finished groups to the queue. One async actor per run.
 
-It joins its parts: the prompt groups (which may start, and how each ends), the fleet (which replicas serve), the group
-runner (how a group becomes trajectories), the batches of steps, the trainer's waits for them, the queue, and
-evaluation. A trainer that starts or restarts calls `begin` with the history that it resumes and `set_version` with the
-version that the engines serve; then, for each step, `wait_batch` and `commit`. After a failure that ends the run, every
-waiting and every later call raises it. A controller that the supervisor starts in place of one that has died is told by
-`take_over` how far the trainer has come.
+It joins its parts: the prompt groups (which may start, and how each ends), the fleet (which replicas serve), the loop
+host (how a group becomes trajectories), the batches of steps, the queue, and evaluation. A trainer that starts or
+restarts calls `begin` with the history that it resumes and `set_version` with the version that the engines serve; then,
+for each step, `wait_batch` and `commit`. After a failure that ends the run, every waiting and every later call raises
+it. A controller that the supervisor starts in place of one that has died learns by `take_over` how far the trainer has
+come.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any, Unpack
 from megarl.common.process.memory_tuning import collect_for_loops, exempt_present_objects
 from megarl.common.rundir.notices import write_notice
 from megarl.config.derived.staleness import pace_of
-from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
@@ -41,10 +40,10 @@ from megarl.rollout.orchestrator.pool_controller import PoolController
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.orchestrator.step_batches import StepBatches, StepEnds
-from megarl.rollout.orchestrator.trainer_waits import TrainerWaits
 from megarl.rollout.resume.journal import RolloutJournal
 from megarl.rollout.resume.retention import History
 from megarl.rollout.tasks.prompts import PromptSource, reward_pool
+from megarl.rollout.transport import background
 from megarl.rollout.transport.background import BackgroundTasks
 from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.rollout.workers.worker_pool import WorkerPool, make_worker_pool
@@ -53,9 +52,8 @@ from megarl.telemetry.trace import events
 # The queue of a run, whose actors belong to the rollout controller: how many there are, and on which nodes.
 
 
-def start_run_queue(spec: ReplicaSpec, config: Config, partition: str) -> QueueServer:
-    """Start the queue's actors, which this process owns. Raises as `start_queue` does."""
-    units = config.queue.storage_units
+def start_run_queue(spec: ReplicaSpec, units: int, timeout_s: float, partition: str) -> QueueServer:
+    """Start the queue's actors, which this process owns; `units`: of storage. Raises as `start_queue` does."""
     own_head = spec.supervisor is not None
     return start_queue(
         partition,
@@ -63,7 +61,7 @@ def start_run_queue(spec: ReplicaSpec, config: Config, partition: str) -> QueueS
         storage_units=units,
         # Several are spread over the rollout nodes, and the run ends if one of these is lost.
         node_resource=HEAD_RESOURCE if own_head and units == 1 else ROLLOUT_RESOURCE,
-        timeout_s=config.timeouts.engine_start_s,
+        timeout_s=timeout_s,
     )
 
 
@@ -96,6 +94,7 @@ class RolloutController(PoolController):
         self._tasks = BackgroundTasks()
         self._journal = RolloutJournal(self.config, self.run_dir)
         self._workers: WorkerPool | None = None
+        self._publishes = False  # whether a trainer is there that brings replicas by a publication when none is left
         self._cwd = cwd
 
     async def start(self) -> dict[str, float]:
@@ -110,7 +109,9 @@ class RolloutController(PoolController):
         # Slow calls run in threads, outside the event loop.
         self._queue, self._source, self._loop, fleet, _ = await asyncio.gather(
             # This actor owns them because its process imports the queue's library in any case.
-            asyncio.to_thread(start_run_queue, self.spec, config, self.partition),
+            asyncio.to_thread(
+                start_run_queue, self.spec, config.queue.storage_units, timeouts.engine_start_s, self.partition
+            ),
             asyncio.to_thread(PromptSource, config),
             asyncio.to_thread(find_loop, config.agent),
             attach_fleet(self.spec, config, wait=not self._replaces),
@@ -120,7 +121,7 @@ class RolloutController(PoolController):
         self._coalescer = RequestCoalescer(self._fleet, clock=self._engine_time)
         self._running = RunningGroups(
             config, self._source, self._coalescer.generate, self.partition,
-            persist=partial(self._journal.persist, source=self._source), in_workers=bool(config.rollout.agent_workers),
+            persist=self._journal.persist, in_workers=bool(config.rollout.agent_workers),
         )  # fmt: skip
         self._running.stats.skipped_prompts = self._source.skipped
         self._writer = await asyncio.to_thread(
@@ -147,13 +148,13 @@ class RolloutController(PoolController):
         return {"start_s": time.monotonic() - started}
 
     def _join(self) -> None:
-        """Join what was started: prompt groups, the batches of steps, evaluations, and the waits for them."""
+        """Join what was started: prompt groups, the batches of steps, and evaluations."""
         # Single turns of evaluations stay here: their order, and so their replica in a deterministic run, depends on
         # nothing else.
         here = self._workers is None or isinstance(self._loop, SingleTurn)
         self._evaluations = Evaluator(
-            self.config, self.run_dir, self._source, self._fleet, self._tasks, self._host,
-            None if here else self._workers,
+            self.run_dir, self._source, self._fleet, self._tasks, self._host, None if here else self._workers,
+            max_num_seqs=self.config.rollout.max_num_seqs, deterministic=self.config.run.deterministic,
         )  # fmt: skip
         self._groups = PromptGroups(
             self.config,
@@ -169,10 +170,6 @@ class RolloutController(PoolController):
         self._steps = StepBatches(
             self._groups, self._running, self._source, self._fleet, self._engine_time, self._workers
         )
-        generate_s = self.config.timeouts.generate_s
-        self._waits = TrainerWaits(
-            generate_s, self._tasks, self._fleet, self._groups, self._steps, self._evaluations, self._working
-        )
 
     @property
     def _admission(self) -> Admission:
@@ -187,7 +184,16 @@ class RolloutController(PoolController):
         the replicas if the end takes longer than `timeouts.generate_s`; nothing is held back then.
         """
         self._tasks.check()
-        await self._waits.for_running_responses()
+        ending = asyncio.ensure_future(self._fleet.drain(self.config.timeouts.generate_s))
+        try:
+            while not ending.done():
+                await asyncio.wait({ending}, timeout=background.LOOK_S)
+                self._tasks.check()
+                if not ending.done() and self._needs_publication():
+                    return
+        finally:
+            ending.cancel()
+        ending.result()
 
     async def announce(self, version: int) -> None:
         """Record that engines are about to be given `version`: tokens of versions never announced end the run.
@@ -231,7 +237,7 @@ class RolloutController(PoolController):
         responses in flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if
         `timeout_s` has passed.
         """
-        return await self._waits.for_batch(step, timeout_s)
+        return await self._steps.wait(step, timeout_s, self._tasks, self._needs_publication, self._working)
 
     def _working(self) -> str:
         """Describe what rewards and agent workers work on, as the end of a sentence."""
@@ -267,7 +273,8 @@ class RolloutController(PoolController):
         RolloutError if it takes longer than `timeouts.generate_s`.
         """
         self._tasks.check()
-        return await self._waits.for_evaluation(version, label)
+        limit_s = self.config.timeouts.generate_s
+        return await self._evaluations.run_within(limit_s, version, label, self._needs_publication, self._working)
 
     async def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""
@@ -280,7 +287,7 @@ class RolloutController(PoolController):
         If all replicas are lost while it is waited for, and the trainer can bring others, return that instead: the
         evaluation goes on after the publication. Raises RolloutError if it does not finish in that time.
         """
-        return await self._evaluations.take(wait_s, self._waits.needs_publication)
+        return await self._evaluations.take(wait_s, self._needs_publication)
 
     async def references(self, group_ids: list[int]) -> dict[int, str]:
         """Return the reference answers of groups, for `samples.jsonl`."""
@@ -308,7 +315,7 @@ class RolloutController(PoolController):
         back. An engine that the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if
         the prompts are not the saved ones.
         """
-        self._journal.note_unfinished(self._running.progress, self._source)
+        self._journal.note_unfinished(self._running.progress)
         await self._external.hold()  # to the first `set_version`
         await self._drop_everything()
         await self._go_back(state)
@@ -368,7 +375,15 @@ class RolloutController(PoolController):
     def _expect_publications(self) -> None:
         """Let responses wait for engines that the trainer brings by a publication, if it may make one at any time."""
         at_once = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
-        self._waits.expect_publications(at_once and self.config.weight_sync.restarts > 0)
+        self._publishes = at_once and self.config.weight_sync.restarts > 0
+        self._fleet.expect_publication(self._publishes)
+
+    def _needs_publication(self) -> str:
+        """Return why the trainer must publish its weights now; empty if it need not, or would not.
+
+        All replicas are lost, and only a publication brings others: a wait of the trainer ends and says so.
+        """
+        return self._fleet.needs_publication if self._publishes else ""
 
     async def _drop_everything(self) -> None:
         await self._tasks.drop()

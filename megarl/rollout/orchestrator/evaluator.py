@@ -7,28 +7,99 @@ and it has only a share of each engine at once. Its report says of which version
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.common.errors import RolloutError
+from megarl.common.errors import LostWithWorkers, RolloutError
 from megarl.common.rundir.notices import write_notice
-from megarl.config.schema import Config
-from megarl.evaluation.harness import SetReport
+from megarl.evaluation.accuracy import ScoredResponse
+from megarl.evaluation.harness import Mode, SetReport, evaluate_set
 from megarl.rollout.agents.loop_host import LoopHost
+from megarl.rollout.agents.loop_run import EvalPlace, LoopJob, LoopRun
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
+from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.orchestrator.evaluation import Share, evaluate_on_fleet, record_lines
+from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
-from megarl.rollout.tasks.prompts import EvalSet, PromptSource
-from megarl.rollout.transport.background import BackgroundTasks
+from megarl.rollout.tasks.prompts import EvalSet, PromptSource, PromptTask
+from megarl.rollout.transport import background
+from megarl.rollout.transport.background import BackgroundTasks, cancel_all
 from megarl.rollout.workers.worker_pool import WorkerPool
 
 # The part of an engine's places (`rollout.max_num_seqs`) that an evaluation beside training has at once. An engine
 # takes no place away from a running request, so without a limit training would wait for the end of long responses.
 SHARE = 4
 PRIORITY = 1  # of its requests; those of training have 0, which comes first
+CHUNK = 32  # requests in one call of the fleet
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of an evaluation beside training: so many requests at once in the engines, of a lower priority."""
+
+    at_once: asyncio.Semaphore
+    priority: int
+
+
+async def evaluate_on_fleet(
+    eval_set: EvalSet,
+    pool: EnginePool,
+    host: LoopHost,
+    workers: WorkerPool | None = None,
+    *,
+    version: int,
+    tag: str,
+    in_turn: bool = False,
+    share: Share | None = None,
+) -> SetReport:
+    """Sample greedy and sampled responses to every problem, score them, and fill `eval_set.records`.
+
+    `workers`: those that run the loops; None: `host` does. `tag` makes the request ids unique. `in_turn`: requests go
+    to the replicas in turn instead of by load. `share`: for an evaluation beside training. Seeds depend on (seed,
+    problem, sample) only, so the same problems are sampled with the same seeds before and after training.
+    """
+    coalescer = RequestCoalescer(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
+    eval_set.records.clear()
+    seen: set[int] = set()
+
+    async def generate(request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        """The controller admits the requests, wherever the loops are."""
+        if share is None:
+            return await coalescer.generate(request, context)
+        async with share.at_once:
+            return await coalescer.generate(request, context)
+
+    async def respond(problem: PromptTask, index: int, mode: Mode, sample: int) -> ScoredResponse:
+        place = EvalPlace(index, mode, sample, tag, 0 if share is None else share.priority)
+        run = LoopRun(LoopJob.of_response(eval_set, problem, place), generate)
+        try:
+            ended = await (workers or host).respond(run)
+        except LostWithWorkers as error:
+            ended = await host.failed(run, error)
+        seen.update(ended.versions)
+        eval_set.records.append(ended.record)
+        return ended.scored
+
+    try:
+        report = await evaluate_set(
+            eval_set.name, eval_set.problems, respond, samples=eval_set.samples, version=version
+        )
+    finally:
+        await coalescer.cancel()
+    eval_set.records.sort(key=lambda record: (record["index"], record["mode"], record["sample"]))
+    # Engines that have read the weights from files do not know a version.
+    return replace(report, oldest=min(seen, default=version), newest=max(seen, default=version))
+
+
+def record_lines(eval_sets: Sequence[EvalSet]) -> Iterator[str]:
+    """Yield one JSON line per response, for people to read."""
+    for eval_set in eval_sets:
+        for record in eval_set.records:
+            yield json.dumps({"set": eval_set.name, **record}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -51,27 +122,50 @@ class Evaluator:
 
     def __init__(
         self,
-        config: Config,
         run_dir: Path,
         source: PromptSource,
         fleet: EnginePool,
         tasks: BackgroundTasks,
         host: LoopHost,
         workers: WorkerPool | None = None,
+        *,
+        max_num_seqs: int,
+        deterministic: bool,
     ) -> None:
         """`tasks`: those of the controller; the failure of an evaluation beside training ends the run.
 
-        `workers`: those that run the loops; None: `host` does.
+        `workers`: those that run the loops; None: `host` does. `max_num_seqs`: the places of an engine.
         """
         self._host, self._workers = host, workers
-        self._config, self._run_dir, self._tasks = config, run_dir, tasks
+        self._max_num_seqs, self._deterministic = max_num_seqs, deterministic
+        self._run_dir, self._tasks = run_dir, tasks
         self._source, self._fleet = source, fleet
         self._running: str | None = None
         self._finished: list[FinishedEvaluation] = []
 
-    async def run(self, version: int, label: str) -> list[SetReport]:
-        """Evaluate the weights of `version`, which all replicas serve; without a label, write no file."""
-        return await self._evaluate(version, label, None)
+    async def run_within(
+        self, limit_s: float, version: int, label: str, needs_publication: Callable[[], str],
+        working: Callable[[], str],
+    ) -> list[SetReport] | PublicationNeeded:  # fmt: skip
+        """Do `run` for a trainer that waits for it; give up and say so if `needs_publication` gives a reason.
+
+        Raises RolloutError after `limit_s`; `working()` says what rewards and agent workers work on.
+        """
+        evaluation = asyncio.ensure_future(self.run(version, label))
+        try:
+            async with asyncio.timeout(limit_s):
+                while not evaluation.done():
+                    await asyncio.wait({evaluation}, timeout=background.LOOK_S)
+                    if not evaluation.done() and (reason := needs_publication()):
+                        return PublicationNeeded(reason)
+        except TimeoutError:
+            raise RolloutError(
+                f"the trainer waited {limit_s:.0f} s (timeouts.generate_s) for an evaluation; replicas alive: "
+                f"{self._fleet.serving}{working()}"
+            ) from None
+        finally:
+            await cancel_all([evaluation], "evaluations")
+        return evaluation.result()
 
     def start(self, version: int, label: str) -> None:
         """Begin to evaluate beside training; `take` gives the reports. All replicas serve `version` now.
@@ -80,7 +174,7 @@ class Evaluator:
         """
         if self._running is not None:
             raise ValueError(f"evaluation {label!r} cannot start while {self._running!r} is running")
-        at_once = max(len(self._fleet.serving) * self._config.rollout.max_num_seqs // SHARE, 1)
+        at_once = max(len(self._fleet.serving) * self._max_num_seqs // SHARE, 1)
         self._running = label
         self._tasks.start(self._in_background(version, label, Share(asyncio.Semaphore(at_once), PRIORITY)))
 
@@ -115,14 +209,21 @@ class Evaluator:
 
     async def _in_background(self, version: int, label: str, share: Share) -> None:
         try:
-            reports = await self._evaluate(version, label, share)
+            reports = await self.run(version, label, share)
         finally:
             self._running = None
         self._finished.append(FinishedEvaluation(label, reports, version))
 
-    async def _evaluate(self, version: int, label: str, share: Share | None) -> list[SetReport]:
+    async def run(self, version: int, label: str, share: Share | None = None) -> list[SetReport]:
+        """Evaluate the weights of `version`, which all replicas serve; without a label, write no file."""
         eval_sets = await asyncio.to_thread(self._source.eval_sets)
-        reports = [await self._evaluate_set(each, version, label, share) for each in eval_sets]
+        reports = [
+            await evaluate_on_fleet(
+                each, self._fleet, self._host, self._workers, version=version, tag=f"v{version}{label}",
+                in_turn=self._deterministic, share=share,
+            )
+            for each in eval_sets
+        ]  # fmt: skip
         if label and eval_sets:
             await asyncio.to_thread(self._write, self._run_dir / f"eval_{label}.jsonl", eval_sets)
         return reports
@@ -137,15 +238,3 @@ class Evaluator:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             write_notice(self._run_dir, f"{path} could not be written ({error}); its evaluation is in the metrics")
-
-    def _evaluate_set(self, eval_set: EvalSet, version: int, label: str, share: Share | None) -> Awaitable[SetReport]:
-        return evaluate_on_fleet(
-            eval_set,
-            self._fleet,
-            self._host,
-            self._workers,
-            version=version,
-            tag=f"v{version}{label}",
-            in_turn=self._config.run.deterministic,
-            share=share,
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from megarl.config.derived.algorithm import shaping_of
 from megarl.config.derived.datasets import response_limits
 from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
-from megarl.queue.trajectory import SampleTag, Trajectory
+from megarl.queue.trajectory import Trajectory
 from megarl.queue.transfer import QueueWriter
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.admission.admission import Admission
@@ -37,41 +37,14 @@ from megarl.rollout.transport.background import BackgroundTasks
 from megarl.telemetry.trace import events
 
 
-@dataclass(frozen=True)
-class FinishedGroup:
-    """A group whose samples have all ended."""
+def ok_rewards(rows: Sequence[Trajectory]) -> list[float]:
+    """Return the rewards of the samples of a group that can be used."""
+    return [row.reward for row in first_parts(rows) if row.status == "ok"]
 
-    rows: Sequence[Trajectory]
 
-    @property
-    def tags(self) -> Sequence[SampleTag]:
-        """The summaries of the rows, in the order of samples and parts."""
-        return [row.tag for row in self.rows]
-
-    @property
-    def rewards(self) -> Sequence[float]:
-        """The rewards of the samples that can be used."""
-        return [row.reward for row in first_parts(self.rows) if row.status == "ok"]
-
-    @property
-    def failures(self) -> Sequence[str]:
-        """The reasons why the other samples cannot be used."""
-        return [row.failure for row in first_parts(self.rows) if row.status != "ok"]
-
-    @property
-    def versions(self) -> Set[int]:
-        """The versions that the tokens of all samples count as."""
-        return {span.counts_as for row in self.rows for span in row.versions}
-
-    @property
-    def demonstrated(self) -> bool:
-        """True if its samples are demonstrations, which have no rewards."""
-        return any(row.demonstrated for row in self.rows)
-
-    @property
-    def usable(self) -> bool:
-        """True if the group can be trained on."""
-        return usable_samples(["ok"] * len(self.rewards))
+def is_demonstrated(rows: Sequence[Trajectory]) -> bool:
+    """Tell whether a group's samples are demonstrations, which have no rewards."""
+    return any(row.demonstrated for row in rows)
 
 
 def usable_samples(statuses: Iterable[str]) -> bool:
@@ -113,35 +86,6 @@ class FailurePolicy:
         return None
 
 
-# The keys of the rows that each group has in the queue: a sample may have several rows. Pure.
-
-
-class QueuedRows:
-    """Keeps the keys from when a group is put into the queue until its rows leave it."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, list[str]] = {}
-
-    def note(self, rows: Sequence[SampleTag]) -> None:
-        """Record a group that is put into the queue, by the tags of its rows."""
-        self._keys[rows[0].group_id] = [row.key for row in rows]
-
-    def keys(self, group: int) -> list[str]:
-        """Return the keys of a group's rows, in the order of samples and parts. Raises KeyError for an unknown one."""
-        return self._keys[group]
-
-    def leave(self, groups: Iterable[int]) -> list[str]:
-        """Forget groups; return the keys of the rows that leave the queue. Of a group that is not in it there are none.
-
-        So it is with the groups of a batch that another controller has given to the trainer.
-        """
-        return [key for group in groups for key in self._keys.pop(group, [])]
-
-    def clear(self) -> None:
-        """Forget all groups."""
-        self._keys.clear()
-
-
 logger = logging.getLogger(__name__)
 
 DECODED_AT_ONCE = 4  # kept groups, whose trajectories may be large
@@ -150,7 +94,8 @@ DECODED_AT_ONCE = 4  # kept groups, whose trajectories may be large
 class PromptGroups:
     """Starts the groups that admission allows and brings each to its end, in the background tasks of the controller.
 
-    `admission` is that of the present history; `begin` replaces it. `queued`: the rows in the queue.
+    `admission` is that of the present history; `begin` replaces it. `queued`: the keys of the rows that
+    each group has in the queue, in the order of samples and parts.
     """
 
     def __init__(
@@ -178,7 +123,7 @@ class PromptGroups:
         self._failures = self._failure_policy()
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
         self._putting = 0  # groups that are being written to the queue
-        self.queued = QueuedRows()
+        self.queued: dict[int, list[str]] = {}
         self.admission = self._new_admission()
 
     def begin(self, state: dict[str, Any] | None) -> None:
@@ -222,13 +167,13 @@ class PromptGroups:
             else:
                 self._tasks.start(self._run(each.group, each.begun()))
         if self._journal.every_s:
-            self._tasks.start(self._journal.keep_up(self.history, self._running.progress, self._source))
+            self._tasks.start(self._journal.keep_up(self.history, self._running.progress))
 
     async def _settle_kept(self, kept: KeptGroup) -> None:
         """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
         async with self._decoding:
             rows = await asyncio.to_thread(kept.rows)
-            await self._settle(kept.group, FinishedGroup(rows))
+            await self._settle(kept.group, rows)
 
     def check_present(self, admission: Admission, what: str) -> None:
         """Raise RolloutError if a trainer has begun since `admission` was the present one."""
@@ -250,7 +195,8 @@ class PromptGroups:
 
     def free_rows(self) -> None:
         """Remove the rows that no step needs any more from the queue, in the background."""
-        if keys := self.queued.leave(self.admission.take_released()):
+        # Groups of a batch that another controller has given to the trainer have none.
+        if keys := [key for group in self.admission.take_released() for key in self.queued.pop(group, [])]:
             self._tasks.start(self._writer.clear(keys))
 
     async def _run(self, group_id: int, begun: UnfinishedGroup | None = None) -> None:
@@ -260,7 +206,7 @@ class PromptGroups:
         """
         try:
             await self._fleet.may_begin()  # the group's deadline counts from then
-            end = FinishedGroup(await self._running.run(group_id, begun, self._run_loops))
+            rows = await self._running.run(group_id, begun, self._run_loops)
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)
             if (failure := self._failures.decide(group_id, error)) is not None:
@@ -268,67 +214,61 @@ class PromptGroups:
             reason = str(error) or type(error).__name__
             events.fault("group", f"group {group_id} failed: {reason}")
             samples, dataset = self._config.batch.samples_per_group, self._source.dataset(group_id)
-            end = FinishedGroup(failed_group(group_id, samples, dataset, reason))
+            rows = failed_group(group_id, samples, dataset, reason)
         else:
-            self._judge(group_id, end)
-            if not end.demonstrated:  # the data file has them, and no engine has worked for them
-                self._journal.note(end.rows, self._source)
-        await self._settle(group_id, end)
+            self._judge(group_id, rows)
+            if not is_demonstrated(rows):  # the data file has them, and no engine has worked for them
+                self._journal.note(rows, self._source.draw(group_id))
+        await self._settle(group_id, rows)
 
-    def _judge(self, group_id: int, ended: FinishedGroup) -> None:
+    def _judge(self, group_id: int, rows: Sequence[Trajectory]) -> None:
         """Tell the failure policy how a group has ended; one whose samples cannot be used has failed too.
 
         Log-probs that are not finite are left to the trainer, which keeps the batch and bounds the number of such
         steps. Raises RolloutError if a failure ends the run.
         """
-        if ended.usable:
+        if usable_samples(row.status for row in first_parts(rows)):
             self._failures.succeeded()
             return
-        self._running.stats.failed_lengths += [
-            sum(row.response_tokens for row in rows) for rows in by_sample(ended.tags)
-        ]
-        if any(tag.bad_logprobs for tag in ended.tags):
-            logger.warning("group %d failed, and the trainer decides what follows: %s", group_id, _reason(ended))
+        self._running.stats.failed_lengths += [sum(len(row.response_ids) for row in parts) for parts in by_sample(rows)]
+        failures = [row.failure for row in first_parts(rows) if row.status != "ok"]
+        reason = f"{len(failures)} of {len(first_parts(rows))} samples cannot be used; the first: {failures[0]}"
+        if any(row.tag.bad_logprobs for row in rows):
+            logger.warning("group %d failed, and the trainer decides what follows: %s", group_id, reason)
             return
-        if (end := self._failures.decide(group_id, RolloutError(_reason(ended)))) is not None:
+        if (end := self._failures.decide(group_id, RolloutError(reason))) is not None:
             raise end
 
-    async def _settle(self, group_id: int, end: FinishedGroup) -> None:
+    async def _settle(self, group_id: int, rows: Sequence[Trajectory]) -> None:
         """Queue a finished group, or replace it by another one if it has no signal."""
-        self._source.finish(group_id, [] if end.demonstrated else end.rewards)
-        versions = end.versions
-        if self._replaces(group_id, end):
+        self._source.finish(group_id, [] if is_demonstrated(rows) else ok_rewards(rows))
+        versions = {span.counts_as for row in rows for span in row.versions}
+        if self._replaces(group_id, rows, versions):
             self.start()
         else:
-            await self._put(end)
-            self.admission.finish(group_id, end.usable, versions)
+            await self._put(group_id, rows)
+            self.admission.finish(group_id, usable_samples(row.status for row in first_parts(rows)), versions)
         self._tasks.changed.set()
 
-    async def _put(self, end: FinishedGroup) -> None:
+    async def _put(self, group_id: int, rows: Sequence[Trajectory]) -> None:
         """Write a finished group to the queue, at once if no other group is in flight."""
         self._putting += 1
-        self.queued.note(end.tags)
+        self.queued[group_id] = [row.key for row in rows]
         try:
-            await self._writer.put_group(end.rows, more=self._putting < len(self.admission.in_flight))
+            await self._writer.put_group(rows, more=self._putting < len(self.admission.in_flight))
         finally:
             self._putting -= 1
 
-    def _replaces(self, group_id: int, end: FinishedGroup) -> bool:
+    def _replaces(self, group_id: int, rows: Sequence[Trajectory], versions: Set[int]) -> bool:
         """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""
         if not self._config.admission.refill:
             return False
-        tags = end.tags
+        tags = [row.tag for row in rows]
         limits = response_limits(self._config)
         shaping = replace(self._shaping, max_tokens=limits[tags[0].dataset]) if limits else self._shaping
         if any(tag.bad_logprobs for tag in tags) or not without_signal(tags, shaping):
             return False  # the trainer has to see log-probs that are not finite
-        if not self.admission.replace(group_id, end.versions):
+        if not self.admission.replace(group_id, versions):
             return False
         self._running.stats.note_replaced(tags)
         return True
-
-
-def _reason(ended: FinishedGroup) -> str:
-    """Return why a group cannot be trained on."""
-    samples = len(ended.failures) + len(ended.rewards)
-    return f"{len(ended.failures)} of {samples} samples cannot be used; the first: {ended.failures[0]}"

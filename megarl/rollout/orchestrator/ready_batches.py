@@ -41,67 +41,42 @@ class PublicationNeeded:
     reason: str
 
 
-class ReadyBatches:
-    """The batches that were taken from admission and are not committed."""
+def ready_batch(
+    step: int, admission: Admission, queued: Mapping[int, Sequence[str]], metrics: Mapping[str, float],
+    rewards: Callable[[Sequence[int]], dict[int, float | None]] = lambda groups: {},
+) -> BatchReady:  # fmt: skip
+    """Take the batch of a step, whose groups must be ready, from admission.
 
-    def __init__(self, keys: Callable[[int], Sequence[str]]) -> None:
-        """`keys`: returns those of the rows that a finished group has in the queue."""
-        self._keys = keys
-        self._batches: dict[int, BatchReady] = {}
-
-    def get(self, step: int) -> BatchReady | None:
-        """Return the batch of a step if it has been taken."""
-        return self._batches.get(step)
-
-    def hold(self, batch: BatchReady) -> None:
-        """Go on with a batch that the trainer has taken from another controller."""
-        self._batches[batch.step] = batch
-
-    def take(
-        self, step: int, admission: Admission, metrics: Mapping[str, float],
-        rewards: Callable[[Sequence[int]], dict[int, float | None]] = lambda groups: {},
-    ) -> BatchReady:  # fmt: skip
-        """Take the batch of a step, whose groups must be ready. `metrics`: what was measured of it.
-
-        `rewards`: returns those of groups, for the curriculum.
-        """
-        taken = admission.batch(step)
-        if taken is None:
-            raise ValueError(f"the groups of step {step} are not ready")
-        counters, groups, replaced = admission.counters, sorted(taken[0] + taken[1]), admission.replaced(step)
-        reused = admission.reused(step)
-        shares: dict[str, float] = {}
-        if admission.refill:
-            finished = len(replaced) + len(groups)
-            shares = {
-                "rollout/groups_replaced": len(replaced),
-                "rollout/groups_replaced_share": len(replaced) / finished,
-            }
-        if admission.max_uses > 1:
-            shares["rollout/groups_reusable"] = counters.reusable
-        batch = BatchReady(
-            step=step,
-            keys=[key for group in sorted(groups + reused) for key in self._keys(group)],
-            counters=counters,
-            timings={
-                **metrics,
-                **shares,
-                "rollout/queue_depth": counters.ready,
-                "total/groups_rolled_back": counters.rolled_back,
-            },
-            groups=groups,
-            replaced=replaced,
-            reused=reused,
-            taken=admission.taken(step),
-            rewards=rewards([*groups, *replaced]),
-        )
-        self._batches[step] = batch
-        return batch
-
-    def pop(self, step: int) -> BatchReady:
-        """Return the batch of a step, which is committed."""
-        return self._batches.pop(step)
-
-    def clear(self) -> None:
-        """Drop all batches."""
-        self._batches.clear()
+    `queued`: the keys of the rows that each finished group has in the queue. `metrics`: what was measured of the batch.
+    `rewards`: returns those of groups, for the curriculum.
+    """
+    taken = admission.batch(step)
+    if taken is None:
+        raise ValueError(f"the groups of step {step} are not ready")
+    counters, groups, replaced = admission.counters, sorted(taken[0] + taken[1]), admission.replaced(step)
+    reused = admission.reused(step)
+    shares: dict[str, float] = {}
+    if admission.refill:
+        finished = len(replaced) + len(groups)
+        shares = {
+            "rollout/groups_replaced": len(replaced),
+            "rollout/groups_replaced_share": len(replaced) / finished,
+        }
+    if admission.max_uses > 1:
+        shares["rollout/groups_reusable"] = counters.reusable
+    return BatchReady(
+        step=step,
+        keys=[key for group in sorted(groups + reused) for key in queued[group]],
+        counters=counters,
+        timings={
+            **metrics,
+            **shares,
+            "rollout/queue_depth": counters.ready,
+            "total/groups_rolled_back": counters.rolled_back,
+        },
+        groups=groups,
+        replaced=replaced,
+        reused=reused,
+        taken=admission.taken(step),
+        rewards=rewards([*groups, *replaced]),
+    )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NotRequired, TypedDict, Unpack
 
-from megarl.common.errors import RolloutError
+from megarl.common.errors import BatchNotReady, RolloutError
 from megarl.rollout.agents.batch_stats import BusyClock
 from megarl.rollout.agents.loop_run import RunningGroups
 from megarl.rollout.agents.sample_times import TrajectoryTimes
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
-from megarl.rollout.orchestrator.ready_batches import BatchReady, ReadyBatches
+from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded, ready_batch
 from megarl.rollout.tasks.prompts import PromptSource
+from megarl.rollout.transport.background import BackgroundTasks
 from megarl.rollout.workers.worker_pool import WorkerPool
 from megarl.telemetry.trace import events
 
@@ -62,17 +63,43 @@ class StepBatches:
         """`engine_time`: the clock of the calls to engines. `workers`: those that run the loops, if there are any."""
         self._groups, self._running, self._source = groups, running, source
         self._fleet, self._engine_time, self._workers = fleet, engine_time, workers
-        self._batches = ReadyBatches(groups.queued.keys)
+        self._batches: dict[int, BatchReady] = {}  # that are not committed
         self._taken_at: float | None = None  # when the batch before was taken
         self.needed = -1
 
-    def taken(self, step: int) -> BatchReady | None:
-        """Return the batch of `step` if it has been taken and is not committed."""
-        return self._batches.get(step)
-
     def hold(self, batch: BatchReady) -> None:
         """Go on with a batch that the trainer has taken from another controller."""
-        self._batches.hold(batch)
+        self._batches[batch.step] = batch
+
+    async def wait(
+        self, step: int, timeout_s: float, tasks: BackgroundTasks, needs_publication: Callable[[], str],
+        working: Callable[[], str],
+    ) -> BatchReady | PublicationNeeded:  # fmt: skip
+        """Return the batch of `step`; see `RolloutController.wait_batch`.
+
+        `needs_publication()`: why the trainer must publish its weights now. `working()`: what rewards and agent workers
+        work on.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            tasks.check()
+            if (batch := self._batches.get(step) or self.take(step)) is not None:
+                return batch
+            if reason := needs_publication():
+                return PublicationNeeded(reason)
+            try:
+                await tasks.await_change(deadline - time.monotonic())
+            except TimeoutError:
+                raise self._not_ready(step, timeout_s, working()) from None
+
+    def _not_ready(self, step: int, waited_s: float, working: str) -> BatchNotReady:
+        admission = self._groups.admission
+        groups, replaced = sorted(admission.in_flight), admission.counters.replaced
+        refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
+        return BatchNotReady(
+            f"the trainer waited {waited_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
+            f"flight: {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}{working}"
+        )
 
     def take(self, step: int) -> BatchReady | None:
         """Take the batch of `step`, if its groups are ready. Only the one that is `needed` is filled up."""
@@ -91,7 +118,8 @@ class StepBatches:
         metrics |= fleet.take_rates()
         if self._workers is not None:
             metrics |= self._workers.take_metrics()
-        batch = self._batches.take(step, admission, metrics, self._source.rewards)
+        batch = ready_batch(step, admission, self._groups.queued, metrics, self._source.rewards)
+        self._batches[step] = batch
         record_batch_taken(batch, stats.slowest, in_flight=len(admission.in_flight))
         return batch
 

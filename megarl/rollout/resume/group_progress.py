@@ -10,6 +10,7 @@ from megarl.common.values import packed
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.loop_records import FrozenLoop
+from megarl.rollout.tasks.prompts import PromptTask
 
 RequestPlace = tuple[int, int]  # sample, turn: which request of a group it is, in every attempt
 
@@ -39,8 +40,8 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True)
 class _Request:
-    place: RequestPlace
-    prompt: str
+    name: str  # its id
+    prompt: str  # the digest of its prompt
 
 
 class GroupProgress:
@@ -48,18 +49,19 @@ class GroupProgress:
 
     `tokens`: by request id. Whoever generates continues what is there, and keeps it up to date (`ResponsesSoFar`).
     `loops`: by sample, of the loops that have frozen a state or called a tool; `record` changes them. `changed`: the
-    samples of which that is so, until somebody who passes them on empties it.
+    samples of which that is so, until somebody who passes them on empties it. `written`: the size of what the journal
+    has.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], dataset: str, kept: UnfinishedGroup | None = None) -> None:
-        """`prompt_ids` and `dataset` are those of the group; `kept` is what `begun` returned in the attempt before."""
-        self.prompt_ids, self.dataset = prompt_ids, dataset
+    def __init__(self, prompt: PromptTask, kept: UnfinishedGroup | None = None) -> None:
+        """`kept`: what `begun` returned in the attempt before, which the journal has."""
+        self.prompt = prompt
+        self.written = 0 if kept is None else kept.size
         self.tokens: dict[str, ResponsePart] = {}
         self._kept = dict(kept.responses) if kept is not None else {}
         self.loops: dict[int, FrozenLoop] = dict(kept.loops) if kept is not None else {}
         self.changed: set[int] = set()
-        self._requests: dict[str, _Request] = {}
-        self._names: dict[RequestPlace, str] = {}
+        self._requests: dict[RequestPlace, _Request] = {}
 
     def begin(self, request: GenerateRequest, place: RequestPlace, prompt: str | None = None) -> None:
         """Record that a request is about to be made. What is kept of it is used if it has the same prompt.
@@ -67,7 +69,7 @@ class GroupProgress:
         `prompt`: the digest of the prompt, if it is known.
         """
         prompt = prompt_digest(request.prompt_ids) if prompt is None else prompt
-        self._requests[request.request_id], self._names[place] = _Request(place, prompt), request.request_id
+        self._requests[place] = _Request(request.request_id, prompt)
         kept = self._kept.pop(place, None)
         if kept is not None and kept.prompt == prompt:
             self.tokens[request.request_id] = kept.tokens
@@ -77,18 +79,14 @@ class GroupProgress:
         self.loops[sample] = loop
         self.changed.add(sample)
 
-    def place(self, request_id: str) -> RequestPlace:
-        """Return which request of the group has this id. Raises KeyError for one that was not begun."""
-        return self._requests[request_id].place
-
-    def prompt(self, request_id: str) -> str:
+    def prompt_of(self, place: RequestPlace) -> str:
         """Return the digest of a request's prompt. Raises KeyError for one that was not begun."""
-        return self._requests[request_id].prompt
+        return self._requests[place].prompt
 
     def finished(self, place: RequestPlace) -> ResponsePart | None:
         """Return the response to a request of this attempt or the one before; None if it has not ended there."""
-        if (name := self._names.get(place)) is not None:
-            tokens = self.tokens.get(name)
+        if (request := self._requests.get(place)) is not None:
+            tokens = self.tokens.get(request.name)
         else:
             kept = self._kept.get(place)
             tokens = kept.tokens if kept is not None else None
@@ -97,21 +95,19 @@ class GroupProgress:
     def lengths(self) -> list[int]:
         """Return the response tokens so far of each sample that has made a request, those before a resume included."""
         lengths: dict[int, int] = {}
-        for (sample, _), name in self._names.items():
-            tokens = self.tokens.get(name, ResponsePart())
+        for (sample, _), request in self._requests.items():
+            tokens = self.tokens.get(request.name, ResponsePart())
             lengths[sample] = lengths.get(sample, 0) + len(tokens.response_ids)
         return list(lengths.values())
 
     def begun(self) -> UnfinishedGroup:
         """Return what can go on: the responses that have tokens, one that an engine has dropped too, and the loops."""
         begun = dict(self._kept)
-        for name, request in self._requests.items():
-            tokens = self.tokens.get(name, ResponsePart())
+        for place, request in self._requests.items():
+            tokens = self.tokens.get(request.name, ResponsePart())
             if tokens.response_ids:
                 dropped = tokens.finish_reason == "abort"
-                begun[request.place] = BegunResponse(
-                    request.prompt, replace(tokens, finish_reason=None) if dropped else tokens
-                )
+                begun[place] = BegunResponse(request.prompt, replace(tokens, finish_reason=None) if dropped else tokens)
         return UnfinishedGroup(begun, dict(self.loops))
 
 

@@ -16,8 +16,7 @@ import json
 import logging
 import struct
 import time
-from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megarl.common.errors import RolloutError
 from megarl.config.derived.staleness import pace_of
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.resume.group_progress import GroupProgress
+from megarl.rollout.resume.group_progress import GroupProgress, UnfinishedGroup
 from megarl.rollout.resume.journal_file import JournalFile, groups_started
 from megarl.rollout.resume.journal_records import (
     EpochRecord,
@@ -38,7 +37,7 @@ from megarl.rollout.resume.journal_records import (
 from megarl.rollout.resume.kept_groups import KeptGroup, KeptGroups, Superseded
 from megarl.rollout.resume.lineage import INITIAL, Lineage, lineage_content, next_epoch, read_lineage
 from megarl.rollout.resume.retention import History, Retention
-from megarl.rollout.tasks.prompts import PromptSource
+from megarl.rollout.tasks.prompts import PromptSource, PromptTask
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +54,8 @@ _GONE: dict[str, dict[str, float]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     },
 }  # fmt: skip
+_ADDED = {"tools_field"}  # keys that an earlier version did not have, of which None changes nothing
+Unfinished = tuple[int, GroupProgress, UnfinishedGroup]
 _BEFORE_A_CALL = "a tool whose calls must not be repeated was about to be called"
 
 
@@ -76,7 +77,6 @@ class RolloutJournal:
         self._epoch = b""  # the record of the present epoch, until it is written
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        self._sizes: dict[int, int] = {}  # of unfinished groups, as they were written last
         self._full = asyncio.Event()
         self._one_writer = asyncio.Lock()  # of unfinished groups: a later record has to be of a later time
         self._urgent: set[int] = set()  # unfinished groups that wait to be written
@@ -138,7 +138,7 @@ class RolloutJournal:
         if others := kept.drop(lambda each: bool(each.epoch.changed(self._identity))):
             logger.warning("%d kept groups are drawn again: %s changed", others, ", ".join(changed))
         kept.resume(resumed, version)
-        if others := kept.drop(lambda each: each.head["problem"] != _problem_of(source, each.group)):
+        if others := kept.drop(lambda each: each.head["problem"] != source.draw(each.group).digest):
             logger.warning("%d kept groups are drawn again: they have other prompts now", others)
         # The trainer would refuse them after every start, although sound engines may answer them well.
         if others := kept.drop(lambda each: each.has_bad_logprobs):
@@ -152,67 +152,49 @@ class RolloutJournal:
         self._retention = Retention(self._pace, replace(settled, version=version))
         self._kept, self.resuming = KeptGroups([]), False
         if self.every_s:
-            unfinished = {each.group: each.begun().size for each in used if not each.finished}
+            finished = sum(each.finished for each in used)
             logger.info(
                 "restart epoch %d: %d finished groups are used again, and %d unfinished ones are continued",
-                self._lineage[-1].number, len(used) - len(unfinished), len(unfinished),
+                self._lineage[-1].number, finished, len(used) - finished,
             )  # fmt: skip
-            self._sizes = unfinished
             self._epoch = EpochRecord(self._lineage, self._identity).encode()
             self._pending, self._pending_bytes = [], 0
             await self.write()
 
-    def note(self, rows: Sequence[Trajectory], source: PromptSource) -> None:
+    def note(self, rows: Sequence[Trajectory], prompt: PromptTask) -> None:
         """Take a finished group; it is written soon."""
-        if not self.every_s or self._retention is None:
-            return
-        # Rows need not have the tokens of the problem: a failed one has none, and a harness makes a prompt of its own.
-        self.note_record(encode_group(rows, _problem_of(source, rows[0].group_id)))
+        if self.every_s and self._retention is not None:
+            # Rows need not have the tokens of the problem: a failed one has none, a harness makes a prompt of its own.
+            record = encode_group(rows, prompt.digest)
+            self._pending.append(record)
+            self._pending_bytes += len(record)
+            if self._pending_bytes > PENDING_BYTES:
+                self._full.set()
 
-    def note_record(self, record: bytes) -> None:
-        """Take the record of a finished group, as `note`."""
-        if not self.every_s or self._retention is None:
-            return
-        self._pending.append(record)
-        self._pending_bytes += len(self._pending[-1])
-        if self._pending_bytes > PENDING_BYTES:
-            self._full.set()
-
-    def note_unfinished(self, progress: Mapping[int, GroupProgress], source: PromptSource) -> None:
+    def note_unfinished(self, progress: Mapping[int, GroupProgress]) -> None:
         """Take what groups have that are about to be cancelled; it is written soon."""
         if self.every_s and self._retention is not None:
             # Before what waits: a group that ends while it is being cancelled has its last record there.
-            self._sizes, records = self._grown(progress, source)
-            self._pending[:0] = records()
+            self._pending[:0] = [_encoded(*each) for each in self._grown(progress.items())]
             self._pending_bytes = sum(map(len, self._pending))
 
-    def _grown(
-        self, progress: Mapping[int, GroupProgress], source: PromptSource
-    ) -> tuple[dict[int, int], Callable[[], list[bytes]]]:
-        """Return the sizes of groups, and what makes records of those that have grown since they were written last."""
-        begun = {group: each.begun() for group, each in progress.items()} if self._continues else {}
-        sizes = {group: each.size for group, each in begun.items()}
-        grown = [group for group in begun if sizes[group] > self._sizes.get(group, 0)]
-        asked = {
-            group: problem(progress[group].prompt_ids, progress[group].dataset, source.reference(group))
-            for group in grown
-        }
-        return sizes, lambda: [encode_unfinished(group, begun[group], asked[group]) for group in grown]
+    def _grown(self, groups: Iterable[tuple[int, GroupProgress]]) -> list[Unfinished]:
+        """Return what groups have that have grown since they were written last."""
+        begun = [(group, each, each.begun()) for group, each in groups] if self._continues else []
+        return [one for one in begun if one[2].size > one[1].written]
 
-    async def _take_grown(self, progress: Mapping[int, GroupProgress], source: PromptSource) -> list[bytes]:
+    async def _take_grown(self, progress: Mapping[int, GroupProgress]) -> list[bytes]:
         """Return the records of `_grown`. Of thousands of loops this takes long: other tasks run meanwhile."""
-        sizes: dict[int, int] = {}
-        makers = []
+        grown: list[Unfinished] = []
         groups = list(progress.items())
         for start in range(0, len(groups), GROUPS_AT_ONCE):
-            some, make = self._grown(dict(groups[start : start + GROUPS_AT_ONCE]), source)
-            sizes |= some
-            makers.append(make)
+            grown += self._grown(groups[start : start + GROUPS_AT_ONCE])
             await asyncio.sleep(0)
-        self._sizes = sizes
-        return await asyncio.to_thread(lambda: [record for make in makers for record in make()])
+        for _, each, begun in grown:
+            each.written = begun.size
+        return await asyncio.to_thread(lambda: [_encoded(*each) for each in grown])
 
-    async def persist(self, group: int, progress: Mapping[int, GroupProgress], source: PromptSource) -> None:
+    async def persist(self, group: int, progress: Mapping[int, GroupProgress]) -> None:
         """Write what a group has now, and return when it is on the disk: a call that must not be repeated follows.
 
         Groups that wait for it at the same time are written together. Raises RolloutError if that fails, or takes more
@@ -222,7 +204,7 @@ class RolloutJournal:
         if not self.every_s or self._retention is None or not self._continues:
             return
         self._urgent.add(group)
-        writing = asyncio.ensure_future(self._write_urgent(group, progress, source))
+        writing = asyncio.ensure_future(self._write_urgent(group, progress))
         writing.add_done_callback(_note_end)
         ended, _ = await asyncio.wait({writing}, timeout=self._timeout_s)
         if not ended:
@@ -232,13 +214,13 @@ class RolloutJournal:
             )
         writing.result()
 
-    async def _write_urgent(self, group: int, progress: Mapping[int, GroupProgress], source: PromptSource) -> None:
+    async def _write_urgent(self, group: int, progress: Mapping[int, GroupProgress]) -> None:
         """Write what the groups have that wait for it, `group` among them unless another one has written it."""
         async with self._one_writer:
             if group not in self._urgent:  # another one has written it after it was added
                 return
             groups, self._urgent = self._urgent & set(progress), set()
-            records = [_unfinished_record(each, progress[each], source) for each in sorted(groups)]
+            records = [_encoded(each, progress[each], progress[each].begun()) for each in sorted(groups)]
             epoch = self._epoch
             try:
                 await asyncio.to_thread(self._file.append, [*([epoch] if epoch else []), *records])
@@ -251,28 +233,28 @@ class RolloutJournal:
             if self._epoch == epoch:  # else another one has begun while the disk was slow
                 self._epoch = b""
 
-    async def write(self, unfinished: Sequence[bytes] = ()) -> None:
-        """Write what waits, after records of `unfinished` groups.
+    async def write(self, unfinished: Sequence[bytes] = ()) -> bool:
+        """Write what waits, after records of `unfinished` groups; return False if that fails.
 
-        If that fails it is tried again later; what is too much to wait is left out.
+        Then it is tried again later; what is too much to wait is left out.
         """
         epoch, records = [self._epoch] if self._epoch else [], list(self._pending)
         if not epoch and not records and not unfinished:
-            return
+            return True
+        written = True
         try:
             await asyncio.to_thread(self._file.append, [*epoch, *unfinished, *records])
             self._epoch = b""
         except OSError as error:
-            self._sizes = {}
             logger.warning("%s cannot be written: %s", self._file.path, error)
             if self._pending_bytes <= PENDING_BYTES:
-                return
+                return False
+            written = False
         del self._pending[: len(records)]
         self._pending_bytes = sum(map(len, self._pending))
+        return written
 
-    async def keep_up(
-        self, history: Callable[[], History], progress: Mapping[int, GroupProgress], source: PromptSource
-    ) -> None:
+    async def keep_up(self, history: Callable[[], History], progress: Mapping[int, GroupProgress]) -> None:
         """Write at intervals, and remove what has become useless. Never ends.
 
         That is looked for after a checkpoint, and whenever the file has doubled.
@@ -288,9 +270,11 @@ class RolloutJournal:
                 unfinished: list[bytes] = []
                 if not self._full.is_set():  # else finished groups fill the memory before it is time
                     next_at = time.monotonic() + self.every_s
-                    unfinished = await self._take_grown(progress, source)
+                    unfinished = await self._take_grown(progress)
                 self._full.clear()
-                await self.write(unfinished)
+                if not await self.write(unfinished):
+                    for each in progress.values():
+                        each.written = 0
             if self._settled or self._file.size > 2 * self._live_bytes + SLACK_BYTES:
                 self._settled = False
                 await self._tidy(history())
@@ -325,7 +309,7 @@ class RolloutJournal:
 
 def identity(config: Config) -> dict[str, str]:
     """Return digests of the settings on which a group's trajectories depend, by name."""
-    content = config.model_dump(mode="json")
+    content = _without_added(config.model_dump(mode="json"))
     chosen = {name: content[name] for name in ("data", "sampling", "reward", "agent", "tools")}
     chosen |= {name: content[name] | values for name, values in _GONE.items()}
     chosen |= {"model.path": content["model"]["path"], "run.seed": content["run"]["seed"]}
@@ -336,9 +320,13 @@ def identity(config: Config) -> dict[str, str]:
     return {name: _digest(json.dumps(value, sort_keys=True).encode()) for name, value in chosen.items()}
 
 
-def problem(prompt_ids: Sequence[int], dataset: str, reference: str) -> str:
-    """Return a digest of a problem: its token ids, its data set and its reference answer."""
-    return _digest(array("q", prompt_ids).tobytes() + json.dumps([dataset, reference]).encode())
+def _without_added(content: Any) -> Any:  # noqa: ANN401  # JSON
+    """Return the content of a config without the keys of `_ADDED` that are not set."""
+    if isinstance(content, list):
+        return [_without_added(each) for each in content]
+    if not isinstance(content, dict):
+        return content
+    return {name: _without_added(each) for name, each in content.items() if each is not None or name not in _ADDED}
 
 
 def _note_end(writing: asyncio.Future[None]) -> None:
@@ -347,14 +335,9 @@ def _note_end(writing: asyncio.Future[None]) -> None:
         writing.exception()
 
 
-def _unfinished_record(group: int, progress: GroupProgress, source: PromptSource) -> bytes:
-    asked = problem(progress.prompt_ids, progress.dataset, source.reference(group))
-    return encode_unfinished(group, progress.begun(), asked)
-
-
-def _problem_of(source: PromptSource, group: int) -> str:
-    drawn = source.draw(group)
-    return problem(drawn.ids, drawn.dataset, source.reference(group))
+def _encoded(group: int, progress: GroupProgress, begun: UnfinishedGroup) -> bytes:
+    """Return the record of what a group has so far."""
+    return encode_unfinished(group, begun, progress.prompt.digest)
 
 
 def _digest(content: bytes) -> str:

@@ -134,19 +134,14 @@ class JournalFile:
         return self.size > 0 and not self.path.exists()
 
     def tidy(self, visit: Callable[[bytes], None], chosen: Callable[[bytes], bool]) -> None:
-        """Do `scan`, then `keep`, with nothing in between."""
-        with self._lock:
-            self.scan(visit)
-            self.keep(chosen)
-
-    def scan(self, visit: Callable[[bytes], None]) -> None:
-        """Show every complete record to `visit`, one at a time. Raises OSError if the file cannot be read."""
+        """Show every complete record to `visit`, one at a time; then do `keep`, with nothing in between."""
         with self._lock:
             if self.path.exists():
                 with self.path.open("rb") as file:
                     _read_head(file)
                     for record in read_records(file):
                         visit(record)
+            self.keep(chosen)
 
     def keep(self, chosen: Callable[[bytes], bool]) -> None:
         """Remove the records that are not `chosen`. Raises OSError if that fails; then all of them are still there."""

@@ -7,6 +7,8 @@ g and the number of the draw from it. Either way a group that is redrawn after a
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.chat.tokenize import PromptEncoder, TokenDecoder, load_tokenizer, stop_token_ids
 from megarl.common.errors import RolloutError
+from megarl.common.values import packed
 from megarl.config.checks.sections import PromptLimit, evaluation_prompt_limit, max_sequence_tokens, prompt_limit
 from megarl.config.derived.datasets import (
     HeldOutSet,
@@ -34,8 +37,7 @@ from megarl.models.hf.read_config import load_info
 from megarl.rewards.types import RewardInput, RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.engine.messages import SamplingSpec
-from megarl.rollout.tasks.toolbox import Toolbox
-from megarl.rollout.tasks.toolboxes import Toolboxes
+from megarl.rollout.tasks.toolbox import Toolbox, Toolboxes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +83,12 @@ class PromptTask:
         """The reference answer of the prompt."""
         return self.prompt.answer
 
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the problem: its token ids, its data set and its reference answer."""
+        content = packed("q", self.ids) + json.dumps([self.dataset, self.answer]).encode()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+
     def reward_input(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
         """Return the reward function's input for one response."""
         return RewardInput(
@@ -120,7 +128,9 @@ class PromptSource:
         self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
         self._rewards = list(reward_functions(config).values())
         info = load_info(config.model.path)
-        self._made = Toolboxes(config, self.tokenizer, self.stop_token_ids, max_sequence_tokens(config, info))
+        run_dir = config.run_dir if config.gateway.enabled else None
+        most = max_sequence_tokens(config, info)
+        self._made = Toolboxes(config.agent, self.tokenizer, self.stop_token_ids, most, run_dir)
         self._evaluation_limit = evaluation_prompt_limit(config, info)
         self._sets = [
             _TrainingPrompts(
@@ -135,7 +145,10 @@ class PromptSource:
         ]
         self._samplings = [SamplingSpec.training(each.chosen.sampling, self.stop_token_ids) for each in self._sets]
         self._weights = {each.chosen.name: each.chosen.weight for each in self._sets}
-        self._curriculum = _curriculum(config, self._weights)
+        chosen = config.data.curriculum
+        self._curriculum = (
+            None if chosen.function is None else Curriculum(chosen.function, chosen.kwargs, self._weights)
+        )
         # Now, not when the first evaluation is due: a mistake in a set must not end a run that is under way.
         self.eval_toolboxes: dict[str, Toolbox] = {}  # of held-out sets by name; empty if the run has single turns
         self._held_out = [self._eval_set(each) for each in held_out_sets(config)]
@@ -204,13 +217,9 @@ class PromptSource:
     def _reward(self, chosen: RewardConfig) -> int:
         return self._rewards.index(chosen)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids without special tokens, as reward functions get it."""
-        return self.decode_all([ids])[0]
-
     @cached_property
     def decode_all(self) -> Callable[[Sequence[Sequence[int]]], list[str]]:
-        """The function that returns the texts of several sequences, as `decode`; any thread may call it.
+        """The function that returns the texts of several sequences without special tokens; any thread may call it.
 
         Ask for it in the thread that encodes: it copies the tokenizer, which only a process that decodes needs.
         """
@@ -381,8 +390,3 @@ class _TrainingPrompts:
     def at(self, draw: int) -> Prompt:
         """Return the prompt of a draw, counted from 0."""
         return self._prompts[self._valid[self.cursor.at(draw)[1]]]
-
-
-def _curriculum(config: Config, weights: dict[str, float]) -> Curriculum | None:
-    chosen = config.data.curriculum
-    return None if chosen.function is None else Curriculum(chosen.function, chosen.kwargs, weights)

@@ -27,8 +27,7 @@ from megarl.rollout.engine.placement import ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
 from megarl.rollout.tasks.prompts import reward_pool
-from megarl.rollout.tasks.toolbox import Toolbox
-from megarl.rollout.tasks.toolboxes import Toolboxes
+from megarl.rollout.tasks.toolbox import Toolbox, Toolboxes
 from megarl.rollout.transport.link import Parcel
 from megarl.rollout.workers.messages import ToController, ToWorker
 from megarl.rollout.workers.worker_loops import WorkerLoops
@@ -127,7 +126,9 @@ class AgentWorker:
         model = self.config.model.path
         tokenizer = load_tokenizer(model)
         stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
-        made = Toolboxes(self.config, tokenizer, stops, max_sequence_tokens(self.config, load_info(model)))
+        run_dir = self.config.run_dir if self.config.gateway.enabled else None
+        most = max_sequence_tokens(self.config, load_info(model))
+        made = Toolboxes(self.config.agent, tokenizer, stops, most, run_dir)
 
         def boxes(chosen: Sequence[TrainSet] | Sequence[HeldOutSet]) -> dict[str, Toolbox]:
             return {each.name: box for each in chosen if (box := made.of(each)) is not None}

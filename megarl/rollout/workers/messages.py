@@ -72,10 +72,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Answered:
-    """To the worker: the response to a request, or why there is none."""
+    """To the worker: the response to the request at a place, or the end of the `Persist` of a number; or a failure."""
 
     run: int
-    place: RequestPlace
+    key: RequestPlace | int
     result: GenerateResult | None
     failure: SentFailure | None = None
 
@@ -83,16 +83,6 @@ class Answered:
     def size(self) -> int:
         """See `PLAIN`."""
         return PLAIN + (2 * len(self.result.response_ids) if self.result is not None else 0)
-
-
-@dataclass(frozen=True)
-class Persisted:
-    """To the worker: the records that it has sent before `Persist` are on the disk, or why they are not."""
-
-    run: int
-    number: int
-    failure: SentFailure | None = None
-    size = PLAIN
 
 
 @dataclass(frozen=True)
@@ -138,7 +128,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Persist:
-    """To the controller: `Persisted` is to be sent when the records of the run so far outlive the worker.
+    """To the controller: `Answered` is to be sent when the records of the run so far outlive the worker.
 
     Those of a group are on the disk then.
     """
@@ -150,13 +140,13 @@ class Persist:
 
 @dataclass(frozen=True)
 class Ended:
-    """To the controller: all loops of the run have ended. `result`: what `LoopHost` returns for its job.
+    """To the controller: all loops of the run have ended. `result`: what `LoopHost` returns for its job, or raises.
 
     `stats`: what was measured of the samples.
     """
 
     run: int
-    result: list[Trajectory] | EvaluatedResponse
+    result: list[Trajectory] | EvaluatedResponse | SentFailure
     stats: BatchStats
 
     @property
@@ -164,18 +154,10 @@ class Ended:
         """See `PLAIN`."""
         if isinstance(self.result, EvaluatedResponse):
             return PLAIN + self.result.scored.tokens
+        if isinstance(self.result, SentFailure):
+            return PLAIN
         return sum(PLAIN + len(row.prompt_ids) + 3 * len(row.response_ids) for row in self.result)
 
 
-@dataclass(frozen=True)
-class Failed:
-    """To the controller: a loop of the run has failed, and the others were ended."""
-
-    run: int
-    failure: SentFailure
-    stats: BatchStats
-    size = PLAIN
-
-
-ToWorker = Start | Answered | Persisted | Drop
-ToController = Asked | Frozen | Persist | Ended | Failed
+ToWorker = Start | Answered | Drop
+ToController = Asked | Frozen | Persist | Ended

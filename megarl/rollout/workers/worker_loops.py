@@ -1,4 +1,4 @@
-"""The loops of an agent worker: takes the controller's messages, and keeps the news until the controller takes them.
+"""The loops of an agent worker, which the controller gives to it and takes news of.
 
 Requests go to the controller, which has the engines, and so do the records of the loops: a worker that is started in
 place of a dead one goes on from there.
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megarl.queue.trajectory import Trajectory
+from megarl.rollout.agents.eval_context import EvaluatedResponse
 from megarl.rollout.agents.loop_host import LoopHost
 from megarl.rollout.agents.loop_run import LoopRun
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
@@ -24,10 +26,8 @@ from megarl.rollout.workers.messages import (
     Answered,
     Asked,
     Ended,
-    Failed,
     Frozen,
     Persist,
-    Persisted,
     SentFailure,
     Start,
     ToController,
@@ -50,8 +50,7 @@ class WorkerRun(LoopRun):
         deadline = None if start.deadline is None else start.deadline.received(time.monotonic())
         super().__init__(start.job, None, kept=start.kept, deadline=deadline)
         self.number, self._outbox = start.run, outbox
-        self._asked: dict[RequestPlace, asyncio.Future[GenerateResult]] = {}
-        self._persisting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[RequestPlace | int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
 
     def send_records(self, samples: set[int] | None = None) -> int:
@@ -64,34 +63,35 @@ class WorkerRun(LoopRun):
         progress.changed -= changed
         return count
 
-    async def generate(self, request: GenerateRequest, near: int | None) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, place: RequestPlace, near: int | None) -> GenerateResult:
         """See `LoopRun.generate`."""
-        place = self.progress.place(request.request_id)
         self.send_records({place[0]})  # before it, so that nobody has a response to a turn of which nothing is known
-        answer: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
-        self._asked[place] = answer
-        self._outbox.put(Asked(self.number, place, request, near, self.progress.prompt(request.request_id)))
-        return await answer
+        answer = self._waiting[place] = asyncio.get_running_loop().create_future()
+        self._outbox.put(Asked(self.number, place, request, near, self.progress.prompt_of(place)))
+        result: GenerateResult = await answer
+        return result
 
     async def persist(self) -> None:
         """See `LoopRun.persist`."""
         self.send_records()
         number = next(self._numbers)
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._persisting[number] = written
+        written = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._outbox.put(Persist(self.number, number))
         await written
 
-    def receive(self, message: Answered | Persisted) -> None:
-        """Take what the controller says to a request."""
-        if isinstance(message, Answered):
-            _settle(self._asked.pop(message.place, None), message.result, message.failure)
+    def receive(self, message: Answered) -> None:
+        """Give a loop that still waits what the controller says, or raise there what has failed."""
+        future = self._waiting.pop(message.key, None)
+        if future is None or future.done():
+            return
+        if message.failure is not None:
+            future.set_exception(message.failure.exception())
         else:
-            _settle(self._persisting.pop(message.number, None), None, message.failure)
+            future.set_result(message.result)
 
 
 class WorkerLoops:
-    """Runs the jobs that the controller gives to the worker."""
+    """Runs the jobs that the controller gives to the worker by `link`."""
 
     def __init__(self, host: LoopHost, waiting: Callable[[], str] = str) -> None:
         """`waiting`: what the reward processes work on, the end of a sentence."""
@@ -113,7 +113,7 @@ class WorkerLoops:
                 run.task = asyncio.get_running_loop().create_task(self._run(run))
             elif (found := self._runs.get(message.run)) is None:
                 continue
-            elif isinstance(message, Answered | Persisted):
+            elif isinstance(message, Answered):
                 found.receive(message)
             else:
                 found.task.cancel()
@@ -137,21 +137,13 @@ class WorkerLoops:
                     await asyncio.sleep(0)
 
     async def _run(self, run: WorkerRun) -> None:
+        result: list[Trajectory] | EvaluatedResponse | SentFailure
         try:
             work = self._host.run_group if run.job.evaluated is None else self._host.respond
-            self.link.outbox.put(Ended(run.number, await work(run), run.stats))
+            result = await work(run)
         except Exception as error:
             logger.warning("run %d failed", run.number, exc_info=error)
-            self.link.outbox.put(Failed(run.number, SentFailure.of(error), run.stats))
+            result = SentFailure.of(error)
         finally:
             self._runs.pop(run.number, None)
-
-
-def _settle(future: asyncio.Future[Any] | None, result: object, failure: SentFailure | None) -> None:
-    """Give one that still waits its result, or raise there what has failed."""
-    if future is None or future.done():
-        return
-    if failure is not None:
-        future.set_exception(failure.exception())
-    else:
-        future.set_result(result)
+        self.link.outbox.put(Ended(run.number, result, run.stats))

@@ -35,10 +35,8 @@ from megarl.rollout.workers.messages import (
     Answered,
     Asked,
     Drop,
-    Ended,
     Frozen,
     Persist,
-    Persisted,
     SentFailure,
     Start,
     ToController,
@@ -118,7 +116,7 @@ class RemoteRun:
             self._renamed += 1
             request = replace(request, request_id=f"{request.request_id}.{self._renamed}")
         self.progress.begin(request, message.place, message.prompt)
-        result = await self.run.generate(request, message.near)
+        result = await self.run.generate(request, message.place, message.near)
         # That of an evaluation shares its call, which keeps no tokens: another worker needs the turns that have ended.
         part = ResponsePart(result.response_ids, result.logprobs, result.versions, result.finish_reason)
         self.progress.tokens.setdefault(request.request_id, part)
@@ -307,10 +305,10 @@ class WorkerPool:
             remote.run.stats.add(message.stats)
             if remote.ended.done():  # whoever waits for it is being cancelled
                 return
-            if isinstance(message, Ended):
-                remote.ended.set_result(message.result)
+            if isinstance(message.result, SentFailure):
+                remote.ended.set_exception(message.result.exception())
             else:
-                remote.ended.set_exception(message.failure.exception())
+                remote.ended.set_result(message.result)
 
     async def _persist(self, remote: RemoteRun, message: Persist) -> None:
         failure = None
@@ -319,7 +317,7 @@ class WorkerPool:
         except Exception as error:
             failure = SentFailure.of(error)
         if remote.number == message.run and (client := self._client_of(remote)) is not None:
-            client.send(Persisted(message.run, message.number, failure))
+            client.send(Answered(message.run, message.number, None, failure))
 
     def _lose(self, index: int, client: LinkClient[ToWorker], error: LinkLost) -> None:
         """Let other workers go on with the loops of a lost one, and start another one in its place."""

@@ -18,7 +18,6 @@ from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.context import FROZEN_BYTES
 from megarl.rollout.agents.loop_host import failed_group
 from megarl.rollout.agents.loops import SingleTurn
-from megarl.rollout.agents.trajectory_builder import trajectory
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
 from megarl.rollout.engine.request_context import RequestContext
@@ -92,27 +91,6 @@ def test_a_deterministic_run_sends_a_group_to_the_replica_of_its_number(config: 
     made, batcher = runner(config.model_copy(update={"run": config.run.model_copy(update={"deterministic": True})}))
     asyncio.run(made.run(7))
     assert [(prefix, home) for _, prefix, home in batcher.asked] == [(7, 7)] * config.batch.samples_per_group
-
-
-class Capped:
-    """Asks for at most `limits[i]` tokens in turn i."""
-
-    def __init__(self, *limits: int | None) -> None:
-        self.limits = limits
-
-    async def run(self, ctx: AgentContext) -> Trajectory:
-        for limit in self.limits[:-1]:
-            await ctx.generate(ctx.prompt.ids, max_tokens=limit)
-        result = await ctx.generate(ctx.prompt.ids, max_tokens=self.limits[-1])
-        return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, result, await ctx.judge(result))
-
-
-def test_a_loop_can_lower_max_tokens_and_not_raise_it(config: Config) -> None:
-    made, batcher = runner(config, Capped(5, None, 16, 99))
-    asyncio.run(made.run(0))
-    first = [request for request, _, _ in batcher.asked if request.request_id.startswith("p-0-0-")]
-    assert [request.sampling.max_tokens for request in first] == [5, 16, 16, 16]
-    assert [replace(request.sampling, max_tokens=16) for request in first] == [FakeSource.sampling] * 4
 
 
 class WithoutVersions:
@@ -218,8 +196,7 @@ def test_demonstrations_need_no_engine_and_no_reward(config: Config) -> None:
     made, batcher = runner(config, TwoTurns())
     count = config.batch.samples_per_group
     given = tuple(ShownResponse([5, index], [7, 8, index]) for index in range(count))
-    drawn = made.source.draw(3)
-    drawn.demonstrations = given  # type: ignore[misc]
+    drawn = replace(made.source.draw(3), demonstrations=given)
     made.source.draw = lambda group: drawn  # type: ignore[method-assign]
     rows = asyncio.run(made.run(3))
     assert [(row.prompt_ids, row.response_ids) for row in rows] == [(d.prompt_ids, d.response_ids) for d in given]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rollout.agents.batch_stats import BatchStats
-from megarl.rollout.agents.sample_times import PARTS, SLOWEST, SampleTimes, TrajectoryTimes, slowest
+from megarl.rollout.agents.sample_times import PARTS, SLOWEST, TrajectoryTimes, slowest
 from megarl.rollout.engine.messages import GenerateResult
 from megarl.rollout.orchestrator.ready_batches import BatchReady
 from megarl.rollout.orchestrator.step_batches import record_batch_taken
@@ -23,18 +23,18 @@ def result(seconds: float, queue_s: float, prefill_s: float, tokens: int = 5) ->
 
 def times(group: int, seconds: float, sample: int = 0, **parts: float) -> TrajectoryTimes:
     known = {f"{part}_s": parts.get(part, 0.0) for part in PARTS[:-1]}
-    return TrajectoryTimes(group, sample, 0, 1e9, seconds, 1, 10, **known)
+    return TrajectoryTimes(group, sample, 0.0, 0, 1e9, seconds, 1, 10, **known)
 
 
 def test_the_parts_of_a_sample_add_up_to_its_time() -> None:
     """Two turns, of which the second waited for 3 s outside the engine, a tool and a reward; 0.75 s of the loop."""
-    sample = SampleTimes(began=100.0)
-    sample.add_turn(result(2.0, 0.25, 0.5), 2.0)
-    sample.add("tool", 1.5)
-    sample.add_turn(result(1.0, 0.0, 0.25, tokens=7), 4.0)
-    sample.add("reward", 0.5)
-    ended = sample.end(8, 2, 108.75, 5e8)
-    assert (ended.group, ended.sample, ended.replica, ended.ended) == (8, 2, 3, 5e8)
+    ended = TrajectoryTimes(8, 2, began=100.0)
+    ended.add_turn(result(2.0, 0.25, 0.5), 2.0)
+    ended.tool_s += 1.5
+    ended.add_turn(result(1.0, 0.0, 0.25, tokens=7), 4.0)
+    ended.reward_s += 0.5
+    ended.end(108.75, 5e8)
+    assert (ended.replica, ended.ended) == (3, 5e8)
     assert (ended.seconds, ended.turns, ended.tokens) == (8.75, 2, 12)
     parts = {part: getattr(ended, f"{part}_s") for part in PARTS}
     assert parts == {"queue": 3.25, "prefill": 0.75, "decode": 2.0, "tool": 1.5, "reward": 0.5, "other": 0.75}
@@ -49,10 +49,10 @@ def test_the_cause_is_the_largest_part(part: str) -> None:
 
 
 def test_requests_side_by_side_leave_nothing_to_the_rest() -> None:
-    sample = SampleTimes(0.0)
+    ended = TrajectoryTimes(0, 0, 0.0)
     for _ in range(4):
-        sample.add_turn(result(3.0, 0.0, 1.0), 3.0)
-    ended = sample.end(0, 0, 3.0, 0.0)
+        ended.add_turn(result(3.0, 0.0, 1.0), 3.0)
+    ended.end(3.0, 0.0)
     assert ended.other_s == 0.0 and ended.decode_s == 8.0 and ended.cause == "decode"
 
 
@@ -84,7 +84,7 @@ def test_a_batch_tells_of_its_slowest_trajectories(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("megarl.rollout.orchestrator.step_batches.time.monotonic", lambda: 50.0)
     monkeypatch.setattr("megarl.rollout.orchestrator.step_batches.time.time", lambda: 1e9 + 4.0)
     late = times(7, 2.5, tool=2.0)
-    ahead = TrajectoryTimes(9, 1, 0, 1e9 + 99.0, 3.0, 1, 10, 0.0, 0.0, 3.0, 0.0, 0.0)
+    ahead = TrajectoryTimes(9, 1, 0.0, 0, 1e9 + 99.0, 3.0, 1, 10, decode_s=3.0)
     batch = BatchReady.__new__(BatchReady)
     object.__setattr__(batch, "step", 4)
     object.__setattr__(batch, "groups", [1, 2, 3])

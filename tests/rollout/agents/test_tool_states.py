@@ -13,24 +13,22 @@ from megarl.config.schema.agent import AgentConfig
 from megarl.rollout.agents.tool_states import (
     AgentEvent,
     AnswersEncoded,
-    CallAnswer,
-    CallAnswered,
     RequestedCall,
     Round,
     ToolAgentState,
     TurnEnded,
-    TurnRead,
     after,
 )
+from megarl.tools.tool import ToolAnswer
 
 BOUNDS = AgentConfig(max_turns=3, max_malformed_calls=1)
 GOOD, BAD = ToolCall("f", {"x": 1}), MalformedCall("{", "no JSON")
 CALLING = ToolAgentState("calling", turns=1, calls=(RequestedCall("f", {"x": 1}),))
-ANSWER = CallAnswer("4")
+ANSWER = ToolAnswer("4")
 INSERTING = replace(CALLING, phase="inserting", answers=(ANSWER,))
 STATES = [ToolAgentState(), ToolAgentState("parsing", turns=1), CALLING, INSERTING, ToolAgentState("done")]
 EVENTS: list[AgentEvent] = [
-    TurnEnded("stop"), TurnRead(ParsedTurn("4")), CallAnswered(ANSWER), AnswersEncoded((1, 2), fit=True)
+    TurnEnded("stop"), ParsedTurn("4"), ANSWER, AnswersEncoded((1, 2), fit=True)
 ]  # fmt: skip
 
 
@@ -76,7 +74,7 @@ def test_a_response_that_does_not_end_by_itself_ends_the_trajectory(
     ],
 )
 def test_what_a_turn_says_decides(turns: int, malformed: int, calls: list, phase: str, end: str) -> None:
-    state = after(ToolAgentState("parsing", turns, malformed=malformed), TurnRead(ParsedTurn("", tuple(calls))), BOUNDS)
+    state = after(ToolAgentState("parsing", turns, malformed=malformed), ParsedTurn("", tuple(calls)), BOUNDS)
     assert (state.phase, state.end, state.malformed) == (phase, end, malformed + calls.count(BAD))
     assert [call.error for call in state.calls] == [call.error if call is BAD else "" for call in calls]
 
@@ -84,7 +82,7 @@ def test_what_a_turn_says_decides(turns: int, malformed: int, calls: list, phase
 @pytest.mark.parametrize(("most", "calls", "malformed"), [(None, 3, 1), (1, 1, 0), (2, 2, 1), (9, 3, 1)])
 def test_calls_beyond_those_of_a_turn_are_not_looked_at(most: int | None, calls: int, malformed: int) -> None:
     bounds = AgentConfig(max_calls_per_turn=most)
-    state = after(ToolAgentState("parsing", 1), TurnRead(ParsedTurn("", (GOOD, BAD, GOOD))), bounds)
+    state = after(ToolAgentState("parsing", 1), ParsedTurn("", (GOOD, BAD, GOOD)), bounds)
     assert (state.phase, len(state.calls), state.malformed) == ("calling", calls, malformed)
 
 
@@ -102,9 +100,9 @@ def random_event(state: ToolAgentState, rng: random.Random) -> AgentEvent:
     if state.phase == "generating":
         return TurnEnded(rng.choice(["stop", "stop", "stop", "length", "abort"]), empty=rng.random() < 0.1)
     if state.phase == "parsing":
-        return TurnRead(ParsedTurn("", tuple(rng.choices([GOOD, GOOD, BAD], k=rng.randrange(4)))))
+        return ParsedTurn("", tuple(rng.choices([GOOD, GOOD, BAD], k=rng.randrange(4))))
     if state.phase == "calling":
-        return CallAnswered(ANSWER)
+        return ANSWER
     return AnswersEncoded((7,), fit=rng.random() < 0.9)
 
 

@@ -54,68 +54,49 @@ def keys_of(*groups: int) -> list[str]:
     return [f"{group}:{index}" for group in groups for index in range(SAMPLES)]
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
-def test_the_batches_of_two_steps(local: LocalController) -> None:
+async def test_the_batches_of_two_steps(local: LocalController) -> None:
     controller, queue = local.controller, local.queue
-
-    async def scenario() -> None:
-        for step in range(2):
-            counters = await controller.set_version(step)
-            assert (counters.admitted, counters.in_flight) == (GROUPS * (step + 1), GROUPS)
-            assert (await controller.admit()).admitted == GROUPS * (step + 1)  # the version allows no more
-            batch = await controller.wait_batch(step, WAIT_S)
-            groups = range(step * GROUPS, (step + 1) * GROUPS)
-            assert batch.keys == keys_of(*groups) and set(batch.keys) == queue.rows.keys()
-            assert batch is await controller.wait_batch(step, WAIT_S)  # until it is committed
-            assert batch.timings["rollout/replicas_alive"] == 1 and batch.counters.taken == GROUPS
-            counters = await controller.commit(step, trained=2, filtered=1, dropped_stale=0, failed=0)
-            assert counters.balanced and (counters.trained, counters.filtered) == (2 * (step + 1), step + 1)
-            await asyncio.sleep(0)  # the rows are removed by a task
-            assert not queue.rows
-        assert await controller.references([4]) == {4: "answer 4"}
-        source = controller._source  # what a curriculum is given
-        assert source.committed == [([0, 1, 2], 1, 3), ([3, 4, 5], 2, 6)]
-        assert source.finished == {group: [group + 1.0] * SAMPLES for group in range(6)}
-
-    run(scenario)
+    for step in range(2):
+        counters = await controller.set_version(step)
+        assert (counters.admitted, counters.in_flight) == (GROUPS * (step + 1), GROUPS)
+        assert (await controller.admit()).admitted == GROUPS * (step + 1)  # the version allows no more
+        batch = await controller.wait_batch(step, WAIT_S)
+        groups = range(step * GROUPS, (step + 1) * GROUPS)
+        assert batch.keys == keys_of(*groups) and set(batch.keys) == queue.rows.keys()
+        assert batch is await controller.wait_batch(step, WAIT_S)  # until it is committed
+        assert batch.timings["rollout/replicas_alive"] == 1 and batch.counters.taken == GROUPS
+        counters = await controller.commit(step, trained=2, filtered=1, dropped_stale=0, failed=0)
+        assert counters.balanced and (counters.trained, counters.filtered) == (2 * (step + 1), step + 1)
+        await asyncio.sleep(0)  # the rows are removed by a task
+        assert not queue.rows
+    assert await controller.references([4]) == {4: "answer 4"}
+    source = controller._source  # what a curriculum is given
+    assert source.committed == [([0, 1, 2], 1, 3), ([3, 4, 5], 2, 6)]
+    assert source.finished == {group: [group + 1.0] * SAMPLES for group in range(6)}
 
 
-def test_versions_without_admission_start_nothing(local: LocalController) -> None:
+async def test_versions_without_admission_start_nothing(local: LocalController) -> None:
     """The loop publishes a version, evaluates it, and only then lets groups start."""
-
-    async def scenario() -> None:
-        assert (await local.controller.set_version(0, admit=False)).admitted == 0
-        assert (await local.controller.admit()).admitted == GROUPS
-        assert local.fleet.joined == 1  # replaced replicas serve from the version on
-
-    run(scenario)
+    assert (await local.controller.set_version(0, admit=False)).admitted == 0
+    assert (await local.controller.admit()).admitted == GROUPS
+    assert local.fleet.joined == 1  # replaced replicas serve from the version on
 
 
-def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalController) -> None:
+async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalController) -> None:
     local.fleet.held = {1}
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        told = r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\].*; 3 samples wait for their reward"
-        with pytest.raises(BatchNotReady, match=told):
-            await local.controller.wait_batch(0, 0.1)
-        await local.controller.shutdown()
-
-    run(scenario)
+    await local.controller.set_version(0)
+    told = r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\].*; 3 samples wait for their reward"
+    with pytest.raises(BatchNotReady, match=told):
+        await local.controller.wait_batch(0, 0.1)
+    await local.controller.shutdown()
 
 
-def test_wrong_numbers_are_refused_and_settle_nothing(local: LocalController) -> None:
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        await local.controller.wait_batch(0, WAIT_S)
-        with pytest.raises(ValueError, match="do not account for its 3 groups"):
-            await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
-        assert (await local.controller.counters()).taken == GROUPS and len(local.queue.rows) == GROUPS * SAMPLES
-
-    run(scenario)
+async def test_wrong_numbers_are_refused_and_settle_nothing(local: LocalController) -> None:
+    await local.controller.set_version(0)
+    await local.controller.wait_batch(0, WAIT_S)
+    with pytest.raises(ValueError, match="do not account for its 3 groups"):
+        await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
+    assert (await local.controller.counters()).taken == GROUPS and len(local.queue.rows) == GROUPS * SAMPLES
 
 
 class FailsInGroup1:
@@ -134,7 +115,7 @@ class Branches:
         return [await SingleTurn().run(ctx)] * (ctx.sample_index + 1)
 
 
-def test_samples_with_several_trajectories_are_queued_trained_resumed_and_freed_as_a_whole(
+async def test_samples_with_several_trajectories_are_queued_trained_resumed_and_freed_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config_of(
@@ -146,29 +127,26 @@ def test_samples_with_several_trajectories_are_queued_trained_resumed_and_freed_
     def keys(*groups: int) -> list[str]:
         return [f"{group}:{key}" for group in groups for key in ("0", "1", "1.1")]
 
-    async def scenario() -> None:
-        await controller.begin(None)
-        await controller.set_version(0)
-        batch = await controller.wait_batch(0, WAIT_S)
-        assert batch.keys == keys(0, 1, 2) and set(batch.keys) == queue.rows.keys()
-        assert controller._source.finished == {group: [group + 1.0] * SAMPLES for group in range(GROUPS)}
-        before = dict(queue.rows)
-        # The journal has them all: a trainer that begins again gets the same rows without an engine.
-        await controller.begin(None)
-        assert not queue.rows
-        local.fleet.failures = {group: NoReplicaLeft(0, "nothing may be generated") for group in range(GROUPS)}
-        await controller.set_version(0)
-        again = await controller.wait_batch(0, WAIT_S)
-        assert again.keys == batch.keys and queue.rows == before
-        plan = plan_step([queue.rows[key].tag for key in again.keys], settings, dp_size=2, version=0)
-        numbers = {name: len(groups) for name, groups in plan.ended.items()}
-        counters = await controller.commit(0, **numbers, ended=plan.ended)
-        assert counters.balanced and counters.settled == GROUPS
-        await asyncio.sleep(0)
-        assert not queue.rows and controller._groups.queued.leave(range(GROUPS)) == []
-        await controller.shutdown()
-
-    run(scenario)
+    await controller.begin(None)
+    await controller.set_version(0)
+    batch = await controller.wait_batch(0, WAIT_S)
+    assert batch.keys == keys(0, 1, 2) and set(batch.keys) == queue.rows.keys()
+    assert controller._source.finished == {group: [group + 1.0] * SAMPLES for group in range(GROUPS)}
+    before = dict(queue.rows)
+    # The journal has them all: a trainer that begins again gets the same rows without an engine.
+    await controller.begin(None)
+    assert not queue.rows
+    local.fleet.failures = {group: NoReplicaLeft(0, "nothing may be generated") for group in range(GROUPS)}
+    await controller.set_version(0)
+    again = await controller.wait_batch(0, WAIT_S)
+    assert again.keys == batch.keys and queue.rows == before
+    plan = plan_step([queue.rows[key].tag for key in again.keys], settings, dp_size=2, version=0)
+    numbers = {name: len(groups) for name, groups in plan.ended.items()}
+    counters = await controller.commit(0, **numbers, ended=plan.ended)
+    assert counters.balanced and counters.settled == GROUPS
+    await asyncio.sleep(0)
+    assert not queue.rows and not controller._groups.queued
+    await controller.shutdown()
     assert sorted(replay_schedule(read_schedule(tmp_path / SCHEDULE_FILE))) == [0]
 
 
@@ -187,28 +165,24 @@ class MarksTheWrongSample:
         (MarksTheWrongSample(), "the agent loop of sample 1:0 returned a trajectory of 7:0"),
     ],
 )
-def test_a_failed_group_is_counted_and_the_others_are_trained(
+async def test_a_failed_group_is_counted_and_the_others_are_trained(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop, failure: str
 ) -> None:
     local = local_controller(config, tmp_path, monkeypatch, loop)
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        batch = await local.controller.wait_batch(0, WAIT_S)
-        rows = [local.queue.rows[key] for key in batch.keys]
-        assert batch.keys == keys_of(0, 1, 2)
-        assert [row.status for row in rows] == ["ok", "ok", "failed", "failed", "ok", "ok"]
-        assert [(row.failure, row.prompt_ids, row.response_ids, row.oldest_version) for row in rows[2:4]] == [
-            (failure, [], [], -1)
-        ] * SAMPLES
-        counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
-        assert counters.balanced and (counters.trained, counters.failed) == (2, 1)
-        assert local.controller._admission.unsettled == []  # no group is drawn again
-
-    run(scenario)
+    await local.controller.set_version(0)
+    batch = await local.controller.wait_batch(0, WAIT_S)
+    rows = [local.queue.rows[key] for key in batch.keys]
+    assert batch.keys == keys_of(0, 1, 2)
+    assert [row.status for row in rows] == ["ok", "ok", "failed", "failed", "ok", "ok"]
+    assert [(row.failure, row.prompt_ids, row.response_ids, row.oldest_version) for row in rows[2:4]] == [
+        (failure, [], [], -1)
+    ] * SAMPLES
+    counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
+    assert counters.balanced and (counters.trained, counters.failed) == (2, 1)
+    assert local.controller._admission.unsettled == []  # no group is drawn again
 
 
-def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalController) -> None:
+async def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalController) -> None:
     """Samples with a defect are not scored; a group needs two good ones. Such groups in a row end the run."""
     bad, empty = {0, 1}, local.fleet.generate
 
@@ -218,56 +192,45 @@ def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: LocalCont
             return results
         return [replace(result, finish_reason="abort") for result in results]
 
-    async def scenario() -> None:
-        local.fleet.generate = generate  # type: ignore[method-assign]
-        await local.controller.set_version(0)
-        await local.controller.wait_batch(0, WAIT_S)
-        why = ["aborted"] * 2 * SAMPLES + [""] * SAMPLES
-        assert [row.failure for _, row in sorted(local.queue.rows.items())] == why
-        bad.update(range(GROUPS, 3 * GROUPS))
-        counters = await local.controller.commit(0, trained=1, filtered=0, dropped_stale=0, failed=2)
-        assert counters.balanced and counters.failed == 2
-        await local.controller.set_version(1)
-        message = f"{GROUPS} prompt groups in a row failed .*{SAMPLES} of {SAMPLES} samples cannot be used; .*aborted"
-        with pytest.raises(RolloutError, match=message):
-            await local.controller.wait_batch(1, WAIT_S)
-
-    run(scenario)
+    local.fleet.generate = generate  # type: ignore[method-assign]
+    await local.controller.set_version(0)
+    await local.controller.wait_batch(0, WAIT_S)
+    why = ["aborted"] * 2 * SAMPLES + [""] * SAMPLES
+    assert [row.failure for _, row in sorted(local.queue.rows.items())] == why
+    bad.update(range(GROUPS, 3 * GROUPS))
+    counters = await local.controller.commit(0, trained=1, filtered=0, dropped_stale=0, failed=2)
+    assert counters.balanced and counters.failed == 2
+    await local.controller.set_version(1)
+    message = f"{GROUPS} prompt groups in a row failed .*{SAMPLES} of {SAMPLES} samples cannot be used; .*aborted"
+    with pytest.raises(RolloutError, match=message):
+        await local.controller.wait_batch(1, WAIT_S)
 
 
-def test_samples_without_a_reward_are_failed_samples_and_no_zeros(local: LocalController) -> None:
+async def test_samples_without_a_reward_are_failed_samples_and_no_zeros(local: LocalController) -> None:
     """Those of one group, whose text has two characters; the metrics count them."""
     late = RewardOutcome(0.0, error="timeout: no reward after 10 s", reason="timeout", dropped=True, redone=1)
     local.rewards.script[2] = [late] * SAMPLES
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        batch = await local.controller.wait_batch(0, WAIT_S)
-        rows = [local.queue.rows[key] for key in batch.keys]
-        assert [row.status for row in rows] == ["ok", "ok", "failed", "failed", "ok", "ok"]
-        assert {row.failure for row in rows[2:4]} == {row.reward_error for row in rows[2:4]} == {late.error}
-        assert (batch.timings["reward/errors"], batch.timings["reward/redone"]) == (SAMPLES, SAMPLES)
-        assert batch.timings["rollout/failed_length_mean"] == batch.timings["rollout/failed_length_max"] == 2
-        counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
-        assert counters.balanced and (counters.trained, counters.failed) == (2, 1)
-
-    run(scenario)
+    await local.controller.set_version(0)
+    batch = await local.controller.wait_batch(0, WAIT_S)
+    rows = [local.queue.rows[key] for key in batch.keys]
+    assert [row.status for row in rows] == ["ok", "ok", "failed", "failed", "ok", "ok"]
+    assert {row.failure for row in rows[2:4]} == {row.reward_error for row in rows[2:4]} == {late.error}
+    assert (batch.timings["reward/errors"], batch.timings["reward/redone"]) == (SAMPLES, SAMPLES)
+    assert batch.timings["rollout/failed_length_mean"] == batch.timings["rollout/failed_length_max"] == 2
+    counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
+    assert counters.balanced and (counters.trained, counters.failed) == (2, 1)
 
 
-def test_a_reward_function_that_fails_too_often_ends_the_run_with_its_own_message(local: LocalController) -> None:
+async def test_a_reward_function_that_fails_too_often_ends_the_run_with_its_own_message(local: LocalController) -> None:
     message = "the reward function 'judge:f' failed for 16 of the latest 16 samples; LookupError: no key"
     local.rewards.failure = RewardPoolError(message)
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        with pytest.raises(RolloutError) as caught:
-            await local.controller.wait_batch(0, WAIT_S)
-        assert str(caught.value) == message
-
-    run(scenario)
+    await local.controller.set_version(0)
+    with pytest.raises(RolloutError) as caught:
+        await local.controller.wait_batch(0, WAIT_S)
+    assert str(caught.value) == message
 
 
-def test_an_evaluation_that_does_not_end_names_what_it_waits_for(
+async def test_an_evaluation_that_does_not_end_names_what_it_waits_for(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeouts = config.timeouts.model_copy(update={"generate_s": 0.1})
@@ -277,12 +240,9 @@ def test_an_evaluation_that_does_not_end_names_what_it_waits_for(
         await asyncio.sleep(60)
         return []
 
-    async def scenario() -> None:
-        local.controller._evaluations.run = never  # type: ignore[method-assign]
-        with pytest.raises(RolloutError, match=r"generate_s\) for an evaluation; .*; 3 samples wait for their reward"):
-            await local.controller.evaluate(0, "before")
-
-    run(scenario)
+    local.controller._evaluations.run = never  # type: ignore[method-assign]
+    with pytest.raises(RolloutError, match=r"generate_s\) for an evaluation; .*; 3 samples wait for their reward"):
+        await local.controller.evaluate(0, "before")
 
 
 def refilling(directory: Path, monkeypatch: pytest.MonkeyPatch, signal: set[int]) -> LocalController:
@@ -300,34 +260,32 @@ def refilling(directory: Path, monkeypatch: pytest.MonkeyPatch, signal: set[int]
     return local
 
 
-def test_groups_without_signal_are_replaced_before_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_without_signal_are_replaced_before_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = refilling(tmp_path, monkeypatch, {0, 2, 4, 5, 6, 7})
     controller = local.controller
-
-    async def scenario() -> None:
-        await controller.set_version(0)
-        batch = await controller.wait_batch(0, WAIT_S)
-        assert batch.keys == keys_of(0, 2, 4) and set(local.queue.rows) == set(batch.keys)
-        assert batch.replaced == [1, 3] and batch.counters.taken == GROUPS + 2 and batch.counters.balanced
-        values = batch.timings
-        assert (values["rollout/groups_replaced"], values["rollout/groups_replaced_share"]) == (2, 0.4)
-        assert values["rollout/replaced_reward_mean"] == (2 + 4) / 2
-        assert values["rollout/replaced_tokens"] == SAMPLES * (2 + 4)
-        assert groups_started(tmp_path / JOURNAL_FILE) == GROUPS + 2
-        with pytest.raises(ValueError, match="do not account for its 5 groups"):
-            await controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
-        counters = await controller.commit(0, trained=3, filtered=2, dropped_stale=0, failed=0)
-        assert counters.settled == counters.admitted == GROUPS + 2
-        assert controller._source.committed == [([0, 1, 2, 3, 4], 1, GROUPS + 2)]
-        await controller.set_version(1)
-        batch = await controller.wait_batch(1, WAIT_S)
-        assert batch.keys == keys_of(5, 6, 7) and batch.replaced == []
-        assert batch.timings["rollout/groups_replaced"] == 0 and "rollout/replaced_tokens" not in batch.timings
-
-    run(scenario)
+    await controller.set_version(0)
+    batch = await controller.wait_batch(0, WAIT_S)
+    assert batch.keys == keys_of(0, 2, 4) and set(local.queue.rows) == set(batch.keys)
+    assert batch.replaced == [1, 3] and batch.counters.taken == GROUPS + 2 and batch.counters.balanced
+    values = batch.timings
+    assert (values["rollout/groups_replaced"], values["rollout/groups_replaced_share"]) == (2, 0.4)
+    assert values["rollout/replaced_reward_mean"] == (2 + 4) / 2
+    assert values["rollout/replaced_tokens"] == SAMPLES * (2 + 4)
+    assert groups_started(tmp_path / JOURNAL_FILE) == GROUPS + 2
+    with pytest.raises(ValueError, match="do not account for its 5 groups"):
+        await controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
+    counters = await controller.commit(0, trained=3, filtered=2, dropped_stale=0, failed=0)
+    assert counters.settled == counters.admitted == GROUPS + 2
+    assert controller._source.committed == [([0, 1, 2, 3, 4], 1, GROUPS + 2)]
+    await controller.set_version(1)
+    batch = await controller.wait_batch(1, WAIT_S)
+    assert batch.keys == keys_of(5, 6, 7) and batch.replaced == []
+    assert batch.timings["rollout/groups_replaced"] == 0 and "rollout/replaced_tokens" not in batch.timings
 
 
-def test_what_has_signal_depends_on_the_limit_of_the_group_s_own_set(
+async def test_what_has_signal_depends_on_the_limit_of_the_group_s_own_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = [{"name": "a", "path": "a"}, {"name": "b", "path": "b", "sampling": {"max_tokens": 7}}]
@@ -346,57 +304,39 @@ def test_what_has_signal_depends_on_the_limit_of_the_group_s_own_set(
         return False
 
     monkeypatch.setattr(prompt_groups, "without_signal", without_signal)
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        await local.controller.wait_batch(0, WAIT_S)
-
-    run(scenario)
+    await local.controller.set_version(0)
+    await local.controller.wait_batch(0, WAIT_S)
     limit = settings.sampling.max_tokens
     assert asked == {0: limit, 1: 7, 2: limit} and limit != 7
 
 
-def test_no_more_groups_are_replaced_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_groups_are_replaced_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = refilling(tmp_path, monkeypatch, set())
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        batch = await local.controller.wait_batch(0, WAIT_S)
-        assert len(batch.replaced) == GROUPS and len(batch.keys) == GROUPS * SAMPLES
-        assert batch.counters.admitted == 2 * GROUPS and batch.counters.in_flight == 0
-
-    run(scenario)
+    await local.controller.set_version(0)
+    batch = await local.controller.wait_batch(0, WAIT_S)
+    assert len(batch.replaced) == GROUPS and len(batch.keys) == GROUPS * SAMPLES
+    assert batch.counters.admitted == 2 * GROUPS and batch.counters.in_flight == 0
 
 
-def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(
+async def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = refilling(tmp_path, monkeypatch, {0})
     local.fleet.held = {3}
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        while (await local.controller.counters()).ready < GROUPS - 1:
-            await asyncio.sleep(0.01)
-        with pytest.raises(
-            RolloutError, match=r"in flight: \[3\], 3 groups without signal replaced \(admission.refill\)"
-        ):
-            await local.controller.wait_batch(0, 0.1)
-        await local.controller.shutdown()
-
-    run(scenario)
+    await local.controller.set_version(0)
+    while (await local.controller.counters()).ready < GROUPS - 1:
+        await asyncio.sleep(0.01)
+    with pytest.raises(RolloutError, match=r"in flight: \[3\], 3 groups without signal replaced \(admission.refill\)"):
+        await local.controller.wait_batch(0, 0.1)
+    await local.controller.shutdown()
 
 
-def test_a_failed_group_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_group_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = refilling(tmp_path, monkeypatch, {0, 2})
     local.fleet.failures = {1: TimeoutError("late")}
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        batch = await local.controller.wait_batch(0, WAIT_S)
-        assert batch.keys == keys_of(0, 1, 2) and batch.replaced == []
-
-    run(scenario)
+    await local.controller.set_version(0)
+    batch = await local.controller.wait_batch(0, WAIT_S)
+    assert batch.keys == keys_of(0, 1, 2) and batch.replaced == []
 
 
 @pytest.mark.parametrize(
@@ -406,32 +346,24 @@ def test_a_failed_group_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Monk
         (6, "group 0 was started at version 7 and has a token of version 6"),
     ],
 )
-def test_tokens_labelled_with_another_version_end_the_run(local: LocalController, served: int, told: str) -> None:
+async def test_tokens_labelled_with_another_version_end_the_run(local: LocalController, served: int, told: str) -> None:
     """Already in the first step, whose batch the trainer does not get."""
     local.fleet.version = lambda: served
-
-    async def scenario() -> None:
-        await local.controller.announce(7)
-        await local.controller.set_version(7)
-        with pytest.raises(RolloutError, match=told):
-            await local.controller.wait_batch(0, WAIT_S)
-
-    run(scenario)
+    await local.controller.announce(7)
+    await local.controller.set_version(7)
+    with pytest.raises(RolloutError, match=told):
+        await local.controller.wait_batch(0, WAIT_S)
 
 
-def test_an_announced_version_may_arrive_before_every_engine_serves_it(local: LocalController) -> None:
+async def test_an_announced_version_may_arrive_before_every_engine_serves_it(local: LocalController) -> None:
     local.fleet.version = lambda: 8
-
-    async def scenario() -> None:
-        await local.controller.set_version(7)
-        await local.controller.announce(8)
-        assert local.fleet.in_sync
-        assert (await local.controller.wait_batch(0, WAIT_S)).keys == keys_of(0, 1, 2)
-
-    run(scenario)
+    await local.controller.set_version(7)
+    await local.controller.announce(8)
+    assert local.fleet.in_sync
+    assert (await local.controller.wait_batch(0, WAIT_S)).keys == keys_of(0, 1, 2)
 
 
-def test_no_group_is_started_for_a_step_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_group_is_started_for_a_step_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers would only be in the way of the last evaluation."""
     settings = config_of(
         "model",
@@ -440,69 +372,57 @@ def test_no_group_is_started_for_a_step_after_the_last(tmp_path: Path, monkeypat
         run={"steps": 2},
     )
     local = local_controller(settings, tmp_path, monkeypatch)
-
-    async def scenario() -> None:
-        for step in range(2):
-            # The bound would allow more steps.
-            assert (await local.controller.set_version(step)).admitted == 2 * GROUPS
-            await local.controller.wait_batch(step, WAIT_S)
-            await local.controller.commit(step, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
-        counters = await local.controller.set_version(2)
-        assert (counters.admitted, counters.in_flight, counters.trained) == (2 * GROUPS, 0, 2 * GROUPS)
-
-    run(scenario)
+    for step in range(2):
+        # The bound would allow more steps.
+        assert (await local.controller.set_version(step)).admitted == 2 * GROUPS
+        await local.controller.wait_batch(step, WAIT_S)
+        await local.controller.commit(step, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
+    counters = await local.controller.set_version(2)
+    assert (counters.admitted, counters.in_flight, counters.trained) == (2 * GROUPS, 0, 2 * GROUPS)
 
 
-def test_begin_resets_the_failure_policy(local: LocalController) -> None:
+async def test_begin_resets_the_failure_policy(local: LocalController) -> None:
     """GROUPS failures in a row end the run; those before a restart of the trainer do not count."""
     failing = range(GROUPS - 1)
     local.fleet.failures = {group: TimeoutError("late") for group in failing}
     local.fleet.held = {GROUPS - 1}
-
-    async def scenario() -> None:
-        for _ in range(3):
-            await local.controller.begin(None)
-            while (await local.controller.set_version(0)).in_flight > 1:
-                await asyncio.sleep(0.01)
-            assert {row.failure for row in local.queue.rows.values()} == {"late"}
-        local.fleet.failures[GROUPS - 1], local.fleet.held = TimeoutError("late"), set()
+    for _ in range(3):
         await local.controller.begin(None)
-        await local.controller.set_version(0)
-        with pytest.raises(RolloutError, match=f"{GROUPS} prompt groups in a row failed in rollout; the last"):
-            await local.controller.wait_batch(0, WAIT_S)
+        while (await local.controller.set_version(0)).in_flight > 1:
+            await asyncio.sleep(0.01)
+        assert {row.failure for row in local.queue.rows.values()} == {"late"}
+    local.fleet.failures[GROUPS - 1], local.fleet.held = TimeoutError("late"), set()
+    await local.controller.begin(None)
+    await local.controller.set_version(0)
+    with pytest.raises(RolloutError, match=f"{GROUPS} prompt groups in a row failed in rollout; the last"):
+        await local.controller.wait_batch(0, WAIT_S)
 
-    run(scenario)
 
-
-def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(local: LocalController) -> None:
+async def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(local: LocalController) -> None:
     controller = local.controller
     local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
-
-    async def scenario() -> None:
-        await controller.set_version(0)
+    await controller.set_version(0)
+    with pytest.raises(NoReplicaLeft, match="replica 0 died"):
+        await controller.wait_batch(0, WAIT_S)
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: controller.wait_batch(0, WAIT_S),
+        lambda: controller.set_version(1),
+        controller.admit,
+        lambda: controller.announce(1),
+        controller.drain,
+        lambda: controller.evaluate(0),
+        lambda: controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0),
+    ]
+    for call in calls:
         with pytest.raises(NoReplicaLeft, match="replica 0 died"):
-            await controller.wait_batch(0, WAIT_S)
-        calls: list[Callable[[], Awaitable[object]]] = [
-            lambda: controller.wait_batch(0, WAIT_S),
-            lambda: controller.set_version(1),
-            controller.admit,
-            lambda: controller.announce(1),
-            controller.drain,
-            lambda: controller.evaluate(0),
-            lambda: controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0),
-        ]
-        for call in calls:
-            with pytest.raises(NoReplicaLeft, match="replica 0 died"):
-                await call()
-        local.fleet.failures = {}
-        await controller.begin(None)
-        await controller.set_version(0)
-        assert (await controller.wait_batch(0, WAIT_S)).keys == keys_of(*range(GROUPS))
-
-    run(scenario)
+            await call()
+    local.fleet.failures = {}
+    await controller.begin(None)
+    await controller.set_version(0)
+    assert (await controller.wait_batch(0, WAIT_S)).keys == keys_of(*range(GROUPS))
 
 
-def test_groups_that_start_while_running_responses_end_have_their_whole_deadline(
+async def test_groups_that_start_while_running_responses_end_have_their_whole_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It counts from when they may begin: otherwise the wait for a publication would cut responses to nothing."""
@@ -524,23 +444,20 @@ def test_groups_that_start_while_running_responses_end_have_their_whole_deadline
         deadlines.append(context.deadline.at)
         return await answer(context, requests, **options)
 
-    async def scenario() -> None:
-        local.fleet.may_begin, local.fleet.generate = may_begin, generate  # type: ignore[method-assign]
-        await local.controller.drain()
-        assert local.fleet.drained == [77.0]
-        await local.controller.set_version(0)
-        await asyncio.sleep(0.05)
-        assert deadlines == [] and (await local.controller.counters()).in_flight == GROUPS
-        opened = time.monotonic()
-        begins.set()
-        await local.controller.wait_batch(0, WAIT_S)
-        assert len(deadlines) == GROUPS and min(deadlines) >= opened + 30.0
-
-    run(scenario)
+    local.fleet.may_begin, local.fleet.generate = may_begin, generate  # type: ignore[method-assign]
+    await local.controller.drain()
+    assert local.fleet.drained == [77.0]
+    await local.controller.set_version(0)
+    await asyncio.sleep(0.05)
+    assert deadlines == [] and (await local.controller.counters()).in_flight == GROUPS
+    opened = time.monotonic()
+    begins.set()
+    await local.controller.wait_batch(0, WAIT_S)
+    assert len(deadlines) == GROUPS and min(deadlines) >= opened + 30.0
 
 
 @pytest.mark.parametrize("dump", [True, False])
-def test_the_schedule_is_recorded_where_batches_are(
+async def test_the_schedule_is_recorded_where_batches_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dump: bool
 ) -> None:
     """Over a restart of the trainer, whose second step replaces the one that the checkpoint does not hold."""
@@ -559,16 +476,13 @@ def test_the_schedule_is_recorded_where_batches_are(
         await controller.wait_batch(number, WAIT_S)
         await controller.commit(number, trained=GROUPS - failed, filtered=0, dropped_stale=0, failed=failed)
 
-    async def scenario() -> None:
-        await controller.begin(None)
-        await step(0, 1)
-        state = await controller.state_dict()
-        await step(1, 0)
-        local.fleet.failures[4] = TimeoutError("late")
-        await controller.begin(state)
-        await step(1, 1)
-
-    run(scenario)
+    await controller.begin(None)
+    await step(0, 1)
+    state = await controller.state_dict()
+    await step(1, 0)
+    local.fleet.failures[4] = TimeoutError("late")
+    await controller.begin(state)
+    await step(1, 1)
     assert path.is_file() is dump
     if dump:
         found = replay_schedule(read_schedule(path))
@@ -620,72 +534,56 @@ async def train_two_steps(local: LocalController) -> None:
     assert set(local.queue.rows) == set(keys_of(3)), "groups that were used twice are freed"
 
 
-def test_groups_are_trained_again_while_new_ones_are_generated(reusing: LocalController, tmp_path: Path) -> None:
+async def test_groups_are_trained_again_while_new_ones_are_generated(reusing: LocalController, tmp_path: Path) -> None:
     controller = reusing.controller
-
-    async def scenario() -> None:
-        await train_two_steps(reusing)
-        assert controller._source.committed == [([0, 1, 2], 1, 6), ([3], 2, 8)], "a curriculum sees each group once"
-        with pytest.raises(BatchNotReady, match="waited 0 s for the batch of step 2"):
-            await controller.wait_batch(2, 0.1)  # it has no new group
-        assert set(reusing.queue.rows) == set(keys_of(3))
-        await controller.shutdown()
-
-    run(scenario)
+    await train_two_steps(reusing)
+    assert controller._source.committed == [([0, 1, 2], 1, 6), ([3], 2, 8)], "a curriculum sees each group once"
+    with pytest.raises(BatchNotReady, match="waited 0 s for the batch of step 2"):
+        await controller.wait_batch(2, 0.1)  # it has no new group
+    assert set(reusing.queue.rows) == set(keys_of(3))
+    await controller.shutdown()
     schedule = replay_schedule(read_schedule(tmp_path / SCHEDULE_FILE))
     assert [(each.ok, each.reused) for each in schedule.values()] == [([0, 1, 2], []), ([3], [0, 2])]
 
 
-def test_what_one_trainer_waited_for_fills_up_no_batch_of_the_next_one(reusing: LocalController) -> None:
+async def test_what_one_trainer_waited_for_fills_up_no_batch_of_the_next_one(reusing: LocalController) -> None:
     """Its step 1 is not filled up before it waits for it, though the trainer before has waited for a step 1."""
-
-    async def scenario() -> None:
-        await train_two_steps(reusing)
-        await train_two_steps(reusing)
-        await reusing.controller.shutdown()
-
-    run(scenario)
+    await train_two_steps(reusing)
+    await train_two_steps(reusing)
+    await reusing.controller.shutdown()
 
 
-def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalController) -> None:
+async def test_a_resume_uses_no_settled_group_again_and_leaves_no_rows(reusing: LocalController) -> None:
     controller = reusing.controller
-
-    async def scenario() -> None:
-        await train_two_steps(reusing)
-        state = await controller.state_dict()
-        assert state["admission"]["unsettled"] == [4, 5, 6, 7]
-        reusing.fleet.held = set()
-        counters = await controller.begin(state)
-        assert controller._source.resumed_at[-1] == (8, 2, 4)
-        assert not reusing.queue.rows and (counters.reusable, counters.reused, counters.trained) == (0, 2, 3)
-        for step in range(2, 5):
-            await controller.set_version(step)
-            await controller.admit(step)
-            batch = await controller.wait_batch(step, WAIT_S)
-            assert len(batch.groups + batch.reused) == GROUPS and min(batch.groups + batch.reused) > 3
-            ends = {"trained": len(batch.groups), "filtered": 0, "dropped_stale": 0, "failed": 0}
-            uses = {"reused": len(batch.reused), "trained_groups": batch.groups}
-            counters = await controller.commit(step, **ends, **uses)
-        await asyncio.sleep(0.05)
-        assert not reusing.queue.rows, "rows are left at the end of the run"
-        assert counters.in_flight == counters.ready == counters.reusable == 0 and counters.balanced
-
-    run(scenario)
+    await train_two_steps(reusing)
+    state = await controller.state_dict()
+    assert state["admission"]["unsettled"] == [4, 5, 6, 7]
+    reusing.fleet.held = set()
+    counters = await controller.begin(state)
+    assert controller._source.resumed_at[-1] == (8, 2, 4)
+    assert not reusing.queue.rows and (counters.reusable, counters.reused, counters.trained) == (0, 2, 3)
+    for step in range(2, 5):
+        await controller.set_version(step)
+        await controller.admit(step)
+        batch = await controller.wait_batch(step, WAIT_S)
+        assert len(batch.groups + batch.reused) == GROUPS and min(batch.groups + batch.reused) > 3
+        ends = {"trained": len(batch.groups), "filtered": 0, "dropped_stale": 0, "failed": 0}
+        uses = {"reused": len(batch.reused), "trained_groups": batch.groups}
+        counters = await controller.commit(step, **ends, **uses)
+    await asyncio.sleep(0.05)
+    assert not reusing.queue.rows, "rows are left at the end of the run"
+    assert counters.in_flight == counters.ready == counters.reusable == 0 and counters.balanced
 
 
-def test_a_queue_that_fails_ends_the_run(local: LocalController) -> None:
+async def test_a_queue_that_fails_ends_the_run(local: LocalController) -> None:
     """Its rows are missing, so the group cannot be counted as failed either."""
     local.queue.failure = TimeoutError("process 7 waited 60 s for the trajectory queue to take 2 rows")
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        with pytest.raises(RolloutError, match="rollout failed: process 7 waited 60 s"):
-            await local.controller.wait_batch(0, WAIT_S)
-
-    run(scenario)
+    await local.controller.set_version(0)
+    with pytest.raises(RolloutError, match="rollout failed: process 7 waited 60 s"):
+        await local.controller.wait_batch(0, WAIT_S)
 
 
-def test_the_commit_of_a_trainer_that_has_gone_changes_nothing_for_the_next_one(local: LocalController) -> None:
+async def test_the_commit_of_a_trainer_that_has_gone_changes_nothing_for_the_next_one(local: LocalController) -> None:
     """Its curriculum takes so long that the next trainer begins meanwhile."""
     begun, go = asyncio.Event(), asyncio.Event()
 
@@ -693,24 +591,21 @@ def test_the_commit_of_a_trainer_that_has_gone_changes_nothing_for_the_next_one(
         begun.set()
         await go.wait()
 
-    async def scenario() -> None:
-        source = local.controller._source
-        source.curriculum = slow  # type: ignore[attr-defined]
-        await local.controller.set_version(0)
-        await local.controller.wait_batch(0, WAIT_S)
-        old = asyncio.create_task(local.controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0))
-        await begun.wait()
-        await local.controller.begin(None)
-        go.set()
-        with pytest.raises(RolloutError, match="commit of step 0 was given up: another trainer has begun"):
-            await old
-        assert source.committed == []  # type: ignore[attr-defined]
-        assert (await local.controller.counters()).admitted == 0
-
-    run(scenario)
+    source = local.controller._source
+    source.curriculum = slow  # type: ignore[attr-defined]
+    await local.controller.set_version(0)
+    await local.controller.wait_batch(0, WAIT_S)
+    old = asyncio.create_task(local.controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0))
+    await begun.wait()
+    await local.controller.begin(None)
+    go.set()
+    with pytest.raises(RolloutError, match="commit of step 0 was given up: another trainer has begun"):
+        await old
+    assert source.committed == []  # type: ignore[attr-defined]
+    assert (await local.controller.counters()).admitted == 0
 
 
-def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
+async def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
     local: LocalController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may wait for a long response; the failure of a group meanwhile ends the run at once."""
@@ -723,123 +618,98 @@ def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
         finally:
             ended.append("drain")
 
-    async def scenario() -> None:
-        local.fleet.drain = drain  # type: ignore[method-assign]
-        local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
-        draining = asyncio.create_task(local.controller.drain())
-        await asyncio.sleep(0.03)
-        assert not draining.done()
-        await local.controller.set_version(0)
-        with pytest.raises(NoReplicaLeft, match="replica 0 died"):
-            await draining
-        await asyncio.sleep(0)
-        assert ended == ["drain"]
-
-    run(scenario)
+    local.fleet.drain = drain  # type: ignore[method-assign]
+    local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
+    draining = asyncio.create_task(local.controller.drain())
+    await asyncio.sleep(0.03)
+    assert not draining.done()
+    await local.controller.set_version(0)
+    with pytest.raises(NoReplicaLeft, match="replica 0 died"):
+        await draining
+    await asyncio.sleep(0)
+    assert ended == ["drain"]
 
 
-def test_what_goes_wrong_in_a_drain_is_raised(local: LocalController) -> None:
+async def test_what_goes_wrong_in_a_drain_is_raised(local: LocalController) -> None:
     async def drain(timeout_s: float) -> None:
         raise RolloutError("waited 77 s for replica 0")
 
-    async def scenario() -> None:
-        local.fleet.drain = drain  # type: ignore[method-assign]
-        with pytest.raises(RolloutError, match="waited 77 s"):
-            await local.controller.drain()
-
-    run(scenario)
+    local.fleet.drain = drain  # type: ignore[method-assign]
+    with pytest.raises(RolloutError, match="waited 77 s"):
+        await local.controller.drain()
 
 
-def test_begin_drops_what_the_trainer_before_left_and_redraws_it(local: LocalController) -> None:
+async def test_begin_drops_what_the_trainer_before_left_and_redraws_it(local: LocalController) -> None:
     controller = local.controller
-
-    async def scenario() -> None:
-        await controller.set_version(0)
-        await controller.wait_batch(0, WAIT_S)
-        await controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
-        state = json.loads(json.dumps(await controller.state_dict()))
-        local.fleet.held = {4}  # one group of step 1 is in flight when the trainer dies, the others are in the queue
-        await controller.set_version(1)
-        while len(local.queue.rows) < (GROUPS - 1) * SAMPLES:
-            await asyncio.sleep(0.01)
-        counters = await controller.begin(state)
-        assert (counters.admitted, counters.rolled_back, counters.in_flight) == (GROUPS, GROUPS, 0)
-        assert not local.queue.rows and local.fleet.resets == 1
-        assert controller._source.resumed_at == [(GROUPS, 1, 0)]  # that history
-        local.fleet.held = set()
-        await controller.set_version(1)
-        batch = await controller.wait_batch(1, WAIT_S)
-        assert batch.keys == keys_of(3, 4, 5) and batch.timings["total/groups_rolled_back"] == GROUPS
-
-    run(scenario)
+    await controller.set_version(0)
+    await controller.wait_batch(0, WAIT_S)
+    await controller.commit(0, trained=3, filtered=0, dropped_stale=0, failed=0)
+    state = json.loads(json.dumps(await controller.state_dict()))
+    local.fleet.held = {4}  # one group of step 1 is in flight when the trainer dies, the others are in the queue
+    await controller.set_version(1)
+    while len(local.queue.rows) < (GROUPS - 1) * SAMPLES:
+        await asyncio.sleep(0.01)
+    counters = await controller.begin(state)
+    assert (counters.admitted, counters.rolled_back, counters.in_flight) == (GROUPS, GROUPS, 0)
+    assert not local.queue.rows and local.fleet.resets == 1
+    assert controller._source.resumed_at == [(GROUPS, 1, 0)]  # that history
+    local.fleet.held = set()
+    await controller.set_version(1)
+    batch = await controller.wait_batch(1, WAIT_S)
+    assert batch.keys == keys_of(3, 4, 5) and batch.timings["total/groups_rolled_back"] == GROUPS
 
 
-def test_groups_that_a_killed_controller_started_count_as_rolled_back(local: LocalController, tmp_path: Path) -> None:
+async def test_groups_that_a_killed_controller_started_count_as_rolled_back(
+    local: LocalController, tmp_path: Path
+) -> None:
     JournalFile(tmp_path / JOURNAL_FILE).count(17)
-
-    async def scenario() -> None:
-        state = {"admission": local.controller._admission.state_dict(), "source": {"seed": 0}}
-        assert (await local.controller.begin(state)).rolled_back == 17
-        await local.controller.set_version(0)
-        assert groups_started(tmp_path / JOURNAL_FILE) == 17 + GROUPS
-        await local.controller.shutdown()
-
-    run(scenario)
+    state = {"admission": local.controller._admission.state_dict(), "source": {"seed": 0}}
+    assert (await local.controller.begin(state)).rolled_back == 17
+    await local.controller.set_version(0)
+    assert groups_started(tmp_path / JOURNAL_FILE) == 17 + GROUPS
+    await local.controller.shutdown()
 
 
-def test_other_prompts_than_the_saved_ones_are_refused(local: LocalController) -> None:
-    async def scenario() -> None:
-        state = await local.controller.state_dict() | {"source": {"seed": 1}}
-        with pytest.raises(ValueError, match="saved prompts"):
-            await local.controller.begin(state)
-
-    run(scenario)
+async def test_other_prompts_than_the_saved_ones_are_refused(local: LocalController) -> None:
+    state = await local.controller.state_dict() | {"source": {"seed": 1}}
+    with pytest.raises(ValueError, match="saved prompts"):
+        await local.controller.begin(state)
 
 
-def test_skipped_prompts_are_reported_once_in_a_history(local: LocalController) -> None:
-    async def scenario() -> None:
-        await local.controller.begin(None)
-        skipped = []
-        for step in range(2):
-            await local.controller.set_version(step)
-            skipped.append((await local.controller.wait_batch(step, WAIT_S)).timings["rollout/skipped_prompts"])
-            await local.controller.commit(step, trained=3, filtered=0, dropped_stale=0, failed=0)
-        assert skipped == [3, 0]
-        await local.controller.begin(await local.controller.state_dict())
-        await local.controller.set_version(2)
-        assert (await local.controller.wait_batch(2, WAIT_S)).timings["rollout/skipped_prompts"] == 0
-
-    run(scenario)
+async def test_skipped_prompts_are_reported_once_in_a_history(local: LocalController) -> None:
+    await local.controller.begin(None)
+    skipped = []
+    for step in range(2):
+        await local.controller.set_version(step)
+        skipped.append((await local.controller.wait_batch(step, WAIT_S)).timings["rollout/skipped_prompts"])
+        await local.controller.commit(step, trained=3, filtered=0, dropped_stale=0, failed=0)
+    assert skipped == [3, 0]
+    await local.controller.begin(await local.controller.state_dict())
+    await local.controller.set_version(2)
+    assert (await local.controller.wait_batch(2, WAIT_S)).timings["rollout/skipped_prompts"] == 0
 
 
-def test_a_dead_queue_is_found_by_the_supervisors_heartbeat(local: LocalController) -> None:
-    async def scenario() -> None:
+async def test_a_dead_queue_is_found_by_the_supervisors_heartbeat(local: LocalController) -> None:
+    await local.controller.heartbeat()
+    local.queue.failure = RolloutError("storage unit 0 of the trajectory queue has died")
+    with pytest.raises(RolloutError, match="storage unit 0"):
         await local.controller.heartbeat()
-        local.queue.failure = RolloutError("storage unit 0 of the trajectory queue has died")
-        with pytest.raises(RolloutError, match="storage unit 0"):
-            await local.controller.heartbeat()
-
-    run(scenario)
 
 
-def test_a_trainer_that_waits_for_a_batch_is_told_that_no_replica_is_left(local: LocalController) -> None:
+async def test_a_trainer_that_waits_for_a_batch_is_told_that_no_replica_is_left(local: LocalController) -> None:
     controller, fleet = local.controller, local.fleet
     fleet.held = {1}
-
-    async def scenario() -> None:
-        await controller.begin(None)
-        await controller.set_version(0)
-        waiting = asyncio.create_task(controller.wait_batch(0, 60.0))
-        await asyncio.sleep(0)
-        fleet.needs_publication = "replica 0 has died"
-        assert await waiting == PublicationNeeded("replica 0 has died")
-        fleet.needs_publication = ""
-        with pytest.raises(BatchNotReady):
-            await controller.wait_batch(0, 0.1)
-        assert fleet.publishes == [True]
-        await controller.shutdown()
-
-    run(scenario)
+    await controller.begin(None)
+    await controller.set_version(0)
+    waiting = asyncio.create_task(controller.wait_batch(0, 60.0))
+    await asyncio.sleep(0)
+    fleet.needs_publication = "replica 0 has died"
+    assert await waiting == PublicationNeeded("replica 0 has died")
+    fleet.needs_publication = ""
+    with pytest.raises(BatchNotReady):
+        await controller.wait_batch(0, 0.1)
+    assert fleet.publishes == [True]
+    await controller.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -850,27 +720,23 @@ def test_a_trainer_that_waits_for_a_batch_is_told_that_no_replica_is_left(local:
     ],
     ids=["would wait for the responses", "would bring no replica"],
 )
-def test_a_trainer_whose_publication_would_not_help_is_not_asked_for_one(
+async def test_a_trainer_whose_publication_would_not_help_is_not_asked_for_one(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, **changes)
     local = local_controller(settings, tmp_path, monkeypatch)
     controller, fleet = local.controller, local.fleet
     fleet.held = set(range(20))
-
-    async def scenario() -> None:
-        await controller.begin(None)
-        await controller.set_version(0)
-        fleet.needs_publication = "replica 0 has died"
-        with pytest.raises(BatchNotReady):
-            await controller.wait_batch(0, 0.1)
-        assert fleet.publishes == [False]
-        await controller.shutdown()
-
-    run(scenario)
+    await controller.begin(None)
+    await controller.set_version(0)
+    fleet.needs_publication = "replica 0 has died"
+    with pytest.raises(BatchNotReady):
+        await controller.wait_batch(0, 0.1)
+    assert fleet.publishes == [False]
+    await controller.shutdown()
 
 
-def test_a_drain_does_not_wait_for_responses_that_wait_for_the_publication(
+async def test_a_drain_does_not_wait_for_responses_that_wait_for_the_publication(
     local: LocalController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of an evaluation beside training, for example: all replicas are lost, and only the publication helps."""
@@ -883,22 +749,19 @@ def test_a_drain_does_not_wait_for_responses_that_wait_for_the_publication(
         finally:
             ended.append("drain")
 
-    async def scenario() -> None:
-        local.fleet.drain = drain  # type: ignore[method-assign]
-        await local.controller.begin(None)
-        draining = asyncio.create_task(local.controller.drain())
-        await asyncio.sleep(0.03)
-        assert not draining.done()
-        local.fleet.needs_publication = "replica 0 has died"
-        async with asyncio.timeout(WAIT_S):
-            await draining
-        await asyncio.sleep(0)
-        assert ended == ["drain"]
-
-    run(scenario)
+    local.fleet.drain = drain  # type: ignore[method-assign]
+    await local.controller.begin(None)
+    draining = asyncio.create_task(local.controller.drain())
+    await asyncio.sleep(0.03)
+    assert not draining.done()
+    local.fleet.needs_publication = "replica 0 has died"
+    async with asyncio.timeout(WAIT_S):
+        await draining
+    await asyncio.sleep(0)
+    assert ended == ["drain"]
 
 
-def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: LocalController) -> None:
+async def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: LocalController) -> None:
     controller, fleet = local.controller, local.fleet
     running: list[asyncio.Task[Any] | None] = []
 
@@ -907,18 +770,15 @@ def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: Local
         await asyncio.Event().wait()
         return []
 
-    async def scenario() -> None:
-        controller._evaluations.run = endless  # type: ignore[method-assign]
-        fleet.needs_publication = "replica 0 has died"
-        alone = asyncio.create_task(controller.evaluate(0))
-        await asyncio.sleep(0.7)
-        assert not alone.done(), "nobody would publish: `megarl eval` has no trainer"
-        alone.cancel()
-        await controller.begin(None)
-        assert await controller.evaluate(0) == PublicationNeeded("replica 0 has died")
-        assert [task is not None and task.cancelled() for task in running] == [True, True]
-
-    run(scenario)
+    controller._evaluations.run = endless  # type: ignore[method-assign]
+    fleet.needs_publication = "replica 0 has died"
+    alone = asyncio.create_task(controller.evaluate(0))
+    await asyncio.sleep(0.7)
+    assert not alone.done(), "nobody would publish: `megarl eval` has no trainer"
+    alone.cancel()
+    await controller.begin(None)
+    assert await controller.evaluate(0) == PublicationNeeded("replica 0 has died")
+    assert [task is not None and task.cancelled() for task in running] == [True, True]
 
 
 def external(name: str) -> ExternalRequest:
@@ -935,57 +795,48 @@ async def external_tokens(local: LocalController, name: str, seen: int) -> Exter
 
 
 @pytest.mark.parametrize("announced", [False, True])
-def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_drop_everything(
+async def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_drop_everything(
     local: LocalController, announced: bool
 ) -> None:
     """Admission counts none of them."""
     controller = local.controller
-
-    async def scenario() -> None:
-        await controller.begin_external("gateway", [external("early")], [])
+    await controller.begin_external("gateway", [external("early")], [])
+    await asyncio.sleep(0)
+    assert "early" not in local.fleet.sent
+    await controller.set_version(0, admit=False)
+    report = await external_tokens(local, "early", 0)
+    assert report.news["early"].part.response_ids == [9, 9]
+    local.fleet.held.add("held")
+    await controller.begin_external("gateway", [external("held")], [])
+    while "held" not in local.fleet.sent:
         await asyncio.sleep(0)
-        assert "early" not in local.fleet.sent
-        await controller.set_version(0, admit=False)
-        report = await external_tokens(local, "early", 0)
-        assert report.news["early"].part.response_ids == [9, 9]
-        local.fleet.held.add("held")
-        await controller.begin_external("gateway", [external("held")], [])
-        while "held" not in local.fleet.sent:
-            await asyncio.sleep(0)
-        local.fleet.held.clear()
-        if announced:
-            await controller.take_over(Failover(None, version=0, announced=1))
-        else:
-            await controller.begin(None)
-        await controller.begin_external("gateway", [external("later")], [])
-        assert "later" not in local.fleet.sent and len(local.fleet.sent["held"]) == 1
-        await controller.set_version(1, admit=False)
-        ended: dict[str, list[int]] = {}
-        while {"held", "later"} - ended.keys():
-            report = await controller.take_external("gateway", report.number, WAIT_S)
-            ended |= {name: news.part.response_ids for name, news in report.news.items() if news.ended}
-        assert ended == {"held": [9, 9], "later": [9, 9]}
-        assert (await controller.counters()).admitted == 0
-
-    run(scenario)
+    local.fleet.held.clear()
+    if announced:
+        await controller.take_over(Failover(None, version=0, announced=1))
+    else:
+        await controller.begin(None)
+    await controller.begin_external("gateway", [external("later")], [])
+    assert "later" not in local.fleet.sent and len(local.fleet.sent["held"]) == 1
+    await controller.set_version(1, admit=False)
+    ended: dict[str, list[int]] = {}
+    while {"held", "later"} - ended.keys():
+        report = await controller.take_external("gateway", report.number, WAIT_S)
+        ended |= {name: news.part.response_ids for name, news in report.news.items() if news.ended}
+    assert ended == {"held": [9, 9], "later": [9, 9]}
+    assert (await controller.counters()).admitted == 0
 
 
-def test_a_new_controller_serves_the_gateway_with_the_weights_that_the_engines_have(local: LocalController) -> None:
-    async def scenario() -> None:
-        await local.controller.begin_external("gateway", [external("open")], [])
-        await local.controller.take_over(Failover(None, version=0))
-        assert (await external_tokens(local, "open", 0)).news["open"].part.response_ids == [9, 9]
+async def test_a_new_controller_serves_the_gateway_with_the_weights_that_the_engines_have(
+    local: LocalController,
+) -> None:
+    await local.controller.begin_external("gateway", [external("open")], [])
+    await local.controller.take_over(Failover(None, version=0))
+    assert (await external_tokens(local, "open", 0)).news["open"].part.response_ids == [9, 9]
 
-    run(scenario)
 
-
-def test_a_controller_that_starts_refuses_the_gateway_for_now(
+async def test_a_controller_that_starts_refuses_the_gateway_for_now(
     config: Config, tmp_path: Path, local: LocalController
 ) -> None:
     local.controller._external_requests = None
-
-    async def scenario() -> None:
-        with pytest.raises(RolloutError, match="still starting"):
-            await local.controller.begin_external("gateway", [], [])
-
-    run(scenario)
+    with pytest.raises(RolloutError, match="still starting"):
+        await local.controller.begin_external("gateway", [], [])

@@ -18,7 +18,7 @@ from megarl.rollout.agents.loop_host import LoopHost
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, request_seed
-from megarl.rollout.orchestrator.evaluation import evaluate_on_fleet
+from megarl.rollout.orchestrator.evaluator import evaluate_on_fleet
 from megarl.rollout.tasks.prompts import EvalSet, PromptTask
 from tests.support.agents.scripted_agents import TOKENIZER, Counter, call_text, ids_of, toolbox_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,128 +66,99 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
     return build
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_its_requests_give_way_and_its_report_has_the_versions_it_saw(make: Any, tmp_path: Path) -> None:
+    controller, engines, _ = make()
+    await controller.start_evaluation(4, "step_2")
+    assert await controller.take_evaluations() == []
+    engines.open.set()
+    [finished] = await controller.take_evaluations(WAIT_S)
+    assert await controller.take_evaluations(WAIT_S) == []
+    [report] = finished.reports
+    assert (finished.label, report.version, report.n) == ("step_2", 4, PROBLEMS)
+    assert (report.oldest, report.newest) == (4, 3 + len(engines.options)) and len(engines.options) > 1
+    assert {request.priority for request in engines.asked} == {1}
+    assert {options["background"] for options in engines.options} == {True}
+    assert engines.most <= 5  # a quarter of the engine's 20 places
+    records = [json.loads(line) for line in (tmp_path / "eval_step_2.jsonl").read_text().splitlines()]
+    assert len(records) == PROBLEMS * (1 + SAMPLES)
+    assert {record["versions"][0][0] for record in records} == set(range(4, report.newest + 1))
 
 
-def test_its_requests_give_way_and_its_report_has_the_versions_it_saw(make: Any, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        controller, engines, _ = make()
-        await controller.start_evaluation(4, "step_2")
-        assert await controller.take_evaluations() == []
-        engines.open.set()
-        [finished] = await controller.take_evaluations(WAIT_S)
-        assert await controller.take_evaluations(WAIT_S) == []
-        [report] = finished.reports
-        assert (finished.label, report.version, report.n) == ("step_2", 4, PROBLEMS)
-        assert (report.oldest, report.newest) == (4, 3 + len(engines.options)) and len(engines.options) > 1
-        assert {request.priority for request in engines.asked} == {1}
-        assert {options["background"] for options in engines.options} == {True}
-        assert engines.most <= 5  # a quarter of the engine's 20 places
-        records = [json.loads(line) for line in (tmp_path / "eval_step_2.jsonl").read_text().splitlines()]
-        assert len(records) == PROBLEMS * (1 + SAMPLES)
-        assert {record["versions"][0][0] for record in records} == set(range(4, report.newest + 1))
-
-    run(scenario)
+async def test_every_set_is_evaluated_and_recorded(make: Any, tmp_path: Path) -> None:
+    controller, engines, _ = make()
+    [dev] = eval_sets()
+    controller._source.eval_sets = lambda: [dev, replace(dev, name="math", problems=dev.problems[:3], records=[])]
+    engines.open.set()
+    found = await controller.evaluate(4, "after")
+    assert [(report.name, report.n) for report in found] == [("dev", PROBLEMS), ("math", 3)]
+    records = [json.loads(line) for line in (tmp_path / "eval_after.jsonl").read_text().splitlines()]
+    sizes = Counter(record["set"] for record in records)
+    assert sizes == {"dev": PROBLEMS * (1 + SAMPLES), "math": 3 * (1 + SAMPLES)}
 
 
-def test_every_set_is_evaluated_and_recorded(make: Any, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        controller, engines, _ = make()
-        [dev] = eval_sets()
-        controller._source.eval_sets = lambda: [dev, replace(dev, name="math", problems=dev.problems[:3], records=[])]
-        engines.open.set()
-        found = await controller.evaluate(4, "after")
-        assert [(report.name, report.n) for report in found] == [("dev", PROBLEMS), ("math", 3)]
-        records = [json.loads(line) for line in (tmp_path / "eval_after.jsonl").read_text().splitlines()]
-        sizes = Counter(record["set"] for record in records)
-        assert sizes == {"dev": PROBLEMS * (1 + SAMPLES), "math": 3 * (1 + SAMPLES)}
-
-    run(scenario)
+async def test_the_trainer_can_still_wait_for_an_evaluation_of_one_version(make: Any) -> None:
+    controller, engines, _ = make()
+    engines.open.set()
+    [report] = await controller.evaluate(4, "after")
+    assert {request.priority for request in engines.asked} == {0} and engines.most > 5
+    assert {options["background"] for options in engines.options} == {False} and report.n == PROBLEMS
 
 
-def test_the_trainer_can_still_wait_for_an_evaluation_of_one_version(make: Any) -> None:
-    async def scenario() -> None:
-        controller, engines, _ = make()
-        engines.open.set()
-        [report] = await controller.evaluate(4, "after")
-        assert {request.priority for request in engines.asked} == {0} and engines.most > 5
-        assert {options["background"] for options in engines.options} == {False} and report.n == PROBLEMS
-
-    run(scenario)
-
-
-def test_one_at_a_time(make: Any) -> None:
-    async def scenario() -> None:
-        controller, engines, _ = make()
-        await controller.start_evaluation(4, "step_2")
-        with pytest.raises(ValueError, match="'step_4' cannot start while 'step_2' is running"):
-            await controller.start_evaluation(6, "step_4")
-        engines.open.set()
-        await controller.take_evaluations(WAIT_S)
+async def test_one_at_a_time(make: Any) -> None:
+    controller, engines, _ = make()
+    await controller.start_evaluation(4, "step_2")
+    with pytest.raises(ValueError, match="'step_4' cannot start while 'step_2' is running"):
         await controller.start_evaluation(6, "step_4")
-        [finished] = await controller.take_evaluations(WAIT_S)
-        assert finished.label == "step_4"
-
-    run(scenario)
-
-
-def test_one_that_does_not_end_is_named(make: Any) -> None:
-    async def scenario() -> None:
-        controller, _, _ = make()
-        await controller.start_evaluation(4, "step_2")
-        with pytest.raises(RolloutError, match=r"waited 0 s .*evaluation 'step_2' beside training"):
-            await controller.take_evaluations(0.05)
-
-    run(scenario)
+    engines.open.set()
+    await controller.take_evaluations(WAIT_S)
+    await controller.start_evaluation(6, "step_4")
+    [finished] = await controller.take_evaluations(WAIT_S)
+    assert finished.label == "step_4"
 
 
-def test_a_trainer_that_waits_for_it_learns_soon_that_no_replica_is_left(make: Any) -> None:
+async def test_one_that_does_not_end_is_named(make: Any) -> None:
+    controller, _, _ = make()
+    await controller.start_evaluation(4, "step_2")
+    with pytest.raises(RolloutError, match=r"waited 0 s .*evaluation 'step_2' beside training"):
+        await controller.take_evaluations(0.05)
+
+
+async def test_a_trainer_that_waits_for_it_learns_soon_that_no_replica_is_left(make: Any) -> None:
     """It publishes to new ones, with which the evaluation goes on."""
-
-    async def scenario() -> None:
-        controller, engines, fleet = make()
-        await controller.begin(None)
-        await controller.start_evaluation(4, "step_2")
-        waiting = asyncio.ensure_future(controller.take_evaluations(WAIT_S))
-        await asyncio.sleep(0)
-        fleet.needs_publication = "replica 0 has died"
-        assert await waiting == PublicationNeeded("replica 0 has died")
-        assert await controller.take_evaluations() == [], "who does not wait is not told"
-        fleet.needs_publication = ""
-        engines.open.set()
-        assert len(await controller.take_evaluations(WAIT_S)) == 1
-        fleet.needs_publication = "replica 0 has died"
-        assert await controller.take_evaluations(WAIT_S) == [], "nothing is waited for"
-
-    run(scenario)
+    controller, engines, fleet = make()
+    await controller.begin(None)
+    await controller.start_evaluation(4, "step_2")
+    waiting = asyncio.ensure_future(controller.take_evaluations(WAIT_S))
+    await asyncio.sleep(0)
+    fleet.needs_publication = "replica 0 has died"
+    assert await waiting == PublicationNeeded("replica 0 has died")
+    assert await controller.take_evaluations() == [], "who does not wait is not told"
+    fleet.needs_publication = ""
+    engines.open.set()
+    assert len(await controller.take_evaluations(WAIT_S)) == 1
+    fleet.needs_publication = "replica 0 has died"
+    assert await controller.take_evaluations(WAIT_S) == [], "nothing is waited for"
 
 
-def test_its_failure_ends_the_run(make: Any) -> None:
-    async def scenario() -> None:
-        controller, engines, _ = make()
-        await controller.start_evaluation(4, "step_2")
-        engines.failure = RolloutError("no replica is left")
-        engines.open.set()
-        with pytest.raises(RolloutError, match="no replica is left"):
-            await controller.take_evaluations(WAIT_S)
-        with pytest.raises(RolloutError, match="no replica is left"):
-            await controller.admit()
-
-    run(scenario)
+async def test_its_failure_ends_the_run(make: Any) -> None:
+    controller, engines, _ = make()
+    await controller.start_evaluation(4, "step_2")
+    engines.failure = RolloutError("no replica is left")
+    engines.open.set()
+    with pytest.raises(RolloutError, match="no replica is left"):
+        await controller.take_evaluations(WAIT_S)
+    with pytest.raises(RolloutError, match="no replica is left"):
+        await controller.admit()
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["while it runs", "before it has begun"])
-def test_a_trainer_that_restarts_finds_no_evaluation(make: Any, begun: bool) -> None:
-    async def scenario() -> None:
-        controller, engines, _ = make()
-        await controller.start_evaluation(4, "step_2")
-        while begun and not engines.asked:
-            await asyncio.sleep(0.01)
-        await controller.begin(None)
-        assert await controller.take_evaluations(0.05) == []
-        engines.open.set()
-        await controller.start_evaluation(4, "step_2")
-        assert len(await controller.take_evaluations(WAIT_S)) == 1
-
-    run(scenario)
+async def test_a_trainer_that_restarts_finds_no_evaluation(make: Any, begun: bool) -> None:
+    controller, engines, _ = make()
+    await controller.start_evaluation(4, "step_2")
+    while begun and not engines.asked:
+        await asyncio.sleep(0.01)
+    await controller.begin(None)
+    assert await controller.take_evaluations(0.05) == []
+    engines.open.set()
+    await controller.start_evaluation(4, "step_2")
+    assert len(await controller.take_evaluations(WAIT_S)) == 1

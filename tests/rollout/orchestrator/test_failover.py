@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,127 +264,106 @@ class Trainer:
         return await local.controller.take_over(self.record.now)
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("journal", [True, False])
-def test_a_new_controller_goes_on_after_the_last_commit(
+async def test_a_new_controller_goes_on_after_the_last_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
     """Step 1 is in training and step 2 was prepared, when the controller dies; step 3 was taken, but not read."""
     chosen = settings_of(telemetry__dump_batches=True, **({} if journal else {"rollout__journal_s": 0}))
-
-    async def scenario() -> None:
-        trainer = Trainer(local_controller(chosen, tmp_path, monkeypatch))
-        await trainer.begin()
-        await trainer.publish(0)
-        await trainer.commit(await trainer.take(0))
-        await trainer.publish(1)
-        in_training, prepared = await trainer.take(1), await trainer.take(2)
-        unread = await trainer.take(3, keep=False)
-        if journal:
-            kept = trainer.local.controller._journal
-            await until(lambda: set(unread.groups) <= set(journalled(tmp_path)) and not kept._pending)
-        marked = dict(trainer.local.queue.rows)
-        counters = await trainer.rebuild(local_controller(chosen, tmp_path, monkeypatch))
-        fresh = trainer.local
-        assert counters.balanced and (counters.trained, counters.taken) == (GROUPS, 2 * GROUPS)
-        assert fresh.fleet.taken_over == [False] and fresh.fleet.resets == 0
-        assert not set(fresh.queue.rows) & set(in_training.keys + prepared.keys), "they need no row any more"
-        counters = await trainer.commit(in_training)
-        assert counters.balanced and counters.trained == 2 * GROUPS
-        counters = await trainer.publish(2)
-        await trainer.commit(prepared)
-        again = await trainer.take(3)
-        counters = await trainer.commit(again)
-        assert again.groups == unread.groups and counters.trained == 4 * GROUPS and counters.balanced
-        asked = {group for group in fresh.fleet.sent if isinstance(group, int)}
-        assert asked.isdisjoint(in_training.groups + prepared.groups), "nothing is generated twice for them"
-        assert asked.isdisjoint(again.groups) == journal, "finished groups come from the journal"
-        assert marked.keys() >= set(again.keys)
-        batches = replay_schedule(read_schedule(tmp_path / SCHEDULE_FILE))
-        assert [sorted(each.ok) for each in list(batches.values())[:4]] == [
-            list(range(GROUPS * step, GROUPS * (step + 1))) for step in range(4)
-        ]
-        await fresh.controller.shutdown()
-
-    run(scenario)
+    trainer = Trainer(local_controller(chosen, tmp_path, monkeypatch))
+    await trainer.begin()
+    await trainer.publish(0)
+    await trainer.commit(await trainer.take(0))
+    await trainer.publish(1)
+    in_training, prepared = await trainer.take(1), await trainer.take(2)
+    unread = await trainer.take(3, keep=False)
+    if journal:
+        kept = trainer.local.controller._journal
+        await until(lambda: set(unread.groups) <= set(journalled(tmp_path)) and not kept._pending)
+    marked = dict(trainer.local.queue.rows)
+    counters = await trainer.rebuild(local_controller(chosen, tmp_path, monkeypatch))
+    fresh = trainer.local
+    assert counters.balanced and (counters.trained, counters.taken) == (GROUPS, 2 * GROUPS)
+    assert fresh.fleet.taken_over == [False] and fresh.fleet.resets == 0
+    assert not set(fresh.queue.rows) & set(in_training.keys + prepared.keys), "they need no row any more"
+    counters = await trainer.commit(in_training)
+    assert counters.balanced and counters.trained == 2 * GROUPS
+    counters = await trainer.publish(2)
+    await trainer.commit(prepared)
+    again = await trainer.take(3)
+    counters = await trainer.commit(again)
+    assert again.groups == unread.groups and counters.trained == 4 * GROUPS and counters.balanced
+    asked = {group for group in fresh.fleet.sent if isinstance(group, int)}
+    assert asked.isdisjoint(in_training.groups + prepared.groups), "nothing is generated twice for them"
+    assert asked.isdisjoint(again.groups) == journal, "finished groups come from the journal"
+    assert marked.keys() >= set(again.keys)
+    batches = replay_schedule(read_schedule(tmp_path / SCHEDULE_FILE))
+    assert [sorted(each.ok) for each in list(batches.values())[:4]] == [
+        list(range(GROUPS * step, GROUPS * (step + 1))) for step in range(4)
+    ]
+    await fresh.controller.shutdown()
 
 
-def test_a_controller_that_dies_before_the_first_commit_is_replaced_too(
+async def test_a_controller_that_dies_before_the_first_commit_is_replaced_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
-        await trainer.begin()
-        counters = await trainer.rebuild(local_controller(settings_of(), tmp_path, monkeypatch))
-        assert counters.admitted == 0, "the engines have no weights yet"
-        await trainer.publish(0)
-        first = await trainer.take(0)
-        counters = await trainer.rebuild(local_controller(settings_of(), tmp_path, monkeypatch))
-        assert counters.taken == GROUPS
-        assert (await trainer.commit(first)).trained == GROUPS
-        await trainer.local.controller.shutdown()
-
-    run(scenario)
+    trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
+    await trainer.begin()
+    counters = await trainer.rebuild(local_controller(settings_of(), tmp_path, monkeypatch))
+    assert counters.admitted == 0, "the engines have no weights yet"
+    await trainer.publish(0)
+    first = await trainer.take(0)
+    counters = await trainer.rebuild(local_controller(settings_of(), tmp_path, monkeypatch))
+    assert counters.taken == GROUPS
+    assert (await trainer.commit(first)).trained == GROUPS
+    await trainer.local.controller.shutdown()
 
 
-def test_in_a_publication_nothing_starts_before_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_in_a_publication_nothing_starts_before_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines may already have the new version, and then tokens carry it."""
-
-    async def scenario() -> None:
-        trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
-        await trainer.begin()
-        await trainer.publish(0)
-        first = await trainer.take(0)
-        await trainer.local.controller.announce(1)
-        trainer.record.announced(1)
-        counters = await trainer.rebuild(local_controller(settings_of(rollout__journal_s=0), tmp_path, monkeypatch))
-        assert counters.in_flight == 0 and trainer.local.fleet.taken_over == [True]
-        assert (await trainer.publish(1)).in_flight > 0
-        assert (await trainer.commit(first)).balanced
-        await trainer.local.controller.shutdown()
-
-    run(scenario)
+    trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
+    await trainer.begin()
+    await trainer.publish(0)
+    first = await trainer.take(0)
+    await trainer.local.controller.announce(1)
+    trainer.record.announced(1)
+    counters = await trainer.rebuild(local_controller(settings_of(rollout__journal_s=0), tmp_path, monkeypatch))
+    assert counters.in_flight == 0 and trainer.local.fleet.taken_over == [True]
+    assert (await trainer.publish(1)).in_flight > 0
+    assert (await trainer.commit(first)).balanced
+    await trainer.local.controller.shutdown()
 
 
-def test_the_curriculum_learns_the_rewards_of_the_batches_in_hand(
+async def test_the_curriculum_learns_the_rewards_of_the_batches_in_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
-        await trainer.begin()
-        await trainer.publish(0)
-        held = await trainer.take(0)
-        assert held.rewards == {0: 1.0, 1: 2.0, 2: 3.0}
-        await trainer.rebuild(local_controller(settings_of(rollout__journal_s=0), tmp_path, monkeypatch))
-        finished = trainer.local.controller._source.finished  # type: ignore[attr-defined]
-        assert {group: finished[group] for group in held.groups} == {0: [1.0], 1: [2.0], 2: [3.0]}
-        await trainer.local.controller.shutdown()
-
-    run(scenario)
+    trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
+    await trainer.begin()
+    await trainer.publish(0)
+    held = await trainer.take(0)
+    assert held.rewards == {0: 1.0, 1: 2.0, 2: 3.0}
+    await trainer.rebuild(local_controller(settings_of(rollout__journal_s=0), tmp_path, monkeypatch))
+    finished = trainer.local.controller._source.finished  # type: ignore[attr-defined]
+    assert {group: finished[group] for group in held.groups} == {0: [1.0], 1: [2.0], 2: [3.0]}
+    await trainer.local.controller.shutdown()
 
 
-def test_an_evaluation_beside_training_is_begun_again_with_the_version_that_is_served(
+async def test_an_evaluation_beside_training_is_begun_again_with_the_version_that_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
-        await trainer.begin()
-        await trainer.publish(0)
-        trainer.record.evaluating("step_2")
-        first = await trainer.take(0)
-        await trainer.commit(first)
-        await trainer.publish(1)
-        await trainer.rebuild(local_controller(settings_of(), tmp_path, monkeypatch))
-        [finished] = await trainer.local.controller.take_evaluations(WAIT_S)
-        assert (finished.label, finished.version) == ("step_2", 1)
-        await trainer.local.controller.shutdown()
-
-    run(scenario)
+    trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
+    await trainer.begin()
+    await trainer.publish(0)
+    trainer.record.evaluating("step_2")
+    first = await trainer.take(0)
+    await trainer.commit(first)
+    await trainer.publish(1)
+    await trainer.rebuild(local_controller(settings_of(), tmp_path, monkeypatch))
+    [finished] = await trainer.local.controller.take_evaluations(WAIT_S)
+    assert (finished.label, finished.version) == ("step_2", 1)
+    await trainer.local.controller.shutdown()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.chat.formats import Prompt
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import BegunResponse, GroupProgress, UnfinishedGroup, prompt_digest
+from megarl.rollout.tasks.prompts import PromptTask
 
 PROMPT = [5, 6]
+TASK = PromptTask(Prompt(0, [], "", {}), PROMPT, SamplingSpec(8, 1.0, (2,)))
 
 
 def request(name: str, prompt: list[int] = PROMPT) -> GenerateRequest:
@@ -21,7 +24,7 @@ def part(*ids: int) -> ResponsePart:
 
 
 def test_responses_with_tokens_are_begun() -> None:
-    progress = GroupProgress(PROMPT, "")
+    progress = GroupProgress(TASK)
     for index, name in enumerate("abc"):
         progress.begin(request(name), (index, 0))
     progress.tokens |= {"a": part(7), "b": ResponsePart()}
@@ -34,7 +37,7 @@ def test_the_next_attempt_continues_the_same_requests_under_other_names() -> Non
         (0, 1): BegunResponse(prompt_digest([*PROMPT, 7, 2]), part(9)),
         (1, 0): BegunResponse(prompt_digest([1]), part(4)),
     }
-    progress = GroupProgress(PROMPT, "", UnfinishedGroup(begun))
+    progress = GroupProgress(TASK, UnfinishedGroup(begun))
     assert progress.begun() == UnfinishedGroup(begun) and not progress.tokens
     progress.begin(request("x"), (0, 0))
     progress.begin(request("y"), (1, 0))  # what is kept is of another prompt
@@ -45,7 +48,7 @@ def test_the_next_attempt_continues_the_same_requests_under_other_names() -> Non
 
 
 def test_a_response_that_an_engine_has_dropped_can_go_on() -> None:
-    progress = GroupProgress(PROMPT, "")
+    progress = GroupProgress(TASK)
     progress.begin(request("a"), (0, 0))
     progress.tokens["a"] = replace(part(7), finish_reason="abort")
     assert progress.begun().responses[0, 0].tokens == part(7)

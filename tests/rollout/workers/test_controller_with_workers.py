@@ -23,8 +23,7 @@ from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
 from megarl.rollout.resume.loop_records import FrozenLoop
 from megarl.rollout.transport.link import Parcel
-from megarl.rollout.workers.messages import Ended, Failed, Frozen, SentFailure
-from tests.support.agents.retokenized import Retokenized
+from megarl.rollout.workers.messages import Ended, Frozen, SentFailure
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
 from tests.support.rollout.fake_workers import Crew
@@ -172,7 +171,7 @@ def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
             told += [
                 replace(ended, run=run),
                 Frozen(run, 0, FrozenLoop("stale", version=99)),
-                Failed(run, SentFailure("RolloutError", "stale"), ended.stats),
+                Ended(run, SentFailure("RolloutError", "stale"), ended.stats),
             ]
         old = [message for message in told if message.run in runs]
         counters, stats = await controller.counters(), repr(controller._running.stats)
@@ -182,28 +181,6 @@ def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
         assert repr(controller._running.stats) == stats
         assert {group: each.begun() for group, each in controller._running.progress.items()} == before
         await controller._tasks.drop()
-
-    scene(crew, scenario)
-
-
-def test_rows_that_are_being_written_when_a_trainer_begins_anew_are_not_there_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local, crew = with_workers(tmp_path, monkeypatch)
-    writing = asyncio.Event()
-    queue: Any = local.queue
-
-    async def hold() -> None:
-        writing.set()
-        await asyncio.sleep(0.2)
-
-    async def scenario() -> None:
-        queue.hold = hold
-        await local.controller.set_version(0)
-        await writing.wait()
-        await local.controller.begin(None)
-        await asyncio.sleep(0.5)  # rows that were written late would come now
-        assert not queue.rows and all(not worker.loops._runs for worker in crew.made)
 
     scene(crew, scenario)
 
@@ -227,37 +204,33 @@ class TwoTurns:
         )  # fmt: skip
 
 
-def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_over() -> None:
+async def test_a_drain_holds_back_the_requests_of_workers_until_the_publication_is_over() -> None:
     """The first turn has ended, the second one is asked for during the drain, of either worker's group."""
     replica = FakeReplica(4)
+    fleet = fleet_of({0: replica})
+    drained, waiting = asyncio.Event(), []
 
-    async def scenario() -> None:
-        fleet = fleet_of({0: replica})
-        drained, waiting = asyncio.Event(), []
+    async def between() -> None:
+        waiting.append(1)
+        await drained.wait()
 
-        async def between() -> None:
-            waiting.append(1)
-            await drained.wait()
-
-        loop = TwoTurns(between)
-        crew = Crew(CONFIG, GroupRunner(CONFIG, loop, FakeSource(), RequestCoalescer(fleet).generate, FakeRewards()))
-        await crew.pool.start()
-        running = [asyncio.ensure_future(crew.run(group)) for group in range(2)]
-        while len(waiting) < 2 * SAMPLES:
-            await asyncio.sleep(0.01)
-        await fleet.drain(5.0)
-        drained.set()
-        await asyncio.sleep(0.2)
-        assert len(replica.served) == 2 and not any(each.done() for each in running), "the second turns are held back"
-        fleet.admit_joining()  # as `set_version` does
-        ends = await asyncio.gather(*running)
-        assert len(replica.served) == 2 + 2 * SAMPLES and [len(rows) for rows in ends] == [SAMPLES] * 2
-        assert {name for served in replica.served for name in served} == {
-            f"p-{group}-{sample}-{turn}" for group in range(2) for sample in range(SAMPLES) for turn in range(2)
-        }
-        await crew.pool.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    generate = RequestCoalescer(fleet).generate
+    crew = Crew(CONFIG, GroupRunner(CONFIG, TwoTurns(between), FakeSource(), generate, FakeRewards()))
+    await crew.pool.start()
+    running = [asyncio.ensure_future(crew.run(group)) for group in range(2)]
+    while len(waiting) < 2 * SAMPLES:
+        await asyncio.sleep(0.01)
+    await fleet.drain(5.0)
+    drained.set()
+    await asyncio.sleep(0.2)
+    assert len(replica.served) == 2 and not any(each.done() for each in running), "the second turns are held back"
+    fleet.admit_joining()  # as `set_version` does
+    ends = await asyncio.gather(*running)
+    assert len(replica.served) == 2 + 2 * SAMPLES and [len(rows) for rows in ends] == [SAMPLES] * 2
+    assert {name for served in replica.served for name in served} == {
+        f"p-{group}-{sample}-{turn}" for group in range(2) for sample in range(SAMPLES) for turn in range(2)
+    }
+    await crew.pool.close()
 
 
 @dataclass
@@ -325,42 +298,6 @@ def test_the_journal_has_the_states_of_loops_in_workers_and_the_next_controller_
         assert sorted(after.resumed) == names and not after.frozen
         assert not second.fleet.sent, "no engine is asked for what there was"
         assert sorted(second.queue.rows) == names
-        await second.controller._tasks.drop()
-
-    scene(crew, resumed)
-
-
-def test_groups_that_workers_have_finished_are_used_again_whatever_prompts_their_rows_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": 3},
-        rollout={"agent_workers": 2, "journal_s": 0.05},
-    )
-    first, crew = with_workers(tmp_path, monkeypatch, Retokenized(), config)
-
-    def finished() -> set[int]:
-        path = tmp_path / JOURNAL_FILE
-        heads = [read_head(record) for record in JournalFile(path).read()] if path.exists() else []
-        return {head["group"] for head in heads if head["kind"] == "group"}
-
-    async def killed() -> None:
-        await first.controller.begin(None)
-        await first.controller.set_version(0)
-        while finished() != set(range(GROUPS)):
-            await asyncio.sleep(0.05)
-        await first.controller._tasks.drop()
-
-    scene(crew, killed)
-    second, crew = with_workers(tmp_path, monkeypatch, Retokenized(), config)
-
-    async def resumed() -> None:
-        await second.controller.begin(None)
-        await second.controller.set_version(0)
-        await second.controller.wait_batch(0, WAIT_S)
-        assert not second.fleet.sent, "no engine is asked for what there was"
-        assert second.queue.rows == first.queue.rows and len(second.queue.rows) == 3 * GROUPS
         await second.controller._tasks.drop()
 
     scene(crew, resumed)

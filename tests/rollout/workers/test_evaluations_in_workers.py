@@ -19,7 +19,7 @@ from megarl.rollout.agents.loop_run import EVAL_SEED_OFFSET
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.orchestrator.evaluation import Share, evaluate_on_fleet
+from megarl.rollout.orchestrator.evaluator import Share, evaluate_on_fleet
 from megarl.rollout.resume.loop_records import INTERRUPTED
 from megarl.rollout.tasks.prompts import EvalSet, PromptTask
 from megarl.rollout.workers.messages import Start

@@ -6,10 +6,10 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from megarl.chat.dialogue import Dialogue
+from megarl.chat.formats import Prompt
 from megarl.config.schema import Config
 from megarl.config.schema.agent import AgentConfig
 from megarl.queue.trajectory import VersionSpan
@@ -19,6 +19,7 @@ from megarl.rollout.engine.continuation import ResponsesSoFar
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.tools.tool import ToolAnswer
 from tests.support.models.chat_templates import chat_tokenizer
@@ -107,12 +108,9 @@ class OneProblem:
     """The source of one problem."""
 
     def __init__(self, toolbox: Toolbox, max_tokens: int) -> None:
-        ids = toolbox.dialogue.start([{"role": "user", "content": "What is 1 + 1 + 2?"}], toolbox.schemas)
-        judge = lambda text, tokens, reason: RewardInput("", text, tokens, reason)  # noqa: E731
-        sampling = SamplingSpec(max_tokens, 1.0, (END,))
-        self.drawn: Any = SimpleNamespace(
-            ids=ids, reward_input=judge, answer="4", sampling=sampling, dataset="", reward=0, demonstrations=()
-        )
+        prompt = Prompt(0, [{"role": "user", "content": "What is 1 + 1 + 2?"}], "4", {})
+        ids = toolbox.dialogue.start(prompt.messages, toolbox.schemas)
+        self.drawn = PromptTask(prompt, ids, SamplingSpec(max_tokens, 1.0, (END,)))
 
     def draw(self, group_id: int) -> Any:
         return self.drawn

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megarl.chat.formats import Prompt
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
@@ -35,6 +34,7 @@ from megarl.rollout.orchestrator.controller import RolloutController
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
+from megarl.rollout.tasks.prompts import PromptTask
 
 VERSION = 4  # of the weights that the fake batcher serves
 ENGINE_S = 0.25
@@ -74,19 +74,9 @@ class FakeSource:
         self.sets: dict[int, str] = {}  # the data sets of groups, if there are several
         self.curriculum: Callable[[], Awaitable[None]] | None = None  # what a commit waits for
 
-    def draw(self, group_id: int) -> Any:
-        def judge(text: str, ids: list[int], reason: str) -> RewardInput:
-            return RewardInput("", text, ids, reason)
-
-        return SimpleNamespace(
-            ids=[5] * (group_id + 1),
-            reward_input=judge,
-            answer=self.reference(group_id),
-            sampling=self.sampling,
-            dataset=self.dataset(group_id),
-            reward=0,
-            demonstrations=(),
-        )
+    def draw(self, group_id: int) -> PromptTask:
+        prompt = Prompt(group_id, [{"role": "user", "content": f"question {group_id}"}], self.reference(group_id), {})
+        return PromptTask(prompt, [5] * (group_id + 1), self.sampling, self.dataset(group_id))
 
     def dataset(self, group_id: int) -> str:
         return self.sets.get(group_id, "")
@@ -299,7 +289,7 @@ def local_controller(
     made._coalescer = coalescer
     made._external_requests = ExternalRequests(fleet, serves=False)
     loop = loop or SingleTurn()
-    persist = partial(made._journal.persist, source=source)
+    persist = made._journal.persist
     made._running = RunningGroups(config, source, coalescer.generate, "run.0", persist=persist)  # type: ignore[arg-type]
     made._host = LoopHost(loop, rewards, source.decode_all, timeout_s=config.timeouts.rpc_s)  # type: ignore[arg-type]
     made._loop = loop

@@ -13,7 +13,7 @@ import pytest
 from megarl.chat.dialogue import DialogueError
 from megarl.chat.tool_calls import HERMES, BareFormat
 from megarl.config.derived.datasets import train_sets
-from megarl.rollout.tasks.toolboxes import Toolboxes, make_tool
+from megarl.rollout.tasks.toolbox import Toolboxes, make_tool
 from megarl.tools.tool import ToolAnswer
 from tests.support.models.chat_templates import chat_tokenizer
 from tests.support.trainer.configs import config as config_of
@@ -27,7 +27,7 @@ CALCULATOR = {"kind": "examples.rl.tools.calculator:Calculator", "in_worker": Tr
 
 def boxes(family: str, **changes: Any) -> tuple[list[Any], Toolboxes]:
     config = config_of("model", **changes)
-    made = Toolboxes(config, chat_tokenizer(family), [2])
+    made = Toolboxes(config.agent, chat_tokenizer(family), [2])
     return [made.of(each) for each in train_sets(config)], made
 
 
