@@ -25,7 +25,11 @@ echo up
 until [ -n "$asked" ]; do sleep 0.1; done
 sleep 1; echo saved; exit 7
 """
-LAUNCH = "import sys; from megarl.cli.launch import run_script; sys.exit(run_script(['bash', '-c', sys.argv[1]]))"
+# A shell lets its background jobs ignore SIGINT, and with them whatever runs the tests there.
+LAUNCH = (
+    "import signal, sys; from megarl.cli.launch import run_script; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(run_script(['bash', '-c', sys.argv[1]]))"
+)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class LocalClient(PoolClient):
     """Calls an admission as the controller does, instead of the controller."""
 
     def __init__(self, admission: Admission, config: Config) -> None:
-        self.admission, self.config = admission, config
+        self.admission, self.config, self.timeouts = admission, config, config.timeouts
 
     def _call(self, method: str, args: Any, numbers: Any, timeout_s: float, **_: Any) -> tuple[Any, int]:  # type: ignore[override]
         assert method == "commit_and_tell"

@@ -24,7 +24,7 @@ from megarl.config.schema.job import RayConfig
 from megarl.weights.plan.settings import SyncSettings
 
 STORE_TIMEOUT_S = 30.0  # of one store request; the store answers immediately unless its owner has ended
-_SLICE_S = 1.0  # after which a wait lets handlers of signals run
+_POLL_S = 0.1
 _serial = 0
 
 
@@ -115,16 +115,20 @@ class SyncStore:
         return [self._verified(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
 
     def wait(self, key: str, timeout_s: float, what: str) -> JsonValue:
-        """Wait until `key` is set, and return its JSON value. `what`: what is waited for, for the error.
+        """Poll until `key` is set, and return its JSON value. `what`: what is waited for, for the error.
 
-        Unlike in the `block` methods, Python's handlers of signals run meanwhile. Raises PeerTimeout if the key is not
-        set within `timeout_s` seconds.
+        Unlike in the `block` methods, handlers of signals run meanwhile, and other threads use the connection: torch
+        serves one request of a connection after the other. Raises PeerTimeout if the key is not set within `timeout_s`
+        seconds.
         """
-        deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            if (value := self.block(key, min(left, _SLICE_S))) is not None:
-                return value
-        raise PeerTimeout(f"waited {timeout_s:.0f} s for {what}")
+        began = now = time.monotonic()
+        while (value := self.get(key)) is None:
+            if now > began + timeout_s:
+                raise PeerTimeout(f"waited {timeout_s:.0f} s for {what}")
+            # The pause grows with the time waited: a delay of a few percent, and few requests from many ranks.
+            time.sleep(min(max(0.001, 0.04 * (now - began)), _POLL_S))
+            now = time.monotonic()
+        return value
 
 
 def open_shared_store(name: str, secret: bytes, host: str | None, share: Callable[[str | None], str]) -> SyncStore:

@@ -90,7 +90,7 @@ class Trainer:
         await controller.set_version(0)
         following = asyncio.create_task(controller.wait_batch(0, 20.0))
         for step in range(STEPS):
-            early = controller._steps.taken(step)
+            early = controller._steps._batches.get(step)
             assert early is None or not early.reused, "filled up before the trainer needs it"
             await controller.admit(step)
             batch = await following
