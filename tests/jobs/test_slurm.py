@@ -16,7 +16,7 @@ from tests.support.runs.slurm import Slurm, submit
 pytestmark = pytest.mark.cluster
 
 # Seconds: what one save of the tiny model and the rest of its step may take.
-STOP_S = 60
+STOP_S = 75  # more than timeouts.save_s
 
 
 def test_an_allocation_that_does_not_fit_starts_nothing(slurm: Slurm, tmp_path: Path) -> None:
