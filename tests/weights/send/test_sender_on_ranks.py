@@ -34,7 +34,8 @@ def test_a_publish_costs_the_store_three_requests_per_member_and_none_per_bucket
     ranks = world(2).run("tests.support.ranks.sync.weight_sync:requests_of_a_publish", owners=owners)
     members, requests = 2 + 3, sum(rank["requests"] for rank in ranks)
     assert len(ranks[0]["senders"]) == 2 - silent and ranks[0]["buckets"] > 10
-    assert requests == 3 * (members - silent) + silent + 3 + 4
+    least = 3 * (members - silent) + silent + 3 + 4
+    assert least <= requests <= least + 40, "a wait polls; a request of each member per bucket would be 50 and more"
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
