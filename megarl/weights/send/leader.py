@@ -28,6 +28,7 @@ from megarl.weights.send.failure import STAGE, CallsFailed, CutShort, brief, exp
 
 logger = logging.getLogger(__name__)
 
+REPORT_S = 1.0  # after which a wait for reports looks whether a member has failed
 EXTRA_WAIT_S = 3.0  # after the first failure, in which the calls to the other replicas can end
 
 
@@ -141,11 +142,16 @@ class EngineCalls:
         return SyncReport(version, ended - started, plan.total_bytes, buckets, digest_s, ended - paused_at, seconds)
 
     def _await_reports(self, group: Group, plan: BucketPlan, deadline: float) -> list[dict[str, Any]]:
-        """Return every member's report, after comparing all digests with the senders'. Raises DigestMismatch."""
+        """Return every member's report, after comparing all digests with the senders'.
+
+        Raises DigestMismatch, and SyncAborted if a member has failed: that one writes no report.
+        """
         keys = [group.key("report", rank) for rank in range(len(group.names))]
-        reports = self._store.block_all(keys, max(1.0, deadline - time.monotonic()))
-        if reports is None:
-            raise PeerTimeout(f"{group.name} waited until the deadline for the reports of all members")
+        while (reports := self._store.block_all(keys, REPORT_S)) is None:
+            if group.aborted():
+                raise SyncAborted(group.abort_reason or "")
+            if time.monotonic() > deadline:
+                raise PeerTimeout(f"{group.name} waited until the deadline for the reports of all members")
         senders = len(group.members.senders)
         sent: dict[int, int] = {}
         for report in reports[:senders]:

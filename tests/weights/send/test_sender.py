@@ -581,8 +581,9 @@ def test_a_replica_that_cannot_pause_leaves_the_others_serving() -> None:
 
 
 def test_the_trainer_failing_releases_the_engines() -> None:
+    """At once: the time limit of the sync is longer than that of the test."""
     pool = FakePool(1, 1)
-    sender, exporter = make_sender(pool)
+    sender, exporter = make_sender(pool, with_settings(sync_s=3600.0))
 
     def broken(number: int) -> None:
         if number == 9:
