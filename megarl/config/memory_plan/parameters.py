@@ -1,6 +1,6 @@
 """The parameters of each trainer rank, the bytes of their state, and what a forward pass keeps for its backward pass.
 
-Only sizes are computed. They follow Megatron-Core 0.16.1's modules, DDP buffers (distributed/param_and_grad_buffer.py)
+Only sizes are computed. They follow Megatron-Core's modules, DDP buffers (distributed/param_and_grad_buffer.py)
 and optimizers; tests compare them with models that are really built.
 
 Activations are counted by the tensors that Megatron-Core's modules save. There are two kinds of model: `fused` is
