@@ -49,7 +49,8 @@ def config(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The config of a run in that directory, in the environment of a rank that torchrun has started."""
     path = run_dir.with_name("config.yaml")
     data = write_problems(run_dir.with_name("prompts.jsonl"), 1)
-    path.write_text(json.dumps(tree(model, data, run__dir=str(run_dir))))
+    timeouts = {"node_s": 1.0}  # a start with --force waits that long for a holder that does not end
+    path.write_text(json.dumps(tree(model, data, run__dir=str(run_dir), timeouts=timeouts)))
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
