@@ -1,7 +1,7 @@
 """The parameters of each trainer rank, the bytes of their state, and what a forward pass keeps for its backward pass.
 
-Only sizes are computed. They follow Megatron-Core 0.16.1's modules, DDP buffers (distributed/param_and_grad_buffer.py)
-and optimizers; tests compare them with models that are really built.
+Only sizes are computed. They follow Megatron-Core 0.16.1's modules and optimizers; tests compare them with models that
+are really built.
 
 Activations are counted by the tensors that Megatron-Core's modules save. There are two kinds of model: `fused` is
 Transformer Engine's layer spec (GPUs), the other kind uses Megatron's own modules with megarl's RMSNorm and packed
@@ -13,8 +13,6 @@ derived from the source only.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +22,6 @@ from megarl.models.architecture.architecture import LatentAttention, ModelInfo
 from megarl.models.megatron.layout import Layout
 
 FP32 = 4
-DEFAULT_BUCKET = 40_000_000
-DEFAULT_BUCKET_PER_RANK = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,6 @@ class Parameter:
     name: str
     numel: int
     expert: bool = False
-    own_bucket: bool = False  # for tied embeddings on the first and the last stage of a pipeline
 
 
 @dataclass(frozen=True)
@@ -71,10 +66,9 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
     embeds = stage == 0 and chunk == 0
     predicts = stage == layout.pipeline - 1 and chunk == last_chunk
     embedding = padded_vocabulary(info, layout.tensor) // layout.tensor * info.hidden
-    split_tie = info.tied and layout.pipeline > 1
     parameters: list[Parameter] = []
     if embeds:
-        parameters.append(Parameter("embedding", embedding, own_bucket=split_tie))
+        parameters.append(Parameter("embedding", embedding))
     kinds: dict[bool, list[Parameter]] = {}  # of layers; a plan asks often, and a mixture has hundreds of parameters
     for layer in chunk_layers(info, layout, stage, chunk):
         moe = info.is_moe_layer(layer)
@@ -84,7 +78,7 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
     if predicts:
         parameters.append(Parameter("final_norm", info.hidden))
         if not (info.tied and embeds):
-            parameters.append(Parameter("output", embedding, own_bucket=split_tie))
+            parameters.append(Parameter("output", embedding))
     return parameters
 
 
@@ -182,28 +176,18 @@ class TrainerRank:
 
         Weights are in the compute precision, gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false. The
         optimizer state is Adam's two moments in fp32, and with bf16 also the fp32 master weights. The distributed
-        optimizer shards its state over the data-parallel ranks and pads the buffers of weights and gradients.
+        optimizer shards its state over the data-parallel ranks; the padding of its buffers is not counted.
         """
-        ddp = ddp_fields(self.trainer, self.megatron)
-        gradient = FP32 if ddp["grad_reduce_in_fp32"] else self.element
+        gradient = FP32 if ddp_fields(self.trainer, self.megatron)["grad_reduce_in_fp32"] else self.element
         per_parameter = 2 * FP32 + (FP32 if self.element != FP32 else 0)
         weights = gradients = optimizer = 0
         for chunk in range(self.layout.virtual_pipeline or 1):
             parameters = chunk_parameters(self.info, self.layout, stage, chunk)
             for expert, ranks in ((False, self.layout.data), (True, self.layout.expert_data)):
-                own = [p for p in parameters if p.expert == expert]
-                if not own:
-                    continue
-                buffer = shard = sum(p.numel for p in own)
-                if self.trainer.optimizer.distributed:
-                    bucket_size = None  # a single bucket: no overlap, later stages, later chunks
-                    if ddp["overlap_grad_reduce"] and stage == chunk == 0:
-                        default = max(DEFAULT_BUCKET, DEFAULT_BUCKET_PER_RANK * self.layout.data)
-                        bucket_size = ddp.get("bucket_size") or default
-                    wide = bool(ddp.get("pad_buckets_for_high_nccl_busbw"))
-                    buffer, shard = _buffer(own, ranks, bucket_size, wide)
-                weights += buffer * self.element
-                gradients += buffer * gradient
+                numel = sum(p.numel for p in parameters if p.expert == expert)
+                weights += numel * self.element
+                gradients += numel * gradient
+                shard = -(-numel // ranks) if self.trainer.optimizer.distributed else numel
                 optimizer += shard * per_parameter
         return StateBytes(weights, gradients, optimizer)
 
@@ -237,7 +221,6 @@ class TrainerRank:
 
         They are those of its attention or of its MLP, whichever is larger, of the norm before it, and of two hidden
         states: the residual and the layer's input. It is an estimate: within a module, some tensors are freed earlier.
-        Without Transformer Engine the experts run one after the other.
         """
         sizes, info = _Sizes.of(self), self.info
         attention = _attention_bytes(sizes, info, False)
@@ -252,12 +235,7 @@ class TrainerRank:
         if info.is_moe_layer(layer):
             mlp += _experts(sizes, False)
             if not self.fused:
-                rows = sizes.routed * sizes.element
-                # The share of rows that the running expert lacks.
-                others = 1 - self.layout.expert / (info.num_experts or 1)
-                # The outputs of all experts, separate and joined, and of their steps only those of the running one,
-                # which are three more than a backward pass needs: activated, product, weighed.
-                mlp += rows * (2 * sizes.hidden + 3 * sizes.moe_ffn - 6 * sizes.moe_ffn * others)
+                mlp += sizes.routed * sizes.hidden * sizes.element  # the experts' outputs
         return max(attention, mlp) + _norm(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
 
     def _without_recompute(self) -> TrainerRank:
@@ -342,55 +320,6 @@ class TrainerRank:
         # The weight's gradient is summed over chunks in fp32; the product of one chunk, and the result, are in bf16.
         backward = max(gradient, rows * columns * copy + weight * (FP32 + copy))
         return max(forward, backward)
-
-
-def _buffer(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, wide: bool) -> tuple[int, int]:
-    """Return the elements of the contiguous buffer, and the parameter elements of the largest optimizer shard.
-
-    `wide`: buckets are padded for NCCL's bandwidth.
-    """
-    multiple = math.lcm(ranks, 2**16 if wide else 128)
-    buckets: list[list[tuple[int, int]]] = [[]]
-    position = bucket_start = 0
-    ends: list[int] = []
-
-    def close(end: int) -> int:
-        nonlocal bucket_start
-        bucket_start = _round_up(end, multiple)
-        ends.append(bucket_start)
-        buckets.append([])
-        return bucket_start
-
-    for parameter in reversed(parameters):
-        position = _round_up(position, 64)
-        if parameter.own_bucket and buckets[-1]:
-            position = close(position)
-        start, position = position, position + parameter.numel
-        buckets[-1].append((start, position))
-        full = bucket_size is not None and position - bucket_start >= bucket_size
-        if full or parameter.own_bucket:
-            position = close(position)
-    if buckets[-1]:
-        close(position)
-    return ends[-1], _fullest_shard(buckets, ends, ranks)
-
-
-def _fullest_shard(buckets: list[list[tuple[int, int]]], ends: list[int], ranks: int) -> int:
-    """Return the parameter elements of the rank with most; every bucket is divided into `ranks` equal ranges."""
-    held = [0] * ranks
-    start = 0
-    for spans, end in zip(buckets, ends, strict=False):
-        width = (end - start) // ranks
-        for low, high in spans:
-            for rank in range((low - start) // width, (high - 1 - start) // width + 1):
-                first = start + rank * width
-                held[rank] += min(high, first + width) - max(low, first)
-        start = end
-    return max(held)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -479,11 +408,8 @@ def _latent_attention_bytes(sizes: _Sizes, mla: LatentAttention, recompute_core:
     element, split = sizes.element, sizes.hidden // sizes.shard
     heads = sizes.q // sizes.head
     kept = 4.0 * mla.rotated * element  # cosines and sines
-    for rank, made in ((mla.query_rank or 0, mla.query_rank or 0), (mla.kv_rank, mla.kv_rank + mla.rotated)):
-        # Norm and scaled result. In fp32 the norm's input is a view of the tensor gathered over the TP ranks.
+    for rank in (mla.query_rank or 0, mla.kv_rank):  # norm and scaled result
         kept += _norm(sizes, rank) / split + rank * element / split
-        if not sizes.fused and element == FP32:
-            kept += made * FP32 - rank * FP32 / split
     values = heads * mla.value
     padded = values if sizes.fused or recompute_core else sizes.q  # fused attention kernels need equal head sizes
     kept += (2 * sizes.q + padded) * element
