@@ -11,15 +11,18 @@ run; most failures are covered by each of them:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -73,6 +76,31 @@ def state_of(process: ProcessId) -> str | None:
     """
     state = _stat(process.pid)
     return state[0] if state is not None and state[1] == process.start_time else None
+
+
+def this_place() -> str:
+    """Name host, boot and pid namespace of this process: two processes of one place see each other's pids.
+
+    Some sandboxes have no boot id or no namespaces; these parts are then empty.
+    """
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    return f"{platform.node()}/{boot}/{namespace}"
+
+
+def has_ended(process: ProcessId, place: str) -> bool | None:
+    """Tell whether a process of a place (`this_place`) has ended; None if that cannot be seen from here.
+
+    Hosts and containers may share a directory: the pids of another place mean nothing here.
+    """
+    here = this_place()
+    if place == here:
+        return not is_alive(process)
+    (host, boot, *_), (own_host, own_boot, *_) = place.split("/"), here.split("/")
+    return True if host == own_host and boot != own_boot else None
 
 
 def still_alive(processes: Iterable[ProcessId]) -> set[ProcessId]:
