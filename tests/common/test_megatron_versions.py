@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from importlib.metadata import version
@@ -14,8 +12,7 @@ from packaging.version import Version
 
 from megarl.common import megatron_versions
 from megarl.common.errors import InstallationError
-from tests.support.checkout import ROOT, environment
-from tests.support.repository.megatron_version import VARIABLE, check_megatron_version
+from tests.support.checkout import ROOT
 from tests.support.worlds.world import World
 
 
@@ -47,28 +44,3 @@ def test_ranks_import_the_version_that_is_installed(world: Callable[[int], World
     installed = version("megatron-core")  # of the first directory on the path that has one
     [imported] = world(1).run("tests.support.ranks.models.megatron_defects:imported_version")
     assert Version(imported).public == installed
-
-
-@pytest.mark.parametrize("found", ["0.19.2", "0.19.2+7a3bf5c"])
-def test_the_commit_of_a_repository_around_it_is_no_other_version(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import megatron.core
-
-    from megarl import platforms
-
-    monkeypatch.setattr(platforms, "activate", lambda: None)  # it would take the patches of the version that is told
-    monkeypatch.setattr(megatron.core, "__version__", found)
-    monkeypatch.setenv(VARIABLE, "0.19.2")
-    check_megatron_version()
-    monkeypatch.setenv(VARIABLE, "0.19.1")
-    with pytest.raises(RuntimeError, match="is imported from"):
-        check_megatron_version()
-
-
-def test_a_session_with_another_version_than_expected_does_not_start() -> None:
-    program = "from tests.support.repository.megatron_version import check_megatron_version as check; check()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(**{VARIABLE: "0.0.1"}), cwd=ROOT, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert f"{VARIABLE}=0.0.1, but megatron-core {version('megatron-core')}" in done.stderr

@@ -32,22 +32,6 @@ def state(process: ProcessId, **changes: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_the_spec_survives_its_file(tmp_path: Path) -> None:
-    spec = launch.SupervisorSpec("{}", "/runs/a b", ProcessId(5, 6), "abc", 2, "/work", cuda=True)
-    spec.save(tmp_path / "spec.json")
-    assert launch.SupervisorSpec.load(tmp_path / "spec.json") == spec
-    assert (spec.namespace, spec.partition) == ("megarl-abc", "a b-abc.2")
-
-
-def test_another_launch_and_another_attempt_share_no_name() -> None:
-    specs = [
-        launch.SupervisorSpec("{}", "/runs/x", GONE, launch_id, attempt, "/", cuda=False)
-        for launch_id in ("a", "b")
-        for attempt in (0, 1)
-    ]
-    assert len({spec.partition for spec in specs}) == 4
-
-
 def test_torchrun_variables_do_not_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "ROLE_NAME"):
         monkeypatch.setenv(name, "1")
@@ -286,17 +270,6 @@ def test_a_run_directory_of_a_dead_run_is_taken_over_with_the_next_attempt(tmp_p
     (tmp_path / launch.STOP_FILE).write_text("old")
     assert launch._retire_previous(tmp_path) == 4
     assert not (tmp_path / launch.STOP_FILE).exists()
-
-
-def test_a_supervisor_of_this_very_launcher_is_asked_to_stop_first(tmp_path: Path) -> None:
-    obedient = "import os, sys, time; print('up', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
-    command = [sys.executable, "-c", obedient, str(tmp_path / launch.STOP_FILE)]
-    old = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert old.stdout is not None and old.stdout.readline()
-    left = ProcessId.of(old.pid)
-    launch.write_state(tmp_path, state(left, agent=asdict(ProcessId.own())))
-    assert launch._retire_previous(tmp_path) == 4 and not is_alive(left)
-    assert old.wait(timeout=60) == 0
 
 
 def test_a_long_wait_for_the_engines_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
