@@ -13,12 +13,15 @@ derived from the source only.
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
-from megarl.config.schema import Config, MegatronConfig, TrainerConfig
+from megarl.config.schema import Config, MegatronConfig, TrainerConfig, WeightSyncConfig
 from megarl.models.architecture.architecture import LatentAttention, ModelInfo
+from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 
 FP32 = 4
@@ -143,8 +146,17 @@ def model_parameters(info: ModelInfo) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class FrozenModel:
+    """A model that the trainer's ranks hold and do not train. `name`: of its weights; `placement`: where they are."""
+
+    name: str
+    placement: str
+    info: ModelInfo
+
+
+@dataclass(frozen=True)
 class TrainerRank:
-    """A rank of the trainer, for which sizes are computed: its model, its layout, and how it trains.
+    """A rank of the trainer, for which sizes are computed: its models, its layout, and how it trains.
 
     `fused`: the kind of model, see above. `weighs_entropy`: the entropy is a part of the loss.
     """
@@ -155,11 +167,25 @@ class TrainerRank:
     megatron: MegatronConfig
     weighs_entropy: bool
     fused: bool
+    sync: WeightSyncConfig
+    frozen: tuple[FrozenModel, ...]
 
     @classmethod
     def of(cls, config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> TrainerRank:
         """Return a rank of the trainer of a config."""
-        return cls(info, layout, config.trainer, config.megatron, config.algorithm.entropy_coef > 0, fused)
+        reference = FrozenModel("reference weights", config.reference.placement, info)
+        frozen = [reference] if config.needs_reference else []
+        for each in trainer_teachers(config.teachers):
+            with suppress(ValueError):  # its config.json is not on this machine
+                frozen.append(FrozenModel(f"weights of teacher {each.name}", each.placement, load_info(each.path)))
+        weighs_entropy = config.algorithm.entropy_coef > 0
+        return cls(
+            info, layout, config.trainer, config.megatron, weighs_entropy, fused, config.weight_sync, tuple(frozen)
+        )
+
+    def with_trainer(self, **fields: object) -> TrainerRank:
+        """Return this rank with other fields of the section `trainer`."""
+        return replace(self, trainer=self.trainer.model_copy(update=fields))
 
     @property
     def element(self) -> int:
@@ -240,8 +266,8 @@ class TrainerRank:
 
     def _without_recompute(self) -> TrainerRank:
         """Return this rank with every activation kept."""
-        trainer = self.trainer.model_copy(update={"recompute": "none"})
-        return replace(self, trainer=trainer, megatron=self.megatron.model_copy(update={"transformer": {}}))
+        megatron = self.megatron.model_copy(update={"transformer": {}})
+        return replace(self.with_trainer(recompute="none"), megatron=megatron)
 
     def chunk_bytes(self, stage: int, chunk: int, load: float = 1.0) -> float:
         """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""

@@ -117,8 +117,9 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     longest = max_sequence_tokens(config, info)
     total, active = model_parameters(info)
     gpu = Device(cuda, _fused(cuda), _limit(config.trainer.device_memory_gib, cuda))
-    config = resolve_auto(config, info, layout, gpu, longest)
-    trainer = trainer_memory(config, TrainerRank.of(config, info, layout, fused=gpu.fused), gpu)
+    rank = resolve_auto(TrainerRank.of(config, info, layout, fused=gpu.fused), gpu, longest)
+    config = config.model_copy(update={"trainer": rank.trainer})
+    trainer = trainer_memory(rank, gpu)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     teachers = _teacher_plans(config, longest, cuda)
     problems = [
@@ -145,7 +146,7 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         samples_per_update=-(-batch.groups // config.trainer.mini_batches) * batch.samples_per_group,
         max_sequence_tokens=longest,
         max_response_tokens=longest_response(config).tokens,
-        most_tokens=most_tokens(config, info, layout, gpu),
+        most_tokens=most_tokens(rank, gpu),
         trainer=trainer,
         engine=engine,
         teachers=teachers,

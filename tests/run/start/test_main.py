@@ -20,7 +20,6 @@ from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
 from megarl.common.process import processes
 from megarl.common.rundir.run_files import read_exit
 from megarl.config.loading.load import load_config
-from megarl.config.memory_plan.memory import with_trainer
 from megarl.config.memory_plan.plan import make_plan
 from megarl.platforms import Platform
 from megarl.run.loop import stop
@@ -130,7 +129,8 @@ def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_con
     shape = Path(__file__).parents[3] / "examples/rl/models/Qwen3-8B"
     chosen = config(shape, run__dir=str(tmp_path), trainer__micro_batch_tokens="auto")
     plan = make_plan(chosen, device="cpu", files=False)
-    assert plan.config == with_trainer(chosen, recompute="none", micro_batch_tokens=8192)
+    resolved = chosen.trainer.model_copy(update={"recompute": "none", "micro_batch_tokens": 8192})
+    assert plan.config == chosen.model_copy(update={"trainer": resolved})
     trained: list[Any] = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(main, "redirect_output", lambda file: io.StringIO())
