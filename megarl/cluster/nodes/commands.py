@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -16,7 +16,6 @@ import yaml
 from megarl.cluster.nodes.topology import NodePlan, Topology, make_topology, stop_seconds
 from megarl.common.errors import ConfigError
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
-from megarl.config.checks.secrets import referenced_variables
 from megarl.config.schema import Config
 from megarl.config.schema.job import LaunchConfig, TimeoutsConfig
 
@@ -90,12 +89,12 @@ def user_environment(path: Path | None) -> dict[str, str]:
     return {str(name): value for name, value in variables.items()}
 
 
-def exports(config: Config, environment: Mapping[str, str]) -> str:
+def exports(referenced: Collection[str], environment: Mapping[str, str]) -> str:
     """Return shell commands that set, on another host, what an agent needs of this environment.
 
-    These are the variables of the libraries and those to which the config refers.
+    These are the variables of the libraries and those `referenced` by the config (`referenced_variables`).
     """
-    names = _PASSED_NAMES | referenced_variables(config).keys()
+    names = {*_PASSED_NAMES, *referenced}
     return "".join(
         f"export {name}={shlex.quote(value)}\n"
         for name, value in environment.items()

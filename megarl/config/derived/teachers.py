@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config.derived.datasets import train_sets
 from megarl.config.schema import Config
-from megarl.config.schema.algorithm import TeacherConfig
+from megarl.config.schema.algorithm import DistillConfig, TeacherConfig
 from megarl.models.hf.model_files import hf_files
 
 SCORED_AT_ONCE = 64  # sequences, by each engine of a teacher
@@ -21,9 +21,9 @@ def teachers_by_set(config: Config) -> dict[str, TeacherConfig]:
     return {each.name: known[each.teacher] for each in train_sets(config) if each.teacher in known}
 
 
-def distils_in_loss(config: Config) -> bool:
+def distils_in_loss(teachers: Sequence[TeacherConfig], distill: DistillConfig) -> bool:
     """Tell whether the loss has a term of the KL to teachers."""
-    return bool(config.teachers) and config.algorithm.distill.where == "loss"
+    return bool(teachers) and distill.where == "loss"
 
 
 def engine_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:

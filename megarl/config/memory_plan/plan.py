@@ -145,7 +145,7 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         samples_per_step=samples,
         samples_per_update=-(-batch.groups // config.trainer.mini_batches) * batch.samples_per_group,
         max_sequence_tokens=longest,
-        max_response_tokens=longest_response(config).tokens,
+        max_response_tokens=longest_response(config.data, config.sampling, config.evaluation).tokens,
         most_tokens=most_tokens(rank, gpu),
         trainer=trainer,
         engine=engine,
@@ -260,7 +260,7 @@ def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory
         )
     if engine.kv_tokens is not None and engine.memory.limit is not None:
         wanted = config.batch.groups * config.batch.samples_per_group / config.rollout.replicas
-        room = engine.kv_tokens / max(1, longest_response(config).tokens)
+        room = engine.kv_tokens / max(1, longest_response(config.data, config.sampling, config.evaluation).tokens)
         if room < min(wanted, config.rollout.max_num_seqs):
             notes.append(
                 f"the KV cache holds about {room:.0f} full-length sequences per engine, for {wanted:.0f} samples "

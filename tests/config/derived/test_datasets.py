@@ -94,7 +94,7 @@ def test_held_out_sets_inherit_from_data_reward_and_evaluation() -> None:
     )  # fmt: skip
     assert (aime.data.system_prompt, aime.data.chat_template_kwargs) == (None, {"enable_thinking": False})
     assert list(reward_functions(config)) == ["reward", "evaluation.sets.1.reward"]
-    assert longest_response(config).tokens == 256
+    assert longest_response(config.data, config.sampling, config.evaluation).tokens == 256
 
 
 def test_a_run_of_one_file_has_one_set_without_a_name() -> None:

@@ -29,9 +29,8 @@ from tests.support.trainer.configs import config
 
 
 def test_a_bare_torchrun_does_not_start_several_nodes() -> None:
-    chosen = config("model", trainer={"gpus": 2, "gpus_per_node": 1}, rollout={"replicas": 2, "gpus_per_node": 1})
     with pytest.raises(ValueError, match="needs 4 nodes, which a bare torchrun does not start"):
-        main._check_launch(chosen)
+        main._check_launch(4, 2, Path("run"))
 
 
 class Stopped(Exception):
@@ -87,7 +86,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch.setattr(platforms, "activate", lambda index: Platform(torch.device("cpu"), False, "gloo"))
     monkeypatch.setattr(rendezvous, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
-    monkeypatch.setattr(main, "_launch_pool", lambda config: None)
+    monkeypatch.setattr(main, "_launch_pool", lambda *arguments: None)
     monkeypatch.setattr(main, "begin_events", begin_events)
     chosen = config("model", launch={"stop_before_s": 77})
     plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))))
@@ -197,7 +196,8 @@ def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
     monkeypatch.setattr(stop, "REPORT_S", 0.0)
     monkeypatch.setattr(stop.os, "_exit", lambda code: None)
     terminal = io.StringIO()
-    main._stop_signals(config("model", run__dir=str(tmp_path)), terminal, rank).receive(signal.SIGTERM)
+    signals = stop.StopSignals(tmp_path, tmp_path / "checkpoints", terminal, speaks=main._tells_of_signals(rank))
+    signals.receive(signal.SIGTERM)
     assert ("SIGTERM while the run was starting" in terminal.getvalue()) == tells
     assert (read_exit(tmp_path) is not None) == tells
 
@@ -213,9 +213,9 @@ def start_under_torchrun(
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}))
-    monkeypatch.setattr(main, "make_plan", lambda config: None)
+    monkeypatch.setattr(main, "make_plan", lambda config: SimpleNamespace(pools=SimpleNamespace(nodes=1)))
     monkeypatch.setattr(main, "already_finished", lambda config: None)
-    monkeypatch.setattr(main, "_check_first_start", lambda config, plan, tell: None)
+    monkeypatch.setattr(main, "is_checked", lambda environment: True)
     monkeypatch.setattr(main, "claim_for_ranks", lambda run_dir, node_s, rank, force: None)
     monkeypatch.setattr(main, "end_before_start", lambda speaks: sys.stderr.write(f"tells of signals: {speaks}\n"))
     monkeypatch.setattr(main, "run", lambda config, plan, claim: 0)
