@@ -149,23 +149,12 @@ def descendants(pid: int) -> set[ProcessId]:
 
     A process whose parent has ended is not found: callers that need it have to record it before.
     """
-    children: dict[int, list[int]] = {}
-    for candidate in psutil.pids():
-        try:
-            with open(f"/proc/{candidate}/stat", "rb") as file:
-                parent = int(file.read().rpartition(b")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(parent, []).append(candidate)
-    found: set[ProcessId] = set()
-    queue = list(children.get(pid, ()))
-    while queue:
-        current = queue.pop()
-        queue.extend(children.get(current, ()))
-        state = _stat(current)
-        if state is not None and state[0] not in "ZX":
-            found.add(ProcessId(current, state[1]))
-    return found
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return set()
+    states = {child.pid: _stat(child.pid) for child in children}
+    return {ProcessId(each, state[1]) for each, state in states.items() if state is not None and state[0] not in "ZX"}
 
 
 def kill(processes: Iterable[ProcessId], signal_number: int) -> None:

@@ -68,16 +68,3 @@ def run_overrides(options: argparse.Namespace) -> list[str]:
     dump = ["telemetry.dump_batches=true"] if options.dump_batches else []
     resume = [f"checkpoint.resume={options.resume}"] if options.resume else []
     return [*options.overrides, *dump, *resume]
-
-
-def run_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the command line of these options of a training run."""
-    resume = ["--resume", options.resume] if options.resume else []
-    flags = {
-        "--dry-run": options.dry_run,
-        "--all-mistakes": options.all_mistakes,
-        "--dump-batches": options.dump_batches,
-        "--force": options.force,
-    }
-    given = [name for name, is_given in flags.items() if is_given]
-    return ["--config", str(options.config), *resume, *given, *options.overrides]
