@@ -172,17 +172,6 @@ def test_the_first_rank_says_once_if_torchruns_stores_are_open(
     assert all(line.endswith("--rdzv-backend megarl --nproc-per-node 2 train_rl.py --config C") for line in said)
 
 
-@pytest.mark.parametrize(("served", "code"), [(False, 2), (True, 0)])
-def test_an_open_torchrun_over_several_hosts_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: bool, code: int
-) -> None:
-    ended, told = start_under_torchrun(
-        monkeypatch, capsys, served=served, variables={"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2"},
-    )  # fmt: skip
-    assert ended == code
-    assert told.count("torchrun's store at 10.0.0.7 can be reached by other hosts") == (code == 2)
-
-
 @pytest.mark.parametrize(("rank", "launch", "tells"), [(0, False, True), (1, False, False), (0, True, False)])
 def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
