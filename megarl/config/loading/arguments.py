@@ -37,7 +37,8 @@ def mistake_printer(options: argparse.Namespace) -> Callable[[object], None] | N
 
 def _print_line(mistake: object) -> None:
     try:
-        print(mistake, flush=True)
+        sys.stdout.write(f"{mistake}\n")
+        sys.stdout.flush()
     except BrokenPipeError:  # its reader has seen enough, such as `head`; the others are still counted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
