@@ -142,7 +142,7 @@ def _frozen_models(found: Sequence[tuple[FrozenModel, TrainerRank]], stage: int,
 def _raw_weights(rank: TrainerRank, stage: int) -> int:
     """Return the bytes of the weights of one rank of `stage`, without buffer padding."""
     chunks = range(rank.layout.virtual_pipeline or 1)
-    return sum(p.numel for each in chunks for p in chunk_parameters(rank.info, rank.layout, stage, each)) * rank.element
+    return sum(sum(chunk_parameters(rank.info, rank.layout, stage, each)) for each in chunks) * rank.element
 
 
 def _built_buckets(sync: WeightSyncConfig, rank: TrainerRank) -> int:

@@ -28,15 +28,6 @@ FP32 = 4
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One parameter of one rank; the gradient of an `expert` one is reduced over the expert data-parallel group."""
-
-    name: str
-    numel: int
-    expert: bool = False
-
-
-@dataclass(frozen=True)
 class StateBytes:
     """Bytes that one rank holds during the whole run."""
 
@@ -63,81 +54,49 @@ def chunk_layers(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> ran
     return range(first, first + per_chunk)
 
 
-def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> list[Parameter]:
-    """Return the parameters of one model chunk on one rank of `stage`, in registration order."""
-    last_chunk = (layout.virtual_pipeline or 1) - 1
-    embeds = stage == 0 and chunk == 0
-    predicts = stage == layout.pipeline - 1 and chunk == last_chunk
-    embedding = padded_vocabulary(info, layout.tensor) // layout.tensor * info.hidden
-    parameters: list[Parameter] = []
-    if embeds:
-        parameters.append(Parameter("embedding", embedding))
-    kinds: dict[bool, list[Parameter]] = {}  # of layers; a plan asks often, and a mixture has hundreds of parameters
-    for layer in chunk_layers(info, layout, stage, chunk):
-        moe = info.is_moe_layer(layer)
-        if moe not in kinds:
-            kinds[moe] = _layer(info, layout, moe=moe)
-        parameters += kinds[moe]
-    if predicts:
-        parameters.append(Parameter("final_norm", info.hidden))
-        if not (info.tied and embeds):
-            parameters.append(Parameter("output", embedding))
-    return parameters
+def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> tuple[int, int]:
+    """Return the parameters of one model chunk that a rank of `stage` holds, without and of experts that are split.
 
-
-def _layer(info: ModelInfo, layout: Layout, *, moe: bool) -> list[Parameter]:
-    tensor, hidden = layout.tensor, info.hidden
+    Those have data-parallel ranks of their own.
+    """
+    hidden, tensor, layers = info.hidden, layout.tensor, chunk_layers(info, layout, stage, chunk)
+    mixtures = sum(map(info.is_moe_layer, layers))
     attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
-    parameters = [Parameter("input_norm", hidden), *attention, Parameter("mlp_norm", hidden)]
-    if not moe:
-        share = info.ffn // tensor * hidden
-        return [*parameters, Parameter("mlp.in", 2 * share), Parameter("mlp.out", share)]
-    experts = info.num_experts or 0
-    parameters.append(Parameter("router", experts * hidden))
-    share = info.moe_ffn // layout.etp * hidden
-    apart = layout.expert > 1
-    for _ in range(experts // layout.expert):
-        parameters += [Parameter("expert.in", 2 * share, apart), Parameter("expert.out", share, apart)]
-    if info.shared_ffn:
-        share = info.shared_ffn // tensor * hidden
-        parameters += [Parameter("shared_experts.in", 2 * share), Parameter("shared_experts.out", share)]
-    return parameters
+    held = len(layers) * (attention + 2 * hidden)  # with both norms
+    held += (len(layers) - mixtures) * 3 * (info.ffn // tensor) * hidden
+    held += mixtures * ((info.num_experts or 0) + 3 * (info.shared_ffn // tensor)) * hidden  # router, shared experts
+    embedding = padded_vocabulary(info, tensor) // tensor * hidden
+    embeds = stage == 0 and chunk == 0
+    held += embedding if embeds else 0
+    if stage == layout.pipeline - 1 and chunk == (layout.virtual_pipeline or 1) - 1:
+        held += hidden + (0 if info.tied and embeds else embedding)  # the final norm, and the output layer
+    experts = mixtures * ((info.num_experts or 0) // layout.expert) * 3 * (info.moe_ffn // layout.etp) * hidden
+    return (held, experts) if layout.expert > 1 else (held + experts, 0)
 
 
-def _attention(info: ModelInfo, tensor: int) -> list[Parameter]:
+def _attention(info: ModelInfo, tensor: int) -> int:
+    """Return the parameters of grouped-query attention on one rank."""
     q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
-    parameters = [
-        Parameter("attention.out", q // tensor * info.hidden),
-        Parameter("attention.qkv", (q + 2 * kv) // tensor * info.hidden),
-    ]
-    if info.qkv_bias:
-        parameters.append(Parameter("attention.qkv_bias", (q + 2 * kv) // tensor))
-    if info.qk_norm:
-        parameters += [Parameter(f"attention.{name}_norm", info.head_dim) for name in "qk"]
-    return parameters
+    held = (2 * q + 2 * kv) // tensor * info.hidden
+    held += (q + 2 * kv) // tensor if info.qkv_bias else 0
+    return held + (2 * info.head_dim if info.qk_norm else 0)
 
 
-def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> list[Parameter]:
+def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> int:
+    """Return the parameters of multi-head latent attention on one rank."""
     heads, rank = info.heads // tensor, mla.query_rank
     queries = heads * info.head_dim
-    parameters = [Parameter("attention.out", heads * mla.value * info.hidden)]
+    held = heads * mla.value * info.hidden + (mla.kv_rank + mla.rotated) // tensor * info.hidden
+    held += heads * (mla.plain + mla.value) * mla.kv_rank + mla.kv_rank
     if rank is None:
-        parameters.append(Parameter("attention.q", queries * info.hidden))
-    else:
-        parameters.append(Parameter("attention.q_down", rank // tensor * info.hidden))
-        parameters.append(Parameter("attention.q_up", queries * rank))
-    parameters.append(Parameter("attention.kv_down", (mla.kv_rank + mla.rotated) // tensor * info.hidden))
-    parameters.append(Parameter("attention.kv_up", heads * (mla.plain + mla.value) * mla.kv_rank))
-    if rank is not None:
-        parameters.append(Parameter("attention.q_norm", rank))
-    parameters.append(Parameter("attention.kv_norm", mla.kv_rank))
-    return parameters
+        return held + queries * info.hidden
+    return held + rank // tensor * info.hidden + queries * rank + rank
 
 
 def model_parameters(info: ModelInfo) -> tuple[int, int]:
     """Return the number of parameters of the model, and of those active for one token (embeddings included)."""
     single = Layout()
-    total = sum(p.numel for p in chunk_parameters(info, single, 0, 0))
+    total, _ = chunk_parameters(info, single, 0, 0)
     active = total
     for layer in range(info.num_layers):
         if info.is_moe_layer(layer):
@@ -208,9 +167,8 @@ class TrainerRank:
         per_parameter = 2 * FP32 + (FP32 if self.element != FP32 else 0)
         weights = gradients = optimizer = 0
         for chunk in range(self.layout.virtual_pipeline or 1):
-            parameters = chunk_parameters(self.info, self.layout, stage, chunk)
-            for expert, ranks in ((False, self.layout.data), (True, self.layout.expert_data)):
-                numel = sum(p.numel for p in parameters if p.expert == expert)
+            held = chunk_parameters(self.info, self.layout, stage, chunk)
+            for numel, ranks in zip(held, (self.layout.data, self.layout.expert_data), strict=True):
                 weights += numel * self.element
                 gradients += numel * gradient
                 shard = -(-numel // ranks) if self.trainer.optimizer.distributed else numel
