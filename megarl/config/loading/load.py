@@ -86,11 +86,6 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return tree
 
 
-def overridden_tree(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what the overrides alone say; they are valid on the tree to which they belong."""
-    return apply_overrides({}, overrides)
-
-
 def _section_at(tree: dict[str, Any], path: list[str]) -> dict[str, Any]:
     """Return the section of `tree` that holds the last name of `path`; add it, and those above it, if missing."""
     section: Any = tree  # a node of nested plain values

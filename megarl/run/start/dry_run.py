@@ -11,7 +11,7 @@ from megarl.common.errors import Findings
 from megarl.common.trust.secret_references import references
 from megarl.config.checks.sections import DeviceType, absent_files, planned_elsewhere
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
-from megarl.config.loading.load import overridden_tree
+from megarl.config.loading.load import apply_overrides
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN, AgentConfig
@@ -126,7 +126,7 @@ def checked_plan(
 
 def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> Iterator[str]:
     """Yield a problem for each absent path that is the user's own: a shipped recipe does not need its files here."""
-    given = overridden_tree(overrides)
+    given = apply_overrides({}, overrides)  # valid on the tree to which they belong
     for key, path in absent:
         if _names(given, key):
             yield (
