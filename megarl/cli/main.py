@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build_parser().print_help(sys.stderr)
         return 2
     options = _parse(given)
+    options.arguments = given[1:]
     command: Command = options.run
     try:
         return command(options)

@@ -72,9 +72,9 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     of_config = (
         _sizes(config),
         pace_problems(config),
-        evaluation_problems(config),
+        evaluation_problems(config.evaluation, config.checkpoint, config.run),
         _deadlines(config.rollout, config.timeouts),
-        liveness_problems(config),
+        liveness_problems(config.admission, config.algorithm),
         correction_problems(config),
         monitor_problems(config.monitor, config.admission),
         _checkpoint(config.checkpoint, config.evaluation),
@@ -151,7 +151,10 @@ def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
         return config.rollout.max_model_len
     if config.data.max_prompt_tokens is None:
         return info.max_positions
-    return min(info.max_positions, config.data.max_prompt_tokens + longest_response(config).tokens)
+    return min(
+        info.max_positions,
+        config.data.max_prompt_tokens + longest_response(config.data, config.sampling, config.evaluation).tokens,
+    )
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,9 @@ def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None)
 
 def evaluation_prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
     """Return the limit of held-out prompts: with a longest response they have to fit the engine, but no micro-batch."""
-    tokens = max_sequence_tokens(config, info) - longest_response(config).tokens
+    tokens = (
+        max_sequence_tokens(config, info) - longest_response(config.data, config.sampling, config.evaluation).tokens
+    )
     if config.rollout.max_model_len is not None:
         return PromptLimit(tokens, "rollout.max_model_len - the longest response")
     if config.data.max_prompt_tokens is not None:
@@ -363,7 +368,7 @@ def _shape(model: ModelConfig, info: ModelInfo) -> Iterator[str]:
 
 
 def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
-    prompt, longest = config.data.max_prompt_tokens, longest_response(config)
+    prompt, longest = config.data.max_prompt_tokens, longest_response(config.data, config.sampling, config.evaluation)
     response = longest.tokens
     limit = config.rollout.max_model_len
     if limit is not None and limit > info.max_positions:
