@@ -1,7 +1,7 @@
 """The config section `algorithm.correction`: one weight, any number of masks, and where the proximal policy comes from.
 
-Imports no torch, because the whole config is read without it. What the names mean is in `weights.py`,
-`masks.py` and `apply.py`.
+Imports no torch, because the whole config is read without it. What the names mean is in `masks.py`
+and `apply.py`.
 """
 
 from __future__ import annotations

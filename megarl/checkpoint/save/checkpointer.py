@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format.keys import content_metadata
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
-from megarl.checkpoint.save.background_export import BackgroundExport
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
 from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
 from megarl.checkpoint.save.resume_point import ResumePoint, on_every_rank, on_first_rank
@@ -77,7 +76,6 @@ class Checkpointer:
         self.settings = config.checkpoint
         self.directory = CheckpointDirectory(config.checkpoint_dir)
         self._notes: list[str] = []  # from threads of rank 0, to be reported at the next step boundary
-        self.export = BackgroundExport(config.run_dir, self.directory, self._notes.append)
         self._retention = CheckpointRetention(self.directory, self.settings, self._notes.append)
         self.newest: int | None = None
         self.failure: str | None = None  # why the last save failed; None if it succeeded. The same on every rank
@@ -138,6 +136,7 @@ class Checkpointer:
         """
         if self._rank == 0 and metrics and step == self.newest:
             self._retention.evaluated(step, metrics)
+            self._report_notes()
 
     def _still_writing(self) -> bool:
         """Tell whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
@@ -252,13 +251,6 @@ class Checkpointer:
         self.newest = chosen.step if chosen.own else None
         return record
 
-    def finish(self, export_s: float) -> None:
-        """Complete the running save and export. An export that takes longer than `export_s` seconds is killed."""
-        self.poll(wait=True)
-        if self._rank == 0:
-            self.export.wait(export_s)
-            self._report_notes()
-
     def _report_notes(self) -> None:
         notes, self._notes[:] = list(self._notes), []
         for note in notes:
@@ -279,7 +271,7 @@ class Checkpointer:
         return identity(self.config, self.policy.info)
 
     def _complete(self, pending: _RunningSave, everyone: list[Written]) -> str:
-        """Write small files and manifest, rename, start an export, apply retention. Runs in a thread of rank 0."""
+        """Write small files and manifest, rename, apply retention. Runs in a thread of rank 0."""
         partial = pending.write.directory
         pending.write.finish([written.items for written in everyone])
         self._write_small_files(partial, pending)
@@ -289,8 +281,6 @@ class Checkpointer:
         files |= {name: FileEntry.of(partial / name) for name in sorted(names)}
         Manifest(pending.step, files).write(partial)
         path = self.directory.complete(pending.step)
-        if self.settings.hf_export_every and pending.step % self.settings.hf_export_every == 0:
-            self.export.start(pending.step)
         self._retention.apply(pending.step)
         return str(path)
 

@@ -12,12 +12,10 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.format.manifest import MANIFEST, fsync_directory, write_durably
-from megarl.common.process.processes import ProcessId, is_alive
 from megarl.config.schema import Config
 from megarl.models.hf.model_files import TRACKER, step_name
 
@@ -31,7 +29,7 @@ _PARTIAL = re.compile(r"\.iter_\d{7,}\.(partial|deleted)")
 
 
 class CheckpointDirectory:
-    """The checkpoints under `root`, which need not exist. Only rank 0 writes, and the export process that it starts."""
+    """The checkpoints under `root`, which need not exist. Only rank 0 writes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -117,24 +115,6 @@ class CheckpointDirectory:
         sound. Raises OSError.
         """
         write_durably(self.path(step) / EVALUATION_FILE, json.dumps(metrics, indent=1).encode() + b"\n")
-
-    def lease(self, step: int, process: ProcessId) -> Path:
-        """Make retention keep the checkpoint of `step` while `process`, of this host, runs. Return the lease's file."""
-        path = self.root / "leases" / f"{step}.{process.pid}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_durably(path, json.dumps({"step": step, "process": asdict(process)}).encode())
-        return path
-
-    def leased(self) -> set[int]:
-        """Return the steps with a lease of a running process. Leases of ended processes are deleted."""
-        steps = set()
-        for path in self.root.glob("leases/*.json"):
-            content = json.loads(path.read_text())
-            if is_alive(ProcessId(**content["process"])):
-                steps.add(int(content["step"]))
-            else:
-                path.unlink(missing_ok=True)
-        return steps
 
 
 def continues_history(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Decides which checkpoints of a run stay: the newest, every so many steps' one, the best one, and those in use."""
+"""Decides which checkpoints of a run stay: the newest, every so many steps' one, and the best one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class CheckpointRetention:
                 keep_last=self._settings.keep_last,
                 keep_every=self._settings.keep_every,
                 best=best,
-                leased=self._directory.leased(),
             )
             for step in obsolete:
                 self._directory.delete(step)
@@ -69,12 +68,10 @@ class CheckpointRetention:
         return found
 
 
-def to_delete(
-    steps: Collection[int], *, keep_last: int, keep_every: int, best: int | None, leased: Collection[int]
-) -> list[int]:
+def to_delete(steps: Collection[int], *, keep_last: int, keep_every: int, best: int | None) -> list[int]:
     """Return the complete checkpoints that retention deletes, oldest first.
 
-    It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), `best`, and the steps in `leased`.
+    It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), and `best`.
 
     Raises:
         ValueError: `keep_last` is below 1.
@@ -82,7 +79,7 @@ def to_delete(
     if keep_last < 1:
         raise ValueError("keep_last must be at least 1: without the newest checkpoint no resume is possible")
     newest = set(sorted(steps)[-keep_last:])
-    kept = newest | set(leased) | ({best} if best is not None else set())
+    kept = newest | ({best} if best is not None else set())
     return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
 
 

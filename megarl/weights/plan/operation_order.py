@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from megarl.weights.plan.buckets import Bucket, BucketPlan
 
-LEAST_BUFFERS = 2  # one is gathered while the other one is broadcast
+BUFFERS = 2  # of an owner: one is gathered while the other one is broadcast
 
 
 @dataclass(frozen=True)
@@ -27,45 +27,25 @@ class Operation:
 Order: TypeAlias = tuple[Operation, ...]
 
 
-def buffers_within(plan: BucketPlan, nbytes: int) -> int:
-    """Return the most buffers, at least two, with which no owner's ring is larger than `nbytes` bytes.
-
-    More than an owner has buckets make no difference to it.
-    """
-    own: dict[int, list[int]] = {}
-    for bucket in plan.buckets:
-        own.setdefault(bucket.owner, []).append(bucket.wire_bytes)
-    most = max((len(sizes) for sizes in own.values()), default=0)
-    for buffers in range(most, LEAST_BUFFERS, -1):
-        if all(sum(ring_sizes(sizes, buffers)) <= nbytes for sizes in own.values()):
-            return buffers
-    return LEAST_BUFFERS
-
-
-def ring_sizes(sizes: Sequence[int], buffers: int) -> list[int]:
+def ring_sizes(sizes: Sequence[int]) -> list[int]:
     """Return the bytes of each buffer of a ring for own buckets of these sizes: those of the largest one in it."""
-    return [max(sizes[place::buffers]) for place in range(min(buffers, len(sizes)))]
+    return [max(sizes[place::BUFFERS]) for place in range(min(BUFFERS, len(sizes)))]
 
 
-def schedule(plan: BucketPlan, buffers: int = LEAST_BUFFERS) -> Order:
-    """Return the order of operations if each owner has `buffers` buffers for its own buckets.
+def schedule(plan: BucketPlan) -> Order:
+    """Return the order of operations.
 
-    First come the gathers of each owner's first `buffers` - 1 own buckets, or of all if there is a buffer for each.
-    Then come all broadcasts in the plan's order. Each is followed by the gather of its owner's next bucket, which is
-    written while this broadcast runs. Its buffer is free when all broadcasts before this one have ended.
-
-    Raises:
-        ValueError: with fewer than two buffers no bucket could be gathered while another one is broadcast.
+    First come the gathers of each owner's first own bucket, or of all if there is a buffer for each. Then come all
+    broadcasts in the plan's order. Each is followed by the gather of its owner's next bucket, which is written while
+    this broadcast runs. Its buffer is free when all broadcasts before this one have ended.
     """
-    if buffers < LEAST_BUFFERS:
-        raise ValueError(f"a weight sync needs at least {LEAST_BUFFERS} buffers on each owner, not {buffers}")
     own: dict[int, list[Bucket]] = {}
     numbers: list[int] = []  # of each bucket among those of its owner
     for bucket in plan.buckets:
         mine = own.setdefault(bucket.owner, [])
         numbers.append(len(mine))
         mine.append(bucket)
-    staged = {owner: len(mine) if len(mine) <= buffers else buffers - 1 for owner, mine in own.items()}
+    staged = {owner: len(mine) if len(mine) <= BUFFERS else BUFFERS - 1 for owner, mine in own.items()}
     order = [
         Operation("gather", bucket)
         for bucket, number in zip(plan.buckets, numbers, strict=True)

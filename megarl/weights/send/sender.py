@@ -34,7 +34,7 @@ from megarl.weights.group.store import SyncStore, open_trainer_store, reachable_
 from megarl.weights.group.transport import Group, GroupMembers, await_members, end_forming, names_of
 from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, BucketPlan, bucket_plan
-from megarl.weights.plan.operation_order import Order, buffers_within, schedule
+from megarl.weights.plan.operation_order import Order, schedule
 from megarl.weights.plan.settings import SyncReport, SyncSettings
 from megarl.weights.send.leader import EngineCalls
 from megarl.weights.send.sync_attempt import SyncAttempt
@@ -297,9 +297,8 @@ class WeightSender:
             self._plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
         backend = self.settings.backend
         device = torch.device(BACKENDS[backend].device)
-        buffers = buffers_within(self.plan, self.settings.staging_bytes)  # the same on all ranks
-        packer = BucketPacker(self.plan, self._rank, device, buffers)
-        self._order = schedule(self.plan, buffers)
+        packer = BucketPacker(self.plan, self._rank, device)
+        self._order = schedule(self.plan)
         # The exporter needs the order of the gathers: in each second one a rank sends from the same memory.
         requests = packer.requests()
         gathered = [operation.bucket.index for operation in self._order if operation.kind == "gather"]

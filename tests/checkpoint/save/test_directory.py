@@ -1,17 +1,14 @@
-"""The directory of checkpoints: what counts as one, leases, deletions: exact, without ranks."""
+"""The directory of checkpoints: what counts as one, deletions: exact, without ranks."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory, continues_history
-from megarl.common.process.processes import ProcessId
 from tests.support.checkpoints.sample_checkpoints import make_checkpoint
 from tests.support.pool.pool import pool_config
 
@@ -43,16 +40,6 @@ def test_goes_on_only_with_its_own_history(tmp_path: Path) -> None:
     assert not continues_history(config("never")) and not continues_history(
         config(str(tmp_path / "elsewhere" / "iter_0000002"))
     )
-
-
-def test_a_lease_holds_while_its_process_lives(directory: CheckpointDirectory) -> None:
-    make_checkpoint(directory, 2)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    directory.lease(2, ProcessId.of(child.pid))
-    assert directory.leased() == {2}
-    child.kill()
-    child.wait(timeout=60)
-    assert directory.leased() == set() and not list(directory.root.glob("leases/*.json"))
 
 
 def test_a_deletion_that_is_cut_off_leaves_no_checkpoint(
