@@ -257,9 +257,7 @@ class Policy:
         gaps = OriginGaps.zeros(self._buckets, platforms.current().device)
         function = self._loss_function(sum(sum(part.lengths) for part in everyone), terms, with_entropy, gaps)
         keys: list[str] = []
-        parts = forward_backward(
-            self.module_chunks, micro_batches, function, on_backward=lambda batch: keys.extend(batch.keys)
-        )
+        parts = forward_backward(self.module_chunks, micro_batches, function, lambda batch: keys.extend(batch.keys))
         self.trained_keys = keys
         metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, non_empty)
         if not with_entropy:

@@ -24,10 +24,9 @@ from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format.keys import content_metadata
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
-from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
+from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, CheckpointRetention
 from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
 from megarl.checkpoint.save.resume_point import ResumePoint, on_every_rank, on_first_rank
-from megarl.checkpoint.save.retention import CheckpointRetention
 from megarl.checkpoint.save.training_state import layout_record, load_trainer_state, sharded_state, trainer_numbers
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
 from megarl.common.clocks import GRACE_S

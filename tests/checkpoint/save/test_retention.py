@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.checkpoint.save.directory import EVALUATION_FILE, STATE_FILE, CheckpointDirectory
-from megarl.checkpoint.save.retention import CheckpointRetention, best_step, to_delete
+from megarl.checkpoint.save.directory import (
+    EVALUATION_FILE,
+    STATE_FILE,
+    CheckpointDirectory,
+    CheckpointRetention,
+    best_step,
+    to_delete,
+)
 from megarl.config.schema.job import CheckpointConfig
 from tests.support.checkpoints.sample_checkpoints import make_checkpoint, verify
 
