@@ -81,7 +81,8 @@ class Checkpointer:
         self.failed_saves = 0
         self._group, self._notify = group, notify
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.resume_point = ResumePoint(config, self.directory, group, notify)
+        self._settings = config.model_dump(mode="json")
+        self.resume_point = ResumePoint(config.run_dir, self._settings, self.directory, group, notify)
         self._pending: _RunningSave | None = None
         self._saves = 0
         self._threads: list[threading.Thread] = []  # of this rank's saves, those that have timed out included
@@ -262,7 +263,7 @@ class Checkpointer:
             "trainer": trainer_numbers(self.policy),
             "layout": layout_record(self.policy.layout),
             "identity": self._identity if self._rank == 0 else None,  # only rank 0's record is written
-            "config": self.config.model_dump(mode="json"),
+            "config": self._settings,
         }
 
     @cached_property

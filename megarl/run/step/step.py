@@ -22,6 +22,7 @@ from megarl.config.derived.logprob_passes import (
     rejection_of,
     teacher_passes,
 )
+from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema import Config
 from megarl.queue.streams import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from megarl.queue.trajectory import Trajectory
@@ -82,8 +83,8 @@ def train_step(
     measured = StepMeasures.begin(plan.tags.values(), SourceBuckets.of(config))
     if recomputes and plan.mini_batches:
         measured.compare_in_pass(samples, rows)
-    set_advantages(plan, samples, rows, config, metrics)
-    distil(plan.tags, samples, config, metrics)
+    set_advantages(plan, samples, rows, config.algorithm, metrics)
+    distil(plan.tags, samples, teachers_by_set(config), config.algorithm.distill, metrics)
     kept: Mapping[str, int] | None = None
     before, in_updates = rejection_of(config), correction_of(config)
     if before is not None:
