@@ -105,10 +105,6 @@ class Policy:
         self.trained_keys: list[str] = []
         precision, fields = config.trainer.precision, transformer_fields(config.trainer, config.megatron)
         self.tf_config = transformer_config(info, layout, precision, fields, initialize=not config.model.load_weights)
-        if not self.tf_config.calculate_per_token_loss:
-            raise ValueError(
-                "megatron.transformer.calculate_per_token_loss=false would average micro-batch means; remove it"
-            )
         chunks = build_model(info, self.tf_config, layout)
         if config.model.load_weights:
             load_weights(chunks, info, config.model.path)

@@ -185,12 +185,7 @@ def to_delete(steps: Collection[int], *, keep_last: int, keep_every: int, best: 
     """Return the complete checkpoints that retention deletes, oldest first.
 
     It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), and `best`.
-
-    Raises:
-        ValueError: `keep_last` is below 1.
     """
-    if keep_last < 1:
-        raise ValueError("keep_last must be at least 1: without the newest checkpoint no resume is possible")
     newest = set(sorted(steps)[-keep_last:])
     kept = newest | ({best} if best is not None else set())
     return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]

@@ -57,8 +57,8 @@ class WeightSender:
         distributed = torch.distributed.is_initialized()
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world = torch.distributed.get_world_size() if distributed else 1
-        self._plan: BucketPlan | None = None
-        self._store: SyncStore | None = None
+        self.plan: BucketPlan  # `connect` makes it, and opens the store
+        self.store: SyncStore
         self._engines: EngineCalls | None = None  # on the leader
         self._group: Group | None = None
         self._generation = -1  # that of the last group that was formed, or was to be
@@ -66,20 +66,6 @@ class WeightSender:
         self._order: Order = ()
         self._gathers: Sequence[Gather | None] = ()
         self._sync = 0
-
-    @property
-    def plan(self) -> BucketPlan:
-        """The plan, which `connect` makes. Raises RuntimeError before that."""
-        if self._plan is None:
-            raise RuntimeError("WeightSender.connect has not been called")
-        return self._plan
-
-    @property
-    def store(self) -> SyncStore:
-        """The store, which `connect` opens. Raises RuntimeError before that."""
-        if self._store is None:
-            raise RuntimeError("WeightSender.connect has not been called")
-        return self._store
 
     def connect(self, pool: EngineHandles | None) -> None:
         """Make the plan and form the group with all engine workers. Collective. Rank 0 passes the pool, others None.
@@ -90,12 +76,12 @@ class WeightSender:
         """
         if (pool is None) == (self._rank == 0):
             raise ValueError("WeightSender.connect needs the pool on trainer rank 0 and None on all other ranks")
-        self._plan = bucket_plan(self._exporter.manifest(), self.settings.bucket_bytes)
+        self.plan = bucket_plan(self._exporter.manifest(), self.settings.bucket_bytes)
         settings = self.settings
         host = (self._host or reachable_address()) if self._rank == 0 else None
-        self._store = open_trainer_store(settings, host, self._world)
+        self.store = open_trainer_store(settings, host, self._world)
         if pool is not None:
-            calls = self._store.connection()
+            calls = self.store.connection()
             self._engines = EngineCalls(pool, calls, self._world, settings.rpc_s, settings.recompute_kv)
         self._form()
 
@@ -294,7 +280,7 @@ class WeightSender:
         `layer_span`: the most layers whose tensors may be incomplete at once, None for any number.
         """
         if layer_span != self.plan.layer_span:
-            self._plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
+            self.plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
         backend = self.settings.backend
         device = torch.device(BACKENDS[backend].device)
         packer = BucketPacker(self.plan, self._rank, device)

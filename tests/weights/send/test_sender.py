@@ -422,7 +422,7 @@ def test_the_exporter_is_told_the_order_of_the_gathers() -> None:
     """A rank sends from the same memory in each second gather of the exporter's list, so the order must be that one."""
     exporter = ListExporter(random_tensors(), 0, lambda name: 1 if name > "layers.2" else 0)
     sender = WeightSender(SETTINGS, exporter)
-    sender._plan = bucket_plan(exporter.manifest(), 8192, None)
+    sender.plan = bucket_plan(exporter.manifest(), 8192, None)
     with patch.object(exporter, "gathers", wraps=exporter.gathers) as gathers:
         sender._lay_out_buckets(None)
     told = [request.rows for request in gathers.call_args.args[0]]
