@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megarl.models.hf.gather import GatherRequest, Rows
-from megarl.weights.plan.buckets import Bucket, BucketPlan, BucketSlice, TensorSpec
+from megarl.weights.plan.buckets import BUFFERS, Bucket, BucketPlan, BucketSlice, TensorSpec
 from megarl.weights.plan.digest import digest
-from megarl.weights.plan.operation_order import BUFFERS, ring_sizes
 
 
 @dataclass
@@ -38,7 +37,7 @@ class BucketPacker:
     def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
         self._plan, self.device = plan, device
         own = [bucket for bucket in plan.buckets if bucket.owner == rank]
-        sizes = ring_sizes([bucket.wire_bytes for bucket in own])
+        sizes = [max(bucket.wire_bytes for bucket in own[place::BUFFERS]) for place in range(min(BUFFERS, len(own)))]
         others = [bucket.wire_bytes for bucket in plan.buckets if bucket.owner != rank]
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         self.scratch_B = torch.empty(max(others, default=0), dtype=torch.uint8, device=device)

@@ -33,8 +33,7 @@ from megarl.weights.group.stage import end_key
 from megarl.weights.group.store import SyncStore, open_trainer_store, reachable_address
 from megarl.weights.group.transport import Group, GroupMembers, await_members, end_forming, names_of
 from megarl.weights.plan.bucket_packer import BucketPacker
-from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, BucketPlan, bucket_plan
-from megarl.weights.plan.operation_order import Order, schedule
+from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, BucketPlan, Order, bucket_plan, schedule
 from megarl.weights.plan.settings import SyncReport, SyncSettings
 from megarl.weights.send.leader import EngineCalls
 from megarl.weights.send.sync_attempt import SyncAttempt

@@ -7,8 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.weights.plan.buckets import Bucket, BucketPlan, TensorSpec, bucket_plan
-from megarl.weights.plan.operation_order import BUFFERS, schedule
+from megarl.weights.plan.buckets import BUFFERS, Bucket, BucketPlan, TensorSpec, bucket_plan, schedule
 
 BUCKET_BYTES = 80  # at most 64 bytes of payload
 

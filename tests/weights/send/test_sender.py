@@ -22,8 +22,7 @@ from megarl.weights.group import store
 from megarl.weights.group.store import store_address
 from megarl.weights.group.transport import Group
 from megarl.weights.plan.bucket_packer import BucketPacker
-from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
-from megarl.weights.plan.operation_order import schedule
+from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan, schedule
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send import failure, leader
 from megarl.weights.send.failure import FailureCause

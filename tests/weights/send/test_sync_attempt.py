@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.common.errors import SyncAborted
 from megarl.weights.group.stage import MemberProgress
-from megarl.weights.plan.buckets import Bucket, BucketPlan, TensorSpec, bucket_plan
-from megarl.weights.plan.operation_order import BUFFERS, schedule
+from megarl.weights.plan.buckets import BUFFERS, Bucket, BucketPlan, TensorSpec, bucket_plan, schedule
 from megarl.weights.send.sync_attempt import SyncAttempt
 from tests.support.models.tiny import make_tiny_model
 from tests.support.worlds.world import World
