@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.convert.target import Output, writing
-from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
-from megarl.checkpoint.convert.workers import ReportBytes
+from megarl.checkpoint.convert.workers import Item, ReportBytes, pack, split, unit_bytes
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
 from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
 from megarl.checkpoint.format.megatron_files import copy_pieces, source_pieces

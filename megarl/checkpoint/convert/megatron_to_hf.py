@@ -11,8 +11,7 @@ import torch
 from blake3 import blake3
 
 from megarl.checkpoint.convert.target import Output, writing
-from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
-from megarl.checkpoint.convert.workers import ReportBytes
+from megarl.checkpoint.convert.workers import Item, ReportBytes, pack, split, unit_bytes
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.models.hf.directory import fingerprint
 from megarl.models.hf.export import ExportedTensor, copy_side_files, plan_files

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.convert.job import size
-from megarl.checkpoint.convert.units import split
+from megarl.checkpoint.convert.workers import split
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.checkpoint.format.shard_index import load_plain
 from megarl.common.files import inside
