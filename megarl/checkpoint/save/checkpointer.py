@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format.keys import content_metadata
-from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
+from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync
 from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, CheckpointRetention
 from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
 from megarl.checkpoint.save.resume_point import ResumePoint, on_every_rank, on_first_rank
@@ -293,11 +292,7 @@ class Checkpointer:
         small = [partial / name for name in (COMMON_FILE, FORMAT_FILE, SHARD_INDEX, STATE_FILE, CONFIG_FILE)]
         side_files = [partial / HF_FILES, *(partial / HF_FILES).rglob("*")]
         for path in (*small, *side_files):
-            if path.is_dir():
-                fsync_directory(path)
-                continue
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            fsync(path)
 
     def _copy_hf_files(self, target: Path) -> None:
         """Copy config and tokenizer, so that `model.path` and the converter can use the checkpoint alone."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.format.manifest import MANIFEST, fsync_directory, write_durably
+from megarl.checkpoint.format.manifest import MANIFEST, fsync, write_durably
 from megarl.config.schema.job import CheckpointConfig
 from megarl.models.hf.model_files import TRACKER, step_name
 
@@ -64,7 +64,7 @@ class CheckpointDirectory:
         if path.exists():
             self.set_aside(step, "replaced")
         os.replace(self.partial(step), path)
-        fsync_directory(self.root)
+        fsync(self.root)
         self.write_tracker(step)
         return path
 
