@@ -124,24 +124,13 @@ def build_scheduler(settings: OptimizerSection, updates: int, optimizer: Megatro
     """Build the learning-rate schedule of a run of `updates` updates, which warm-up and decay count.
 
     Step it before each update, so that the first update has lr / (length of the warm-up), not 0.
-
-    Raises:
-        ValueError: the warm-up is as long as the run, or `min_lr` is above `lr`.
     """
-    warmup = settings.warmup_steps
-    if warmup and warmup >= updates:
-        raise ValueError(
-            f"trainer.optimizer.warmup_steps={warmup} must be below the {updates} updates of the run "
-            f"(run.steps * trainer.mini_batches)"
-        )
-    if settings.min_lr > settings.lr:
-        raise ValueError(f"trainer.optimizer.min_lr={settings.min_lr} is above lr={settings.lr}")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=warmup,
+        lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=updates,
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,

@@ -28,15 +28,10 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
 
     Raises:
         ValueError: the layout is for another world size.
-        RuntimeError: torch.distributed is not initialised, or a layout is initialised already.
     """
-    if not torch.distributed.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised; start the trainer with torchrun")
     world = torch.distributed.get_world_size()
     if world != layout.world_size:
         raise ValueError(f"the layout is for {layout.world_size} ranks, torchrun started {world}; set trainer.gpus")
-    if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("a parallel layout is already initialised; call parallel.destroy() first")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

@@ -104,10 +104,6 @@ class Policy:
         self.trained_keys: list[str] = []
         precision, fields = config.trainer.precision, transformer_fields(config.trainer, config.megatron)
         self.tf_config = transformer_config(info, layout, precision, fields, initialize=not config.model.load_weights)
-        if not self.tf_config.calculate_per_token_loss:
-            raise ValueError(
-                "megatron.transformer.calculate_per_token_loss=false would average micro-batch means; remove it"
-            )
         chunks = build_model(info, self.tf_config, layout)
         if config.model.load_weights:
             load_weights(chunks, info, config.model.path)
@@ -256,9 +252,7 @@ class Policy:
         gaps = OriginGaps.zeros(self._buckets, platforms.current().device)
         function = self._loss_function(sum(sum(part.lengths) for part in everyone), terms, with_entropy, gaps)
         keys: list[str] = []
-        parts = forward_backward(
-            self.module_chunks, micro_batches, function, on_backward=lambda batch: keys.extend(batch.keys)
-        )
+        parts = forward_backward(self.module_chunks, micro_batches, function, lambda batch: keys.extend(batch.keys))
         self.trained_keys = keys
         metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, non_empty)
         if not with_entropy:

@@ -69,8 +69,6 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
-        if config.context_parallel_size != 1:
-            raise ValueError("context parallelism needs Transformer Engine")
         if config.window_attn_skip_freq is not None:
             raise ValueError("window_attn_skip_freq (a window in some layers only) needs Transformer Engine")
         self.softmax_scale = softmax_scale
