@@ -89,6 +89,7 @@ def _broken_up(text: str, specials: Sequence[str]) -> str:
 log = logging.getLogger(__name__)
 
 _MARKER = "megarl-end-of-turn-probe"
+END_TOKENS = 16  # of a prompt, as rewards see them: more than any template puts after its last message
 
 
 class PromptTooLongError(ValueError):
@@ -158,6 +159,10 @@ class PromptEncoder:
                 f"{self.max_prompt_tokens}; raise it, or set data.overlong_prompts: skip"
             )
         return ids
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Return the text of the last tokens of a prompt, in which a template may open the model's reasoning."""
+        return str(self.tokenizer.decode(ids[-END_TOKENS:]))
 
     def valid_indices(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """Return the positions of the prompts that fit `max_prompt_tokens`, and count the others in `skipped`.
