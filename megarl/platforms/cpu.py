@@ -1,4 +1,4 @@
-"""Emulations of the CUDA calls of Megatron-Core 0.16.1 on a CPU, and the reason for each.
+"""Emulations of the CUDA calls of Megatron-Core on a CPU, and the reason for each.
 
 `EMULATIONS` is the complete list of the functions that install one; each says where Megatron-Core uses it. Nothing is
 installed if CUDA is present. An emulation replaces only calls that would otherwise raise: `device="cuda"` means the

@@ -7,7 +7,6 @@ loss of the user's own is tried out.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -255,11 +254,6 @@ def _checkpoint(settings: CheckpointConfig, evaluation: EvaluationConfig) -> Ite
             yield f"checkpoint.keep_best: {settings.keep_best!r} is no metric of an evaluation set; try {known}"
         elif not evaluation.every:
             yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
-    if settings.hf_export_every and settings.every and settings.hf_export_every % settings.every:
-        yield (
-            f"checkpoint.hf_export_every: {settings.hf_export_every} is not divisible by "
-            f"checkpoint.every={settings.every}, so some exports would have no checkpoint; use a multiple of it"
-        )
     if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
         yield f"checkpoint.resume: no such directory: {settings.resume}; use auto, never or the path of a checkpoint"
 
@@ -276,12 +270,6 @@ def _functions(rewards: Mapping[str, RewardConfig], curriculum: CurriculumConfig
 def _weight_sync(sync: WeightSyncConfig, device: DeviceType) -> Iterator[str]:
     if sync.transport == "nccl" and device == "cpu":
         yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
-    if 0 < sync.staging_gib * 1024 < 3 * sync.bucket_mb:
-        yield (
-            f"weight_sync.staging_gib: {sync.staging_gib:g} GiB hold fewer than 3 buckets of {sync.bucket_mb:g} "
-            "MiB (weight_sync.bucket_mb), and 2 are used without it; raise it to at least "
-            f"{math.ceil(3 * sync.bucket_mb / 1024 * 1000) / 1000}, lower weight_sync.bucket_mb, or set 0"
-        )
 
 
 def launch_problems(launch: LaunchConfig, timeouts: TimeoutsConfig) -> Iterator[str]:

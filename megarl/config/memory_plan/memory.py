@@ -148,12 +148,12 @@ def _raw_weights(rank: TrainerRank, stage: int) -> int:
 def _built_buckets(sync: WeightSyncConfig, rank: TrainerRank) -> int:
     """Return the bytes of a trainer rank's buffers for buckets, which are kept between syncs.
 
-    They are the ring of its own buckets, one buffer for those of others, and two more: the messages of gathers, and the
+    They are two for its own buckets, one for those of others, and two more: the messages of gathers, and the
     whole rows of a piece that is cut inside a row. None is larger than the whole model.
     """
     whole = model_parameters(rank.info)[0] * rank.element
     bucket = min(int(sync.bucket_mb * MIB), whole)
-    return max(2 * bucket, min(int(sync.staging_gib * GIB), whole)) + 3 * bucket
+    return 5 * bucket
 
 
 def _largest_tensor(rank: TrainerRank) -> int:

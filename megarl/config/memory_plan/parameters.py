@@ -1,6 +1,6 @@
 """The parameters of each trainer rank, the bytes of their state, and what a forward pass keeps for its backward pass.
 
-Only sizes are computed. They follow Megatron-Core 0.16.1's modules and optimizers; tests compare them with models that
+Only sizes are computed. They follow Megatron-Core's modules and optimizers; tests compare them with models that
 are really built.
 
 Activations are counted by the tensors that Megatron-Core's modules save. There are two kinds of model: `fused` is

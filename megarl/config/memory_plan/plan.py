@@ -55,7 +55,7 @@ _REMEDIES = {
     "logits chunk": "lower trainer.logprob_chunk_tokens",
     "forward of one layer": "lower trainer.micro_batch_tokens",
     "reference weights": "set reference.placement=cpu_offload",
-    "sync buckets": "lower weight_sync.staging_gib or weight_sync.bucket_mb",
+    "sync buckets": "lower weight_sync.bucket_mb",
     "KV cache": "raise rollout.tensor_parallel or rollout.gpu_memory_utilization, or lower max_model_len",
 }
 

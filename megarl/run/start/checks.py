@@ -113,10 +113,13 @@ def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) ->
 
     first = first_prompts(all_sets(config))
     found = Findings()
+    loaded = {"model.path": config.model.path} if config.model.load_weights else {}
+    if config.needs_reference and config.reference.path is not None:
+        loaded["reference.path"] = config.reference.path
     with trial_calls(config, first) as calls:  # they start while the files are read
         found.add(data_file_findings(all_sets(config), tell))
         found.add(_tokenizer_and_agent(config, info, first, whole=tell is not None))
-        found.add(Findings(list(weight_problems(config, info))))
+        found.add(Findings(list(weight_problems(loaded, info))))
         found.add(Findings(list(resume_problems(config, info))))
         found.add(reward_findings(config.reward, calls))
     return found

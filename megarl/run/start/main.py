@@ -190,7 +190,7 @@ def _take_over(config: Config) -> Path | None:
     Return the directory to which they are moved; None if there are none.
     """
     moved = None
-    if continues_history(config):
+    if continues_history(config.checkpoint_dir, config.checkpoint.resume):
         (config.run_dir / "error.txt").unlink(missing_ok=True)
     else:
         moved = set_aside(config.run_dir)

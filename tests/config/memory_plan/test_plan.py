@@ -122,19 +122,13 @@ def test_a_sync_needs_memory_beside_the_share_of_the_engine(published: Any) -> N
         big(published, QWEN3_30B_A3B, rollout__gpu_memory_utilization=0.99)
 
 
-def test_staged_buckets_are_counted_in_every_phase(published: Any) -> None:
-    """The trainer keeps its buffers between syncs; they are never more than the model's size."""
-    tree = {"trainer__parallel": {"tensor": 4}, "weight_sync__bucket_mb": 512, "trainer__device_memory_gib": 400}
-    terms = {
-        gib: big(published, QWEN25_7B, **tree, weight_sync__staging_gib=gib).trainer.term("sync buckets")
-        for gib in (0, 8, 100)
-    }
-    assert {term.when for term in terms.values()} == {"always"}
-    without = terms[0].bytes - 3 * GIB // 2  # the largest tensor
-    assert terms[8].bytes == without + 8 * GIB + GIB // 2
-    assert terms[100].bytes == pytest.approx(without + 2 * 7.6e9 + GIB // 2, rel=0.01)
-    with pytest.raises(ConfigError, match=r"largest term is sync buckets .*: lower weight_sync\.staging_gib or"):
-        big(published, QWEN25_7B, **tree | {"trainer__device_memory_gib": 24}, weight_sync__staging_gib=14)
+def test_the_buffers_of_buckets_are_counted_in_every_phase(published: Any) -> None:
+    """The trainer keeps its buffers between syncs, two of them for its own buckets."""
+    tree = {"trainer__parallel": {"tensor": 4}, "weight_sync__bucket_mb": 512}
+    term = big(published, QWEN25_7B, **tree).trainer.term("sync buckets")
+    assert (term.when, term.bytes) == ("always", 5 * GIB // 2)
+    with pytest.raises(ConfigError, match=r"largest term is sync buckets .*: lower weight_sync\.bucket_mb"):
+        big(published, QWEN25_7B, **tree | {"trainer__device_memory_gib": 40, "weight_sync__bucket_mb": 5000})
 
 
 def test_experts_are_not_planned_to_be_evenly_loaded(published: Any) -> None:
