@@ -250,7 +250,7 @@ def _checkpoint(settings: CheckpointConfig, evaluation: EvaluationConfig) -> Ite
             yield f"checkpoint.keep_best: {settings.keep_best!r} is no metric of an evaluation set; try {known}"
         elif not evaluation.every:
             yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
-    if settings.hf_export_every and settings.every and settings.hf_export_every % settings.every:
+    if settings.hf_export_every and settings.every not in ("auto", 0) and settings.hf_export_every % settings.every:
         yield (
             f"checkpoint.hf_export_every: {settings.hf_export_every} is not divisible by "
             f"checkpoint.every={settings.every}, so some exports would have no checkpoint; use a multiple of it"
