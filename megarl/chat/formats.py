@@ -35,6 +35,8 @@ class RowError(ValueError):
 class Prompt:
     """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged.
 
+    `where`: its place, as `path:line` or `path, row N`; "" if it is of no file.
+
     `demonstration`: the text of the response that is to be learnt; "" if the model answers itself. `tools`: schemas
     of the row's own tools, which the prompt shows instead of the run's.
     """
@@ -45,6 +47,12 @@ class Prompt:
     row: dict[str, Any]
     demonstration: str = ""
     tools: tuple[dict[str, Any], ...] = ()
+    where: str = ""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.where or f"prompt {self.index}"
 
     @property
     def text(self) -> str:

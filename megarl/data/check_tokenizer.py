@@ -81,6 +81,7 @@ def _encoder(
         limit.tokens,
         overlong,
         limit.setting,
+        limit.fix,
         template_kwargs=chosen.data.chat_template_kwargs,
         tools=tools,
     )

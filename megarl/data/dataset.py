@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -59,7 +60,8 @@ class PromptDataset(Sequence[Prompt]):
         position = index + self._length if index < 0 else index
         if not 0 <= position < self._length:
             raise IndexError(f"prompt {index} of {self._length}")
-        return to_prompt(position, self._rows.read(position), self.format, self._config)
+        prompt = to_prompt(position, self._rows.read(position), self.format, self._config)
+        return replace(prompt, where=self._rows.where(position))
 
 
 def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None) -> PromptDataset:
@@ -136,6 +138,7 @@ class _JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offsets = array("Q")
+        self._blanks = array("Q")  # for each blank line, the number of rows before it
         self._stamp = _stamp(path)
 
     def scan(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -146,7 +149,13 @@ class _JsonLines:
                 if line.strip():
                     self._offsets.append(offset)
                     yield f"{self.path}:{number}", partial(_parse, line)
+                else:
+                    self._blanks.append(len(self._offsets))
                 offset += len(line)
+
+    def where(self, position: int) -> str:
+        """Return `path:line` of a scanned row."""
+        return f"{self.path}:{position + 1 + bisect_right(self._blanks, position)}"
 
     def read(self, position: int) -> dict[str, Any]:
         """Return a scanned row by its position, counted from 0. Raises ValueError if the file has changed."""
@@ -158,7 +167,7 @@ class _JsonLines:
         try:
             return _parse(line)
         except RowError as error:
-            raise ValueError(f"{self.path}, row {position}: {error}") from error
+            raise ValueError(f"{self.where(position)}: {error}") from error
 
 
 class _Parquet:
@@ -181,6 +190,10 @@ class _Parquet:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{self.path}, row {number}", partial(_without_nulls, row)
+
+    def where(self, position: int) -> str:
+        """Return `path, row N` of a row."""
+        return f"{self.path}, row {position + 1}"
 
     def read(self, position: int) -> dict[str, Any]:
         """Return a row by its position, counted from 0."""

@@ -240,6 +240,7 @@ class PromptSource:
                 self.tokenizer,
                 limit.tokens,
                 setting=limit.setting,
+                fix=limit.fix,
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
             )
@@ -353,6 +354,7 @@ class _TrainingPrompts:
                 limit.tokens,
                 chosen.data.overlong_prompts,
                 limit.setting,
+                limit.fix,
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
             )
