@@ -151,13 +151,16 @@ class PromptEncoder:
         Raises PromptTooLongError (a ValueError) above `max_prompt_tokens`, whatever `overlong` is; prompts at
         positions that `valid_indices` returned never raise it. Raises ValueError if the template refuses the messages.
         """
-        messages = with_harmless_tools(prompt.messages, self._specials)
-        ids = self._ids(messages, prompt.name, self._tools_of(prompt))
+        ids = self.ids(prompt)
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise PromptTooLongError(
                 f"{prompt.name} has {len(ids)} tokens, more than {self.setting} = {self.max_prompt_tokens}; {self.fix}"
             )
         return ids
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt of any length."""
+        return self._ids(with_harmless_tools(prompt.messages, self._specials), prompt.name, self._tools_of(prompt))
 
     def valid_indices(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """Return the positions of the prompts that fit `max_prompt_tokens`, and count the others in `skipped`.

@@ -9,6 +9,7 @@ from megarl.chat.formats import Prompt
 from megarl.common.errors import Findings
 from megarl.config.derived.datasets import HeldOutSet, TrainSet
 from megarl.data.dataset import RowMistake, has_more_rows, load_prompts, row_mistakes
+from megarl.rewards.registry import row_check
 
 MOST_ROWS = 50_000  # of each file, about a second; the run itself checks all of them
 MOST_SHOWN = 10  # rows with the same mistake
@@ -28,7 +29,9 @@ def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, onl
         if only_present and not each.path.exists():
             continue
         try:
-            mistakes = row_mistakes(each.path, each.data, None if tell else MOST_ROWS)
+            unscored = isinstance(each, TrainSet) and each.demonstrates
+            check = None if unscored or each.reward.expects_failures else row_check(each.reward.function)
+            mistakes = row_mistakes(each.path, each.data, None if tell else MOST_ROWS, check)
             kinds = _by_kind(mistakes if tell is None else _told(mistakes, tell))
             cut = tell is None and most_rows(each) == MOST_ROWS and has_more_rows(each.path, MOST_ROWS)
         except (ValueError, OSError) as error:

@@ -23,6 +23,9 @@ from megarl.config.schema.data import DataConfig
 __all__ = ["Prompt", "PromptDataset", "RowMistake", "has_more_rows", "load_prompts", "row_mistakes"]
 
 
+RowCheck = Callable[[str, dict[str, Any]], object]
+
+
 class PromptDataset(Sequence[Prompt]):
     """A sequence of prompts whose rows have all been checked; access raises ValueError if a JSONL file has changed."""
 
@@ -88,16 +91,19 @@ class RowMistake:
         return f"{self.where}: {self.kind}{self.seen}"
 
 
-def row_mistakes(path: Path | str, config: DataConfig, limit: int | None = None) -> Iterator[RowMistake]:
+def row_mistakes(
+    path: Path | str, config: DataConfig, limit: int | None = None, check: RowCheck | None = None
+) -> Iterator[RowMistake]:
     """Yield what is wrong with the first `limit` rows of a prompt file, or with all, in their order; none is kept.
 
-    Raises ValueError if the file cannot be opened, or holds no rows.
+    `check`: that of the reward, of (answer, row), which raises ValueError. Raises ValueError if the file cannot be
+    opened, or holds no rows.
     """
     count = 0
     form: Format | None = None
     for where, read in islice(_open(Path(path)).scan(), limit):
         try:
-            form = _check_row(count, read, form, config)
+            form = _check_row(count, read, form, config, check)
         except RowError as error:
             yield RowMistake(_place(where, error), error.kind, error.seen)
         count += 1
@@ -120,11 +126,22 @@ def _open(path: Path) -> _JsonLines | _Parquet:
     return _Parquet(path) if path.suffix in PARQUET_SUFFIXES else _JsonLines(path)
 
 
-def _check_row(number: int, read: Callable[[], dict[str, Any]], form: Format | None, config: DataConfig) -> Format:
+def _check_row(
+    number: int,
+    read: Callable[[], dict[str, Any]],
+    form: Format | None,
+    config: DataConfig,
+    check: RowCheck | None = None,
+) -> Format:
     """Return the format of the file, which its first readable row has. Raises RowError."""
     row = read()
     form = form or detect_format(row, config)
-    to_prompt(number, row, form, config)
+    prompt = to_prompt(number, row, form, config)
+    try:
+        if check is not None:
+            check(prompt.answer, row)
+    except ValueError as error:
+        raise RowError("the reward cannot use it", f": {error}") from error
     return form
 
 

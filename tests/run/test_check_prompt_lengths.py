@@ -75,8 +75,8 @@ def test_a_training_set_is_refused_as_the_run_refuses_it(
     ("changes", "told"),
     [
         (
-            {"sampling__max_tokens": 200, "trainer__micro_batch_tokens": "auto"},
-            "the model's positions - the longest response = 56; lower sampling.max_tokens",
+            {"sampling__max_tokens": 480, "trainer__micro_batch_tokens": "auto"},
+            "the model's positions - the longest response = 32; lower sampling.max_tokens",
         ),
         ({"rollout__max_model_len": 96}, "- the longest response = 64; raise the first, lower sampling.max_tokens"),
         ({"trainer__micro_batch_tokens": 96}, " - sampling.max_tokens = 64; raise trainer.micro_batch_tokens"),
@@ -101,7 +101,7 @@ def test_an_evaluation_set_has_a_limit_of_its_own_and_skips_nothing(sound: Path,
     assert problems_of(planned) == [told.replace(" (held)", "")]
     fewer = chosen(sound, data, evaluation__sets=[{"name": "held", "path": str(path), "limit": 1}])
     PromptSource(fewer)
-    assert check_start(fewer, load_info(sound)) == []
+    assert check_start(fewer, load_info(sound)).warnings == []
 
 
 def test_prompts_that_are_left_out_are_a_note_and_no_line_of_a_log(

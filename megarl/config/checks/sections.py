@@ -256,10 +256,11 @@ def _checkpoint(settings: CheckpointConfig, evaluation: EvaluationConfig) -> Ite
             yield f"checkpoint.keep_best: {settings.keep_best!r} is no metric of an evaluation set; try {known}"
         elif not evaluation.every:
             yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
-    if settings.hf_export_every and settings.every not in ("auto", 0) and settings.hf_export_every % settings.every:
+    every = settings.every
+    if settings.hf_export_every and every and every != "auto" and settings.hf_export_every % every:
         yield (
             f"checkpoint.hf_export_every: {settings.hf_export_every} is not divisible by "
-            f"checkpoint.every={settings.every}, so some exports would have no checkpoint; use a multiple of it"
+            f"checkpoint.every={every}, so some exports would have no checkpoint; use a multiple of it"
         )
     if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
         yield f"checkpoint.resume: no such directory: {settings.resume}; use auto, never or the path of a checkpoint"

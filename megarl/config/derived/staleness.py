@@ -70,6 +70,13 @@ def pace_of(config: Config) -> Pace:
     return Pace(updates, interval, bound)
 
 
+def pace_text(config: Config) -> str:
+    """Return when the weights are published, and how old a token may get, for people."""
+    pace = pace_of(config)
+    every, oldest = (f"{n} update{'s' * (n != 1)}" for n in (pace.sync_interval, pace.max_staleness))
+    return f"publishes every {every.removeprefix('1 ')}, tokens at most {oldest} old"
+
+
 def refill_groups(config: Config) -> int:
     """Return the most groups without signal that rollout may replace between two steps; 0 without dynamic sampling."""
     return config.admission.refill_limit * config.batch.groups if config.admission.refill else 0
@@ -105,6 +112,11 @@ def pace_notes(config: Config) -> Iterator[str]:
             f"and max_staleness is {pace.max_staleness}: generation and training take turns; for more, set "
             f"admission.max_staleness to at least {2 * updates - 1}"
             + (f" and admission.sync_interval to at least {2 * updates}" if config.admission.mode == "stream" else "")
+        )
+    if (made := config.run.steps * updates) < pace.sync_interval:
+        yield (
+            f"admission.sync_interval: {pace.sync_interval} updates are more than the {made} of the whole run "
+            "(run.steps), which trains on tokens of the first weights only; lower it to see the weights change"
         )
     uses = config.admission.max_uses
     if uses > 1 and pace.steps_within_bound(0) < 2 * uses:

@@ -30,6 +30,7 @@ from megarl.common.process.output import redirect_output
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import Holder, RunClaim
 from megarl.config.derived.pools import resolve_pools
+from megarl.config.derived.staleness import pace_text
 from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
 from megarl.config.loading.load import load_config, to_yaml
 from megarl.config.memory_plan.plan import RunPlan, make_plan
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overrides = run_overrides(options)
         config = load_config(options.config, overrides)
         if options.dry_run:
-            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options))
+            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options), whole=options.all)
             return
         plan = make_plan(config)
         _check_launch(config)
@@ -113,8 +114,7 @@ def _check_first_start(config: Config, plan: RunPlan, tell: Tell | None) -> None
     """
     check_endpoint(config.telemetry)
     if not is_checked(os.environ):
-        for warning in check_start(config, plan.info, tell):
-            sys.stderr.write(f"megarl: warning: {warning}\n")
+        check_start(config, plan.info, tell).tell_start(sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -295,7 +295,8 @@ def _headline(plan: RunPlan) -> str:
     engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"
     return (
         f"{plan.parameters / 1e6:.3g} M parameters on {plan.device}, trainer {' x '.join(parts)}, {engines}, "
-        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step; "
+        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step, "
+        f"{pace_text(plan.config)}; "
         f"logs in {plan.config.run_dir / 'logs'}"
     )
 
