@@ -21,7 +21,6 @@ SUFFIXES = ("md", "py", "sbatch", "sh", "toml", "yaml")
 # They look like modules and files of this project, and are none.
 EXCEPTIONS = frozenset(
     {
-        "megarl.launch",  # of the old tree: docs/decisions.md names it in what changed for users
         "megarl.format", "megarl.step", "megarl.version",  # keys in the metadata of recorded batches
         "examples/rl/configs/NAME.yaml",  # any of them
         "my_rewards.py",  # a file that a user would write
