@@ -86,7 +86,7 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
         raise RowError(
             f"there is no field {config.prompt_field!r} (data.prompt_field); with data.prompt_field or "
             "data.answer_field changed no other format is recognised: correct data.prompt_field, or set data.format",
-            _fields(row),
+            _fields(row, config.prompt_field),
         )
     raise RowError(
         "unknown format: there are neither question/answer with '####' (gsm8k) nor problem/answer, nor a field "
@@ -156,14 +156,13 @@ def _required(row: dict[str, Any], field: str) -> object:
     if value is None:
         if field in row:
             raise RowError(f"field {field!r} is null")
-        close = difflib.get_close_matches(field, row, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise RowError(f"field {field!r} is missing", f"{_fields(row)}{hint}")
+        raise RowError(f"field {field!r} is missing", _fields(row, field))
     return value
 
 
-def _fields(row: dict[str, Any]) -> str:
-    return f"; the row has {sorted(row)}"
+def _fields(row: dict[str, Any], field: str = "") -> str:
+    close = difflib.get_close_matches(field, row, n=1)
+    return f"; the row has {sorted(row)}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def _text(row: dict[str, Any], field: str) -> str:

@@ -81,8 +81,10 @@ def _text(kind: _Kind, *, every_row_told: bool) -> str:
     """Return one line for one row, or else the kind, the number of its rows, and a line for each that is shown."""
     if kind.count == 1:
         return str(kind.first[0])
-    lines = [f"{kind.count} rows: {kind.first[0].kind}"]
-    lines += [f"{each.where}{each.seen}" for each in kind.first]
+    seen = {each.seen for each in kind.first}
+    same = len(seen) == 1  # then it is said once
+    lines = [f"{kind.count} rows: {kind.first[0].kind}{seen.pop() if same else ''}"]
+    lines += [f"{each.where}{'' if same else each.seen}" for each in kind.first]
     if left := kind.count - len(kind.first):
         lines.append(f"and {left} more" + ("" if every_row_told else " (megarl plan --all-mistakes prints each)"))
     return "\n      ".join(lines)
