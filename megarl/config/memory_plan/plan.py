@@ -24,7 +24,7 @@ from megarl.config.checks.sections import DeviceType, check, detect_device, max_
 from megarl.config.derived.datasets import longest_response
 from megarl.config.derived.hardware import local_gpus
 from megarl.config.derived.pools import Pool, Pools, most_replicas, resolve_pools, trainer_layout
-from megarl.config.derived.staleness import group_deadline_s, pace_notes, pace_text
+from megarl.config.derived.staleness import group_deadline_s, pace_notes, pace_of
 from megarl.config.derived.teachers import engine_config, engine_teachers, scored_tokens
 from megarl.config.loading.marked_yaml import WIDTH, marked_yaml
 from megarl.config.megatron.reserved import passes_recompute
@@ -56,7 +56,7 @@ _REMEDIES = {
     "logits chunk": "lower trainer.logprob_chunk_tokens",
     "forward of one layer": "lower trainer.micro_batch_tokens",
     "reference weights": "set reference.placement=cpu_offload",
-    "sync buckets": "lower weight_sync.staging_gib or weight_sync.bucket_mb",
+    "sync buckets": "lower weight_sync.bucket_mb",
     "KV cache": "raise rollout.tensor_parallel or rollout.gpu_memory_utilization, or lower max_model_len",
 }
 
@@ -118,8 +118,9 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     longest = max_sequence_tokens(config, info)
     total, active = model_parameters(info)
     gpu = Device(cuda, _fused(cuda), _limit(config.trainer.device_memory_gib, cuda))
-    config = resolve_auto(config, info, layout, gpu, longest)
-    trainer = trainer_memory(config, TrainerRank.of(config, info, layout, fused=gpu.fused), gpu)
+    rank = resolve_auto(TrainerRank.of(config, info, layout, fused=gpu.fused), gpu, longest)
+    config = config.model_copy(update={"trainer": rank.trainer})
+    trainer = trainer_memory(rank, gpu)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     teachers = _teacher_plans(config, longest, cuda)
     problems = [
@@ -145,8 +146,8 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         samples_per_step=samples,
         samples_per_update=-(-batch.groups // config.trainer.mini_batches) * batch.samples_per_group,
         max_sequence_tokens=longest,
-        max_response_tokens=longest_response(config).tokens,
-        most_tokens=most_tokens(config, info, layout, gpu),
+        max_response_tokens=longest_response(config.data, config.sampling, config.evaluation).tokens,
+        most_tokens=most_tokens(rank, gpu),
         trainer=trainer,
         engine=engine,
         teachers=teachers,
@@ -261,7 +262,7 @@ def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory
         )
     if engine.kv_tokens is not None and engine.memory.limit is not None:
         wanted = config.batch.groups * config.batch.samples_per_group / config.rollout.replicas
-        room = engine.kv_tokens / max(1, longest_response(config).tokens)
+        room = engine.kv_tokens / max(1, longest_response(config.data, config.sampling, config.evaluation).tokens)
         if room < min(wanted, config.rollout.max_num_seqs):
             notes.append(
                 f"the KV cache holds about {room:.0f} full-length sequences per engine, for {wanted:.0f} samples "
@@ -341,7 +342,7 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     yield "step", f"{_count(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
     yield "update", f"up to {plan.samples_per_update} samples"
     yield "micro-batch", _micro_batch(plan)
-    yield "weights", pace_text(plan.config)
+    yield "weights", str(pace_of(plan.config))
     yield "checkpoints", _checkpoints(plan.config.checkpoint)
     yield "recompute", _recompute(plan.config.trainer, plan.config.megatron)
     yield "group deadline", _deadline(plan.config)

@@ -67,7 +67,7 @@ class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="Steps between saves; the last step is saved as well. `auto`: as often as saving takes at most 2% "
-        "of the time, and each step that `hf_export_every`, `keep_every` or an evaluation for `keep_best` needs. 0 = "
+        "of the time, and each step that `keep_every` or an evaluation for `keep_best` needs. 0 = "
         "save only after a stop request.",
     )
     asynchronous: bool = Field(True, description="Write in the background while training continues.")
@@ -77,12 +77,6 @@ class CheckpointConfig(Section):
         None,
         description="Also keep the checkpoint with the largest value of this evaluation metric, e.g. "
         "`eval/heldout/greedy`.",
-    )
-    hf_export_every: int = Field(
-        0,
-        ge=0,
-        description="Convert every saved step divisible by this to `RUN_DIR/hf_STEP`, in a child process of low "
-        "priority; 0 = none.",
     )
 
 
