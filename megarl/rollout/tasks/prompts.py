@@ -244,6 +244,7 @@ class PromptSource:
                 self.tokenizer,
                 limit.tokens,
                 setting=limit.setting,
+                fix=limit.fix,
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
             )
@@ -358,6 +359,7 @@ class _TrainingPrompts:
                 limit.tokens,
                 chosen.data.overlong_prompts,
                 limit.setting,
+                limit.fix,
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
             )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.common.errors import ConfigError
+from megarl.common.errors import ConfigError, Findings
 from megarl.common.values import GIB
 from megarl.config.memory_plan.parameters import chunk_layers, chunk_parameters, in_flight_chunks, model_parameters
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
@@ -196,7 +196,7 @@ def test_ranks_together_hold_the_model_once(
 def test_dry_run_prints_config_and_plan(models: dict[str, Path]) -> None:
     chosen = config(models["qwen3_moe"], trainer__gpus=2, trainer__parallel={"expert": 2}, algorithm__kl={"coef": 0.1})
     stream = StringIO()
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream, Findings())
     text = stream.getvalue()
     for expected in ("micro_batch_tokens: 256", "TP 1 · PP 1 · DP 2 · EP 2", "4 groups, 16 samples", "2 GPUs: 0,1",
                      "reference weights", "optimizer", "sync buckets", "GPU memory is unknown"):  # fmt: skip
@@ -218,7 +218,7 @@ def test_the_plan_shows_what_auto_chose_and_what_would_fit(
 ) -> None:
     stream = StringIO()
     chosen = config(models["qwen3"], **changes)
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream, Findings())
     text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
     assert all(each in text for each in expected), text
 
@@ -247,7 +247,7 @@ def test_the_plan_tells_when_a_group_has_to_end(
 ) -> None:
     stream = StringIO()
     chosen = config(models["qwen3"], **changes)
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream, Findings())
     assert f"group deadline {deadline}" in " ".join(stream.getvalue().split())
 
 
