@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -279,9 +280,10 @@ def _verify(options: argparse.Namespace, stream: TextIO) -> int:
     stream.write(comparison.render())
     same = comparison.same
     if texts:
-        from megarl.checkpoint.convert.logits import agreement
+        from megarl.checkpoint.convert.logits import agreement, in_exact_fp32
 
-        found = agreement(options.a, options.b, texts)
+        compared = partial(agreement, options.a, options.b, texts)
+        found = in_exact_fp32(compared) if torch.cuda.is_available() else compared()
         stream.write(found.render(options.tolerance))
         same = same and found.max_delta <= options.tolerance
     return 0 if same else 1

@@ -8,17 +8,23 @@ device. Shapes: T tokens of a text, V vocabulary rows.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from megarl.chat.tokenize import load_tokenizer
 from megarl.models.hf.model_files import hf_files, megatron_step
 from megarl.models.hf.read_config import load_info
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,17 @@ def agreement(one: Path, other: Path, texts: Sequence[str]) -> Agreement:
         if not tokens:
             raise ValueError(f"the text {text!r} has no tokens")
     return compare_logprobs(logprobs(one, ids), logprobs(other, ids))
+
+
+def in_exact_fp32(function: Callable[[], T]) -> T:
+    """Call a function, which can be pickled, in a new process whose fp32 products are not TF32, with errors near 1e-3.
+
+    Those of Transformer Engine are (common/gemm/cublaslt_gemm.cu), unless cuBLAS finds this variable when it is loaded,
+    which may have happened in this process.
+    """
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function).result()
 
 
 def compare_logprobs(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> Agreement:

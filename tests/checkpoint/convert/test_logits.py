@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.checkpoint.convert.logits import compare_logprobs
+from megarl.checkpoint.convert.logits import compare_logprobs, in_exact_fp32
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.megatron import shards
@@ -64,6 +66,13 @@ def test_nan_is_never_near() -> None:
     shifted[1, 2] = 0.25
     found = compare_logprobs([one], [shifted])
     assert (found.max_delta, found.same_top, found.tokens) == (0.25, 1, 2)
+
+
+def test_on_a_gpu_fp32_is_not_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS reads the variable when it is loaded, so it is the environment of another process."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert in_exact_fp32(partial(os.getenv, "NVIDIA_TF32_OVERRIDE")) == "0"
+    assert in_exact_fp32(os.getpid) != os.getpid()
 
 
 @pytest.mark.parametrize("arguments", [("--logits",), ("--text", "x")])
