@@ -53,7 +53,7 @@ def test_the_package_keeps_its_layers() -> None:
         ),
         (
             "checkpoint/save/history.py",
-            "import megarl.checkpoint.convert.units",
+            "import megarl.checkpoint.convert.workers",
             "megarl.checkpoint.save is not allowed to import megarl.checkpoint.convert",
         ),
         ("new_package.py", "", "new_package"),

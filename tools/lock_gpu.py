@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Resolve requirements/gpu.in to requirements/gpu.lock for Linux x86-64 and Python 3.11, without downloading wheels.
+"""Resolve requirements/gpu.in to requirements/gpu.lock for Linux x86-64 and Python 3.12, without downloading wheels.
 
     python tools/lock_gpu.py            # resolve and write; print conflicts, overrides and packages without wheels
     python tools/lock_gpu.py --check    # only resolve and compare; exit status 1 if the lock would change
@@ -34,7 +34,7 @@ OVERRIDE = ROOT / "requirements" / "gpu.override"
 CPU_LOCK = ROOT / "requirements" / "cpu.lock"
 LOCK = ROOT / "requirements" / "gpu.lock"
 PLATFORM = "x86_64-manylinux_2_35"  # Ubuntu 22.04 and later; llguidance has no wheel for less than glibc 2.31
-PYTHON = "3.11"
+PYTHON = "3.12"
 TIMEOUT_S = 900
 # Packages without a wheel, and how they are built.
 BUILDS = {

@@ -23,8 +23,7 @@ from megarl.weights.group.stage import end_key
 from megarl.weights.group.store import SyncStore
 from megarl.weights.group.transport import Group, GroupMembers, await_members
 from megarl.weights.plan.bucket_packer import BucketPacker
-from megarl.weights.plan.buckets import BucketPlan, TensorSpec, bucket_plan
-from megarl.weights.plan.operation_order import schedule
+from megarl.weights.plan.buckets import BucketPlan, TensorSpec, bucket_plan, schedule
 from megarl.weights.send.sync_attempt import SyncAttempt
 
 if TYPE_CHECKING:

@@ -48,12 +48,7 @@ def apply_truncation(policy: TruncatedPolicy, truncated: bool, reward: float) ->
 
     `mask` keeps a truncated sample's reward in its group's statistics (DAPO's overlong filtering, arXiv:2503.14476
     section 3.4).
-
-    Raises:
-        ValueError: the policy is unknown.
     """
-    if policy not in ("keep", "mask", "zero_reward"):
-        raise ValueError(f"unknown sampling.truncated {policy!r}; use keep, mask or zero_reward")
     if not truncated or policy == "keep":
         return reward, True
     return (reward, False) if policy == "mask" else (0.0, True)

@@ -58,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     """
 
     from megarl.checkpoint.format.manifest import already_finished
-    from megarl.cluster.nodes.commands import local_script, slurm_script, user_environment
+    from megarl.cluster.nodes.commands import local_script, slurm_script
+    from megarl.config.checks.secrets import user_environment
     from megarl.config.loading.load import load_config
     from megarl.config.memory_plan.plan import print_dry_run
 

@@ -19,7 +19,7 @@ from megarl.data.demonstrations import DemonstrationEncoder, end_token
 from megarl.models.architecture.architecture import ModelInfo
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 MOST_CHARACTERS = 10_000_000  # of a set, some seconds if they have to be tokenized; the run itself measures all
 
@@ -51,7 +51,18 @@ def tokenizer_findings(
     no_set = "" if getattr(tokenizer, "chat_template", None) else "model.path"  # none can be encoded
     for each in all_sets(config):
         try:
-            encoder = _encoder(config, info, tokenizer, each, (tools or {}).get(each.key, ()))
+            if isinstance(each, TrainSet):
+                limit, overlong = prompt_limit(config, info, each.sampling.max_tokens), each.data.overlong_prompts
+            else:  # a score without the longest problems would be of another set
+                limit, overlong = evaluation_prompt_limit(config, info), "error"
+            encoder = PromptEncoder(
+                tokenizer,
+                limit.tokens,
+                overlong,
+                limit.setting,
+                template_kwargs=each.data.chat_template_kwargs,
+                tools=(tools or {}).get(each.key, ()),
+            )
             if each.key in first:
                 with suppress(PromptTooLongError):  # which is no mistake if such prompts are skipped
                     encoder.encode(first[each.key])
@@ -62,28 +73,6 @@ def tokenizer_findings(
             cause = f"{type(error).__name__}: {error}"
             found.add(Findings([f"{each.key}: the chat template fails with the first prompt: {cause}"]))
     return found
-
-
-def _encoder(
-    config: Config,
-    info: ModelInfo,
-    tokenizer: PreTrainedTokenizerBase,
-    chosen: TrainSet | HeldOutSet,
-    tools: Sequence[Mapping[str, Any]],
-) -> PromptEncoder:
-    """Return the encoder that the run will have for a set."""
-    if isinstance(chosen, TrainSet):
-        limit, overlong = prompt_limit(config, info, chosen.sampling.max_tokens), chosen.data.overlong_prompts
-    else:  # a score without the longest problems would be of another set
-        limit, overlong = evaluation_prompt_limit(config, info), "error"
-    return PromptEncoder(
-        tokenizer,
-        limit.tokens,
-        overlong,
-        limit.setting,
-        template_kwargs=chosen.data.chat_template_kwargs,
-        tools=tools,
-    )
 
 
 # The lengths of prompts and demonstrations, by the rule of the run itself.

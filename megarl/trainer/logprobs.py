@@ -38,14 +38,9 @@ def return_hidden_states(chunk: GPTModel) -> None:
     """Make `chunk.forward` return the final hidden states [1, T or T / TP, H] instead of logits (last stage only).
 
     The output layer is still called as a module, so DDP's hooks on its weight run.
-
-    Raises:
-        ValueError: Megatron's option `defer_embedding_wgrad_compute` is on.
     """
     if not chunk.post_process:
         return
-    if chunk.config.defer_embedding_wgrad_compute:
-        raise ValueError("megatron.transformer.defer_embedding_wgrad_compute is not supported; remove it")
 
     def forward(hidden_T1H: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         return hidden_T1H, None

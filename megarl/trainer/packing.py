@@ -25,10 +25,8 @@ def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
         One ascending list of indices into `lengths` per replica; a replica without sequences has an empty list.
 
     Raises:
-        ValueError: `dp_size` or a length is below 1.
+        ValueError: a length is below 1.
     """
-    if dp_size < 1:
-        raise ValueError(f"dp_size must be at least 1, not {dp_size}")
     _check_lengths(lengths)
     return [sorted(part) for part in _balanced(lengths, range(len(lengths)), dp_size)]
 
@@ -47,10 +45,8 @@ def plan_micro_batches(
         can batch those of equal length; `[]` is an empty micro-batch.
 
     Raises:
-        ValueError: a sequence is longer than `max_tokens`, or a length, `multiple_of` or `minimum` is below 1.
+        ValueError: a sequence is longer than `max_tokens`, or a length is below 1.
     """
-    if multiple_of < 1 or minimum < 1:
-        raise ValueError(f"multiple_of and minimum must be at least 1, not {multiple_of} and {minimum}")
     packed = []
     for lengths in lengths_per_rank:
         _check_lengths(lengths)

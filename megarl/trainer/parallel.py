@@ -28,15 +28,10 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
 
     Raises:
         ValueError: the layout is for another world size.
-        RuntimeError: torch.distributed is not initialised, or a layout is initialised already.
     """
-    if not torch.distributed.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised; start the trainer with torchrun")
     world = torch.distributed.get_world_size()
     if world != layout.world_size:
         raise ValueError(f"the layout is for {layout.world_size} ranks, torchrun started {world}; set trainer.gpus")
-    if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("a parallel layout is already initialised; call parallel.destroy() first")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -64,7 +59,7 @@ def destroy() -> None:
     # Megatron drops its references only; a group keeps threads and sockets until it is destroyed and unreferenced.
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
-    # The cache refers to up to 32 rotary embeddings of past models, each with its context-parallel group (0.16.1).
+    # The cache refers to up to 32 rotary embeddings of past models, each with its context-parallel group.
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()
     for group in groups:

@@ -36,7 +36,7 @@ def forward_only(
         chunk.eval()
     try:
         with torch.no_grad():
-            return _run(chunks, micro_batches, function)
+            return forward_backward(chunks, micro_batches, function, None)
     finally:
         for chunk in chunks:
             chunk.train()
@@ -45,27 +45,16 @@ def forward_only(
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
-    function: WithLoss[Result],
-    *,
-    on_backward: Callable[[MicroBatch], None] = lambda batch: None,
-) -> list[Result]:
+    function: Callable[..., Any],
+    on_backward: Callable[[MicroBatch], None] | None,
+) -> list[Any]:  # Megatron's schedules are untyped
     """Run forward and backward of all micro-batches. Megatron reduces and scales the gradients at the end.
 
-    `on_backward` is called on every rank with each micro-batch whose gradient has reached the rank's first chunk.
+    `on_backward` is called on every rank with each micro-batch whose gradient has reached the rank's first chunk. None:
+    there is no backward pass, and `function` is a `ForwardOnly`, otherwise a `WithLoss`.
 
-    Returns the third results of `function` in micro-batch order on the last stage, [] on the other stages.
+    Returns the (third) results of `function` in micro-batch order on the last stage, [] on the other stages.
     """
-    return _run(chunks, micro_batches, function, on_backward=on_backward)
-
-
-def _run(
-    chunks: Sequence[torch.nn.Module],
-    micro_batches: Sequence[MicroBatch],
-    function: ForwardOnly[Any],
-    *,
-    on_backward: Callable[[MicroBatch], None] | None = None,
-) -> list[Any]:  # Megatron's schedules are untyped
-    backward = on_backward is not None
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, function=function, first=chunks[0], on_backward=on_backward),
@@ -75,8 +64,8 @@ def _run(
         # Megatron requires a value, but with variable_seq_lengths the stages send each other the true shapes.
         seq_length=max(batch.input_ids_1T.shape[1] for batch in micro_batches),
         micro_batch_size=1,
-        forward_only=not backward,
-        collect_non_loss_data=not backward,
+        forward_only=on_backward is None,
+        collect_non_loss_data=on_backward is None,
     )
 
 

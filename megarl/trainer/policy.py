@@ -52,7 +52,6 @@ from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
     NonFiniteError,
     StepRefused,
-    aux_loss_scale,
     build_optimizer,
     build_scheduler,
     data_parallel_wrap,
@@ -105,10 +104,6 @@ class Policy:
         self.trained_keys: list[str] = []
         precision, fields = config.trainer.precision, transformer_fields(config.trainer, config.megatron)
         self.tf_config = transformer_config(info, layout, precision, fields, initialize=not config.model.load_weights)
-        if not self.tf_config.calculate_per_token_loss:
-            raise ValueError(
-                "megatron.transformer.calculate_per_token_loss=false would average micro-batch means; remove it"
-            )
         chunks = build_model(info, self.tf_config, layout)
         if config.model.load_weights:
             load_weights(chunks, info, config.model.path)
@@ -257,9 +252,7 @@ class Policy:
         gaps = OriginGaps.zeros(self._buckets, platforms.current().device)
         function = self._loss_function(sum(sum(part.lengths) for part in everyone), terms, with_entropy, gaps)
         keys: list[str] = []
-        parts = forward_backward(
-            self.module_chunks, micro_batches, function, on_backward=lambda batch: keys.extend(batch.keys)
-        )
+        parts = forward_backward(self.module_chunks, micro_batches, function, lambda batch: keys.extend(batch.keys))
         self.trained_keys = keys
         metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, non_empty)
         if not with_entropy:
@@ -297,7 +290,6 @@ class Policy:
 
         `tokens`: of all samples of all replicas, prompts included.
         """
-        scale = tokens / aux_loss_scale(self.tf_config)
 
         def loss(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
             logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy)
@@ -313,9 +305,9 @@ class Policy:
                     entropy_R=entropy_R,
                 )
             )
-            # Megatron multiplies all gradients by `aux_loss_scale` and divides them by the sum of `tokens`, as the
-            # routers' auxiliary losses need. The policy loss is an exact share already: `scale` cancels both.
-            return result.loss * scale, batch.tokens, result.stats
+            # Megatron divides all gradients by the sum of `tokens`, as the routers' auxiliary losses need. The policy
+            # loss is an exact share already: the factor cancels that.
+            return result.loss * tokens, batch.tokens, result.stats
 
         return loss
 

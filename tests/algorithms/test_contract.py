@@ -221,7 +221,7 @@ def test_functions_of_another_form_are_refused(function: Any) -> None:
     ("path", "told"),
     [
         ("pppo", "'pppo' is neither cispo, dppo, gspo, ppo, sapo nor an import path package.module:function"),
-        ("nowhere.at_all:f", "nowhere.at_all:f cannot be imported: ModuleNotFoundError"),
+        ("nowhere.at_all:f", "'nowhere.at_all:f' cannot be imported: ModuleNotFoundError"),
         (f"{__name__}:missing", "cannot be imported: AttributeError"),
         (f"{__name__}:ScaleOptions", "is a ModelMetaclass; it has to be a function"),
         ("my loss:f", "nor an import path"),

@@ -97,14 +97,6 @@ def test_a_newcomers_commands_work_as_pasted(page: str) -> None:
     assert unprepared((ROOT / page).read_text()) == []
 
 
-def test_a_command_that_does_not_work_as_pasted_is_found() -> None:
-    run = "torchrun train_rl.py --config quickstart_cpu.yaml"
-    page = "```yaml\na: 1\n```\n\n```\n{}\n```\n\nMore.\n\n```\n{} \\\n  a=1\nmegarl top runs/a\n```\n"
-    assert unprepared(page.format(f"{ACTIVATION}\n{ASSETS}", run)) == []
-    assert unprepared(page.format(ACTIVATION, run)) == [f"{run}    a=1"]
-    assert unprepared(page.format(ASSETS, run)) == [ASSETS, f"{run}    a=1", "megarl top runs/a"]
-
-
 def test_every_key_is_in_the_reference() -> None:
     from megarl.config.loading.load import walk_keys
 

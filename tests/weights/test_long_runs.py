@@ -33,10 +33,9 @@ def slopes_of_publications(syncs: int) -> dict[str, float]:
     sender.connect(pool)
 
     def sizes() -> dict[str, float]:
-        assert sender._store is not None
         join_threads()
         return {
-            "keys": sender._store._store.num_keys(),
+            "keys": sender.store._store.num_keys(),
             "threads": threading.active_count(),
             "descriptors": psutil.Process().num_fds(),
         }

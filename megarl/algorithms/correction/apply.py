@@ -12,16 +12,17 @@ Shapes: R response tokens, S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.correction.config import CorrectionSpec
+from megarl.algorithms.correction.config import CorrectionSpec, WeightKind
 from megarl.algorithms.correction.masks import Rejection, reject
-from megarl.algorithms.correction.ratios import LogRatios, TrainedTokens
-from megarl.algorithms.correction.weights import WEIGHTS
+from megarl.algorithms.correction.ratios import LogRatios, TrainedTokens, bounded_exp
+
+__all__ = ["CorrectionSpec", "TokenWeights", "importance_weights", "proximal_logprobs"]
 
 # The proximal policy's log-probs without a forward pass: interpolated by version (AReaL's `loglinear`).
 #
@@ -59,7 +60,91 @@ def loglinear(current_R: Tensor, sampling_R: Tensor, alpha_R: Tensor) -> Tensor:
     return torch.where(alpha_R == 1.0, current_R, mixed_R)
 
 
-__all__ = ["CorrectionSpec", "TokenWeights", "importance_weights", "proximal_logprobs"]
+# Importance weights of token losses, p / q, with a bound.
+#
+# p is the probability of the sampled token under the proximal policy, q under the one that sampled. The weights carry
+# no gradient. A sequence's weight is that of each of its tokens.
+
+
+@dataclass(frozen=True)
+class BoundedWeights:
+    """`weights_R`: [R], detached, 0 where not trained. `capped_R`, `dropped_R`: [R] bool, cut at the cap, set to 0."""
+
+    weights_R: Tensor
+    capped_R: Tensor
+    dropped_R: Tensor
+
+
+def none(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
+    """Return 1 for every trained token: the decoupled objective with both policies taken as equal."""
+    neither_R = torch.zeros_like(ratios.keep_R)
+    return BoundedWeights(ratios.keep_R.to(ratios.values_R.dtype), neither_R, neither_R)
+
+
+def token_tis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
+    """Return min(p / q, cap) of each token: truncated importance sampling.
+
+    It equals verl's `rollout_is: token` with `rollout_is_threshold: cap`, TRL's `token_truncate` and AReaL's
+    `{level: token, action: clamp, metric: ratio, upper: cap}`.
+
+    Ionides 2008; fengyao.notion.site/off-policy-rl.
+    """
+    return _truncated(ratios, bounded_exp(ratios.values_R), options.cap)
+
+
+def sequence_tis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
+    """Return min(product of p / q over the sequence, cap) for each of its tokens.
+
+    It equals verl's `rollout_is: sequence` and TRL's `sequence_truncate`. AReaL's sequence weight is another one: the
+    geometric mean, and bounded only where the sequence is out of bounds.
+
+    Ionides 2008; richardli.xyz/rl-collapse.
+    """
+    return _truncated(ratios, bounded_exp(ratios.sums(ratios.values_R))[ratios.ids_R], options.cap)
+
+
+def icepop(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
+    """Return p / q of each token inside [low, high], and 0 outside.
+
+    It equals verl's `rollout_is: token` with `rollout_is_threshold: "low_high"`, TRL's `token_mask` and AReaL's
+    `{level: token, action: mask, metric: ratio}`.
+
+    arXiv:2510.18855.
+    """
+    return _banded(ratios, bounded_exp(ratios.values_R), options)
+
+
+def sequence_mis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
+    """Return the product of p / q over the sequence for each of its tokens, inside [low, high], and 0 outside.
+
+    It equals verl's `rollout_is: sequence` with `rollout_is_threshold: "low_high"` and TRL's `sequence_mask`, its
+    default, which has an upper bound of 3 and none below.
+
+    Masked importance sampling, richardli.xyz/rl-collapse.
+    """
+    return _banded(ratios, bounded_exp(ratios.sums(ratios.values_R))[ratios.ids_R], options)
+
+
+def _truncated(ratios: LogRatios, ratio_R: Tensor, cap: float) -> BoundedWeights:
+    capped_R = ratios.keep_R & (ratio_R > cap)
+    weights_R = torch.where(ratios.keep_R, ratio_R.clamp(max=cap), ratio_R.new_zeros(()))
+    return BoundedWeights(weights_R, capped_R, torch.zeros_like(capped_R))
+
+
+def _banded(ratios: LogRatios, ratio_R: Tensor, options: CorrectionSpec) -> BoundedWeights:
+    inside_R = (ratio_R >= options.low) & (ratio_R <= options.high)
+    weights_R = torch.where(ratios.keep_R & inside_R, ratio_R, ratio_R.new_zeros(()))
+    return BoundedWeights(weights_R, torch.zeros_like(inside_R), ratios.keep_R & ~inside_R)
+
+
+# By the names of the config.
+WEIGHTS: dict[WeightKind, Callable[[LogRatios, CorrectionSpec], BoundedWeights]] = {
+    "none": none,
+    "token_tis": token_tis,
+    "sequence_tis": sequence_tis,
+    "icepop": icepop,
+    "sequence_mis": sequence_mis,
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +179,7 @@ def importance_weights(
     int32 [S + 1], of whole sequences.
     """
     ratios = LogRatios.between(proximal_R, sampling_R, keep_R, cu_seqlens)
-    weights = WEIGHTS[correction.kind].function(ratios, correction)
+    weights = WEIGHTS[correction.kind](ratios, correction)
     result = TokenWeights(
         ratios,
         weights.weights_R,

@@ -1,7 +1,7 @@
 """The config section `algorithm.correction`: one weight, any number of masks, and where the proximal policy comes from.
 
-Imports no torch, because the whole config is read without it. What the names mean is in `weights.py`,
-`masks.py` and `apply.py`.
+Imports no torch, because the whole config is read without it. What the names mean is in `masks.py`
+and `apply.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ MaskKind = Literal[
 ]
 ProximalKind = Literal["trainer", "loglinear"]
 
-RATIO_MASKS = ("token", "sequence", "geometric")
 CAPPED, BANDED = ("token_tis", "sequence_tis"), ("icepop", "sequence_mis")
 
 
@@ -111,9 +110,9 @@ class CorrectionSpec:
     proximal: ProximalKind = "trainer"
 
 
-def section_problems(section: CorrectionConfig, key: str = "algorithm.correction") -> Iterator[str]:
+def section_problems(section: CorrectionConfig) -> Iterator[str]:
     """Yield what contradicts itself inside the section, as `key: what is wrong; how to fix it`."""
-    defaults = CorrectionConfig()
+    key, defaults = "algorithm.correction", CorrectionConfig()
     unused = {"cap": CAPPED, "low": BANDED, "high": BANDED}
     for name, kinds in unused.items():
         value = getattr(section, name)

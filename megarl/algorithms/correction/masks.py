@@ -2,7 +2,8 @@
 
 p is the probability of a sampled token under the proximal policy, q under the one that sampled, d = log p - log q.
 
-- `token`, `sequence`, `geometric`: bounds on p / q of the token, its product over the sequence, or its geometric mean.
+- `token`, `sequence`, `geometric`: bounds on p / q of the token (IcePop, arXiv:2510.18855), its product over the
+  sequence (richardli.xyz/rl-collapse), or its geometric mean (GSPO's ratio, arXiv:2507.18071).
 - `{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`: bounds on an estimate of KL(q || p) from tokens of q
   (joschu.net/blog/kl-approx.html), of the token, or its sum, mean or maximum over the sequence's trained tokens:
   k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. Names and bounds are verl's (0.9.1, rollout_corr_helper.py): those of k1
@@ -42,14 +43,13 @@ _OVER_SEQUENCE: dict[str, Callable[[LogRatios, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Mask:
-    """A registered mask. `level`: `token`, or how the tokens of a sequence are combined. `paper`: its source.
+    """A mask. `level`: `token`, or how the tokens of a sequence are combined.
 
     `estimate`: ratio, k1, k2 or k3. With the first two the bounds are of a ratio, and its logarithm is compared.
     """
 
     level: str
     estimate: str
-    paper: str
 
     @property
     def bounds_a_ratio(self) -> bool:
@@ -64,18 +64,15 @@ class Mask:
         return torch.where(ratios.keep_R, each_R, each_R.new_zeros(()))
 
 
-_RL_COLLAPSE = "richardli.xyz/rl-collapse"
-
-
 def _of(kind: MaskKind) -> Mask:
     if kind == "token":
-        return Mask("token", "ratio", "IcePop, arXiv:2510.18855")
+        return Mask("token", "ratio")
     if kind == "sequence":
-        return Mask("seq_sum", "ratio", f"masked importance sampling, {_RL_COLLAPSE}")
+        return Mask("seq_sum", "ratio")
     if kind == "geometric":
-        return Mask("seq_mean", "ratio", f"geometric rejection sampling, {_RL_COLLAPSE}; the ratio of GSPO, 2507.18071")
+        return Mask("seq_mean", "ratio")
     level, _, estimate = kind.rpartition("_")
-    return Mask(level, estimate, f"{_RL_COLLAPSE}; joschu.net/blog/kl-approx.html")
+    return Mask(level, estimate)
 
 
 MASKS: dict[MaskKind, Mask] = {kind: _of(kind) for kind in get_args(MaskKind)}

@@ -6,7 +6,6 @@ parameter is annotated. Nothing here imports torch.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from megarl.common.imports import imported
 from megarl.common.options import Section
 
 I = TypeVar("I")  # noqa: E741  # inputs
@@ -100,20 +100,12 @@ class FunctionRegistry(Generic[I, R]):
         module, colon, attribute = name.partition(":")
         if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
             raise ValueError(f"{name!r} is neither {', '.join(self.names)} nor an import path package.module:function")
-        return RegisteredFunction(name, function := _imported(module, attribute), options_of(function))
-
-
-def _imported(module: str, name: str) -> Callable[..., Any]:
-    if (here := os.getcwd()) not in sys.path:  # the directory in which the pool finds reward functions and agents too
-        sys.path.append(here)
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ValueError(f"{module}:{name} cannot be imported: {type(error).__name__}: {error}") from error
-    if not inspect.isfunction(found):
-        raise ValueError(f"{module}:{name} is a {type(found).__name__}; it has to be a function")
-    function: Callable[..., Any] = found
-    return function
+        if (here := os.getcwd()) not in sys.path:  # where the pool finds reward functions and agents too
+            sys.path.append(here)
+        function = imported(name, f"the {self.kind}")
+        if not inspect.isfunction(function):
+            raise ValueError(f"{name} is a {type(function).__name__}; it has to be a function")
+        return RegisteredFunction(name, function, options_of(function))
 
 
 def options_of(function: Callable[..., Any]) -> type[Section] | None:

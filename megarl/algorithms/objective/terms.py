@@ -71,7 +71,7 @@ def token_weights(
     - `constant_length`: 1 / (sequences * max_tokens), without any sequence's length (Dr. GRPO, arXiv:2503.20783).
 
     Raises:
-        ValueError: the aggregation is unknown, or the counts are 0 although a token is trained.
+        ValueError: the counts are 0 although a token is trained.
     """
     check_packed(cu_seqlens, mask_R)
     mask_R = mask_R.to(dtype)
@@ -87,9 +87,7 @@ def token_weights(
         ids_R = sequence_ids(cu_seqlens, mask_R.numel())
         lengths_S = segment_sum(mask_R, ids_R, cu_seqlens.numel() - 1)
         return mask_R / (lengths_S.clamp(min=1.0)[ids_R] * counts.sequences)
-    if aggregation == "constant_length":
-        return mask_R / (counts.sequences * counts.max_tokens)
-    raise ValueError(f"unknown aggregation {aggregation!r}; use token_mean, sequence_mean or constant_length")
+    return mask_R / (counts.sequences * counts.max_tokens)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.convert.target import Output, writing
-from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
-from megarl.checkpoint.convert.workers import ReportBytes
+from megarl.checkpoint.convert.target import writing
+from megarl.checkpoint.convert.workers import Item, ReportBytes, pack, split, unit_bytes
 from megarl.checkpoint.format.keys import StoredTensor, content_metadata, stored_tensors
-from megarl.checkpoint.format.manifest import FileEntry, Manifest, write_durably
+from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync, write_durably
 from megarl.checkpoint.format.megatron_files import copy_pieces, source_pieces
 from megarl.common.errors import ConversionError
 from megarl.models.hf.directory import HFDirectory, fingerprint, left_out_note
@@ -172,7 +171,8 @@ class HFToMegatron:
         with writing(step / HF_FILES):
             copy_side_files(self.source.path, step / HF_FILES, self.dtype or self._dtypes[self.stored[0].key])
         side_files = sorted((step / HF_FILES).rglob("*"))
-        Output.sync(side_files)
+        for path in side_files:
+            fsync(path)
         write_durably(step / FORMAT_FILE, json.dumps(_FORMAT).encode())
         files = {result["file"]: FileEntry(result["bytes"], result["blake3"]) for result in results.values()}
         others = [step / name for name in (SHARD_INDEX, COMMON_FILE, FORMAT_FILE)]

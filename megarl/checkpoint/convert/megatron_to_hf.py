@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 
-from megarl.checkpoint.convert.target import Output, writing
-from megarl.checkpoint.convert.units import Item, pack, split, unit_bytes
-from megarl.checkpoint.convert.workers import ReportBytes
+from megarl.checkpoint.convert.target import writing
+from megarl.checkpoint.convert.workers import Item, ReportBytes, pack, split, unit_bytes
+from megarl.checkpoint.format.manifest import fsync
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.models.hf.directory import fingerprint
 from megarl.models.hf.export import ExportedTensor, copy_side_files, plan_files
@@ -104,7 +104,8 @@ class MegatronToHF:
         if len(self.files) > 1:
             with writing(partial / HF_INDEX):
                 write_index(partial, self.files)
-        Output.sync(partial.rglob("*"))
+        for path in partial.rglob("*"):
+            fsync(path)
 
     def summary(self) -> str:
         """Return the number of tensors and files, in words."""

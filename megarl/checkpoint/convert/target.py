@@ -13,12 +13,12 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.checkpoint.format.manifest import fsync_directory, write_durably
+from megarl.checkpoint.format.manifest import fsync, write_durably
 from megarl.common.errors import ConversionError
 
 # Converts errors of the operating system into a `ConversionError` that names the file and the remedy.
@@ -149,12 +149,12 @@ class Output:
     def commit(self) -> None:
         """Rename the output to OUT and delete an old OUT. Raises ConversionError if that may not be replaced."""
         for directory, _, _ in os.walk(self.partial):
-            fsync_directory(Path(directory))
+            fsync(Path(directory))
         self._refuse_replacing()
         if self._occupied():
             os.replace(self.out, self._old)
         os.replace(self.partial, self.out)
-        fsync_directory(self.out.parent)
+        fsync(self.out.parent)
         self.clean()
 
     @property
@@ -176,16 +176,6 @@ class Output:
                 f"{self.out} has appeared since the conversion began; move it away and continue with --resume, or "
                 "start again with --force to replace it"
             )
-
-    @staticmethod
-    def sync(paths: Iterable[Path]) -> None:
-        """Flush files to the disk that were written without an fsync."""
-        for path in paths:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
     def clean(self) -> None:
         """Remove the work directory; if the process is killed meanwhile, a resume removes the rest."""

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.convert.job import size
-from megarl.checkpoint.convert.units import split
+from megarl.checkpoint.convert.workers import split
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.checkpoint.format.shard_index import load_plain
 from megarl.common.files import inside
-from megarl.models.hf.directory import LISTED, HFDirectory, HFTensors, left_out_note
+from megarl.models.hf.directory import HFDirectory, HFTensors, left_out_note, listed
 from megarl.models.hf.model_files import COMMON_FILE
 
 
@@ -106,9 +106,9 @@ class Comparison:
             f"dtype, {len(self.missing):,} missing, {len(self.unexpected):,} unexpected"
         ]
         worst = sorted(self.differing, key=lambda pair: -math.inf if math.isnan(pair[1]) else -pair[1])
-        lines += _listed("differing (max |Δ|)", [f"{name}  {delta:.3e}" for name, delta in worst])
-        lines += _listed("another shape or dtype", self.mismatched)
-        lines += _listed("missing (only in A)", self.missing) + _listed("unexpected (only in B)", self.unexpected)
+        lines += listed("differing (max |Δ|)", [f"{name}  {delta:.3e}" for name, delta in worst])
+        lines += listed("another shape or dtype", self.mismatched)
+        lines += listed("missing (only in A)", self.missing) + listed("unexpected (only in B)", self.unexpected)
         return "\n".join(lines + self.left_out) + "\n"
 
 
@@ -162,10 +162,3 @@ def _worst(deltas: list[float]) -> float:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of `tensor`, uint8 [B]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _listed(title: str, lines: list[str]) -> list[str]:
-    if not lines:
-        return []
-    more = [f"    … and {len(lines) - LISTED:,} more"] if len(lines) > LISTED else []
-    return [f"  {title}:", *(f"    {line}" for line in lines[:LISTED]), *more]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from megarl.checkpoint.format.megatron_files import MegatronDirectory, copy_pieces
 from megarl.common.values import MIB
-from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.directory import HFDirectory, left_out_note
 from megarl.models.hf.model_files import megatron_step
@@ -19,15 +18,12 @@ from megarl.models.megatron.shards import local_shards
 # The check of a run's weight files before anything starts: from their headers, no tensor is read.
 
 
-def weight_problems(config: Config, info: ModelInfo) -> Iterator[str]:
-    """Yield what is wrong with the weights that the trainer loads, as `key: what is wrong`.
+def weight_problems(loaded: Mapping[str, Path], info: ModelInfo) -> Iterator[str]:
+    """Yield what is wrong with the weights that the trainer loads, by config key, as `key: what is wrong`.
 
     The files must be complete, and hold exactly the tensors of the family with the shapes that config.json implies.
     """
-    loaded = [("model.path", config.model.path)] if config.model.load_weights else []
-    if config.needs_reference and config.reference.path is not None:
-        loaded.append(("reference.path", config.reference.path))
-    for key, path in loaded:
+    for key, path in loaded.items():
         try:
             if megatron_step(path) is not None:
                 MegatronDirectory(path)

@@ -138,12 +138,12 @@ def write_durably(path: Path, content: bytes) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+    fsync(path.parent)
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make renames inside `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def fsync(path: Path) -> None:
+    """Make the content of a file durable, or the renames inside a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

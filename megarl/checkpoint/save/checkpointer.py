@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,12 +22,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch.distributed import ProcessGroup
 
 from megarl.checkpoint.format.keys import content_metadata
-from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync_directory
-from megarl.checkpoint.save.background_export import BackgroundExport
-from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory
+from megarl.checkpoint.format.manifest import FileEntry, Manifest, fsync
+from megarl.checkpoint.save.directory import CONFIG_FILE, STATE_FILE, CheckpointDirectory, CheckpointRetention
 from megarl.checkpoint.save.resume import Candidate, ResumeError, identity
 from megarl.checkpoint.save.resume_point import ResumePoint, on_every_rank, on_first_rank
-from megarl.checkpoint.save.retention import CheckpointRetention
 from megarl.checkpoint.save.training_state import layout_record, load_trainer_state, sharded_state, trainer_numbers
 from megarl.checkpoint.save.writer import BackgroundWrite, Written
 from megarl.common.clocks import GRACE_S
@@ -77,14 +74,14 @@ class Checkpointer:
         self.settings = config.checkpoint
         self.directory = CheckpointDirectory(config.checkpoint_dir)
         self._notes: list[str] = []  # from threads of rank 0, to be reported at the next step boundary
-        self.export = BackgroundExport(config.run_dir, self.directory, self._notes.append)
         self._retention = CheckpointRetention(self.directory, self.settings, self._notes.append)
         self.newest: int | None = None
         self.failure: str | None = None  # why the last save failed; None if it succeeded. The same on every rank
         self.failed_saves = 0
         self._group, self._notify = group, notify
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.resume_point = ResumePoint(config, self.directory, group, notify)
+        self._settings = config.model_dump(mode="json")
+        self.resume_point = ResumePoint(config.run_dir, self._settings, self.directory, group, notify)
         self._pending: _RunningSave | None = None
         self._saves = 0
         self._threads: list[threading.Thread] = []  # of this rank's saves, those that have timed out included
@@ -138,6 +135,7 @@ class Checkpointer:
         """
         if self._rank == 0 and metrics and step == self.newest:
             self._retention.evaluated(step, metrics)
+            self._report_notes()
 
     def _still_writing(self) -> bool:
         """Tell whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
@@ -252,13 +250,6 @@ class Checkpointer:
         self.newest = chosen.step if chosen.own else None
         return record
 
-    def finish(self, export_s: float) -> None:
-        """Complete the running save and export. An export that takes longer than `export_s` seconds is killed."""
-        self.poll(wait=True)
-        if self._rank == 0:
-            self.export.wait(export_s)
-            self._report_notes()
-
     def _report_notes(self) -> None:
         notes, self._notes[:] = list(self._notes), []
         for note in notes:
@@ -271,7 +262,7 @@ class Checkpointer:
             "trainer": trainer_numbers(self.policy),
             "layout": layout_record(self.policy.layout),
             "identity": self._identity if self._rank == 0 else None,  # only rank 0's record is written
-            "config": self.config.model_dump(mode="json"),
+            "config": self._settings,
         }
 
     @cached_property
@@ -279,7 +270,7 @@ class Checkpointer:
         return identity(self.config, self.policy.info)
 
     def _complete(self, pending: _RunningSave, everyone: list[Written]) -> str:
-        """Write small files and manifest, rename, start an export, apply retention. Runs in a thread of rank 0."""
+        """Write small files and manifest, rename, apply retention. Runs in a thread of rank 0."""
         partial = pending.write.directory
         pending.write.finish([written.items for written in everyone])
         self._write_small_files(partial, pending)
@@ -289,8 +280,6 @@ class Checkpointer:
         files |= {name: FileEntry.of(partial / name) for name in sorted(names)}
         Manifest(pending.step, files).write(partial)
         path = self.directory.complete(pending.step)
-        if self.settings.hf_export_every and pending.step % self.settings.hf_export_every == 0:
-            self.export.start(pending.step)
         self._retention.apply(pending.step)
         return str(path)
 
@@ -303,11 +292,7 @@ class Checkpointer:
         small = [partial / name for name in (COMMON_FILE, FORMAT_FILE, SHARD_INDEX, STATE_FILE, CONFIG_FILE)]
         side_files = [partial / HF_FILES, *(partial / HF_FILES).rglob("*")]
         for path in (*small, *side_files):
-            if path.is_dir():
-                fsync_directory(path)
-                continue
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            fsync(path)
 
     def _copy_hf_files(self, target: Path) -> None:
         """Copy config and tokenizer, so that `model.path` and the converter can use the checkpoint alone."""

@@ -12,13 +12,13 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import asdict
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.format.manifest import MANIFEST, fsync_directory, write_durably
-from megarl.common.process.processes import ProcessId, is_alive
-from megarl.config.schema import Config
+from megarl.checkpoint.format.manifest import MANIFEST, fsync, write_durably
+from megarl.config.schema.job import CheckpointConfig
 from megarl.models.hf.model_files import TRACKER, step_name
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _PARTIAL = re.compile(r"\.iter_\d{7,}\.(partial|deleted)")
 
 
 class CheckpointDirectory:
-    """The checkpoints under `root`, which need not exist. Only rank 0 writes, and the export process that it starts."""
+    """The checkpoints under `root`, which need not exist. Only rank 0 writes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -64,7 +64,7 @@ class CheckpointDirectory:
         if path.exists():
             self.set_aside(step, "replaced")
         os.replace(self.partial(step), path)
-        fsync_directory(self.root)
+        fsync(self.root)
         self.write_tracker(step)
         return path
 
@@ -118,29 +118,90 @@ class CheckpointDirectory:
         """
         write_durably(self.path(step) / EVALUATION_FILE, json.dumps(metrics, indent=1).encode() + b"\n")
 
-    def lease(self, step: int, process: ProcessId) -> Path:
-        """Make retention keep the checkpoint of `step` while `process`, of this host, runs. Return the lease's file."""
-        path = self.root / "leases" / f"{step}.{process.pid}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_durably(path, json.dumps({"step": step, "process": asdict(process)}).encode())
-        return path
 
-    def leased(self) -> set[int]:
-        """Return the steps with a lease of a running process. Leases of ended processes are deleted."""
-        steps = set()
-        for path in self.root.glob("leases/*.json"):
-            content = json.loads(path.read_text())
-            if is_alive(ProcessId(**content["process"])):
-                steps.add(int(content["step"]))
-            else:
-                path.unlink(missing_ok=True)
-        return steps
+# Which checkpoints of a run stay: the newest, every so many steps' one, and the best one.
 
 
-def continues_history(config: Config) -> bool:
-    """Tell whether a starting run resumes from a checkpoint of its own history. The files are not verified."""
-    directory = CheckpointDirectory(config.checkpoint_dir)
-    if config.checkpoint.resume == "auto":
-        return bool(directory.steps())
-    path = Path(config.checkpoint.resume).resolve()
-    return config.checkpoint.resume != "never" and directory.root.resolve() in (path, path.parent)
+class CheckpointRetention:
+    """Deletes the checkpoints that a run need not keep. On rank 0."""
+
+    def __init__(
+        self, directory: CheckpointDirectory, settings: CheckpointConfig, report: Callable[[str], None]
+    ) -> None:
+        """`report`: takes a line for the user about what has failed."""
+        self._directory, self._settings, self._report = directory, settings, report
+
+    def apply(self, newest: int) -> None:
+        """Delete what is not kept, up to the step `newest`. A failure is only reported: it costs only space."""
+        try:
+            steps = self._directory.steps()
+            metric = self._settings.keep_best
+            values = self._values(steps, metric) if metric else {}
+            best = best_step(values)
+            obsolete = to_delete(
+                [step for step in steps if step <= newest],
+                keep_last=self._settings.keep_last,
+                keep_every=self._settings.keep_every,
+                best=best,
+            )
+            for step in obsolete:
+                self._directory.delete(step)
+        except (OSError, ValueError, KeyError) as error:
+            self._report(f"an old checkpoint could not be deleted: {error}")
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Add an evaluation of the newest checkpoint, which is that of `step`, and compare it with the others.
+
+        A failure is only reported: it costs the comparison. An earlier evaluation that cannot be read is replaced.
+        """
+        present: dict[str, float] | None = None
+        with suppress(OSError, ValueError):
+            present = self._directory.metrics(step)
+        if metrics == present:
+            return
+        try:
+            self._directory.add_metrics(step, metrics)
+        except OSError as error:
+            self._report(f"the evaluation of step {step} could not be added to its checkpoint: {error}")
+            return
+        if self._settings.keep_best:
+            self.apply(step)
+
+    def _values(self, steps: list[int], metric: str) -> dict[int, float]:
+        """Return the metric of every checkpoint that has a readable value of it."""
+        found = {}
+        for step in steps:
+            try:
+                value = self._directory.metrics(step).get(metric)
+            except (OSError, ValueError) as error:
+                self._report(f"the metrics of {self._directory.path(step)} cannot be read: {error}")
+                continue
+            if value is not None:
+                found[step] = value
+        return found
+
+
+def to_delete(steps: Collection[int], *, keep_last: int, keep_every: int, best: int | None) -> list[int]:
+    """Return the complete checkpoints that retention deletes, oldest first.
+
+    It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), and `best`.
+    """
+    newest = set(sorted(steps)[-keep_last:])
+    kept = newest | ({best} if best is not None else set())
+    return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
+
+
+def best_step(values: dict[int, float]) -> int | None:
+    """Return the step with the largest value, the earliest of equals; None if empty."""
+    return max(sorted(values), key=lambda step: values[step], default=None)
+
+
+def continues_history(root: Path, resume: str) -> bool:
+    """Tell whether a run with its checkpoints in `root` resumes from one of them. The files are not verified.
+
+    `resume`: as `checkpoint.resume`.
+    """
+    if resume == "auto":
+        return bool(CheckpointDirectory(root).steps())
+    path = Path(resume).resolve()
+    return resume != "never" and root.resolve() in (path, path.parent)

@@ -107,10 +107,11 @@ def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
     for name in _TOKENIZER_FILES:
         if (files / name).is_file():
             tokenizer.update(name.encode() + b"\0" + (files / name).read_bytes())
+    digests = {each.name: FileEntry.of(each.path).blake3 for each in train_sets(config)}
     return {
         "model": {key: value for key, value in dataclasses.asdict(info).items() if value is not None},
         "tokenizer": tokenizer.hexdigest(),
-        "prompts": _prompts(config),
+        "prompts": digests if config.data.sets else digests[""],
     }
 
 
@@ -187,12 +188,6 @@ def _changed_model(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
         return []
     more = f", and {len(differing) - MOST_TOLD} more differ" if len(differing) > MOST_TOLD else ""
     return [f"model.path: another model: {', '.join(differing[:MOST_TOLD])}{more}"]
-
-
-def _prompts(config: Config) -> str | dict[str, str]:
-    """Return the digest of the file of prompts, or those of several sets by name."""
-    digests = {each.name: FileEntry.of(each.path).blake3 for each in train_sets(config)}
-    return digests if config.data.sets else digests[""]
 
 
 def _changed_prompts(saved: str | dict[str, str], present: str | dict[str, str]) -> str:

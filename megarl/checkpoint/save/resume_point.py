@@ -123,10 +123,19 @@ class ResumePoint:
     """Finds the checkpoint that `checkpoint.resume` selects. Collective unless a method says otherwise."""
 
     def __init__(
-        self, config: Config, directory: CheckpointDirectory, group: ProcessGroup, notify: Callable[[str], None]
+        self,
+        run_dir: Path,
+        settings: dict[str, Any],
+        directory: CheckpointDirectory,
+        group: ProcessGroup,
+        notify: Callable[[str], None],
     ) -> None:
-        """`group`: a gloo group of all ranks; `notify`: takes a line for the user (a no-op except on rank 0)."""
-        self._config, self._directory, self._group, self._notify = config, directory, group, notify
+        """`settings`: the run's config as JSON, which a checkpoint's is compared with.
+
+        `group`: a gloo group of all ranks; `notify`: takes a line for the user (a no-op except on rank 0).
+        """
+        self._run_dir, self._settings = run_dir, settings
+        self._directory, self._group, self._notify = directory, group, notify
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def find(self) -> Candidate | None:
@@ -134,9 +143,8 @@ class ResumePoint:
 
         Raises ResumeError, on every rank, for a path without a checkpoint, and if all checkpoints are damaged.
         """
-        found, error = on_first_rank(
-            lambda: candidates(self._directory, self._config.checkpoint.resume), _CANDIDATES, self._rank, self._group
-        )
+        resume = self._settings["checkpoint"]["resume"]
+        found, error = on_first_rank(lambda: candidates(self._directory, resume), _CANDIDATES, self._rank, self._group)
         if found is None:
             raise ResumeError(error)
         return choose(found, self.verify, self._on_damaged)
@@ -171,8 +179,7 @@ class ResumePoint:
         ResumeError if the run contradicts the checkpoint.
         """
         record: dict[str, Any] = json.loads((chosen.path / STATE_FILE).read_text())
-        present = self._config.model_dump(mode="json")
-        problems = contradictions(record["identity"], identity) + changed_order(record["config"], present)
+        problems = contradictions(record["identity"], identity) + changed_order(record["config"], self._settings)
         if problems:
             raise ResumeError(refusal(chosen.path, problems))
         if chosen.own:
@@ -182,16 +189,16 @@ class ResumePoint:
         else:
             self._set_aside_from(0, "replaced")
         prepare(chosen)
-        remember_launch(self._config.run_dir)
+        remember_launch(self._run_dir)
         self._notify(f"resuming from {chosen.path}, {chosen.step} steps done")
-        if changed := changes(record["config"], present):
+        if changed := changes(record["config"], self._settings):
             self._notify(f"the config differs from the checkpoint's: {'; '.join(changed)}")
         return record
 
     def begin_new_history(self) -> None:
         """Set all checkpoints aside, for a run that resumes none of them. On rank 0."""
         self._set_aside_from(0, "replaced")
-        remember_launch(self._config.run_dir)
+        remember_launch(self._run_dir)
 
     def _set_aside_from(self, first: int, why: str) -> None:
         """Rename the checkpoints from step `first` on: `checkpoint.resume: auto` must not find another history."""

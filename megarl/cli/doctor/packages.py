@@ -38,7 +38,7 @@ def package_findings(cuda: bool) -> Iterator[Finding]:
             yield Finding("fail", name, f"not installed, but {other} is: it cannot run here", f"run {setup}")
         elif found is None:
             yield Finding("fail", name, "not installed", f"run {setup}")
-        elif name == "megatron-core" and not megatron_versions.contains(megatron_versions.SUPPORTED, found):
+        elif name == "megatron-core" and not megatron_versions.is_supported(found):
             detail = f"{found} is not supported: megarl needs {megatron_versions.SUPPORTED}, for its patches"
             yield Finding("fail", name, detail, f"run {setup}")
         else:

@@ -42,11 +42,7 @@ def _is_ipv6_only(host: str) -> bool:
         families = {family for family, *_ in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return families == {socket.AF_INET6} and not _is_loopback(host)
-
-
-def _is_loopback(host: str) -> bool:
-    return any(ipaddress.ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
+    return families == {socket.AF_INET6} and host not in ("::1", "localhost")
 
 
 def interface_of(address: str) -> str | None:

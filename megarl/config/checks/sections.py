@@ -7,7 +7,6 @@ loss of the user's own is tried out.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -72,9 +71,9 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     of_config = (
         _sizes(config),
         pace_problems(config),
-        evaluation_problems(config),
+        evaluation_problems(config.evaluation, config.checkpoint, config.run),
         _deadlines(config.rollout, config.timeouts),
-        liveness_problems(config),
+        liveness_problems(config.admission, config.algorithm),
         correction_problems(config),
         monitor_problems(config.monitor, config.admission),
         _checkpoint(config.checkpoint, config.evaluation),
@@ -151,7 +150,10 @@ def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
         return config.rollout.max_model_len
     if config.data.max_prompt_tokens is None:
         return info.max_positions
-    return min(info.max_positions, config.data.max_prompt_tokens + longest_response(config).tokens)
+    return min(
+        info.max_positions,
+        config.data.max_prompt_tokens + longest_response(config.data, config.sampling, config.evaluation).tokens,
+    )
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,9 @@ def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None)
 
 def evaluation_prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
     """Return the limit of held-out prompts: with a longest response they have to fit the engine, but no micro-batch."""
-    tokens = max_sequence_tokens(config, info) - longest_response(config).tokens
+    tokens = (
+        max_sequence_tokens(config, info) - longest_response(config.data, config.sampling, config.evaluation).tokens
+    )
     if config.rollout.max_model_len is not None:
         return PromptLimit(tokens, "rollout.max_model_len - the longest response")
     if config.data.max_prompt_tokens is not None:
@@ -250,11 +254,6 @@ def _checkpoint(settings: CheckpointConfig, evaluation: EvaluationConfig) -> Ite
             yield f"checkpoint.keep_best: {settings.keep_best!r} is no metric of an evaluation set; try {known}"
         elif not evaluation.every:
             yield "checkpoint.keep_best: needs evaluations during the run; set evaluation.every"
-    if settings.hf_export_every and settings.every and settings.hf_export_every % settings.every:
-        yield (
-            f"checkpoint.hf_export_every: {settings.hf_export_every} is not divisible by "
-            f"checkpoint.every={settings.every}, so some exports would have no checkpoint; use a multiple of it"
-        )
     if settings.resume not in ("auto", "never") and not Path(settings.resume).is_dir():
         yield f"checkpoint.resume: no such directory: {settings.resume}; use auto, never or the path of a checkpoint"
 
@@ -271,12 +270,6 @@ def _functions(rewards: Mapping[str, RewardConfig], curriculum: CurriculumConfig
 def _weight_sync(sync: WeightSyncConfig, device: DeviceType) -> Iterator[str]:
     if sync.transport == "nccl" and device == "cpu":
         yield "weight_sync.transport: nccl needs GPUs, and this run would have none; use auto or gloo"
-    if 0 < sync.staging_gib * 1024 < 3 * sync.bucket_mb:
-        yield (
-            f"weight_sync.staging_gib: {sync.staging_gib:g} GiB hold fewer than 3 buckets of {sync.bucket_mb:g} "
-            "MiB (weight_sync.bucket_mb), and 2 are used without it; raise it to at least "
-            f"{math.ceil(3 * sync.bucket_mb / 1024 * 1000) / 1000}, lower weight_sync.bucket_mb, or set 0"
-        )
 
 
 def launch_problems(launch: LaunchConfig, timeouts: TimeoutsConfig) -> Iterator[str]:
@@ -363,7 +356,7 @@ def _shape(model: ModelConfig, info: ModelInfo) -> Iterator[str]:
 
 
 def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
-    prompt, longest = config.data.max_prompt_tokens, longest_response(config)
+    prompt, longest = config.data.max_prompt_tokens, longest_response(config.data, config.sampling, config.evaluation)
     response = longest.tokens
     limit = config.rollout.max_model_len
     if limit is not None and limit > info.max_positions:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.config.schema import DEFAULT_INTERVAL, DEFAULT_QUOTA, AdmissionConfig, Config, RunConfig
+from megarl.config.schema.data import EvaluationConfig
 from megarl.config.schema.job import CheckpointConfig
 
 
@@ -73,12 +74,6 @@ def pace_of(config: Config) -> Pace:
 def refill_groups(config: Config) -> int:
     """Return the most groups without signal that rollout may replace between two steps; 0 without dynamic sampling."""
     return config.admission.refill_limit * config.batch.groups if config.admission.refill else 0
-
-
-def most_in_flight(config: Config) -> int:
-    """Return the most groups that are generated or wait in the queue at a time."""
-    groups, uses = config.batch.groups, config.admission.max_uses
-    return max(groups, pace_of(config).steps_within_bound(0) * groups // uses)
 
 
 def _sync_interval(section: AdmissionConfig, updates: int) -> int:
@@ -192,15 +187,13 @@ def evaluates_beside_training(config: Config) -> bool:
     return pace_of(config).runs_ahead and not any(_needs_one_version(config.checkpoint, config.run))
 
 
-def evaluation_problems(config: Config) -> Iterator[str]:
+def evaluation_problems(section: EvaluationConfig, checkpoint: CheckpointConfig, run: RunConfig) -> Iterator[str]:
     """Yield what is wrong with the section `evaluation`, each with its fix."""
-    section = config.evaluation
     if section.every and not section.sets:
         yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
     if section.concurrent:
         yield from (
-            f"evaluation.concurrent: {reason}; remove one of them"
-            for reason in _needs_one_version(config.checkpoint, config.run)
+            f"evaluation.concurrent: {reason}; remove one of them" for reason in _needs_one_version(checkpoint, run)
         )
 
 

@@ -37,7 +37,8 @@ def mistake_printer(options: argparse.Namespace) -> Callable[[object], None] | N
 
 def _print_line(mistake: object) -> None:
     try:
-        print(mistake, flush=True)
+        sys.stdout.write(f"{mistake}\n")
+        sys.stdout.flush()
     except BrokenPipeError:  # its reader has seen enough, such as `head`; the others are still counted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -68,16 +69,3 @@ def run_overrides(options: argparse.Namespace) -> list[str]:
     dump = ["telemetry.dump_batches=true"] if options.dump_batches else []
     resume = [f"checkpoint.resume={options.resume}"] if options.resume else []
     return [*options.overrides, *dump, *resume]
-
-
-def run_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the command line of these options of a training run."""
-    resume = ["--resume", options.resume] if options.resume else []
-    flags = {
-        "--dry-run": options.dry_run,
-        "--all-mistakes": options.all_mistakes,
-        "--dump-batches": options.dump_batches,
-        "--force": options.force,
-    }
-    given = [name for name, is_given in flags.items() if is_given]
-    return ["--config", str(options.config), *resume, *given, *options.overrides]

@@ -26,6 +26,7 @@ REMOVED: dict[str, Advice] = {
         for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     },
     "agent.act_attempts": "remove it: a sample is begun three times if its gateway dies",
+    "checkpoint.hf_export_every": "write checkpoint.keep_every, and convert a kept step with `megarl convert export`",
     "checkpoint.keep_best_mode": "remove it: the checkpoint with the largest value is kept",
     "ray.num_cpus": "remove it: Ray's logical CPUs are those that the plan needs",
     "trainer.idle_logprobs": "remove it: a step computes its log-probs when its batch is complete",
@@ -45,6 +46,7 @@ REMOVED: dict[str, Advice] = {
     "monitor.max_skipped_steps": "remove it: alarms may skip five steps of a start",
     **{f"telemetry.{name}_gib": "write telemetry.keep_gib" for name in ("metrics", "samples", "tensorboard")},
     "telemetry.events": "write telemetry.events_mib: the MiB of each process, 0 for none",
+    "weight_sync.staging_gib": "remove it: the first bucket of each trainer rank is built while the engines generate",
     "queue.capacity": "remove it: admission.max_staleness bounds what is generated ahead, and so the queue",
     "timeouts.queue_s": "write timeouts.rpc_s, which bounds reads and writes of the queue too",
     "timeouts.ray_start_s": "remove it: Ray's start may take a third of timeouts.engine_start_s",

@@ -55,7 +55,7 @@ _REMEDIES = {
     "logits chunk": "lower trainer.logprob_chunk_tokens",
     "forward of one layer": "lower trainer.micro_batch_tokens",
     "reference weights": "set reference.placement=cpu_offload",
-    "sync buckets": "lower weight_sync.staging_gib or weight_sync.bucket_mb",
+    "sync buckets": "lower weight_sync.bucket_mb",
     "KV cache": "raise rollout.tensor_parallel or rollout.gpu_memory_utilization, or lower max_model_len",
 }
 
@@ -117,8 +117,9 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     longest = max_sequence_tokens(config, info)
     total, active = model_parameters(info)
     gpu = Device(cuda, _fused(cuda), _limit(config.trainer.device_memory_gib, cuda))
-    config = resolve_auto(config, info, layout, gpu, longest)
-    trainer = trainer_memory(config, TrainerRank.of(config, info, layout, fused=gpu.fused), gpu)
+    rank = resolve_auto(TrainerRank.of(config, info, layout, fused=gpu.fused), gpu, longest)
+    config = config.model_copy(update={"trainer": rank.trainer})
+    trainer = trainer_memory(rank, gpu)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     teachers = _teacher_plans(config, longest, cuda)
     problems = [
@@ -144,8 +145,8 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         samples_per_step=samples,
         samples_per_update=-(-batch.groups // config.trainer.mini_batches) * batch.samples_per_group,
         max_sequence_tokens=longest,
-        max_response_tokens=longest_response(config).tokens,
-        most_tokens=most_tokens(config, info, layout, gpu),
+        max_response_tokens=longest_response(config.data, config.sampling, config.evaluation).tokens,
+        most_tokens=most_tokens(rank, gpu),
         trainer=trainer,
         engine=engine,
         teachers=teachers,
@@ -264,7 +265,7 @@ def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory
         )
     if engine.kv_tokens is not None and engine.memory.limit is not None:
         wanted = config.batch.groups * config.batch.samples_per_group / config.rollout.replicas
-        room = engine.kv_tokens / max(1, longest_response(config).tokens)
+        room = engine.kv_tokens / max(1, longest_response(config.data, config.sampling, config.evaluation).tokens)
         if room < min(wanted, config.rollout.max_num_seqs):
             notes.append(
                 f"the KV cache holds about {room:.0f} full-length sequences per engine, for {wanted:.0f} samples "

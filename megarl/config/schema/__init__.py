@@ -312,15 +312,6 @@ class WeightSyncConfig(Section):
     """The transfer of weights from the trainer to the engines."""
 
     bucket_mb: float = Field(64.0, gt=0, le=2**20, description="Bucket size, MiB.")
-    staging_gib: float = Field(
-        0.0,
-        ge=0,
-        le=2**20,
-        description="Memory (with `transport` nccl that of the GPU) of each trainer rank that sends, for buckets that "
-        "are built while the engines still generate, GiB. 0: two buckets. With a little more than the size of its "
-        "tensors, engines pause for the broadcasts and the load only. No effect on what engines lose in synchronous "
-        "training and without `rollout.partial_rollout`, where they generate nothing meanwhile.",
-    )
     transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
     recompute_kv: bool = Field(
         True,

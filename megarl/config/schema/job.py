@@ -76,12 +76,6 @@ class CheckpointConfig(Section):
         description="Also keep the checkpoint with the largest value of this evaluation metric, e.g. "
         "`eval/heldout/greedy`.",
     )
-    hf_export_every: int = Field(
-        0,
-        ge=0,
-        description="Convert every saved step divisible by this to `RUN_DIR/hf_STEP`, in a child process of low "
-        "priority; 0 = none.",
-    )
 
 
 class TimeoutsConfig(Section):

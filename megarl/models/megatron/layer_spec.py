@@ -1,6 +1,6 @@
 """Layer specs: Transformer Engine's on CUDA if it is installed, else Megatron's own modules.
 
-Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no attention that
+Without Transformer Engine, Megatron-Core has no norm that accepts sequence parallelism and no attention that
 accepts packed sequences; `RMSNorm` and `PackedAttention` fill these two gaps.
 
 Shapes: T packed tokens of a micro-batch, B sequences of equal length, S tokens of a sequence, R query rows of a block,
@@ -69,8 +69,6 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
-        if config.context_parallel_size != 1:
-            raise ValueError("context parallelism needs Transformer Engine")
         if config.window_attn_skip_freq is not None:
             raise ValueError("window_attn_skip_freq (a window in some layers only) needs Transformer Engine")
         self.softmax_scale = softmax_scale

@@ -71,7 +71,7 @@ class Session:
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
-        settings = SyncSettings.from_config(config)
+        settings = SyncSettings.of(config.weight_sync, config.timeouts, config.run_dir)
         self.sender = WeightSender(settings, self._exporter, host=store_address(config.ray))
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
@@ -226,7 +226,6 @@ class Session:
     def finish(self) -> None:
         """Complete the running save and record how the run ended: finished, or preempted if `stopped` is set.
 
-        A Hugging Face export that is still running is awaited if the run is finished, and ended if it is preempted.
         Raises LastSaveFailed if the run is finished, but not its last checkpoint.
         """
         self.batches.finish()
@@ -235,12 +234,9 @@ class Session:
         if self.stopped is None and self.checkpointer.failure is not None:
             reason = f"all {self.steps_done} steps are trained, but {self.checkpointer.failure}"
             self.recorder.finish(ExitRecord("failed", self.checkpointer.newest or 0, reason))
-            self.checkpointer.finish(export_s=self.config.timeouts.save_s)
             raise LastSaveFailed(reason)
         self.keep_evaluation()
         status: Status = "finished" if self.stopped is None else "preempted"
-        # Before the record: from then on a node's agent expects its processes to end within twice `shutdown_s`.
-        self.checkpointer.finish(export_s=self.config.timeouts.save_s if self.stopped is None else 0.0)
         self.recorder.finish(ExitRecord(status, self.steps_done, self.stopped or "", self.unsaved_steps))
 
     @property

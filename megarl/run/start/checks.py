@@ -7,7 +7,7 @@ weights, and one call of each reward function. A mistake would otherwise show wh
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 
 from megarl.chat.formats import Prompt
@@ -32,12 +32,12 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
 
     `first`: the first prompt of each set by the set's key; a reward without one is imported and not called.
     """
-    reward = config.reward
+    reward, sets, several = config.reward, all_sets(config), config.agent.loop != SINGLE_TURN
     calls = []
     for key, own in reward_functions(config).items():
         if key in left_out:
             continue
-        sample, row = _sample(config, own, first) if reward.trial_call else (None, "")
+        sample, row = _sample(scored_sets(sets, own), first, several=several) if reward.trial_call else (None, "")
         calls.append(TrialCall(RewardSpec(own.function, own.kwargs, key), sample, row))
     return trials(
         calls,
@@ -69,23 +69,24 @@ def _expects_failures(reward: RewardConfig) -> bool:
     return reward.on_error != "drop" or reward.max_error_share >= 1
 
 
-def scored_sets(config: Config, reward: RewardConfig) -> list[TrainSet | HeldOutSet]:
-    """Return the sets whose responses `reward` scores; those of demonstrations are not scored."""
-    scored = [each for each in all_sets(config) if each.reward == reward]
+def scored_sets(sets: Iterable[TrainSet | HeldOutSet], reward: RewardConfig) -> list[TrainSet | HeldOutSet]:
+    """Return those of the sets whose responses `reward` scores; those of demonstrations are not scored."""
+    scored = [each for each in sets if each.reward == reward]
     return [each for each in scored if not (isinstance(each, TrainSet) and each.demonstrates)]
 
 
-def _sample(config: Config, reward: RewardConfig, first: Mapping[str, Prompt]) -> tuple[RewardInput | None, str]:
-    """Return a response to the first prompt of a set that `reward` scores, and what it is; None if there is no set.
+def _sample(
+    scored: Iterable[TrainSet | HeldOutSet], first: Mapping[str, Prompt], *, several: bool
+) -> tuple[RewardInput | None, str]:
+    """Return a response to the first prompt of a set that a reward scores, and what it is; None if there is no set.
 
-    The response is the reference answer, as if the model had written nothing else.
+    The response is the reference answer, as if the model had written nothing else. `several`: it may have turns.
     """
-    for each in scored_sets(config, reward):
+    for each in scored:
         prompt = first.get(each.key)
         if prompt is None:
             continue
         ids = list(range(len(prompt.answer)))
-        several = config.agent.loop != SINGLE_TURN
         turns = (Turn("assistant", prompt.answer, len(ids)),) if several else ()
         sample = RewardInput(prompt.text, prompt.answer, ids, "stop", prompt.answer, prompt.row, turns)
         return sample, f"the first row of {each.path} and its answer {prompt.answer!r:.60} as the response"
@@ -112,10 +113,13 @@ def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) ->
 
     first = first_prompts(all_sets(config))
     found = Findings()
+    loaded = {"model.path": config.model.path} if config.model.load_weights else {}
+    if config.needs_reference and config.reference.path is not None:
+        loaded["reference.path"] = config.reference.path
     with trial_calls(config, first) as calls:  # they start while the files are read
         found.add(data_file_findings(all_sets(config), tell))
         found.add(_tokenizer_and_agent(config, info, first, whole=tell is not None))
-        found.add(Findings(list(weight_problems(config, info))))
+        found.add(Findings(list(weight_problems(loaded, info))))
         found.add(Findings(list(resume_problems(config, info))))
         found.add(reward_findings(config.reward, calls))
     return found

@@ -10,12 +10,13 @@ from typing import Any, TextIO
 from megarl.common.errors import Findings
 from megarl.common.trust.secret_references import references
 from megarl.config.checks.sections import DeviceType, absent_files, planned_elsewhere
-from megarl.config.derived.datasets import all_sets, reward_functions
-from megarl.config.loading.load import overridden_tree
+from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
+from megarl.config.loading.load import apply_overrides
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
 from megarl.config.schema import Config
-from megarl.config.schema.agent import SINGLE_TURN
+from megarl.config.schema.agent import SINGLE_TURN, AgentConfig
 from megarl.config.schema.data import RewardConfig
+from megarl.config.schema.job import CheckpointConfig
 from megarl.data.check_files import Tell, data_file_findings, first_prompts
 from megarl.run.start.checks import reward_findings, scored_sets, start_findings, trial_calls
 from megarl.sandbox.availability import sandbox_problem
@@ -39,8 +40,10 @@ def elsewhere_findings(config: Config, tell: Tell | None = None) -> Findings:
     found.add(Findings([f"{problem}\n      {WAY_OUT}" for problem in tried.problems], tried.warnings))
     found.notes += [f"{key}.function: not tried here, because {lack}" for key, lack in lacking.items()]
     if config.reward.trial_call:
-        found.notes += _uncalled({key: own for key, own in rewards.items() if key not in lacking}, config)
-    found.notes.append(f"left to the start where the run will be: {', '.join(_left_out(config))}")
+        found.notes += _uncalled({key: own for key, own in rewards.items() if key not in lacking}, all_sets(config))
+    found.notes.append(
+        f"left to the start where the run will be: {', '.join(_left_out(config.agent, config.checkpoint))}"
+    )
     return found
 
 
@@ -54,21 +57,21 @@ def _lack(reward: RewardConfig) -> str:
     return ""
 
 
-def _uncalled(rewards: dict[str, RewardConfig], config: Config) -> Iterator[str]:
+def _uncalled(rewards: dict[str, RewardConfig], sets: Sequence[TrainSet | HeldOutSet]) -> Iterator[str]:
     """Yield a note for each reward that is called by the run, and has not been, as no file of its sets is here."""
     for key, own in rewards.items():
-        scored = scored_sets(config, own)
+        scored = scored_sets(sets, own)
         if scored and not any(each.path.exists() for each in scored):
             yield f"{key}.function: imported and not called, because {scored[0].key}.path is not here"
 
 
-def _left_out(config: Config) -> Iterator[str]:
+def _left_out(agent: AgentConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     yield "tokenizer and chat template"
     yield "lengths of the prompts"
-    if config.agent.loop != SINGLE_TURN:
+    if agent.loop != SINGLE_TURN:
         yield "loop and tools of the agent"
     yield "weights"
-    if config.checkpoint.resume != "never":
+    if checkpoint.resume != "never":
         yield "the checkpoint to resume from"
 
 
@@ -123,7 +126,7 @@ def checked_plan(
 
 def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> Iterator[str]:
     """Yield a problem for each absent path that is the user's own: a shipped recipe does not need its files here."""
-    given = overridden_tree(overrides)
+    given = apply_overrides({}, overrides)  # valid on the tree to which they belong
     for key, path in absent:
         if _names(given, key):
             yield (

@@ -10,7 +10,7 @@ Shapes: R response tokens of one sample.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ from megarl.config.derived.logprob_passes import correction_of, recomputes_old_l
 from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.derived.training_loss import default_weights
 from megarl.config.schema import Config
+from megarl.config.schema.algorithm import AlgorithmConfig, DistillConfig
 from megarl.queue.streams import (
     ADVANTAGES,
     OLD_LOGPROBS,
@@ -93,13 +94,13 @@ def set_advantages(
     plan: StepPlan,
     samples: Mapping[str, TrainSample],
     rows: Mapping[str, Trajectory],
-    config: Config,
+    algorithm: AlgorithmConfig,
     metrics: StepMetrics,
 ) -> None:
     """Set each sample's advantages from shaped rewards; with `kl.where: reward`, subtract the sample's KL first."""
     groups = [by_sample(group) for group in plan.shaped.groups]
-    kl = config.algorithm.kl
-    if config.needs_reference and kl.where == "reward" and groups:
+    kl = algorithm.kl
+    if kl.coef > 0 and kl.where == "reward" and groups:
         penalty = _kl_of_all(samples, rows, kl.estimator)
         lowered = [
             [
@@ -109,7 +110,7 @@ def set_advantages(
             ]
             for group in groups
         ]
-        groups = [by_sample(group) for group in with_advantages(lowered, advantage_of(config.algorithm))]
+        groups = [by_sample(group) for group in with_advantages(lowered, advantage_of(algorithm))]
     rewards = [[rows[0].reward for rows in group] for group in groups]
     advantages = [[rows[0].advantage for rows in group] for group in groups]
     for row in (row for group in groups for rows_of_sample in group for row in rows_of_sample):
@@ -173,18 +174,22 @@ def add_teacher_logprobs(
 
 
 def distil(
-    tags: Mapping[str, SampleTag], samples: Mapping[str, TrainSample], config: Config, metrics: StepMetrics
+    tags: Mapping[str, SampleTag],
+    samples: Mapping[str, TrainSample],
+    taught: Collection[str],
+    distill: DistillConfig,
+    metrics: StepMetrics,
 ) -> None:
     """Make the advantages of samples with a teacher, and record the reverse KL to it. Collective.
+
+    `taught`: the data sets that have one.
 
     The estimate of a token is k1, log-prob of the policy that sampled it - log-prob of the teacher: with `where:
     advantage` its negative is the advantage (thinkingmachines.ai/blog/on-policy-distillation), which has no discount:
     each token answers for itself alone. Unless `rewards`, the advantages of the rewards are dropped.
     """
-    taught = teachers_by_set(config)
     if not taught:
         return
-    distill = config.algorithm.distill
     sums: dict[str, tuple[float, int]] = {}
     for key, sample in samples.items():
         dataset = tags[key].dataset

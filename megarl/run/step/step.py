@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from megarl.algorithms.correction.config import CorrectionSpec
+from megarl.algorithms.correction.stats import CORRECTION_NUMBERS
+from megarl.algorithms.objective.stats import SAMPLING
 from megarl.algorithms.objective.terms import GlobalCounts
 from megarl.common.trust.object_collectives import Codec, codec_of
 from megarl.config.checks.telemetry import SourceBuckets
@@ -22,13 +25,13 @@ from megarl.config.derived.logprob_passes import (
     rejection_of,
     teacher_passes,
 )
+from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema import Config
 from megarl.queue.streams import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from megarl.queue.trajectory import Trajectory
 from megarl.run.step.off_policy import StepMeasures, reject_before_updates, set_interpolation
 from megarl.run.step.plan import StepPlan, check_trained
 from megarl.run.step.samples import add_teacher_logprobs, distil, mini_batch_counts, set_advantages, train_samples
-from megarl.run.step.update_metrics import record_correction, record_measures, record_update
 from megarl.telemetry.metrics.registry import StepMetrics
 from megarl.telemetry.metrics.timer import PhaseTimer
 from megarl.telemetry.trace import events
@@ -82,8 +85,8 @@ def train_step(
     measured = StepMeasures.begin(plan.tags.values(), SourceBuckets.of(config))
     if recomputes and plan.mini_batches:
         measured.compare_in_pass(samples, rows)
-    set_advantages(plan, samples, rows, config, metrics)
-    distil(plan.tags, samples, config, metrics)
+    set_advantages(plan, samples, rows, config.algorithm, metrics)
+    distil(plan.tags, samples, teachers_by_set(config), config.algorithm.distill, metrics)
     kept: Mapping[str, int] | None = None
     before, in_updates = rejection_of(config), correction_of(config)
     if before is not None:
@@ -102,7 +105,7 @@ def train_step(
 
     with timer.phase("update"):
         for number, (mine, counts) in enumerate(updates):
-            if interpolates_proximal(config):
+            if interpolates_proximal(in_updates):
                 set_interpolation(mine, rows, version=plan.version, updates=made)
             update = partial(
                 policy.update, mine, counts, another_follows=number + 1 < len(updates),
@@ -196,3 +199,97 @@ def _compute_logprobs(policy: Policy, samples: Sequence[TrainSample], stream: st
     found = policy.compute_logprobs(samples, reference=stream == REFERENCE_LOGPROBS)
     for sample, logprobs_R in zip(samples, found, strict=True):
         sample.streams[stream] = logprobs_R
+
+
+# The declared metrics of an update, from the numbers that `Policy.update` returns, and of log-prob comparisons.
+
+# Names in `LossStats` -> names of the metrics.
+MISMATCH = {
+    "logprob_abs_diff": "logprob_abs_diff_mean",
+    "logprob_abs_diff_max": "logprob_abs_diff_max",
+    "approx_kl": "k3_kl",
+    "ess": "ess",
+    "pearson": "logprob_pearson",
+    "tokens": "tokens",
+}
+# The terms of the loss beside `rl`: their counts in `LossStats`, and what is reported of them.
+TERMS = {"ref_kl_tokens": ("kl_ref", "ref_kl_loss", "ref_kl_tokens"), "ce_tokens": ("ce", "ce_loss", "ce_tokens")}
+# Names in `correction_numbers` -> names of the metrics, below `correction/`: shares of tokens, and of sequences.
+CORRECTION = {
+    "weight_mean": "weight_mean",
+    "weight_max": "weight_max",
+    "weight_capped": "capped_share",
+    "weight_dropped": "masked_share",
+    "weight_ess": "ess",
+}
+CORRECTION_OF_SEQUENCES = {
+    "sequences_capped": "capped_sequences_share",
+    "sequences_touched": "masked_sequences_share",
+    "sequences_dropped": "dropped_sequences_share",
+    "sequence_ess": "sequence_ess",
+}
+# Raw moments, and what only the comparison of engine and trainer reports.
+HIDDEN = {"ratio_squared", "pearson"}
+
+
+def record_update(metrics: StepMetrics, values: Mapping[str, float], correction: CorrectionSpec | None) -> None:
+    """Record `policy/*`, and `correction/*` of a `correction` that acts in the updates.
+
+    Of the terms `ref_kl` and `ce` only if they have tokens.
+    """
+    terms = {name for names in TERMS.values() for name in names}
+    hidden = HIDDEN | CORRECTION_NUMBERS | terms
+    shown = {name: value for name, value in values.items() if name not in hidden and not name.startswith(SAMPLING)}
+    metrics.record("policy/grad_norm_max", values["grad_norm"])
+    metrics.update(shown, prefix="policy/", weight=values["tokens"])
+    for count, names in TERMS.items():
+        if own := values.get(count, 0.0):
+            metrics.update({name: values[name] for name in names}, prefix="policy/", weight=own)
+    if correction is not None and "weight_mean" in values:
+        record_correction(metrics, values, correction)
+
+
+def record_correction(metrics: StepMetrics, values: Mapping[str, float], correction: CorrectionSpec) -> None:
+    """Record `correction/*` of the numbers of `LossStats.means` and `LossStats.correction_means`."""
+    metrics.update(_named(values, CORRECTION), prefix="correction/", weight=values["tokens"])
+    metrics.update(_named(values, CORRECTION_OF_SEQUENCES), prefix="correction/", weight=values["sequences"])
+    for mask in correction.masks:
+        names = {f"rejected_{mask.kind}": f"{mask.kind}/rejected_share", f"largest_{mask.kind}": f"{mask.kind}/largest"}
+        metrics.update(_named(values, names), prefix="correction/", weight=values["tokens"])
+
+
+def _named(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    return {metric: values[name] for name, metric in names.items()}
+
+
+def record_mismatch(metrics: StepMetrics, values: Mapping[str, float]) -> None:
+    """Record the comparison of the engine (old) with the trainer (new), by the names of `LossStats.means`."""
+    shown = {metric: values[name] for name, metric in MISMATCH.items()}
+    metrics.update(shown, prefix="mismatch/", weight=values["tokens"])
+
+
+MOST_SHOWN = 32  # replicas of which each has metrics of its own in a step
+
+
+def record_measures(metrics: StepMetrics, measured: StepMeasures) -> None:
+    """Record the comparison of engine and trainer: of all tokens, by version lag and by replica."""
+    assert measured.compared is not None  # the step makes an update
+    record_mismatch(metrics, measured.compared)
+    by_source = measured.by_source
+    whole = by_source.whole
+    if not whole.tokens:
+        return
+    metrics.record("mismatch/ratio_tail_share", whole.tail, weight=whole.tokens)
+    for lag, gap in by_source.by_lag.items():
+        values = {
+            "tokens": gap.tokens,
+            "logprob_abs_diff": gap.logprob_abs_diff,
+            "k3_kl": gap.approx_kl,
+            "ess": gap.ess,
+        }
+        metrics.update(values, prefix=f"mismatch/lag/{lag}/", weight=gap.tokens)
+    for replica, by_lag in list(by_source.by_replica.items())[:MOST_SHOWN]:
+        tokens = sum(gap.tokens for gap in by_lag.values())
+        mean = sum(gap.tokens * gap.logprob_abs_diff for gap in by_lag.values()) / tokens
+        values = {"tokens": tokens, "logprob_abs_diff": mean}
+        metrics.update(values, prefix=f"mismatch/replica/{replica}/", weight=tokens)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megarl.models.hf.gather import GatherRequest, Rows
-from megarl.weights.plan.buckets import Bucket, BucketPlan, BucketSlice, TensorSpec
+from megarl.weights.plan.buckets import BUFFERS, Bucket, BucketPlan, BucketSlice, TensorSpec
 from megarl.weights.plan.digest import digest
-from megarl.weights.plan.operation_order import LEAST_BUFFERS, ring_sizes
 
 
 @dataclass
@@ -35,11 +34,10 @@ class _Place:
 class BucketPacker:
     """Builds the buckets of one trainer rank in a ring of buffers. Kept between syncs."""
 
-    def __init__(self, plan: BucketPlan, rank: int, device: torch.device, buffers: int = LEAST_BUFFERS) -> None:
-        """`buffers`: the most in the ring, as in `schedule`; it has no more than this rank has buckets."""
+    def __init__(self, plan: BucketPlan, rank: int, device: torch.device) -> None:
         self._plan, self.device = plan, device
         own = [bucket for bucket in plan.buckets if bucket.owner == rank]
-        sizes = ring_sizes([bucket.wire_bytes for bucket in own], buffers)
+        sizes = [max(bucket.wire_bytes for bucket in own[place::BUFFERS]) for place in range(min(BUFFERS, len(own)))]
         others = [bucket.wire_bytes for bucket in plan.buckets if bucket.owner != rank]
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         self.scratch_B = torch.empty(max(others, default=0), dtype=torch.uint8, device=device)
@@ -47,7 +45,7 @@ class BucketPacker:
         self._places: dict[int, _Place] = {}
         self._targets: dict[int, list[torch.Tensor]] = {}
         for number, bucket in enumerate(own):
-            self._lay_out(bucket, self._buffers[number % buffers])
+            self._lay_out(bucket, self._buffers[number % BUFFERS])
 
     def requests(self) -> list[GatherRequest]:
         """Return for each bucket of the plan the rows that it is made of; those of own buckets have their targets."""

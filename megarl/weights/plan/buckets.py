@@ -21,7 +21,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
 
 if TYPE_CHECKING:
     from megarl.models.hf.export import ExportedTensor
@@ -31,20 +33,8 @@ TRAILER_BYTES = 8  # one int64 digest after the payload
 RELOAD_LAYER_SPAN = (
     1  # the plan of memory has room for the tensors of one incomplete layer (config/memory_plan/memory.py)
 )
-ITEM_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "uint8": 1,
-    "int8": 1,
-    "bool": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+_FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+DTYPES = (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")  # that can be sent
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """The size of the whole tensor in bytes."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -123,6 +113,12 @@ class BucketPlan:
         return hashlib.sha256(document.encode()).hexdigest()[:32]
 
 
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element of a dtype, given by its name."""
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
+
+
 def specs_of(manifest: Sequence[ExportedTensor | TensorSpec]) -> tuple[TensorSpec, ...]:
     """Convert the manifest to entries of plain, serialisable fields.
 
@@ -133,8 +129,8 @@ def specs_of(manifest: Sequence[ExportedTensor | TensorSpec]) -> tuple[TensorSpe
     seen: set[str] = set()
     for entry in manifest:
         dtype = str(entry.dtype).removeprefix("torch.")
-        if dtype not in ITEM_BYTES:
-            known = ", ".join(sorted(ITEM_BYTES))
+        if dtype not in DTYPES:
+            known = ", ".join(sorted(DTYPES))
             raise ValueError(f"tensor {entry.name!r}: dtype {dtype} cannot be sent; known: {known}")
         if entry.name in seen:
             raise ValueError(f"tensor {entry.name!r} occurs twice in the manifest; names must be unique")
@@ -273,3 +269,49 @@ def _spec_rows(specs: Sequence[TensorSpec]) -> list[list[object]]:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+# The order of all gathers and broadcasts, equal on all ranks.
+#
+# An owner has two buffers for its own buckets. The first gathers come before all broadcasts: their buckets are
+# *staged*, while the engines still generate. Then the buckets are broadcast in the plan's order, and after each
+# broadcast its owner's next bucket is gathered.
+
+BUFFERS = 2  # of an owner: one is gathered while the other one is broadcast
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The gather of a bucket on its owner, or its broadcast to all members."""
+
+    kind: Literal["gather", "broadcast"]
+    bucket: Bucket
+
+
+Order: TypeAlias = tuple[Operation, ...]
+
+
+def schedule(plan: BucketPlan) -> Order:
+    """Return the order of operations.
+
+    First come the gathers of each owner's first own bucket, or of all if there is a buffer for each. Then come all
+    broadcasts in the plan's order. Each is followed by the gather of its owner's next bucket, which is written while
+    this broadcast runs. Its buffer is free when all broadcasts before this one have ended.
+    """
+    own: dict[int, list[Bucket]] = {}
+    numbers: list[int] = []  # of each bucket among those of its owner
+    for bucket in plan.buckets:
+        mine = own.setdefault(bucket.owner, [])
+        numbers.append(len(mine))
+        mine.append(bucket)
+    staged = {owner: len(mine) if len(mine) <= BUFFERS else BUFFERS - 1 for owner, mine in own.items()}
+    order = [
+        Operation("gather", bucket)
+        for bucket, number in zip(plan.buckets, numbers, strict=True)
+        if number < staged[bucket.owner]
+    ]
+    for bucket, number in zip(plan.buckets, numbers, strict=True):
+        order.append(Operation("broadcast", bucket))
+        following = own[bucket.owner][number + staged[bucket.owner] :]
+        order += [Operation("gather", each) for each in following[:1]]
+    return tuple(order)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.common.values import GIB, MIB
-from megarl.config.schema import Config, TimeoutsConfig, WeightSyncConfig
+from megarl.common.values import MIB
+from megarl.config.schema import TimeoutsConfig, WeightSyncConfig
 
 # The report of a publication: what it took, and what had to be replaced for it.
 
@@ -37,7 +37,6 @@ class SyncSettings:
     """The options of a sync; `_s` in seconds, `_bytes` in bytes. The defaults are those of the config."""
 
     bucket_bytes: int = int(_SYNC.bucket_mb * MIB)
-    staging_bytes: int = int(_SYNC.staging_gib * GIB)
     transport: str = _SYNC.transport
     recompute_kv: bool = _SYNC.recompute_kv
     sync_s: float = _TIMEOUTS.weight_sync_s
@@ -48,18 +47,17 @@ class SyncSettings:
     run_dir: Path | None = None
 
     @classmethod
-    def from_config(cls, config: Config) -> SyncSettings:
-        """Read the options from a config."""
+    def of(cls, sync: WeightSyncConfig, timeouts: TimeoutsConfig, run_dir: Path) -> SyncSettings:
+        """Read the options from sections of a config."""
         return cls(
-            bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
-            staging_bytes=int(config.weight_sync.staging_gib * GIB),
-            transport=config.weight_sync.transport,
-            recompute_kv=config.weight_sync.recompute_kv,
-            sync_s=config.timeouts.weight_sync_s,
-            rpc_s=config.timeouts.rpc_s,
-            restart_s=config.timeouts.engine_start_s,
-            restarts=config.weight_sync.restarts,
-            run_dir=config.run_dir,
+            bucket_bytes=int(sync.bucket_mb * MIB),
+            transport=sync.transport,
+            recompute_kv=sync.recompute_kv,
+            sync_s=timeouts.weight_sync_s,
+            rpc_s=timeouts.rpc_s,
+            restart_s=timeouts.engine_start_s,
+            restarts=sync.restarts,
+            run_dir=run_dir,
         )
 
     @property

@@ -33,8 +33,7 @@ from megarl.weights.group.stage import end_key
 from megarl.weights.group.store import SyncStore, open_trainer_store, reachable_address
 from megarl.weights.group.transport import Group, GroupMembers, await_members, end_forming, names_of
 from megarl.weights.plan.bucket_packer import BucketPacker
-from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, BucketPlan, bucket_plan
-from megarl.weights.plan.operation_order import Order, buffers_within, schedule
+from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, BucketPlan, Order, bucket_plan, schedule
 from megarl.weights.plan.settings import SyncReport, SyncSettings
 from megarl.weights.send.leader import EngineCalls
 from megarl.weights.send.sync_attempt import SyncAttempt
@@ -57,8 +56,8 @@ class WeightSender:
         distributed = torch.distributed.is_initialized()
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world = torch.distributed.get_world_size() if distributed else 1
-        self._plan: BucketPlan | None = None
-        self._store: SyncStore | None = None
+        self.plan: BucketPlan  # `connect` makes it, and opens the store
+        self.store: SyncStore
         self._engines: EngineCalls | None = None  # on the leader
         self._group: Group | None = None
         self._generation = -1  # that of the last group that was formed, or was to be
@@ -66,20 +65,6 @@ class WeightSender:
         self._order: Order = ()
         self._gathers: Sequence[Gather | None] = ()
         self._sync = 0
-
-    @property
-    def plan(self) -> BucketPlan:
-        """The plan, which `connect` makes. Raises RuntimeError before that."""
-        if self._plan is None:
-            raise RuntimeError("WeightSender.connect has not been called")
-        return self._plan
-
-    @property
-    def store(self) -> SyncStore:
-        """The store, which `connect` opens. Raises RuntimeError before that."""
-        if self._store is None:
-            raise RuntimeError("WeightSender.connect has not been called")
-        return self._store
 
     def connect(self, pool: EngineHandles | None) -> None:
         """Make the plan and form the group with all engine workers. Collective. Rank 0 passes the pool, others None.
@@ -90,12 +75,12 @@ class WeightSender:
         """
         if (pool is None) == (self._rank == 0):
             raise ValueError("WeightSender.connect needs the pool on trainer rank 0 and None on all other ranks")
-        self._plan = bucket_plan(self._exporter.manifest(), self.settings.bucket_bytes)
+        self.plan = bucket_plan(self._exporter.manifest(), self.settings.bucket_bytes)
         settings = self.settings
         host = (self._host or reachable_address()) if self._rank == 0 else None
-        self._store = open_trainer_store(settings, host, self._world)
+        self.store = open_trainer_store(settings, host, self._world)
         if pool is not None:
-            calls = self._store.connection()
+            calls = self.store.connection()
             self._engines = EngineCalls(pool, calls, self._world, settings.rpc_s, settings.recompute_kv)
         self._form()
 
@@ -294,12 +279,11 @@ class WeightSender:
         `layer_span`: the most layers whose tensors may be incomplete at once, None for any number.
         """
         if layer_span != self.plan.layer_span:
-            self._plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
+            self.plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
         backend = self.settings.backend
         device = torch.device(BACKENDS[backend].device)
-        buffers = buffers_within(self.plan, self.settings.staging_bytes)  # the same on all ranks
-        packer = BucketPacker(self.plan, self._rank, device, buffers)
-        self._order = schedule(self.plan, buffers)
+        packer = BucketPacker(self.plan, self._rank, device)
+        self._order = schedule(self.plan)
         # The exporter needs the order of the gathers: in each second one a rank sends from the same memory.
         requests = packer.requests()
         gathered = [operation.bucket.index for operation in self._order if operation.kind == "gather"]

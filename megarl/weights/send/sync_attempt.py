@@ -1,9 +1,9 @@
 """One trainer rank's part in a weight sync: it takes part in gathers, and in broadcasts if it owns tensors.
 
-Every rank goes through the same order of operations (`operation_order.py`) on one thread, and leaves out those that it
+Every rank goes through the same order of operations (`buckets.py`) on one thread, and leaves out those that it
 takes no part in. In the gather of bucket k, G(k), the ranks that hold a part of its tensors bring them to its owner,
-which then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With two buffers and
-one owner the order is G(0) B(0) G(1) B(1) ...; with more buffers more gathers come before B(0), while the engines still
+which then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With one
+owner the order is G(0) B(0) G(1) B(1) ...; with more owners each has a gather before B(0), while the engines still
 generate. `SyncAttempt.staged` tells the leader when this rank has done its part in those: then the engines are paused.
 
 Why there can be no deadlock, however many queues the hardware has: consider the first operation X of the order that
@@ -40,8 +40,7 @@ import torch
 from megarl.common.errors import PeerTimeout, WeightSyncError
 from megarl.weights.group.transport import POLL_S, Group, PendingBroadcast
 from megarl.weights.plan.bucket_packer import BucketPacker
-from megarl.weights.plan.buckets import Bucket
-from megarl.weights.plan.operation_order import Order
+from megarl.weights.plan.buckets import Bucket, Order
 
 if TYPE_CHECKING:
     from megarl.models.hf.gather import Gather
@@ -63,7 +62,7 @@ class SyncAttempt:
     ) -> None:
         """`gathers`: one per bucket, None where this rank takes no part. `packer`: None on a rank that owns nothing.
 
-        `order`: of the operations, made for as many buffers as each owner's packer has.
+        `order`: of the operations.
         """
         self._group, self._order, self._gathers, self._packer = group, order, gathers, packer
         self._rank, self._version = rank, version

@@ -19,8 +19,6 @@ from megarl.algorithms.correction.apply import (
     loglinear,
 )
 from megarl.algorithms.correction.config import MaskConfig, MaskKind, WeightKind
-from megarl.algorithms.correction.masks import MASKS
-from megarl.algorithms.correction.weights import WEIGHTS
 from megarl.algorithms.objective.objective import LossInputs, micro_batch_loss
 from megarl.algorithms.objective.terms import TermCounts
 from tests.support.losses.correction_batch import VERL, tensor
@@ -73,12 +71,6 @@ def test_masks_are_those_of_verl(kind: MaskKind) -> None:
     weights = corrected(VERL, CorrectionSpec("none", masks=(MaskConfig(kind=kind, low=low, high=high),)))
     assert "".join("1" if weight else "0" for weight in weights.weights_R.tolist()) == kept
     assert "1" in kept and "0" in kept[:7]
-
-
-def test_every_name_of_the_config_is_registered_with_its_source() -> None:
-    assert set(WEIGHTS) == set(get_args(WeightKind)) and set(MASKS) == set(get_args(MaskKind))
-    assert all(each.paper for each in (*WEIGHTS.values(), *MASKS.values()))
-    assert [kind for kind, weight in WEIGHTS.items() if weight.of_sequence] == ["sequence_tis", "sequence_mis"]
 
 
 @pytest.mark.parametrize("spec", EVERY, ids=lambda spec: f"{spec.kind}-{'-'.join(m.kind for m in spec.masks)}")

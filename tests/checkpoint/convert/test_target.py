@@ -182,14 +182,14 @@ def stopped_after(removals: int) -> Iterator[None]:
 
 def _two_sizes_of_as_many_files(megatron: Path, tmp_path: Path) -> tuple[float, float]:
     """Values of --shard-gb whose exports have the same file names and number of units, but not the same files."""
-    from megarl.checkpoint.convert import units
+    from megarl.checkpoint.convert import workers
     from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
     from megarl.checkpoint.format.megatron_files import MegatronDirectory
 
     source, seen = MegatronDirectory(megatron), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "UNIT_BYTES", UNIT_BYTES)
-        patch.setattr(units.split, "__defaults__", (ITEM_BYTES,))
+        patch.setattr(workers, "UNIT_BYTES", UNIT_BYTES)
+        patch.setattr(workers.split, "__defaults__", (ITEM_BYTES,))
         for kilobytes in range(100, 300, 4):
             job = MegatronToHF(source, None, kilobytes * 1000)
             names = (len(job.units), tuple(name for name, _ in job.files))

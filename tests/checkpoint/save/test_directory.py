@@ -1,19 +1,15 @@
-"""The directory of checkpoints: what counts as one, leases, deletions: exact, without ranks."""
+"""The directory of checkpoints: what counts as one, deletions: exact, without ranks."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.checkpoint.save.directory import CheckpointDirectory, continues_history
-from megarl.common.process.processes import ProcessId
 from tests.support.checkpoints.sample_checkpoints import make_checkpoint
-from tests.support.pool.pool import pool_config
 
 
 def test_only_what_has_a_manifest_is_a_checkpoint(directory: CheckpointDirectory) -> None:
@@ -28,31 +24,13 @@ def test_only_what_has_a_manifest_is_a_checkpoint(directory: CheckpointDirectory
     assert not partial.exists()
 
 
-def test_goes_on_only_with_its_own_history(tmp_path: Path) -> None:
-    def config(resume: str) -> Any:
-        return pool_config(tmp_path, tmp_path / "model", checkpoint={"resume": resume})
-
-    assert not continues_history(config("auto"))
-    directory = CheckpointDirectory(config("auto").checkpoint_dir)
+def test_goes_on_only_with_its_own_history(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    assert not continues_history(directory.root, "auto")
     make_checkpoint(directory, 2)
-    assert (
-        continues_history(config("auto"))
-        and continues_history(config(str(directory.path(2))))
-        and continues_history(config(str(directory.root)))
-    )
-    assert not continues_history(config("never")) and not continues_history(
-        config(str(tmp_path / "elsewhere" / "iter_0000002"))
-    )
-
-
-def test_a_lease_holds_while_its_process_lives(directory: CheckpointDirectory) -> None:
-    make_checkpoint(directory, 2)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    directory.lease(2, ProcessId.of(child.pid))
-    assert directory.leased() == {2}
-    child.kill()
-    child.wait(timeout=60)
-    assert directory.leased() == set() and not list(directory.root.glob("leases/*.json"))
+    for own in ("auto", str(directory.path(2)), str(directory.root)):
+        assert continues_history(directory.root, own)
+    for other in ("never", str(tmp_path / "elsewhere" / "iter_0000002")):
+        assert not continues_history(directory.root, other)
 
 
 def test_a_deletion_that_is_cut_off_leaves_no_checkpoint(

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.checkpoint.save.directory import EVALUATION_FILE, STATE_FILE, CheckpointDirectory
-from megarl.checkpoint.save.retention import CheckpointRetention, best_step, to_delete
+from megarl.checkpoint.save.directory import (
+    EVALUATION_FILE,
+    STATE_FILE,
+    CheckpointDirectory,
+    CheckpointRetention,
+    best_step,
+    to_delete,
+)
 from megarl.config.schema.job import CheckpointConfig
 from tests.support.checkpoints.sample_checkpoints import make_checkpoint, verify
 
@@ -18,18 +24,17 @@ from tests.support.checkpoints.sample_checkpoints import make_checkpoint, verify
     st.sets(st.integers(1, 60), max_size=20),
     st.integers(1, 4),
     st.integers(0, 7),
-    st.sets(st.integers(1, 60), max_size=3),
     st.none() | st.integers(1, 60),
 )
-def test_retention(steps: set[int], last: int, every: int, leased: set[int], best: int | None) -> None:
-    obsolete = to_delete(steps, keep_last=last, keep_every=every, best=best, leased=leased)
+def test_retention(steps: set[int], last: int, every: int, best: int | None) -> None:
+    obsolete = to_delete(steps, keep_last=last, keep_every=every, best=best)
     kept = steps - set(obsolete)
     assert set(obsolete) <= steps and obsolete == sorted(obsolete)
     assert set(sorted(steps)[-last:]) <= kept
-    assert not set(obsolete) & (leased | {best})
+    assert best not in obsolete
     assert all(step % every for step in obsolete) if every else True
     newest = set(sorted(steps)[-last:])
-    assert all(step in newest | leased | {best} or (every and step % every == 0) for step in kept)
+    assert all(step in newest | {best} or (every and step % every == 0) for step in kept)
 
 
 def test_the_best_is_the_earliest_of_equals() -> None:

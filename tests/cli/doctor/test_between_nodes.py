@@ -158,12 +158,6 @@ def path(required: bool = True) -> PathToTry:
     return PathToTry("gloo on eth0", "gloo", ({}, {}), required)
 
 
-def test_the_slowest_rank_counts() -> None:
-    content = summary([member("a"), member("b")], [(path(), [WORKS, SLOW])])
-    assert content["paths"][0]["gb_per_second"] == {"all-reduce": 0.5} and content["can_start"]
-    assert "0.500  ok" in render(content) and "the nodes can run together" in render(content)
-
-
 def test_a_path_that_a_run_uses_fails_the_command_and_another_one_does_not() -> None:
     members = [member("node-a"), member("node-b")]
     needed = summary(members, [(path(), [WORKS, BROKEN])])

@@ -31,18 +31,6 @@ def test_a_good_config_passes(models: Models, data: Path) -> None:
     assert problems(models["qwen3_moe"], data, trainer__gpus=4, trainer__parallel={"expert": 2}) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"trainer__gpus": 3, "trainer__parallel": {"tensor": 2}}, "trainer.gpus: 3 is not a multiple"),
-        ({"trainer__gpus": 3, "trainer__parallel": {"pipeline": 3}}, "4 layers cannot be split into 3 equal"),
-        ({"megatron__ddp": {"average_in_collective": True}}, "divided by global token counts"),
-    ],
-)
-def test_layouts_are_checked_too(models: Models, data: Path, changes: dict[str, Any], told: str) -> None:
-    assert any(told in problem for problem in problems(models["qwen3"], data, **changes))
-
-
 def test_evaluation_may_sample_from_a_part_of_the_distribution(models: Models, data: Path) -> None:
     sets = [{"name": "held", "path": str(data)}]
     sampling = {"top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1}
@@ -94,11 +82,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"reward__function": "no_such_module_x:f"}, "reward.function: no module 'no_such_module_x'"),
     ({"reward__function": "gsm9k"}, "neither code, gsm8k, math nor an import path"),
     ({"weight_sync__transport": "nccl"}, "weight_sync.transport: nccl needs GPUs"),
-    (
-        {"weight_sync__staging_gib": 0.75, "weight_sync__bucket_mb": 512},
-        "weight_sync.staging_gib: 0.75 GiB hold fewer than 3 buckets of 512 MiB (weight_sync.bucket_mb), and 2 are "
-        "used without it; raise it to at least 1.5",
-    ),
     (
         {"rollout__engine_kwargs": {"dtype": "half"}},
         "rollout.engine_kwargs.dtype: reserved; set rollout.dtype",
@@ -153,13 +136,6 @@ def test_what_does_not_fit_together(models: Models, data: Path, changes: dict[st
 def test_the_trajectories_of_any_loop_fit_a_micro_batch(models: Models, data: Path, changes: dict[str, Any]) -> None:
     own = {"data__max_prompt_tokens": None, "agent__loop": "json:Loop"}
     assert problems(models["qwen3"], data, **own | changes) == []
-
-
-@pytest.mark.parametrize("bucket_mb", [50, 64, 70, 300, 512, 700.5])
-def test_the_staging_that_a_message_asks_for_is_accepted(models: Models, data: Path, bucket_mb: float) -> None:
-    [told] = problems(models["qwen3"], data, weight_sync__staging_gib=0.01, weight_sync__bucket_mb=bucket_mb)
-    advised = float(told.split("raise it to at least ")[1].split(",")[0])
-    assert problems(models["qwen3"], data, weight_sync__staging_gib=advised, weight_sync__bucket_mb=bucket_mb) == []
 
 
 def test_evaluation_set_names(models: Models, data: Path) -> None:

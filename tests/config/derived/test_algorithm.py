@@ -72,7 +72,7 @@ def test_ones_own_loss_and_advantage() -> None:
         ({"advantage": "rloo", "advantage_options": {"eps": 1.0}}, "algorithm.advantage_options.eps: the advantage "
          "rloo has no such option; it has none"),
         ({"advantage_options": {"eps": -1.0}}, "algorithm.advantage_options.eps: must be at least 0.0, not"),
-        ({"loss": "nowhere:at_all"}, "algorithm.loss: nowhere:at_all cannot be imported: ModuleNotFoundError"),
+        ({"loss": "nowhere:at_all"}, "algorithm.loss: the loss 'nowhere:at_all' cannot be imported: Module"),
         ({"loss": TOPR, "loss_options": {"caps": 1.0}}, f"algorithm.loss_options.caps: the loss {TOPR} has no such"),
         ({"loss": MEDIAN}, "algorithm.loss: the loss examples.tutorials.own_loss.topr:above_median fails on 22 tokens"),
         ({"advantage": "megarl.config.derived.algorithm:advantage_of"},

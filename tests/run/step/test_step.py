@@ -460,7 +460,7 @@ def test_groups_that_are_used_again_are_trained_like_others_and_have_ended_alrea
     assert plan.ended == {"trained": [8, 9], "filtered": [6], "dropped_stale": [7], "failed": []}
     metrics = step_metrics()
     record_batch(metrics, plan, trained_as_planned(plan))
-    step.set_advantages(plan, {}, {}, own, metrics)
+    step.set_advantages(plan, {}, {}, own.algorithm, metrics)
     values = metrics.reduce()
     assert (values["groups/admitted"], values["groups/trained"], values["groups/reused"]) == (4, 2, 2)
     assert values["batch/samples"] == 12 and values["batch/trained_samples"] == 8
@@ -494,7 +494,7 @@ def test_the_kl_of_a_sample_is_that_of_all_its_parts(monkeypatch: pytest.MonkeyP
         rows, samples = {each.key: each for each, _ in made}, {each.key: sample for each, sample in made}
         plan = plan_step([each.tag for each in rows.values()], own, dp_size=1, version=0)
         assert sorted(plan.keys_of(0)) == sorted(rows)
-        step.set_advantages(plan, samples, rows, own, step_metrics())
+        step.set_advantages(plan, samples, rows, own.algorithm, step_metrics())
         return {key: advantage_of(sample) for key, sample in samples.items()}
 
     whole = advantages(row((0, 0, 0), 1.0, [-1.0, -2.0, -4.0]), row((0, 1, 0), 0.0, [-1.0]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megarl.checkpoint.convert import cli, units
+from megarl.checkpoint.convert import cli, workers
 from tests.support.checkpoints.kill_points import kill_points
 
 ITEM_BYTES, UNIT_BYTES = 6_000, (40_000, 40_000)
@@ -29,8 +29,8 @@ def run(*arguments: Any, **environment: str) -> tuple[int, str, str]:
     """Exit status, standard output, standard error."""
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(units, "UNIT_BYTES", UNIT_BYTES),
-        mock.patch.object(units.split, "__defaults__", (ITEM_BYTES,)),
+        mock.patch.object(workers, "UNIT_BYTES", UNIT_BYTES),
+        mock.patch.object(workers.split, "__defaults__", (ITEM_BYTES,)),
         mock.patch.dict(os.environ, environment),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

@@ -244,9 +244,6 @@ class FakeCheckpointer:
         if metrics:
             self.evaluations[step] = metrics
 
-    def finish(self, export_s: float) -> None:
-        self._note(f"finish the export in {export_s:.0f} s")
-
 
 class FakeChannel:
     """Notes whether the trainer waits; `closed` ends the waits of a test's own."""

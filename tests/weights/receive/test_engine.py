@@ -205,7 +205,7 @@ class Interrupted:
         fake, exporter = FakeReplica("replica 1"), ListExporter(self.engine.weights(version))
         fake.loaders[0].before_load = self._fail
         exporter.before_copy = self._hold_back
-        settings = SyncSettings(**{**SETTINGS.__dict__, "restarts": 1, "staging_bytes": 0})
+        settings = SyncSettings(**{**SETTINGS.__dict__, "restarts": 1})
         sender = WeightSender(settings, exporter)
         sender.connect(LivePool(self.engine.replica, fake))
         assert len(sender.plan.buckets) > 10

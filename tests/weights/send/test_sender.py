@@ -22,8 +22,7 @@ from megarl.weights.group import store
 from megarl.weights.group.store import store_address
 from megarl.weights.group.transport import Group
 from megarl.weights.plan.bucket_packer import BucketPacker
-from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan
-from megarl.weights.plan.operation_order import schedule
+from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, Bucket, bucket_plan, schedule
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send import failure, leader
 from megarl.weights.send.failure import FailureCause
@@ -398,11 +397,10 @@ def test_the_pause_is_measured_from_the_first_call_to_the_last_resume() -> None:
     assert 0.6 <= report.pause_seconds <= report.seconds
 
 
-@pytest.mark.parametrize("staging_bytes", [0, 4 * 8192, 2**20])
-def test_the_engines_generate_while_the_staged_buckets_are_gathered(staging_bytes: int) -> None:
+def test_the_engines_generate_while_the_first_bucket_is_gathered() -> None:
     """A gather takes 0.05 s per tensor. The engines are paused for those that come after the first broadcast only."""
     pool = FakePool(1, 1)
-    sender, exporter = make_sender(pool, with_settings(staging_bytes=staging_bytes))
+    sender, exporter = make_sender(pool)
     serving: list[bool] = []
 
     def gather_slowly(tensor: int) -> None:
@@ -413,39 +411,21 @@ def test_the_engines_generate_while_the_staged_buckets_are_gathered(staging_byte
     report = sender.publish(0)
     assert_received(pool, exporter.tensors)
     buckets = sender.plan.buckets
-    ahead = len(buckets) if staging_bytes == 2**20 else max(2, staging_bytes // 8192) - 1
-    staged = sum(len(bucket.pieces) for bucket in buckets[:ahead])
+    staged = len(buckets[0].pieces)
     assert len(buckets) > 5 and len(serving) == sum(len(bucket.pieces) for bucket in buckets) > 30
     assert all(serving[:staged]) and report.phases["stage"] >= 0.05 * staged
-    if staging_bytes < 2**20:
-        assert not any(serving[-5:]) and report.pause_seconds > 0.05 * 5
-
-
-def test_a_sync_brings_the_same_bits_whatever_is_staged() -> None:
-    received = []
-    for staging_bytes in (0, 3 * 8192, 2**20):
-        pool = FakePool(1, 2)
-        sender, exporter = make_sender(pool, with_settings(staging_bytes=staging_bytes))
-        for version in range(2):
-            exporter.tensors = random_tensors(seed=version)
-            sender.publish(version)
-        assert_received(pool, exporter.tensors)
-        loaders = [loader for replica in pool.replicas() for loader in replica.loaders]
-        received.append([{name: t.numpy().tobytes() for name, t in loader.tensors.items()} for loader in loaders])
-        assert sender._packer is not None
-        assert len(sender._packer._buffers) == {0: 2, 3 * 8192: 3, 2**20: len(sender.plan.buckets)}[staging_bytes]
-    assert received[0] == received[1] == received[2]
+    assert not any(serving[-5:]) and report.pause_seconds > 0.05 * 5
 
 
 def test_the_exporter_is_told_the_order_of_the_gathers() -> None:
     """A rank sends from the same memory in each second gather of the exporter's list, so the order must be that one."""
     exporter = ListExporter(random_tensors(), 0, lambda name: 1 if name > "layers.2" else 0)
-    sender = WeightSender(with_settings(staging_bytes=3 * 8192), exporter)
-    sender._plan = bucket_plan(exporter.manifest(), 8192, None)
+    sender = WeightSender(SETTINGS, exporter)
+    sender.plan = bucket_plan(exporter.manifest(), 8192, None)
     with patch.object(exporter, "gathers", wraps=exporter.gathers) as gathers:
         sender._lay_out_buckets(None)
     told = [request.rows for request in gathers.call_args.args[0]]
-    order = [each.bucket for each in schedule(sender.plan, 3) if each.kind == "gather"]
+    order = [each.bucket for each in schedule(sender.plan) if each.kind == "gather"]
     assert order != sorted(order, key=lambda bucket: bucket.index)
     assert [[rows.tensor for rows in each] for each in told] == [[p.tensor for p in b.pieces] for b in order]
     for bucket, gather in zip(sender.plan.buckets, sender._gathers, strict=True):
@@ -732,17 +712,17 @@ def test_every_setting_is_read_from_the_config() -> None:
     settings = config(
         "model",
         run__dir="runs/of-a-test",
-        weight_sync={"bucket_mb": 1.5, "staging_gib": 0.25, "transport": "gloo", "recompute_kv": False, "restarts": 4},
+        weight_sync={"bucket_mb": 1.5, "transport": "gloo", "recompute_kv": False, "restarts": 4},
         timeouts={"weight_sync_s": 11.0, "rpc_s": 12.0, "engine_start_s": 13.0},
     )
     expected = SyncSettings(
-        bucket_bytes=3 * 2**19, staging_bytes=2**28, transport="gloo", recompute_kv=False, sync_s=11.0, rpc_s=12.0,
+        bucket_bytes=3 * 2**19, transport="gloo", recompute_kv=False, sync_s=11.0, rpc_s=12.0,
         restart_s=13.0, restarts=4, run_dir=Path("runs/of-a-test"),
     )  # fmt: skip
     default = SyncSettings()
     untested = [each.name for each in fields(default) if getattr(expected, each.name) == getattr(default, each.name)]
     assert untested == [], "a value of the test is the default, which would hide that a field is not read"
-    assert SyncSettings.from_config(settings) == expected
+    assert SyncSettings.of(settings.weight_sync, settings.timeouts, settings.run_dir) == expected
 
 
 def test_the_store_is_on_loopback_only_if_no_engine_can_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.common.errors import SyncAborted
 from megarl.weights.group.stage import MemberProgress
-from megarl.weights.plan.buckets import Bucket, BucketPlan, TensorSpec, bucket_plan
-from megarl.weights.plan.operation_order import schedule
+from megarl.weights.plan.buckets import BUFFERS, Bucket, BucketPlan, TensorSpec, bucket_plan, schedule
 from megarl.weights.send.sync_attempt import SyncAttempt
 from tests.support.models.tiny import make_tiny_model
 from tests.support.worlds.world import World
@@ -55,9 +54,8 @@ class CountedGather:
         return () if self.released else (0,)
 
 
-@pytest.mark.parametrize("buffers", [2, 4])
 @pytest.mark.parametrize("ended", range(5))
-def test_after_a_failure_every_gather_is_posted_exactly_once(ended: int, buffers: int) -> None:
+def test_after_a_failure_every_gather_is_posted_exactly_once(ended: int) -> None:
     """An engine fails while the first `ended` gathers have ended: those that are left are completed, none twice."""
     plan = bucket_plan([TensorSpec(f"t{number}", (16,), "float32", 0) for number in range(5)], 96)
     gathers = [CountedGather() for _ in plan.buckets]
@@ -72,7 +70,7 @@ def test_after_a_failure_every_gather_is_posted_exactly_once(ended: int, buffers
     group: Any = SimpleNamespace(
         name="trainer rank 1", progress=MemberProgress("trainer rank 1"), check=check, fail=lambda error: None,
     )  # fmt: skip
-    attempt = SyncAttempt(group, schedule(plan, buffers), gathers, None, rank=1, version=0)
+    attempt = SyncAttempt(group, schedule(plan), gathers, None, rank=1, version=0)
     with pytest.raises(SyncAborted):
         attempt.run()
     assert sum(gather.posts for gather in gathers) == min(5, ended + 2), "at most two are on their way"
@@ -88,14 +86,14 @@ class Rank:
     `fails_at`: the bucket whose broadcast fails.
     """
 
-    def __init__(self, rank: int, plan: BucketPlan, buffers: int, fails_at: int | None) -> None:
+    def __init__(self, rank: int, plan: BucketPlan, fails_at: int | None) -> None:
         self.begun: list[tuple[str, int]] = []
         self.sealed: list[int] = []
         self.sealed_when_staged: list[int] | None = None
         self.occupied: dict[int, int] = {}  # own buckets that are gathered and still needed, by buffer
         self._fails_at = fails_at
         own = [bucket.index for bucket in plan.buckets if bucket.owner == rank]
-        self._buffer_of = {index: number % buffers for number, index in enumerate(own)}
+        self._buffer_of = {index: number % BUFFERS for number, index in enumerate(own)}
         group: Any = SimpleNamespace(
             name=f"trainer rank {rank}", rank=rank, progress=MemberProgress(f"trainer rank {rank}"),
             store=SimpleNamespace(put=lambda key, value: None), key=lambda *parts: "", fail=lambda error: None,
@@ -103,7 +101,7 @@ class Rank:
         )  # fmt: skip
         packer: Any = SimpleNamespace(seal=self._seal, wire=lambda bucket: None, scratch_B=torch.empty(0))
         gathers = [RankGather(self, bucket.index, bucket.owner == rank) for bucket in plan.buckets]
-        self.attempt = SyncAttempt(group, schedule(plan, buffers), gathers, packer, rank, version=0)
+        self.attempt = SyncAttempt(group, schedule(plan), gathers, packer, rank, version=0)
 
     def post(self, index: int) -> None:
         self.begun.append(("gather", index))
@@ -137,17 +135,17 @@ class RankGather(CountedGather):
         self._rank.post(self._index)
 
 
-@given(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.integers(2, 6), st.data())
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=14), st.data())
 def test_each_rank_follows_the_order_and_never_writes_into_a_buffer_in_flight(
-    owners: list[int], buffers: int, data: st.DataObject
+    owners: list[int], data: st.DataObject
 ) -> None:
     """After a failure of engines at any broadcast, the gathers that are left are still made, in the same order."""
     plan = bucket_plan([TensorSpec(f"t{n}", (16,), "float32", owner) for n, owner in enumerate(owners)], 96, None)
-    order = schedule(plan, buffers)
+    order = schedule(plan)
     fails_at = data.draw(st.none() | st.integers(0, len(plan.buckets) - 1))
     first = next(place for place, each in enumerate(order) if each.kind == "broadcast")
     for number in (0, 1):
-        rank = Rank(number, plan, buffers, fails_at)
+        rank = Rank(number, plan, fails_at)
         if fails_at is None:
             rank.attempt.run()
             assert rank.begun == [(each.kind, each.bucket.index) for each in order] and not rank.occupied
@@ -175,22 +173,20 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], list[int]]] = {  # family, sizes, 
 
 
 def layout_cases() -> list[Any]:
-    """Return all cases. The fast ones: the layout with most groups and two buffers, on one queue, where operations can
+    """Return all cases. The fast ones: the layout with most groups, on one queue, where operations can
     block most others, and on many, where a buffer can be written too early.
     """
     cases = []
     for name, layout in LAYOUTS.items():
         for single_queue in (False, True):
-            for buffers in (2, 4):
-                fast = name == "TP2xEP2" and buffers == 2
-                label = f"{name}-{'one-queue' if single_queue else 'many-queues'}-{buffers}-buffers"
-                marks = [] if fast else [pytest.mark.slow]
-                cases.append(pytest.param(*layout, single_queue, buffers, id=label, marks=marks))
+            label = f"{name}-{'one-queue' if single_queue else 'many-queues'}"
+            marks = [] if name == "TP2xEP2" else [pytest.mark.slow]
+            cases.append(pytest.param(*layout, single_queue, id=label, marks=marks))
     return cases
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(("family", "sizes", "senders", "single_queue", "buffers"), layout_cases())
+@pytest.mark.parametrize(("family", "sizes", "senders", "single_queue"), layout_cases())
 def test_every_layout_arrives_bit_for_bit(
     world: Callable[[int], World],
     models: dict[str, str],
@@ -198,9 +194,8 @@ def test_every_layout_arrives_bit_for_bit(
     sizes: dict[str, Any],
     senders: list[int],
     single_queue: bool,
-    buffers: int,
 ) -> None:
-    results = world(2).run(PUBLISH, model=models[family], sizes=sizes, single_queue=single_queue, buffers=buffers)
+    results = world(2).run(PUBLISH, model=models[family], sizes=sizes, single_queue=single_queue)
     for result in results:
         assert result["error"] is None
         assert result["senders"] == senders
@@ -210,12 +205,11 @@ def test_every_layout_arrives_bit_for_bit(
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("buffers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_owners_and_tensor_groups_arrive_bit_for_bit(
-    world: Callable[[int], World], models: dict[str, str], buffers: int
+    world: Callable[[int], World], models: dict[str, str]
 ) -> None:
     """Two pipeline stages of two tensor ranks each, whose experts are spread over the tensor ranks."""
     sizes = {**EXPERTS_OVER_TENSOR_RANKS, "pipeline": 2}
-    results = world(4).run(PUBLISH, model=models["qwen3_moe"], sizes=sizes, single_queue=True, buffers=buffers)
+    results = world(4).run(PUBLISH, model=models["qwen3_moe"], sizes=sizes, single_queue=True)
     assert [result["error"] for result in results] == [None] * 4
     assert results[0]["senders"] == [0, 1, 2, 3]

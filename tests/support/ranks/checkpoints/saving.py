@@ -232,16 +232,6 @@ def contradiction(model_dir: Path, other: Path, samples: list[TrainSample], root
     return []
 
 
-def export(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:
-    """A save that is due for a Hugging Face export: the policy's weights, and what the user was told."""
-    changes = {"checkpoint__hf_export_every": 1, "run__dir": root}
-    with run_under(model_dir, {}, root / "checkpoints", **changes) as (policy, checkpointer):
-        update(policy, samples, 1)
-        checkpointer.save(1, {})
-        checkpointer.finish(export_s=120)
-        return {"weights": exported(policy), "said": checkpointer.said}
-
-
 def optimizer_parts(model_dir: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """Elements of the optimizer's shards before its first step, against what the rank holds; all of them views?"""
     with policy_under(model_dir, layout) as policy:

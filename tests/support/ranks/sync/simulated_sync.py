@@ -17,7 +17,6 @@ from megarl.models.hf import export
 from megarl.models.hf.export import HFExporter
 from megarl.weights.group.backends import BACKENDS, BackendKind, MemberPlace
 from megarl.weights.plan.digest import digest
-from megarl.weights.plan.operation_order import LEAST_BUFFERS
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
 from tests.support.engines.fake_engines import FakePool
@@ -34,7 +33,6 @@ def publish(
     sizes: dict[str, int],
     *,
     single_queue: bool,
-    buffers: int = LEAST_BUFFERS,
 ) -> dict[str, Any]:
     """Publish two versions to two workers. Rank 0 checks that what arrives is what is in the files."""
     rank = torch.distributed.get_rank()
@@ -46,7 +44,6 @@ def publish(
         pool = FakePool(2) if rank == 0 else None
         settings = SyncSettings(
             bucket_bytes=BUCKET_BYTES,
-            staging_bytes=buffers * BUCKET_BYTES,
             sync_s=60.0,
             rpc_s=30.0,
             restarts=0,

@@ -173,7 +173,7 @@ def publish_while_an_engine_fails(restarts: int) -> dict[str, Any]:
     return result
 
 
-def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes: int, published: int) -> dict[str, Any]:
+def publish_while_a_rank_hangs(how: str, owners: str, first: int, published: int) -> dict[str, Any]:
     """Rank 1 hangs in a gather: its thread sleeps ("sleep"), or its process is stopped ("stop").
 
     `first`: the tensor in whose gather it hangs, or the first one after it; `published`: the syncs before that one. All
@@ -186,7 +186,7 @@ def publish_while_a_rank_hangs(how: str, owners: str, first: int, staging_bytes:
     release = f"hang/{how}/{owners}/{first}/{published}"
     pool = FakePool(1, 1) if rank == 0 else None
     exporter = GatheringExporter(random_tensors(), rank, lambda name: OWNERS[owners](name, world))
-    settings = with_settings(sync_s=3.0, staging_bytes=staging_bytes)
+    settings = with_settings(sync_s=3.0)
     sender = WeightSender(settings, exporter)
     sender.connect(pool)
     for version in range(published):

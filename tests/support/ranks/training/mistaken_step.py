@@ -41,8 +41,8 @@ def _micro_batches(change: Callable[[list[MicroBatch]], list[MicroBatch]]) -> An
     """Change what the pipeline gets, after all checks of what was packed."""
     original = policy_module.forward_backward
 
-    def changed(chunks: Any, micro_batches: Any, function: Any, **options: Any) -> Any:
-        return original(chunks, change(list(micro_batches)), function, **options)
+    def changed(chunks: Any, micro_batches: Any, *rest: Any) -> Any:
+        return original(chunks, change(list(micro_batches)), *rest)
 
     return mock.patch.object(policy_module, "forward_backward", changed)
 
