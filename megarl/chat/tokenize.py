@@ -242,7 +242,7 @@ class PromptEncoder:
                     messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self.template_kwargs
                 )
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, OverflowError) as error:  # {% include %} is a TypeError
             raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error
 
 

@@ -49,6 +49,7 @@ def torchrun_command(options: argparse.Namespace) -> list[str] | None:
     from megarl.cluster.nodes.topology import stop_seconds
     from megarl.common.errors import ConfigError
     from megarl.common.rundir.run_lock import refuse_claimed
+    from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
     from megarl.config.derived.pools import resolve_pools
     from megarl.config.loading.load import load_config
     from megarl.config.memory_plan.plan import make_plan
@@ -67,6 +68,7 @@ def torchrun_command(options: argparse.Namespace) -> list[str] | None:
     check_endpoint(config.telemetry)
     check_start(config, plan.info, mistake_printer(options)).tell_start(sys.stderr)
     mark_checked(os.environ)
+    os.environ[RUN_DIR_VARIABLE] = str(config.run_dir.resolve())  # torchrun's agent records what the ranks cannot
     # After a stop signal the ranks need this time to end their step and save.
     ranks = (
         "--shutdown-timeout",

@@ -184,3 +184,11 @@ def test_a_prompt_shows_the_tools_of_its_row() -> None:
         PromptEncoder(tokenizer, tools=[sub]).encode(own)
     with pytest.raises(ValueError, match="does not show tools"):
         PromptEncoder(make_tokenizer(CHATML)).encode(own)
+
+
+@pytest.mark.parametrize("broken", ["{% include 'x' %}", "{{ messages + 1 }}", "{{ range(10 ** 9) | list }}"])
+def test_a_template_that_cannot_be_rendered_is_named_with_its_prompt(broken: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = broken
+    with pytest.raises(ValueError, match="prompt 3: the chat template refuses its messages"):
+        PromptEncoder(tokenizer).encode(prompt("x", 3))

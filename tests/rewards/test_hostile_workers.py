@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 MODULE = "tests.support.rewards.reward_functions"
 TIMEOUT_S = 2.0
+PATIENT_S = 120.0  # in which a worker starts on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +87,17 @@ def test_text_and_numbers_that_json_has_not_arrive(pool: RewardPool) -> None:
     assert (outcome.score, outcome.components, outcome.answer) == (3.0, {"café": float("inf")}, "?")
 
 
-def test_memory_is_limited_and_the_worker_that_is_full_is_replaced(pool: RewardPool) -> None:
-    """Samples that leave memory behind fill a worker: the one that hits the limit is not the cause."""
-    outcomes = run(pool, "allocate", "ok 2", "leak 3", "leak 4", "leak 5", "leak 6")
+def test_memory_is_limited_and_the_worker_that_is_full_is_replaced() -> None:
+    """Samples that leave memory behind fill a worker: the one that hits the limit is not the cause.
+
+    A replaced worker starts within the time of its sample, so the pool has more of it than that of the other tests.
+    """
+    pool = make_reward_pool(f"{MODULE}:hostile", timeout_s=PATIENT_S, on_error="drop", memory_gib=1.0)
+    asyncio.run(pool.start())
+    try:
+        outcomes = run(pool, "allocate", "ok 2", "leak 3", "leak 4", "leak 5", "leak 6")
+    finally:
+        pool.close()
     assert [each.score for each in outcomes] == [0.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert outcomes[0].reason == "memory" and "1 GiB (reward.memory_gib)" in str(outcomes[0].error)
     assert sum(each.redone for each in outcomes[1:]) >= 1

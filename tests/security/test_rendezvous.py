@@ -17,7 +17,7 @@ from tests.support.attacks.attack import attack
 KEY = b"secret of the run"
 
 
-@pytest.mark.parametrize("writer", ["c10d", "another key", "another run"])
+@pytest.mark.parametrize("writer", ["no base64", "c10d", "another key", "another run"])
 def test_a_state_that_no_agent_of_the_run_has_signed_is_refused(tmp_path: Path, writer: str) -> None:
     """c10d unpickles it: it is read from a port that every user of the network can write to."""
     state, store = attack(tmp_path / "ran"), HashStore()
@@ -26,8 +26,11 @@ def test_a_state_that_no_agent_of_the_run_has_signed_is_refused(tmp_path: Path, 
         "another key": SignedBackend(store, "run", b"guessed"),
         "another run": SignedBackend(store, "other", KEY),
     }
-    others[writer]._key = "torch.rendezvous.run"
-    others[writer].set_state(state)
+    if writer == "no base64":
+        store.set("torch.rendezvous.run", "!")
+    else:
+        others[writer]._key = "torch.rendezvous.run"
+        others[writer].set_state(state)
     own = SignedBackend(store, "run", KEY)
     for read in (own.get_state, lambda: own.set_state(b"own", b"token"), lambda: own.set_state(b"own", 7)):
         with pytest.raises(RendezvousStateError, match="was not written by an agent of this run"):

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 RANKS_STORE_TIMEOUT_S = 300.0  # of one request; torch's own default
 _CODE_BYTES = 32
+FOREIGN_STATE = (
+    "the state of the rendezvous was not written by an agent of this run: a process of another run or of another user "
+    "has reached its port. It was not unpickled"
+)
 SHUTDOWN_S = 30  # torchrun's --shutdown-timeout if the user has not chosen one
 MOST_STOP_S = 86400
 STOP_KEY = "seconds that the ranks need to stop"
@@ -63,7 +67,11 @@ class SignedBackend(C10dRendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """Return the state and its token. Raises RendezvousStateError for one that no agent of this run has signed."""
-        return self._verified(super().get_state())
+        try:
+            found = super().get_state()
+        except RendezvousStateError:  # not even in the form of a state
+            raise RendezvousStateError(FOREIGN_STATE) from None
+        return self._verified(found)
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """Sign and set the state if its token is the current one; return the current state and whether it was set.
@@ -73,7 +81,10 @@ class SignedBackend(C10dRendezvousBackend):
         if token and not isinstance(token, bytes):  # it is of no state
             current = self.get_state()
             return None if current is None else (*current, False)
-        answer = super().set_state(self._code(state) + state, token)
+        try:
+            answer = super().set_state(self._code(state) + state, token)
+        except RendezvousStateError:
+            raise RendezvousStateError(FOREIGN_STATE) from None
         if answer is None:
             return None
         current = self._verified(answer[:2])
@@ -89,10 +100,7 @@ class SignedBackend(C10dRendezvousBackend):
         content, token = found
         code, state = content[:_CODE_BYTES], content[_CODE_BYTES:]
         if not hmac.compare_digest(code, self._code(state)):
-            raise RendezvousStateError(
-                "the state of the rendezvous was not written by an agent of this run: a process of another run or of "
-                "another user has reached its port. It was not unpickled"
-            )
+            raise RendezvousStateError(FOREIGN_STATE)
         return state, token
 
 

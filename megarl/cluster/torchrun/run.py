@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.run import main
 
 from megarl.cluster.torchrun.entry import register
+from megarl.common.rundir import run_files
+from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 
 # The report of ranks that have failed, as torchrun gives it: without what the ranks have reported themselves.
 
@@ -37,8 +42,27 @@ def tell_failure(error: ChildFailedError) -> int:
     if failure.exitcode >= 0:
         return int(failure.exitcode)
     name = signal.Signals(-failure.exitcode).name
-    sys.stderr.write(f"megarl: rank {rank} was killed by {name} (pid {failure.pid}), and the others were ended\n")
+    reason = f"rank {rank} was killed by {name} (pid {failure.pid}), and the others were ended"
+    sys.stderr.write(f"megarl: {reason}\n")
+    record_failure(reason)
     return 1
+
+
+def record_failure(reason: str) -> None:
+    """Put what only torchrun's agent knows in front of the reason in exit.json, if the run's directory is known.
+
+    The other ranks of a killed one report only that a connection was closed.
+    """
+    if not (directory := os.environ.get(RUN_DIR_VARIABLE)):
+        return
+    run_dir = Path(directory)
+    try:
+        before = run_files.read_exit(run_dir)
+        if before is None or before.status == "failed":
+            step, rest = (before.step, f": {before.reason}") if before is not None else (0, "")
+            run_files.write_exit(run_dir, run_files.ExitRecord("failed", step, reason + rest))
+    except (OSError, run_files.ExitRecordError) as error:
+        sys.stderr.write(f"megarl: the reason could not be written to {run_dir}: {error}\n")
 
 
 def run() -> int:
@@ -52,6 +76,10 @@ def run() -> int:
         main()
     except ChildFailedError as error:
         return tell_failure(error)
+    except RendezvousStateError as error:
+        sys.stderr.write(f"megarl: {error}\n")
+        record_failure(str(error))
+        return 1
     except SignalException as stop:
         return 128 + stop.sigval
     return 0

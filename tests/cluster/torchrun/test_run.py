@@ -16,6 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from megarl.cli.train import TORCHRUN
 from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
+from megarl.common.rundir import run_files
 from megarl.common.trust.signed_store import serve_store
 from tests.support.checkout import ROOT, environment
 from tests.support.waiting import wait_until
@@ -32,6 +33,7 @@ sys.exit(2)
 
 
 REFUSED = r"megarl: model\.path: no such directory\n"
+CLOSED = run_files.ExitRecord("failed", 7, "Connection closed by peer")
 KILLED = r"megarl: rank 0 was killed by SIGKILL \(pid \d+\), and the others were ended\n"
 
 
@@ -41,13 +43,21 @@ def test_a_rank_that_fails_is_told_once(tmp_path: Path, how: str, code: int, tol
     script, temporary = tmp_path / "rank.py", tmp_path / "temporary"
     script.write_text(RANK)
     temporary.mkdir()
+    run_files.write_exit(tmp_path, CLOSED)  # as another rank has
     done = subprocess.run(
         [sys.executable, *TORCHRUN, "--nproc-per-node", "2", str(script), how],
-        cwd=ROOT, env=environment(TMPDIR=str(temporary)), capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env=environment(TMPDIR=str(temporary), MEGARL_RUN_DIR=str(tmp_path)), capture_output=True, text=True,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == code
     assert re.fullmatch(told, done.stderr), done.stderr
     assert not list(temporary.iterdir())
+    record = run_files.read_exit(tmp_path)
+    if how == "killed":
+        assert record is not None and (record.status, record.step) == ("failed", 7)
+        assert re.fullmatch(r"rank 0 was killed by SIGKILL .*ended: Connection closed by peer", record.reason)
+    else:
+        assert record == CLOSED
 
 
 STOPPED = """
