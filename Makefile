@@ -15,6 +15,8 @@ GPU_PY := $(GPU_VENV)/bin/python
 # The environment of environments (verifiers, reasoning-gym), whose pins clash with those of .venv.
 ENV_VENV := .venv-environments
 ENV_PY := $(ENV_VENV)/bin/python
+# Triton and Transformer Engine's Python files of requirements/gpu.lock, without CUDA or torch.
+KERNELS_VENV := .venv-kernels
 # Published implementations that tests compare with (verl, AReaL).
 ORACLES ?= .oracles
 # By files, the longest first (tests/conftest.py).
@@ -28,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-oracles lint docs site clean \
         nightly nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning \
-        nightly-recipes nightly-faults nightly-stops nightly-environments nightly-hosts nightly-slurm
+        nightly-recipes nightly-faults nightly-stops nightly-environments nightly-kernels nightly-hosts nightly-slurm
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -124,7 +126,7 @@ test-oracles: setup-test  ## Losses, advantages and corrections against verl's a
 	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms tests/rollout/test_against_areal.py
 
 # The full matrices and long runs, in parts meant for 30 minutes each.
-nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments  ## All of the parts that follow but nightly-hosts and nightly-slurm.
+nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments nightly-kernels  ## All of the parts that follow but nightly-hosts and nightly-slurm.
 
 nightly-models: setup-test  ## Every family through every layout, loader, exporter and converter.
 	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert $(PARALLEL)
@@ -169,6 +171,16 @@ nightly-stops: setup-test  ## Runs that are killed or stopped at any moment.
 nightly-environments: setup-test setup-environments  ## verifiers' client, server and environments, and two that are trained.
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/environments \
 	  tests/system/test_verifiers_training.py
+
+nightly-kernels: $(KERNELS_VENV)/.ready  ## The locked Transformer Engine's Triton kernels, compiled for Hopper without a GPU.
+	$(KERNELS_VENV)/bin/python tools/compile_te_kernels.py
+
+$(KERNELS_VENV)/.ready: requirements/gpu.lock
+	@echo "setting up $(KERNELS_VENV) (a minute, 0.7 GB)"
+	$(PYTHON) -m venv --clear $(KERNELS_VENV)
+	grep -E '^(triton|transformer-engine|packaging)==' requirements/gpu.lock | \
+	  $(KERNELS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r /dev/stdin
+	touch $@
 
 nightly-hosts: setup-test  ## Jobs on hosts of their own, which lose hosts and links (root, tools/cluster_tools.sh).
 	$(PY) -m pytest -m slow --ignore-glob '*/test_slurm*.py' tests/jobs

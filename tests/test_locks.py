@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from packaging.version import Version
 
 from tests.support.checkout import ROOT
+from tools.lock_gpu import shared_files
 
 REQUIREMENTS = ROOT / "requirements"
 
@@ -68,3 +70,15 @@ def test_flashinfers_kernels_are_of_its_own_version_if_they_are_locked() -> None
     """flashinfer/jit/env.py refuses to be imported beside kernels of another version."""
     gpu = pins("gpu.lock")
     assert gpu.get("flashinfer-cubin", gpu["flashinfer-python"]) == gpu["flashinfer-python"]
+
+
+def test_no_two_packages_own_the_files_of_cudas_bindings() -> None:
+    """cuda-python had files of its own until 12.8, which cuda-bindings has too; FlashInfer asks for any version."""
+    gpu = pins("gpu.lock")
+    assert Version(gpu["cuda-python"]) >= Version("12.8") and "cuda-bindings" in gpu
+
+
+def test_files_with_two_owners_are_found_by_their_content() -> None:
+    """`tools/lock_gpu.py --files` asks this of all wheels of the lock."""
+    both = {"a": {"x.py": 1, "y.py": 2, "build_backend.py": 3}, "b": {"x.py": 1, "y.py": 4, "build_backend.py": 5}}
+    assert shared_files(both) == {"y.py": ["a", "b"]}

@@ -89,6 +89,7 @@ def _broken_up(text: str, specials: Sequence[str]) -> str:
 log = logging.getLogger(__name__)
 
 _MARKER = "megarl-end-of-turn-probe"
+END_TOKENS = 16  # of a prompt, as rewards see them: more than any template puts after its last message
 
 
 class PromptTooLongError(ValueError):
@@ -157,6 +158,10 @@ class PromptEncoder:
                 f"{prompt.name} has {len(ids)} tokens, more than {self.setting} = {self.max_prompt_tokens}; {self.fix}"
             )
         return ids
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Return the text of the last tokens of a prompt, in which a template may open the model's reasoning."""
+        return str(self.tokenizer.decode(ids[-END_TOKENS:]))
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt of any length."""

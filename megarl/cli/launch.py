@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.common.errors import ConfigError, Findings
+from megarl.common.files import replace_file
 from megarl.common.rundir.run_lock import refuse_claimed
 
 if TYPE_CHECKING:
@@ -94,10 +95,7 @@ def run(options: argparse.Namespace) -> int:
         refuse_claimed(config.run_dir)
     path = Path(config.run_dir) / "launch" / ("train.sbatch" if slurm else "local.sh")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A new file, because bash may still be reading the one of a running launch.
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(script, encoding="utf-8")
-    new.replace(path)
+    replace_file(path, script.encode())  # a new file: bash may still be reading the one of a running launch
     command = ["sbatch", str(path)] if slurm else ["bash", str(path)]
     try:
         status = run_script(command)

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["convert"]:  # it parses what follows itself, --help included
         from megarl.checkpoint.convert.cli import main as convert
 
-        return convert(given[1:], program="megarl convert")
+        return convert(given[1:], program="megarl convert", of_torchrun="-m megarl convert")
     if not given:
         build_parser().print_help(sys.stderr)
         return 2

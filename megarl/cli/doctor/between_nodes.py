@@ -147,7 +147,7 @@ def plan_paths(members: Sequence[Member], *, configured: bool) -> list[Path]:
     joined = "/".join(dict.fromkeys(routes))
     paths = [Path(f"gloo on {joined}", "gloo", sockets("GLOO", routes), True)]
     if all(member.cuda for member in members):
-        nccl = sockets("NCCL", routes) if configured else tuple({} for _ in members)
+        nccl = sockets("NCCL", [f"={name}" for name in routes]) if configured else tuple({} for _ in members)
         paths.append(Path("NCCL as it chooses", "nccl", nccl, True))
     shared = [name for name in members[0].interfaces if all(name in member.interfaces for member in members)]
     others = [name for name in shared if set(routes) != {name}]

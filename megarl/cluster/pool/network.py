@@ -99,5 +99,5 @@ def network_environment(address: str, interface: str | None, *, several: bool, c
     if interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = interface
         if chosen or not several:
-            environment["NCCL_SOCKET_IFNAME"] = interface
+            environment["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without the sign NCCL takes it as a prefix
     return environment

@@ -253,6 +253,11 @@ def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory
             f"trainer.parallel.tensor={layout.tensor} spans nodes of {pools.trainer.gpus_per_node} GPUs: every "
             "layer then waits for the network"
         )
+    if config.trainer.precision == "fp32" and _fused(cuda):
+        notes.append(
+            "trainer.precision=fp32: Transformer Engine multiplies fp32 as TF32, with errors near 1e-3, unless "
+            "NVIDIA_TF32_OVERRIDE=0 is in the environment"
+        )
     if cuda and trainer.limit is None:
         notes.append("GPU memory is unknown here: set trainer.device_memory_gib to have the plan checked against it")
     if config.data.max_prompt_tokens is None and config.rollout.max_model_len is None:
@@ -339,6 +344,10 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
         where = "same nodes" if plan.pools.shared else "nodes of its own"
         yield "trainer devices", _devices(plan.pools.trainer)
         yield "rollout devices", f"{_devices(plan.pools.rollout)} ({where})"
+        modules = "Transformer Engine's" if _fused(cuda=True) else "Megatron-Core's own: Transformer Engine is not here"
+        yield "trainer modules", modules
+        yield "host memory", _host_memory(plan)
+    yield "weights load", _loading(plan)
     yield "step", f"{_count(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
     yield "update", f"up to {plan.samples_per_update} samples"
     yield "micro-batch", _micro_batch(plan)
@@ -358,6 +367,32 @@ def _checkpoints(settings: CheckpointConfig) -> str:
     auto = settings.every == "auto"
     often = "as often as takes at most 2% of the time" if auto else f"every {_count(int(settings.every), 'step')}"
     return f"{often}, and the last step; the newest {settings.keep_last} are kept"
+
+
+def _host_memory(plan: RunPlan) -> str:
+    """Return what a save, and a reference policy in host memory, take of a trainer node's memory besides processes."""
+    of_rank = plan.trainer.term("optimizer").bytes + plan.trainer.term("weights").bytes // plan.layout.data
+    of_rank += sum(
+        term.bytes for term in plan.trainer.terms if term.name == "reference weights" and term.when != "always"
+    )
+    node = of_rank * plan.pools.trainer.gpus_per_node
+    # torch's allocator of pinned memory rounds each block up to a power of two.
+    return f"up to {gib(of_rank)} pinned per rank, {gib(node)} per trainer node, once more for rounding"
+
+
+def _loading(plan: RunPlan) -> str:
+    """Return how engines are expected to take new weights; a run's log says at the first sync what each of them did."""
+    if plan.device == "cpu":
+        return "layer by layer: vLLM's CPU kernels compute with packed copies"
+    if not plan.info.num_experts:
+        return "in place"
+    backend = plan.config.rollout.engine_kwargs.get("moe_backend", "auto")
+    if backend == "auto":  # vLLM 0.32, fused_moe/oracle/unquantized.py
+        return "in place with experts by Triton, vLLM's choice on Hopper; layer by layer where it takes FlashInfer"
+    triton = backend in ("triton", "batched_triton")
+    return (
+        f"{'in place' if triton else 'layer by layer'}, with experts by {backend} (rollout.engine_kwargs.moe_backend)"
+    )
 
 
 def _micro_batch(plan: RunPlan) -> str:

@@ -146,7 +146,7 @@ def test_a_cpu_run_uses_gloo_on_its_route_and_other_shared_interfaces_are_tried(
 def test_gpus_add_nccl(configured: bool) -> None:
     paths = plan_paths([member(host, cuda=True) for host in "ab"], configured=configured)
     assert [path.name for path in paths] == ["gloo on eth0", "NCCL as it chooses"]
-    chosen = {"NCCL_SOCKET_IFNAME": "eth0"} if configured else {}
+    chosen = {"NCCL_SOCKET_IFNAME": "=eth0"} if configured else {}
     assert paths[1].environment == (chosen, chosen)
 
 

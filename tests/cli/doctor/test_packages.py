@@ -23,6 +23,22 @@ def test_megatron_core_is_of_a_supported_version(found: str, level: str, monkeyp
     assert bool(finding.fix) == (level == "fail")
 
 
+@pytest.mark.parametrize(("second", "level"), [("sha256=2", "warn"), ("sha256=1", "ok"), (None, "ok")])
+def test_two_owners_of_a_file_are_named(tmp_path: Path, second: str | None, level: str) -> None:
+    """As cuda-python 12.6 and cuda-bindings 13: pip installs both, and the files of the last one win."""
+    for name, content in (("cuda-bindings", "sha256=1"), ("cuda-python", second)):
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        own = (
+            f"{info.name}/METADATA,sha256={name},9\nbuild_backend.py,sha256={name},9\n../../../bin/x,sha256={name},9\n"
+        )
+        (info / "RECORD").write_text(own + (f"cuda/bindings/driver.so,{content},9\n" if content else ""))
+    finding = packages.overwritten_finding("run make setup-gpu", [str(tmp_path)])
+    assert finding.level == level
+    assert ("cuda-bindings and cuda-python (1)" in finding.detail) == (level == "warn")
+
+
 @pytest.mark.parametrize(
     ("versions", "nvcc", "level", "told"),
     [

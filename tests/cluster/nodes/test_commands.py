@@ -76,11 +76,11 @@ def test_other_runtime_environments_are_not(tmp_path: Path, text: str, told: str
 
 def test_gloo_and_nccl_stay_on_loopback_if_there_is_one_node() -> None:
     alone = network_environment("127.0.0.1", "lo", several=False, chosen=False)
-    assert alone == {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert alone == {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def test_between_nodes_nccl_is_told_its_interface_only_if_the_user_has_chosen_it() -> None:
     several = network_environment("1.2.3.4", "eth7", several=True, chosen=False)
     assert several == {"VLLM_HOST_IP": "1.2.3.4", "GLOO_SOCKET_IFNAME": "eth7"}
     chosen = network_environment("1.2.3.4", "eth7", several=True, chosen=True)
-    assert chosen["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert chosen["NCCL_SOCKET_IFNAME"] == "=eth7"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -68,6 +69,20 @@ def big(published: Any, shape: dict[str, Any], **changes: Any) -> RunPlan:
     return plan(published(shape), **base)
 
 
+def printed(found: RunPlan) -> str:
+    stream = StringIO()
+    print_dry_run(found, found.config, stream, Findings())
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "noted"), [("fp32", "cuda", 1), ("bf16", "cuda", 0), ("fp32", "cpu", 0)]
+)
+def test_fp32_of_transformer_engine_is_tf32(models: dict[str, Path], precision: str, device: str, noted: int) -> None:
+    found = plan(models["qwen3"], device=device, trainer__precision=precision)
+    assert sum("TF32" in note for note in found.notes) == noted
+
+
 def test_published_sizes() -> None:
     total, active = model_parameters(info_from_config(QWEN3_30B_A3B))
     assert total == 30_532_122_624  # as on the model card: 30.5 B, 3.3 B active
@@ -87,6 +102,21 @@ def test_the_plan_of_the_96_to_32_recipe(published: Any) -> None:
     assert memory.term("optimizer").bytes < memory.term("gradients").bytes
     assert memory.peak < 80 * GIB
     assert found.engine.kv_tokens is not None and found.engine.kv_tokens > 20 * 10240
+    told = printed(found)
+    (pinned,) = re.findall(r"host memory +up to ([\d.]+) GiB pinned per rank, ([\d.]+) GiB per trainer node", told)
+    assert 10 < float(pinned[0]) < 16 and float(pinned[1]) == pytest.approx(8 * float(pinned[0]), abs=0.1)
+
+
+def test_the_plan_tells_how_engines_take_weights_and_by_what_experts_are_computed(models: dict[str, Path]) -> None:
+    """Each engine's own choice is in the run's log (`leader.py`)."""
+    moe, dense = models["qwen3_moe"], models["qwen3"]
+    by = {backend: printed(plan(moe, rollout__engine_kwargs={"moe_backend": backend}))
+          for backend in ("triton", "flashinfer_cutlass")}  # fmt: skip
+    assert "in place, with experts by triton" in by["triton"]
+    assert "layer by layer, with experts by flashinfer_cutlass" in by["flashinfer_cutlass"]
+    assert "experts by Triton, vLLM's choice on Hopper" in printed(plan(moe))
+    assert re.search(r"weights load +in place *\n", printed(plan(dense)))
+    assert "packed copies" in printed(plan(moe, device="cpu"))
 
 
 def test_what_does_not_fit_is_refused_by_its_largest_term(published: Any) -> None:
@@ -195,9 +225,7 @@ def test_ranks_together_hold_the_model_once(
 
 def test_dry_run_prints_config_and_plan(models: dict[str, Path]) -> None:
     chosen = config(models["qwen3_moe"], trainer__gpus=2, trainer__parallel={"expert": 2}, algorithm__kl={"coef": 0.1})
-    stream = StringIO()
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream, Findings())
-    text = stream.getvalue()
+    text = printed(make_plan(chosen, device="cuda", files=False))
     for expected in ("micro_batch_tokens: 256", "TP 1 · PP 1 · DP 2 · EP 2", "4 groups, 16 samples", "2 GPUs: 0,1",
                      "reference weights", "optimizer", "sync buckets", "GPU memory is unknown"):  # fmt: skip
         assert expected in text
