@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.checkpoint.convert.logits import compare_logprobs
+from megarl.checkpoint.convert import logits
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.megatron import shards
@@ -58,11 +59,11 @@ def test_log_probs_decide(model_dir: Callable[[str], Path], tmp_path: Path) -> N
 
 def test_nan_is_never_near() -> None:
     one = torch.zeros(2, 3)
-    found = compare_logprobs([one], [torch.full((2, 3), float("nan"))])
+    found = logits.compare_logprobs([one], [torch.full((2, 3), float("nan"))])
     assert found.max_delta == float("inf") and found.tokens == 2
     shifted = one.clone()
     shifted[1, 2] = 0.25
-    found = compare_logprobs([one], [shifted])
+    found = logits.compare_logprobs([one], [shifted])
     assert (found.max_delta, found.same_top, found.tokens) == (0.25, 1, 2)
 
 
@@ -77,3 +78,11 @@ def test_other_vocabularies(model_dir: Callable[[str], Path], tmp_path: Path) ->
     code, out, err = run("verify", model_dir("qwen3"), other, "--logits", "--text", "x")
     assert code == 1 and "of another shape" in out
     assert err.startswith("convert.py: log-probs cannot be compared: the vocabulary of ") and "8,192" in err
+
+
+def test_fp32_is_not_tf32(model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine multiplies fp32 as TF32 on GPUs, unless cuBLAS is told otherwise before it is loaded."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    monkeypatch.setattr(logits, "logprobs", lambda path, ids: [torch.zeros(len(each), 2) for each in ids])
+    logits.agreement(model_dir("qwen3"), model_dir("qwen3"), ["a"])
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
