@@ -139,7 +139,7 @@ def _checked_here(config: Config, *, dry_run: bool) -> Findings:
     found.add(elsewhere_findings(config))
     found.refuse()
     if not dry_run:
-        found.tell_start(sys.stderr)
+        sys.stderr.writelines(f"megarl: warning: {warning}\n" for warning in found.warnings)
     return found
 
 

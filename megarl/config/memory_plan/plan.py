@@ -434,7 +434,7 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
 
 def _memory(title: str, memory: Memory) -> Table:
     """Return a table with one row per term and one column per phase; terms of different phases do not overlap."""
-    table = Table(box=SIMPLE_HEAD, title=f"memory, {title}", title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, title=f"\nmemory, {title}", title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("term")
     for phase in memory.phases:
         table.add_column(phase if phase != "always" else "", justify="right")
