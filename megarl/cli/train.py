@@ -65,8 +65,7 @@ def torchrun_command(options: argparse.Namespace) -> list[str] | None:
     if not options.force:
         refuse_claimed(config.run_dir)
     check_endpoint(config.telemetry)
-    for warning in check_start(config, plan.info, mistake_printer(options)):
-        sys.stderr.write(f"megarl: warning: {warning}\n")
+    check_start(config, plan.info, mistake_printer(options)).tell_start(sys.stderr)
     mark_checked(os.environ)
     # After a stop signal the ranks need this time to end their step and save.
     ranks = (

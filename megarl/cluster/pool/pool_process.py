@@ -25,6 +25,7 @@ import msgspec
 
 from megarl.common.clocks import RateLimit
 from megarl.common.errors import PartsLost, PoolEnded, SupervisorFailed
+from megarl.common.files import replace_file
 from megarl.common.process.processes import ProcessId, is_alive, kill, sweep
 from megarl.config.schema import Config
 
@@ -190,9 +191,7 @@ def _is_own(state: dict[str, Any] | None, launch_id: str) -> bool:
 
 def write_state(run_dir: Path, state: dict[str, Any]) -> None:
     """Replace RUN_DIR/supervisor.json atomically."""
-    temporary = run_dir / f".{STATE_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(state, indent=1))
-    temporary.replace(run_dir / STATE_FILE)
+    replace_file(run_dir / STATE_FILE, json.dumps(state, indent=1).encode())
 
 
 def launch_supervisor(

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from megarl.common.errors import ConfigError
+from megarl.common.files import replace_file
 from megarl.common.process.processes import ProcessId, has_ended, this_place
 
 logger = logging.getLogger(__name__)
@@ -164,9 +165,7 @@ def claim(
                 continue
             if seen.holder.same_run(mine):
                 if seen.holder.process != mine.process:  # a launch's agent takes over
-                    temporary = run_dir / f".{CLAIM_FILE}"
-                    temporary.write_bytes(msgspec.json.encode(replace(mine, since=seen.holder.since)))
-                    temporary.replace(run_dir / CLAIM_FILE)
+                    replace_file(run_dir / CLAIM_FILE, msgspec.json.encode(replace(mine, since=seen.holder.since)))
                 return RunClaim(run_dir, mine)
             if not force:
                 _await_silence(run_dir, seen, node_s, say)

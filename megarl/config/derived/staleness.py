@@ -32,11 +32,16 @@ class Pace:
 
     def __post_init__(self) -> None:
         if self.updates_per_step < 1 or self.sync_interval < 1 or self.sync_interval % self.updates_per_step:
-            raise ValueError(f"sync_interval must be a positive multiple of updates_per_step: {self}")
+            raise ValueError(f"sync_interval must be a positive multiple of updates_per_step: {self!r}")
         # With a lower bound, nothing could be generated for the last step before a publication: the run would wait
         # for ever.
         if self.max_staleness < self.sync_interval - 1:
-            raise ValueError(f"max_staleness must be at least sync_interval - 1: {self}")
+            raise ValueError(f"max_staleness must be at least sync_interval - 1: {self!r}")
+
+    def __str__(self) -> str:
+        """Return when the weights are published, and how old a token may get, for people."""
+        every, oldest = (f"{n} update{'s' * (n != 1)}" for n in (self.sync_interval, self.max_staleness))
+        return f"publishes every {every.removeprefix('1 ')}, tokens at most {oldest} old"
 
     @property
     def runs_ahead(self) -> bool:
@@ -100,6 +105,11 @@ def pace_notes(config: Config) -> Iterator[str]:
             f"and max_staleness is {pace.max_staleness}: generation and training take turns; for more, set "
             f"admission.max_staleness to at least {2 * updates - 1}"
             + (f" and admission.sync_interval to at least {2 * updates}" if config.admission.mode == "stream" else "")
+        )
+    if (made := config.run.steps * updates) < pace.sync_interval:
+        yield (
+            f"admission.sync_interval: {pace.sync_interval} updates are more than the {made} of the whole run "
+            "(run.steps), which trains on tokens of the first weights only; lower it to see the weights change"
         )
     uses = config.admission.max_uses
     if uses > 1 and pace.steps_within_bound(0) < 2 * uses:

@@ -30,6 +30,11 @@ def add_mistakes_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_all_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--all` to a command that prints the plan."""
+    parser.add_argument("--all", action="store_true", help="with the plan: show the defaults of the config too")
+
+
 def mistake_printer(options: argparse.Namespace) -> Callable[[object], None] | None:
     """Return the function that prints a wrong row, if these options have `--all-mistakes`."""
     return _print_line if options.all_mistakes else None
@@ -46,7 +51,10 @@ def _print_line(mistake: object) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a training run."""
     add_config_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all, show data, a prompt, reward and plan; start nothing"
+    )
+    add_all_argument(parser)
     add_mistakes_argument(parser)
     parser.add_argument(
         "--resume", metavar="auto|PATH|never", help="which checkpoint to resume from (default: checkpoint.resume)"

@@ -21,10 +21,10 @@ from megarl.config.schema.data import RewardConfig
 from megarl.data.check_files import Tell, data_file_findings, first_prompts
 from megarl.data.check_tokenizer import tokenizer_findings
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.rewards.trial_call import TrialCall, TrialProblem, trials
+from megarl.rewards.trial_call import TrialCall, TrialProblem, TrialScore, trials
 from megarl.rewards.types import RewardInput, RewardSpec, Turn
 
-Trials = AbstractContextManager[Iterator[TrialProblem]]
+Trials = AbstractContextManager[Iterator[TrialProblem | TrialScore]]
 
 
 def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collection[str] = ()) -> Trials:
@@ -47,15 +47,18 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
     )
 
 
-def reward_findings(reward: RewardConfig, problems: Iterator[TrialProblem]) -> Findings:
+def reward_findings(reward: RewardConfig, results: Iterator[TrialProblem | TrialScore]) -> Findings:
     """Wait for the trial of the rewards.
 
     A call that fails is a warning where the config says what becomes of such samples: `reward.on_error` is a number, or
     `reward.max_error_share` is 1.
     """
     found = Findings()
-    for each in problems:
-        if each.called and _expects_failures(reward):
+    for each in results:
+        if isinstance(each, TrialScore):
+            parts = "".join(f", {name} {value:g}" for name, value in each.result.components.items())
+            found.seen.append(("reward", f"{each.function}: {each.result.score:g} for the reference answer{parts}"))
+        elif each.called and reward.expects_failures:
             found.warnings.append(each.text)
         elif each.called:
             hint = "(reward.trial_call: false if it may fail or must not be called)"
@@ -63,10 +66,6 @@ def reward_findings(reward: RewardConfig, problems: Iterator[TrialProblem]) -> F
         else:
             found.problems.append(each.text)
     return found
-
-
-def _expects_failures(reward: RewardConfig) -> bool:
-    return reward.on_error != "drop" or reward.max_error_share >= 1
 
 
 def scored_sets(sets: Iterable[TrainSet | HeldOutSet], reward: RewardConfig) -> list[TrainSet | HeldOutSet]:
@@ -96,15 +95,15 @@ def _sample(
 CHECKED_BY_VARIABLE = "MEGARL_CHECKED_BY"  # the pid of a `megarl train` that has become torchrun
 
 
-def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> list[str]:
-    """Try what the run will open and call; return warnings. Raises ConfigError that lists every problem.
+def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:
+    """Try what the run will open and call; return what it has found. Raises ConfigError that lists every problem.
 
     With `tell` every wrong row of the data files is told when it is found, and the problems have ten of each kind.
     Of large files the first rows are checked, with `tell` all.
     """
     found = start_findings(config, info, tell)
     found.refuse()
-    return found.warnings
+    return found
 
 
 def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:

@@ -37,7 +37,8 @@ def elsewhere_findings(config: Config, tell: Tell | None = None) -> Findings:
     with trial_calls(config, first, lacking) as calls:  # they start while the files are read
         found.add(data_file_findings(all_sets(config), tell, only_present=True))
         tried = reward_findings(config.reward, calls)
-    found.add(Findings([f"{problem}\n      {WAY_OUT}" for problem in tried.problems], tried.warnings))
+    tried.problems = [f"{problem}\n      {WAY_OUT}" for problem in tried.problems]
+    found.add(tried)
     found.notes += [f"{key}.function: not tried here, because {lack}" for key, lack in lacking.items()]
     if config.reward.trial_call:
         found.notes += _uncalled({key: own for key, own in rewards.items() if key not in lacking}, all_sets(config))
@@ -83,10 +84,11 @@ def dry_run(
     device: DeviceType | None = None,
     files: bool = True,
     tell: Tell | None = None,
+    whole: bool = False,
 ) -> None:
-    """Check `config` as `checked_plan` does, and write it resolved, with its plan, to `stream`."""
-    plan, notes = checked_plan(config, overrides=overrides, device=device, files=files, tell=tell)
-    print_dry_run(plan, config, stream, notes)
+    """Check `config` as `checked_plan` does, and write what it has found, plan and config (`print_dry_run`)."""
+    plan, found = checked_plan(config, overrides=overrides, device=device, files=files, tell=tell)
+    print_dry_run(plan, config, stream, found, whole=whole)
 
 
 def checked_plan(
@@ -96,8 +98,8 @@ def checked_plan(
     device: DeviceType | None = None,
     files: bool = True,
     tell: Tell | None = None,
-) -> tuple[RunPlan, list[str]]:
-    """Check all that can be checked here; return the plan and its notes. Raises ConfigError that lists every problem.
+) -> tuple[RunPlan, Findings]:
+    """Check all that can be checked here; return plan and findings. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer, and tries no reward. A config with `model.shape` whose model
     is not here is planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides`
@@ -110,18 +112,20 @@ def checked_plan(
         device = "cuda"
     plan = make_plan(config, device=device, files=files and not elsewhere)
     if not files:
-        return plan, []
+        return plan, Findings()
     if not elsewhere:
         found = start_findings(config, plan.info, tell)
         found.refuse()
-        return plan, [*found.warnings, *found.notes]
+        return plan, found
     absent = absent_files(config)
     found = Findings(list(_mistyped(absent, overrides)))
     found.add(elsewhere_findings(config, tell))
     found.refuse()
     listed = ", ".join(f"{key} ({path})" for key, path in absent)
-    note = f"planned by model.shape; not here, so not checked, and needed where the run starts: {listed}"
-    return plan, [note, *found.warnings, *found.notes]
+    found.notes.insert(
+        0, f"planned by model.shape; not here, so not checked, and needed where the run starts: {listed}"
+    )
+    return plan, found
 
 
 def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> Iterator[str]:

@@ -29,6 +29,7 @@ from megarl.common.process.memory_tuning import begin_start
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import Holder, RunClaim
+from megarl.config.derived.staleness import pace_of
 from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
 from megarl.config.loading.load import load_config, to_yaml
 from megarl.config.memory_plan.plan import RunPlan, make_plan
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overrides = run_overrides(options)
         config = load_config(options.config, overrides)
         if options.dry_run:
-            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options))
+            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options), whole=options.all)
             return
         plan = make_plan(config)
         _check_launch(plan.pools.nodes, config.trainer.gpus, config.run_dir)
@@ -79,8 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if rank == 0 and not _is_restart():
             check_endpoint(config.telemetry)
             if not is_checked(os.environ):  # by `megarl train`
-                for warning in check_start(config, plan.info, mistake_printer(options)):
-                    sys.stderr.write(f"megarl: warning: {warning}\n")
+                check_start(config, plan.info, mistake_printer(options)).tell_start(sys.stderr)
         claim = claim_for_ranks(config.run_dir, config.timeouts.node_s, rank, force=options.force and not _is_restart())
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
@@ -280,7 +280,8 @@ def _headline(plan: RunPlan) -> str:
     engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"
     return (
         f"{plan.parameters / 1e6:.3g} M parameters on {plan.device}, trainer {' x '.join(parts)}, {engines}, "
-        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step; "
+        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step, "
+        f"{pace_of(plan.config)}; "
         f"logs in {plan.config.run_dir / 'logs'}"
     )
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.common.errors import ConfigError
+from megarl.common.errors import ConfigError, Findings
 from megarl.common.values import GIB
 from megarl.config.memory_plan.parameters import chunk_layers, chunk_parameters, in_flight_chunks, model_parameters
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
@@ -71,7 +71,7 @@ def big(published: Any, shape: dict[str, Any], **changes: Any) -> RunPlan:
 
 def printed(found: RunPlan) -> str:
     stream = StringIO()
-    print_dry_run(found, found.config, stream)
+    print_dry_run(found, found.config, stream, Findings())
     return stream.getvalue()
 
 
@@ -246,7 +246,7 @@ def test_the_plan_shows_what_auto_chose_and_what_would_fit(
 ) -> None:
     stream = StringIO()
     chosen = config(models["qwen3"], **changes)
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream, Findings())
     text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
     assert all(each in text for each in expected), text
 
@@ -275,7 +275,7 @@ def test_the_plan_tells_when_a_group_has_to_end(
 ) -> None:
     stream = StringIO()
     chosen = config(models["qwen3"], **changes)
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream, Findings())
     assert f"group deadline {deadline}" in " ".join(stream.getvalue().split())
 
 
