@@ -97,7 +97,7 @@ def test_the_build_uses_the_locked_packages(tmp_path: Path) -> None:
     assert added["CUDA_HOME"] == str(nvidia / "cu13") and added["CUDNN_PATH"] == str(nvidia / "cudnn")
     assert added["CPATH"].split(":") == [str(nvidia / "cudnn" / "include"), str(nvidia / "nccl" / "include"), "/mine"]
     assert added["MAX_JOBS"] == "2"  # of 16 cores: 10 GiB
-    assert added["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"
+    assert added["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE" and added["NVTE_WITH_NCCL_EP"] == "0"
 
 
 def test_cuda_home_is_respected_if_it_is_cuda_13(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
     .venv-gpu/bin/python tools/build_te.py --print    # only print the environment and the command
 
 The extension is C++ only: its setup.py runs `nvcc -V` for the CUDA version and needs the headers of CUDA, cuDNN and
-NCCL (transformer-engine-torch 2.11.0, build_tools/utils.py, build_tools/pytorch.py). requirements/gpu.lock installs all
+NCCL (transformer-engine-torch 2.20.2, build_tools/utils.py, build_tools/pytorch.py). requirements/gpu.lock installs all
 of these into the environment, so no CUDA toolkit is needed. CUDA_HOME is respected if it holds nvcc of the same major
 version. Exit status 2 with one message if something is missing.
 """
@@ -111,6 +111,8 @@ def build_environment(site: Path, environment: Mapping[str, str], cores: int, me
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),  # ninja is there
         "MAX_JOBS": environment.get("MAX_JOBS") or str(max(1, min(cores, int(memory_gib / GIB_PER_JOB)))),
         "NVTE_FRAMEWORK": "pytorch",
+        # A part that megarl does not use, which needs torch's headers of symmetric memory and functions of the core.
+        "NVTE_WITH_NCCL_EP": environment.get("NVTE_WITH_NCCL_EP", "0"),
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # else setup.py first looks on GitHub for a wheel that nothing pins
     }
 

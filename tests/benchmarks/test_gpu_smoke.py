@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +18,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megarl.weights.send.sync_attempt import SyncAttempt
 from tests.benchmarks import load_script
-from tests.support.checkout import ROOT
+from tests.support.checkout import ROOT, environment
 from tests.support.streams.simulated_nccl import SimulatedNCCL, SimulatedWork
 from tests.support.streams.smoke_streams import SimulatedStreams
 
@@ -85,6 +90,47 @@ def test_tf32_is_off_where_fp32_is_compared(smoke: ModuleType, monkeypatch: pyte
     assert {name for name, value in values.items() if value is not None} == {"parity", "two_ranks"}
     assert values["parity"] == values["two_ranks"] == "0"
     assert all(smoke.environment_of(name)["KEPT"] == "1" for name in smoke.STEPS)
+
+
+# docs/gpu.md: what has to be installed, besides what torch and transformers ask for.
+CARRIED = ["megatron-core", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "msgspec", "blake3"]
+HIDE = """
+import importlib.machinery, os
+find, hidden = importlib.machinery.PathFinder.find_spec, set(os.environ["HIDDEN"].split(","))
+importlib.machinery.PathFinder.find_spec = lambda name, path=None, target=None: (
+    None if name.partition(".")[0] in hidden else find(name, path, target))
+"""
+
+
+def required(name: str, found: set[str]) -> set[str]:
+    """Add a distribution and what it asks for, without extras, to `found`, and return it."""
+    if name not in found:
+        found.add(name)
+        with suppress(PackageNotFoundError):
+            for each in map(Requirement, requires(name) or []):
+                if each.marker is None or each.marker.evaluate({"extra": ""}):
+                    required(canonicalize_name(each.name), found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "steps", ["digest,export", pytest.param("parity,speed,head,state,two_ranks", marks=pytest.mark.slow)]
+)
+def test_it_needs_torch_transformers_and_seven_wheels(steps: str, tmp_path: Path) -> None:
+    """All other distributions of this environment are hidden from the script and its children."""
+    there = {"torch", "transformers", "psutil", "pyyaml", *CARRIED}
+    kept = set(CARRIED).union(*(required(name, set()) for name in there - {"megatron-core"}))
+    kept.discard("rich")  # only the command line of transformers has it
+    kept.add("triton")  # torch for CUDA asks for it
+    names = {top: {canonicalize_name(each) for each in owners} for top, owners in packages_distributions().items()}
+    hidden = [top for top, owners in names.items() if not owners & kept and top not in ("megarl", "_distutils_hack")]
+    assert {"vllm", "ray", "einops", "pyarrow", "zmq", "rich", "math_verify"} <= set(hidden)
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    own = environment(HIDDEN=",".join(hidden))
+    own["PYTHONPATH"] = f"{tmp_path}:{own['PYTHONPATH']}"
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_smoke.py"), "--device", "cpu", "--steps", steps]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
 # --- CUDA's streams and NCCL: simulated devices, some of which order work as these do
