@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 # PyTorch's public index of CPU builds, used only where pip's own sources do not have the build.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
+# Its metadata ask for Python 3.12. Its code runs on 3.11 too, so pip may ignore that for this one package.
+MEGATRON := $(shell grep '^megatron-core==' requirements/cpu.lock)
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-deps
 # The environment of a CUDA machine: the locked torch and vLLM differ from those of .venv.
 GPU_VENV := .venv-gpu
@@ -13,10 +15,8 @@ GPU_PY := $(GPU_VENV)/bin/python
 # The environment of environments (verifiers, reasoning-gym), whose pins clash with those of .venv.
 ENV_VENV := .venv-environments
 ENV_PY := $(ENV_VENV)/bin/python
-# Another Megatron-Core than the locked one, for make nightly-mcore: only its own files, laid before those of .venv.
-NEXT ?= 0.19.2
-MCORE := $(VENV)/mcore-$(NEXT)
-MCORE_TESTS ?= tests/platforms/test_patches.py tests/platforms/test_cpu_kernels.py tests/common/test_megatron_versions.py tests/models tests/trainer tests/checkpoint
+# Triton and Transformer Engine's Python files of requirements/gpu.lock, without CUDA or torch.
+KERNELS_VENV := .venv-kernels
 # Published implementations that tests compare with (verl, AReaL).
 ORACLES ?= .oracles
 # By files, the longest first (tests/conftest.py).
@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-oracles lint docs site clean \
         nightly nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning \
-        nightly-recipes nightly-faults nightly-stops nightly-environments nightly-mcore nightly-hosts nightly-slurm
+        nightly-recipes nightly-faults nightly-stops nightly-environments nightly-kernels nightly-hosts nightly-slurm
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -41,6 +41,7 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml
 	@echo "setting up $(VENV) from requirements/cpu.lock (about 2 minutes, 3.5 GB)"
 	$(PYTHON) -m venv $(VENV)
 	@$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_CPU_INDEX) '$(TORCH)'
+	$(PIP) --ignore-requires-python '$(MEGATRON)'
 	$(PIP) -r requirements/cpu.lock
 	$(PIP) --no-build-isolation -e .
 	touch $@
@@ -125,7 +126,7 @@ test-oracles: setup-test  ## Losses, advantages and corrections against verl's a
 	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms tests/rollout/test_against_areal.py
 
 # The full matrices and long runs, in parts meant for 30 minutes each.
-nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments nightly-mcore  ## All of the parts that follow but nightly-hosts and nightly-slurm.
+nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments nightly-kernels  ## All of the parts that follow but nightly-hosts and nightly-slurm.
 
 nightly-models: setup-test  ## Every family through every layout, loader, exporter and converter.
 	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert $(PARALLEL)
@@ -171,13 +172,14 @@ nightly-environments: setup-test setup-environments  ## verifiers' client, serve
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/environments \
 	  tests/system/test_verifiers_training.py
 
-nightly-mcore: setup-test $(MCORE)/.ready  ## Models, trainer and checkpoints with another Megatron-Core, NEXT=0.19.2.
-	MEGARL_EXPECT_MCORE=$(NEXT) PYTHONPATH=$(abspath $(MCORE)) $(PY) -m pytest -m "not slow" $(MCORE_TESTS) $(PARALLEL)
+nightly-kernels: $(KERNELS_VENV)/.ready  ## The locked Transformer Engine's Triton kernels, compiled for Hopper without a GPU.
+	$(KERNELS_VENV)/bin/python tools/compile_te_kernels.py
 
-# It asks for Python 3.12, but its code runs on 3.11 too.
-$(MCORE)/.ready: $(VENV)/.ready
-	rm -rf $(MCORE)
-	$(PIP) --target $(MCORE) --ignore-requires-python megatron-core==$(NEXT)
+$(KERNELS_VENV)/.ready: requirements/gpu.lock
+	@echo "setting up $(KERNELS_VENV) (a minute, 0.7 GB)"
+	$(PYTHON) -m venv --clear $(KERNELS_VENV)
+	grep -E '^(triton|transformer-engine|packaging)==' requirements/gpu.lock | \
+	  $(KERNELS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r /dev/stdin
 	touch $@
 
 nightly-hosts: setup-test  ## Jobs on hosts of their own, which lose hosts and links (root, tools/cluster_tools.sh).

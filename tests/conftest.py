@@ -17,7 +17,6 @@ import pytest
 from megarl.sandbox.availability import sandbox_problem
 from tests.support.attacks.escape_attempts import SHOWN
 from tests.support.checkout import ROOT
-from tests.support.repository.megatron_version import check_megatron_version
 from tests.support.repository.needs import SANDBOX, need
 from tests.support.worlds.world import Starter, World
 
@@ -56,11 +55,6 @@ LONG_FILES = (
     "tests/weights/send/test_sender_on_ranks.py",
     "tests/run/step/test_step.py",
 )
-
-
-def pytest_sessionstart() -> None:
-    """Refuse a session that would test another Megatron-Core than it was started for."""
-    check_megatron_version()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from packaging.version import Version
 
 from tests.support.checkout import ROOT
+from tools.lock_gpu import shared_files
 
 REQUIREMENTS = ROOT / "requirements"
 
@@ -47,16 +49,11 @@ def test_gpu_lock_is_the_same_stack() -> None:
     assert any(name.startswith("nvidia-nccl") for name in gpu)
 
 
-def test_transformer_engine_is_one_that_megatron_accepts() -> None:
-    """megatron-core 0.16.1's own metadata: transformer-engine<2.12.0,>=2.9.0a0."""
-    from importlib.metadata import requires
-
-    from packaging.requirements import Requirement
-
-    asked = [Requirement(line) for line in requires("megatron-core") or [] if line.startswith("transformer-engine")]
-    assert asked
-    assert all(pins("gpu.lock")["transformer-engine"] in requirement.specifier for requirement in asked)
-    assert "transformer-engine-cu12" not in pins("gpu.lock")
+def test_no_two_locked_packages_own_the_same_files() -> None:
+    """cuda-python up to 12.6 carries the modules of cuda-bindings; pip installs both without a word."""
+    gpu = pins("gpu.lock")
+    assert int(gpu["cuda-python"].split(".")[0]) >= 13
+    assert "transformer-engine-cu12" not in gpu
 
 
 def test_what_the_build_of_transformer_engine_needs_is_locked() -> None:
@@ -73,3 +70,15 @@ def test_flashinfers_kernels_are_of_its_own_version_if_they_are_locked() -> None
     """flashinfer/jit/env.py refuses to be imported beside kernels of another version."""
     gpu = pins("gpu.lock")
     assert gpu.get("flashinfer-cubin", gpu["flashinfer-python"]) == gpu["flashinfer-python"]
+
+
+def test_no_two_packages_own_the_files_of_cudas_bindings() -> None:
+    """cuda-python had files of its own until 12.8, which cuda-bindings has too; FlashInfer asks for any version."""
+    gpu = pins("gpu.lock")
+    assert Version(gpu["cuda-python"]) >= Version("12.8") and "cuda-bindings" in gpu
+
+
+def test_files_with_two_owners_are_found_by_their_content() -> None:
+    """`tools/lock_gpu.py --files` asks this of all wheels of the lock."""
+    both = {"a": {"x.py": 1, "y.py": 2, "build_backend.py": 3}, "b": {"x.py": 1, "y.py": 4, "build_backend.py": 5}}
+    assert shared_files(both) == {"y.py": ["a", "b"]}

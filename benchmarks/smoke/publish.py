@@ -106,7 +106,7 @@ def missed_deadline(streams: Streams, group: Group, deadline_s: float, bound: fl
     """Wait for a broadcast behind work that is longer than the stage's deadline, and leave the group."""
     tensor = streams.tensor()
     group.begin(3, 1, deadline_s)
-    streams.occupy(4 * deadline_s)
+    streams.occupy(2 * deadline_s)  # the abort may wait for it (streams.py)
     started = time.perf_counter()
     raised = ""
     try:

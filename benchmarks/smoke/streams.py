@@ -64,12 +64,11 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         torch.cuda.set_device(device.index or 0)
-        started = time.perf_counter()
-        torch.cuda._sleep(10**8)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(10**9)
-        torch.cuda.synchronize()
-        self._cycles_per_s = 1.1e9 / (time.perf_counter() - started)
+        for cycles in (10**9, 10**9):  # the first makes the context and raises the clocks
+            started = time.perf_counter()
+            torch.cuda._sleep(cycles)
+            torch.cuda.synchronize()
+        self._cycles_per_s = cycles / (time.perf_counter() - started)
         self._generation = 0
 
     def occupy(self, seconds: float) -> None:
@@ -161,7 +160,8 @@ def wait_until_complete(work: Work) -> None:
 def blocking_rows(streams: Streams) -> list[Ratio]:
     """Measure the timeout of a group in blocking mode, and how long an abort of a pending broadcast takes.
 
-    In this mode no watchdog ends the process. NCCL ignores `BroadcastOptions.timeout`: the group's timeout counts.
+    In this mode no watchdog ends the process. NCCL ignores `BroadcastOptions.timeout`: the group's timeout counts. An
+    abort frees device memory, for which it may wait for the pending work: that is 1.4 of the limit.
     """
     limit_s, asked_s = 2 * OCCUPIED_S, OCCUPIED_S / 5
     group = streams.group(timeout_s=limit_s, blocking=True)
@@ -169,7 +169,7 @@ def blocking_rows(streams: Streams) -> list[Ratio]:
     options.timeout = timedelta(seconds=asked_s)
     tensor = streams.tensor()
     streams.synchronize()
-    streams.occupy(3 * limit_s)
+    streams.occupy(1.4 * limit_s)
     started = time.perf_counter()
     raised = ""
     try:
@@ -184,6 +184,6 @@ def blocking_rows(streams: Streams) -> list[Ratio]:
     streams.synchronize()
     details = {"raised": raised, "operation_timeout_s": asked_s, "ignored": waited > 2 * asked_s}
     return [
-        row("blocking wait / timeout of the group", waited if raised else float("inf"), limit_s, 1.5, "s", details),
+        row("blocking wait / timeout of the group", waited if raised else float("inf"), limit_s, 1.7, "s", details),
         row("abort of a pending broadcast / timeout of the group", aborted, limit_s, 3.0, "s"),
     ]

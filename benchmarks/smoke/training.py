@@ -155,7 +155,7 @@ def _memory_row(config: Config, policy: Policy) -> Ratio:
 
     fused = use_transformer_engine()
     rank = TrainerRank.of(config, policy.info, policy.layout, fused=fused)
-    plan = trainer_memory(config, rank, Device(True, fused, None))
+    plan = trainer_memory(rank, Device(True, fused, None))
     counted = sum(term.bytes for term in plan.terms if term.when in ("always", "update") and "CUDA" not in term.name)
     peak = torch.cuda.max_memory_allocated()
     return row("peak memory of an update / plan", peak / 2**30, counted / 2**30, 1.1, "GiB",

@@ -35,6 +35,8 @@ class RowError(ValueError):
 class Prompt:
     """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged.
 
+    `where`: its place, as `path:line` or `path, row N`; "" if it is of no file.
+
     `demonstration`: the text of the response that is to be learnt; "" if the model answers itself. `tools`: schemas
     of the row's own tools, which the prompt shows instead of the run's.
     """
@@ -45,6 +47,12 @@ class Prompt:
     row: dict[str, Any]
     demonstration: str = ""
     tools: tuple[dict[str, Any], ...] = ()
+    where: str = ""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.where or f"prompt {self.index}"
 
     @property
     def text(self) -> str:
@@ -78,7 +86,7 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
         raise RowError(
             f"there is no field {config.prompt_field!r} (data.prompt_field); with data.prompt_field or "
             "data.answer_field changed no other format is recognised: correct data.prompt_field, or set data.format",
-            _fields(row),
+            _fields(row, config.prompt_field),
         )
     raise RowError(
         "unknown format: there are neither question/answer with '####' (gsm8k) nor problem/answer, nor a field "
@@ -148,14 +156,13 @@ def _required(row: dict[str, Any], field: str) -> object:
     if value is None:
         if field in row:
             raise RowError(f"field {field!r} is null")
-        close = difflib.get_close_matches(field, row, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise RowError(f"field {field!r} is missing", f"{_fields(row)}{hint}")
+        raise RowError(f"field {field!r} is missing", _fields(row, field))
     return value
 
 
-def _fields(row: dict[str, Any]) -> str:
-    return f"; the row has {sorted(row)}"
+def _fields(row: dict[str, Any], field: str = "") -> str:
+    close = difflib.get_close_matches(field, row, n=1)
+    return f"; the row has {sorted(row)}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def _text(row: dict[str, Any], field: str) -> str:

@@ -89,6 +89,7 @@ def _broken_up(text: str, specials: Sequence[str]) -> str:
 log = logging.getLogger(__name__)
 
 _MARKER = "megarl-end-of-turn-probe"
+END_TOKENS = 16  # of a prompt, as rewards see them: more than any template puts after its last message
 
 
 class PromptTooLongError(ValueError):
@@ -112,10 +113,10 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
 class PromptEncoder:
     """Applies the chat template, generation prompt included.
 
-    `setting` names the origin of `max_prompt_tokens` in messages; `skipped` counts the prompts that were left out
-    because of `overlong="skip"`. Raises ValueError if the tokenizer has no template, or if one of the
-    `template_kwargs` is no variable of it, which would change nothing. `tools`: the schemas of those that the prompts
-    show to the model; ValueError too if the template shows none.
+    `setting` and `fix` say in messages where `max_prompt_tokens` comes from, and what to do; `skipped` counts the
+    prompts that were left out because of `overlong="skip"`. Raises ValueError if the tokenizer has no template, or if
+    one of the `template_kwargs` is no variable of it, which would change nothing. `tools`: the schemas of those that
+    the prompts show to the model; ValueError too if the template shows none.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class PromptEncoder:
         max_prompt_tokens: int | None = None,
         overlong: Literal["error", "skip"] = "error",
         setting: str = "data.max_prompt_tokens",
+        fix: str = "raise it, or set data.overlong_prompts: skip",
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -139,7 +141,7 @@ class PromptEncoder:
         self._specials = special_texts(tokenizer)
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong = overlong
-        self.setting = setting
+        self.setting, self.fix = setting, fix
         self.skipped = 0
         if self.tools:
             self._check_shows(self.tools)
@@ -150,14 +152,20 @@ class PromptEncoder:
         Raises PromptTooLongError (a ValueError) above `max_prompt_tokens`, whatever `overlong` is; prompts at
         positions that `valid_indices` returned never raise it. Raises ValueError if the template refuses the messages.
         """
-        messages = with_harmless_tools(prompt.messages, self._specials)
-        ids = self._ids(messages, f"prompt {prompt.index}", self._tools_of(prompt))
+        ids = self.ids(prompt)
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise PromptTooLongError(
-                f"prompt {prompt.index} has {len(ids)} tokens, more than {self.setting} = "
-                f"{self.max_prompt_tokens}; raise it, or set data.overlong_prompts: skip"
+                f"{prompt.name} has {len(ids)} tokens, more than {self.setting} = {self.max_prompt_tokens}; {self.fix}"
             )
         return ids
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Return the text of the last tokens of a prompt, in which a template may open the model's reasoning."""
+        return str(self.tokenizer.decode(ids[-END_TOKENS:]))
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt of any length."""
+        return self._ids(with_harmless_tools(prompt.messages, self._specials), prompt.name, self._tools_of(prompt))
 
     def valid_indices(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """Return the positions of the prompts that fit `max_prompt_tokens`, and count the others in `skipped`.
@@ -187,7 +195,8 @@ class PromptEncoder:
                 log.debug("skipped: %s", error)
         if not valid:
             raise ValueError(
-                f"all {len(prompts)} prompts are longer than {self.setting} = {self.max_prompt_tokens} tokens; raise it"
+                f"all {len(prompts)} prompts are longer than {self.setting} = {self.max_prompt_tokens} tokens; "
+                f"{self.fix.partition(', or ')[0]}"
             )
         if self.skipped:
             log.warning("%d of %d prompts skipped as too long", self.skipped, len(prompts))
@@ -200,9 +209,7 @@ class PromptEncoder:
         names = {tool["function"]["name"] for tool in self.tools}
         missing = [each["function"]["name"] for each in prompt.tools if each["function"]["name"] not in names]
         if names and missing:
-            raise ValueError(
-                f"prompt {prompt.index} has the tool {missing[0]!r}, which is none of the run's: {sorted(names)}"
-            )
+            raise ValueError(f"{prompt.name} has the tool {missing[0]!r}, which is none of the run's: {sorted(names)}")
         tools = [dict(tool) for tool in prompt.tools]
         self._check_shows(tools)
         return tools
@@ -215,19 +222,28 @@ class PromptEncoder:
             )
 
     def _ids(self, messages: list[Message], what: str, tools: list[dict[str, Any]]) -> list[int]:
-        from jinja2 import TemplateError
-
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self.template_kwargs
-            )
-        except TemplateError as error:
-            raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error
+        text = self._text(messages, what, tools)
         # The template writes its special tokens itself; the tokenizer must not add a second BOS.
-        ids: list[int] = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids: list[int] = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if not ids:
             raise ValueError(f"{what}: the chat template makes no tokens of its messages")
         return ids
+
+    def render(self, prompt: Prompt) -> str:
+        """Return the text that `encode` tokenizes. Raises ValueError if the template refuses the messages."""
+        return self._text(with_harmless_tools(prompt.messages, self._specials), prompt.name, self._tools_of(prompt))
+
+    def _text(self, messages: list[Message], what: str, tools: list[dict[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+                )
+            )
+        except TemplateError as error:
+            raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error
 
 
 def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.common.errors import ConfigError
+from megarl.common.errors import ConfigError, Findings
+from megarl.common.files import replace_file
 from megarl.common.rundir.run_lock import refuse_claimed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Check a config, render the script that runs it and submit (slurm) or run (local) it. With "
         "--dry-run the script goes to stdout and the plan to stderr, and nothing starts.",
     )
-    from megarl.config.loading.arguments import add_config_arguments, add_force_argument
+    from megarl.config.loading.arguments import add_all_argument, add_config_arguments, add_force_argument
 
     add_config_arguments(parser)
     add_force_argument(parser)
@@ -43,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "reward",
     )
     parser.add_argument("--dry-run", action="store_true", help="print script and plan; start nothing")
+    add_all_argument(parser)
     parser.add_argument(
         "--device",
         choices=["cuda", "cpu"],
@@ -58,19 +60,20 @@ def run(options: argparse.Namespace) -> int:
     """
 
     from megarl.checkpoint.format.manifest import already_finished
-    from megarl.cluster.nodes.commands import local_script, slurm_script, user_environment
+    from megarl.cluster.nodes.commands import local_script, slurm_script
+    from megarl.config.checks.secrets import user_environment
     from megarl.config.loading.load import load_config
     from megarl.config.memory_plan.plan import print_dry_run
 
     config = load_config(options.config, options.overrides)
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
-    plan, notes = _plan(config, options, slurm=slurm)
+    plan, found = _plan(config, options, slurm=slurm)
     user_environment(config.launch.runtime_env)
     if not options.dry_run and (told := already_finished(config)) is not None:
         sys.stderr.write(f"megarl: {told}\n")
         return 0
     if slurm and not options.no_files:
-        notes += _checked_here(config, dry_run=options.dry_run)
+        found.add(_checked_here(config, dry_run=options.dry_run))
     if plan.pools.nodes > 1 and not slurm:
         raise ConfigError([
             f"the config needs {plan.pools.nodes} nodes: use --scheduler slurm, or launch/multinode.sh with a host list"
@@ -83,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         sys.stdout.write(script)
         sys.stdout.flush()
-        print_dry_run(plan, config, sys.stderr, notes)
+        print_dry_run(plan, config, sys.stderr, found, whole=options.all)
         return 0
     body = Path("launch", "slurm", "job.sh") if slurm else Path("launch", "local.sh")
     if not body.is_file():
@@ -92,10 +95,7 @@ def run(options: argparse.Namespace) -> int:
         refuse_claimed(config.run_dir)
     path = Path(config.run_dir) / "launch" / ("train.sbatch" if slurm else "local.sh")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A new file, because bash may still be reading the one of a running launch.
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(script, encoding="utf-8")
-    new.replace(path)
+    replace_file(path, script.encode())  # a new file: bash may still be reading the one of a running launch
     command = ["sbatch", str(path)] if slurm else ["bash", str(path)]
     try:
         status = run_script(command)
@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[RunPlan, list[str]]:
-    """Check the config for where it will run, and return its plan with notes on it. Raises ConfigError.
+def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[RunPlan, Findings]:
+    """Check the config for where it will run, and return its plan with what was found. Raises ConfigError.
 
     For SLURM `_checked_here` follows. A dry run for this machine checks all that `megarl train --dry-run` does.
     """
@@ -120,15 +120,15 @@ def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[
         return checked_plan(config, overrides=options.overrides, device=options.device, files=not options.no_files)
     plan = make_plan(config, device=options.device or ("cuda" if slurm else detect_device()), files=not slurm)
     absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config)) if options.dry_run else ""
-    return plan, [f"not here, so not checked, and needed where the run starts: {absent}"] if absent else []
+    note = f"not here, so not checked, and needed where the run starts: {absent}"
+    return plan, Findings(notes=[note] if absent else [])
 
 
-def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
+def _checked_here(config: Config, *, dry_run: bool) -> Findings:
     """Check data files and rewards before the job waits in a queue for nothing; the rest is checked by the job itself.
 
-    Return the notes of a dry run, in which an absent file is one of them. Raises ConfigError that lists every problem.
+    Return what was found; an absent file is a note of a dry run. Raises ConfigError that lists every problem.
     """
-    from megarl.common.errors import Findings
     from megarl.config.checks.sections import absent_files
     from megarl.run.start.dry_run import elsewhere_findings
 
@@ -139,8 +139,8 @@ def _checked_here(config: Config, *, dry_run: bool) -> list[str]:
     found.add(elsewhere_findings(config))
     found.refuse()
     if not dry_run:
-        sys.stderr.writelines(f"megarl: warning: {warning}\n" for warning in found.warnings)
-    return [*found.warnings, *found.notes]
+        found.tell_start(sys.stderr)
+    return found
 
 
 def run_script(command: list[str]) -> int:

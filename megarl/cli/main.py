@@ -14,7 +14,12 @@ from megarl.cli import launch, pool, replay, serve, trace, train
 from megarl.cli import report as run_report
 from megarl.cli.top import command as top
 from megarl.common.errors import ConfigError
-from megarl.config.loading.arguments import add_config_arguments, add_mistakes_argument, mistake_printer
+from megarl.config.loading.arguments import (
+    add_all_argument,
+    add_config_arguments,
+    add_mistakes_argument,
+    mistake_printer,
+)
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -25,11 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["convert"]:  # it parses what follows itself, --help included
         from megarl.checkpoint.convert.cli import main as convert
 
-        return convert(given[1:], program="megarl convert")
+        return convert(given[1:], program="megarl convert", of_torchrun="-m megarl convert")
     if not given:
         build_parser().print_help(sys.stderr)
         return 2
     options = _parse(given)
+    options.arguments = given[1:]
     command: Command = options.run
     try:
         return command(options)
@@ -95,6 +101,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="do not look for data, weights and tokenizer here (model.path's config.json is still read)",
     )
+    add_all_argument(plan)
     add_mistakes_argument(plan)
     plan.set_defaults(run=_plan)
 
@@ -137,6 +144,7 @@ def _plan(options: argparse.Namespace) -> int:
         device=options.device,
         files=not options.no_files,
         tell=mistake_printer(options),
+        whole=options.all,
     )
     return 0
 

@@ -314,7 +314,7 @@ def _train(replay: _Replay, terminal: TextIO) -> None:
                 writer.progress.message(f"the schedule of {len(schedule)} steps gives the recorded batches")
         replay_steps(policy, config, replay.batches, steps, None if writer is None else writer.write, schedule)
         if replay.export:
-            _export(policy, config)
+            _export(policy, config.trainer.precision, config.model.path, config.run_dir / "hf")
         if writer is not None:
             writer.progress.message(f"metrics: {config.run_dir / 'metrics.jsonl'}")
     finally:
@@ -325,14 +325,14 @@ def _train(replay: _Replay, terminal: TextIO) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _export(policy: Policy, config: Config) -> None:
+def _export(policy: Policy, precision: str, source: Path, out: Path) -> None:
     import torch
 
     from megarl.models.hf.export import HFExporter, save_hf
 
-    dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     exporter = HFExporter(policy.module_chunks, policy.info, dtype)
-    save_hf(exporter, config.model.path, config.run_dir / "hf", overwrite=True)
+    save_hf(exporter, source, out, overwrite=True)
 
 
 def _init_process_group(backend: str, ray: RayConfig, collective_s: float, run_dir: Path) -> None:

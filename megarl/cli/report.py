@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
 from megarl.common.errors import ConfigError
+from megarl.common.files import replace_file
 
 MOST_RUNS = 8  # side by side: so many colors can be told apart
 MOST_SAMPLES = 48  # to read, of all runs together at least 8 each
@@ -54,12 +54,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _write(out: Path, page: str) -> None:
     """Replace the page at once, so that a browser never loads half of it. Raises ConfigError if that is impossible."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        temporary.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(temporary, out)
+        replace_file(out, page.encode("utf-8", errors="replace"))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(
             [f"{out} cannot be written: {error}; name another file with --out"], "megarl report"
         ) from None

@@ -157,11 +157,13 @@ def _serve(config: Config, token_file: Path | None) -> int:
     from megarl.config.checks.sections import detect_device
 
     handle: SupervisorHandle | None = None
+    engines = config.rollout.replicas
     with standalone.interrupted_once(standalone.ANY_STOP) as ignore_signals:
         try:
             with closing(NoticeWatch(config.run_dir, standalone.tell)):
                 standalone.tell(
-                    f"starting {config.rollout.replicas} engines for {config.model.path}; logs in {config.run_dir}/logs"
+                    f"starting {engines} engine{'s' * (engines != 1)} for {config.model.path}; logs in "
+                    f"{config.run_dir}/logs"
                 )
                 handle = launch_supervisor(
                     config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda", serves=True,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 
-from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_arguments, run_overrides
+from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
 
 # Which ends without torchrun's traceback, because the rank that has failed has told why.
 # By default torchrun leaves a temporary directory at each start.
@@ -29,20 +28,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     """Become torchrun; as one of its ranks, or for a dry run, do what a rank does. Raises ConfigError."""
-    arguments = run_arguments(options)
     if options.dry_run or "WORLD_SIZE" in os.environ:
         from megarl.run.start.main import main
 
-        main(arguments)  # ends the process, except for a dry run
+        main(options.arguments)  # ends the process, except for a dry run
         return 0
-    command = torchrun_command(options, arguments)
+    command = torchrun_command(options)
     if command is None:
         return 0
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
-def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> list[str] | None:
+def torchrun_command(options: argparse.Namespace) -> list[str] | None:
     """Return the command that starts all ranks; None, and say so, if the run has finished before.
 
     Raises ConfigError, before anything starts, for a wrong config.
@@ -67,8 +65,7 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
     if not options.force:
         refuse_claimed(config.run_dir)
     check_endpoint(config.telemetry)
-    for warning in check_start(config, plan.info, mistake_printer(options)):
-        sys.stderr.write(f"megarl: warning: {warning}\n")
+    check_start(config, plan.info, mistake_printer(options)).tell_start(sys.stderr)
     mark_checked(os.environ)
     # After a stop signal the ranks need this time to end their step and save.
     ranks = (
@@ -77,4 +74,4 @@ def torchrun_command(options: argparse.Namespace, arguments: Sequence[str]) -> l
         "--nproc-per-node",
         str(config.trainer.gpus),
     )
-    return [sys.executable, *TORCHRUN, *ranks, "-m", "megarl", "train", *arguments]
+    return [sys.executable, *TORCHRUN, *ranks, "-m", "megarl", "train", *options.arguments]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TextIO
 
 
 class ConfigError(ValueError):
@@ -157,17 +158,22 @@ def first_exception(group: BaseException) -> BaseException:
 # The findings of the checks before anything starts.
 
 
+FIRST_PROMPT = "first prompt"  # begins its name in `Findings.seen`
+
+
 @dataclass
 class Findings:
     """Lists of what one check has found, or several.
 
     `problems` refuse the start, as `key: what is wrong; how to fix it`; `warnings` are told at a start and in a dry
-    run; `notes` in a dry run only: what it has not checked, or what the run will leave out.
+    run; `notes` in a dry run only: what it has not checked, or what the run will leave out. `seen`: (name, value) of
+    what a dry run shows of the data and of the rewards.
     """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    seen: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, other: Findings) -> None:
         """Add what another check has found, each text once."""
@@ -177,6 +183,12 @@ class Findings:
             (self.notes, other.notes),
         ):
             own += [text for text in dict.fromkeys(new) if text not in own]
+        self.seen += other.seen
+
+    def tell_start(self, stream: TextIO) -> None:
+        """Write what a start shows: a line of each set and reward, then the warnings."""
+        shown = [f"{name}: {value}" for name, value in self.seen if not name.startswith(FIRST_PROMPT)]
+        stream.writelines(f"megarl: {line}\n" for line in [*shown, *(f"warning: {each}" for each in self.warnings)])
 
     def refuse(self) -> None:
         """Raise ConfigError that lists every problem, if there is one."""

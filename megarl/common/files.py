@@ -54,9 +54,14 @@ def _root(directory: Path) -> Path:
 def write_json(path: Path, content: object) -> None:
     """Write `content` as JSON to a temporary file and rename it to `path`; NaN and infinities become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(finite(content), indent=2, allow_nan=False).encode() + b"\n")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file at once as a whole. Raises OSError, and leaves nothing else behind."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The versions of Megatron-Core that megarl supports, and which of them this process has imported."""
+"""The versions of Megatron-Core that megarl supports."""
 
 from __future__ import annotations
 
@@ -7,22 +7,12 @@ from packaging.version import Version
 
 from megarl.common.errors import InstallationError
 
-SUPPORTED = ">=0.16.1,<0.20"  # as in pyproject.toml
+SUPPORTED = ">=0.19.2,<0.20"  # as in pyproject.toml
 
 
-def imported_is(versions: str) -> bool:
-    """Tell whether the version of the imported Megatron-Core is one of `versions`, such as ">=0.17,<0.19".
-
-    Imports Megatron-Core.
-    """
-    import megatron.core
-
-    return contains(versions, megatron.core.__version__)
-
-
-def contains(versions: str, version: str) -> bool:
-    """Tell whether `version` is one of `versions`. A release candidate counts as its release."""
-    return Version(Version(version).base_version) in SpecifierSet(versions)
+def is_supported(version: str) -> bool:
+    """Return whether megarl supports this version. A release candidate counts as its release."""
+    return Version(Version(version).base_version) in SpecifierSet(SUPPORTED)
 
 
 def check_imported() -> None:
@@ -32,8 +22,8 @@ def check_imported() -> None:
     """
     import megatron.core
 
-    if not contains(SUPPORTED, megatron.core.__version__):
+    if not is_supported(megatron.core.__version__):
         raise InstallationError(
             f"megatron-core {megatron.core.__version__} is installed, but megarl supports {SUPPORTED}: the patches for "
-            "its defects depend on the version. Install the locked version: `make setup`, on CUDA `make setup-gpu`"
+            "its defects belong to a version. Install the locked version: `make setup`, on CUDA `make setup-gpu`"
         )

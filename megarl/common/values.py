@@ -1,7 +1,8 @@
-"""The type of values that were read from JSON."""
+"""Small helpers for plain values: units, numbers as bytes, copies of records, the rows of a sample, JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
@@ -23,10 +24,9 @@ def packed(code: str, values: Sequence[float]) -> bytes:
     Raises what `array` raises for values that do not fit.
     """
     if not isinstance(values, array):
-        try:
+        # `array` tells what is wrong, or takes what is less strict, such as a float32 that is infinite.
+        with contextlib.suppress(struct.error, OverflowError):
             return struct.pack(f"{len(values)}{code}", *values)
-        except (struct.error, OverflowError):
-            pass  # `array` tells what is wrong, or takes what is less strict, such as a float32 that is infinite
     numbers: array[Any] = array(code, values)
     return numbers.tobytes()
 

@@ -9,6 +9,7 @@ from megarl.chat.formats import Prompt
 from megarl.common.errors import Findings
 from megarl.config.derived.datasets import HeldOutSet, TrainSet
 from megarl.data.dataset import RowMistake, has_more_rows, load_prompts, row_mistakes
+from megarl.rewards.registry import row_check
 
 MOST_ROWS = 50_000  # of each file, about a second; the run itself checks all of them
 MOST_SHOWN = 10  # rows with the same mistake
@@ -28,7 +29,9 @@ def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, onl
         if only_present and not each.path.exists():
             continue
         try:
-            mistakes = row_mistakes(each.path, each.data, None if tell else MOST_ROWS)
+            unscored = isinstance(each, TrainSet) and each.demonstrates
+            check = None if unscored or each.reward.expects_failures else row_check(each.reward.function)
+            mistakes = row_mistakes(each.path, each.data, None if tell else MOST_ROWS, check)
             kinds = _by_kind(mistakes if tell is None else _told(mistakes, tell))
             cut = tell is None and most_rows(each) == MOST_ROWS and has_more_rows(each.path, MOST_ROWS)
         except (ValueError, OSError) as error:
@@ -78,8 +81,10 @@ def _text(kind: _Kind, *, every_row_told: bool) -> str:
     """Return one line for one row, or else the kind, the number of its rows, and a line for each that is shown."""
     if kind.count == 1:
         return str(kind.first[0])
-    lines = [f"{kind.count} rows: {kind.first[0].kind}"]
-    lines += [f"{each.where}{each.seen}" for each in kind.first]
+    seen = {each.seen for each in kind.first}
+    same = len(seen) == 1  # then it is said once
+    lines = [f"{kind.count} rows: {kind.first[0].kind}{seen.pop() if same else ''}"]
+    lines += [f"{each.where}{'' if same else each.seen}" for each in kind.first]
     if left := kind.count - len(kind.first):
         lines.append(f"and {left} more" + ("" if every_row_told else " (megarl plan --all-mistakes prints each)"))
     return "\n      ".join(lines)

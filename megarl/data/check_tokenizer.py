@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.chat.formats import Prompt
 from megarl.chat.tokenize import PromptEncoder, PromptTooLongError, load_tokenizer, stop_token_ids
-from megarl.common.errors import Findings
+from megarl.common.errors import FIRST_PROMPT, Findings
 from megarl.config.checks.sections import evaluation_prompt_limit, prompt_limit
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
 from megarl.config.schema import Config
@@ -18,9 +18,8 @@ from megarl.data.dataset import load_prompts
 from megarl.data.demonstrations import DemonstrationEncoder, end_token
 from megarl.models.architecture.architecture import ModelInfo
 
-if TYPE_CHECKING:
-    pass
-
+SHOWN_CHARACTERS = 600  # of each end of the first prompt
+MOST_MEASURED = 10_000  # prompts whose exact length is shown, some seconds
 MOST_CHARACTERS = 10_000_000  # of a set, some seconds if they have to be tokenized; the run itself measures all
 
 
@@ -60,13 +59,15 @@ def tokenizer_findings(
                 limit.tokens,
                 overlong,
                 limit.setting,
+                limit.fix,
                 template_kwargs=each.data.chat_template_kwargs,
                 tools=(tools or {}).get(each.key, ()),
             )
             if each.key in first:
                 with suppress(PromptTooLongError):  # which is no mistake if such prompts are skipped
                     encoder.encode(first[each.key])
-                found.notes += length_notes(each, encoder, stops, whole=whole)
+                found.add(length_findings(each, encoder, stops, whole=whole))
+                found.seen += _rendered(each, encoder, first[each.key])
         except ValueError as error:
             found.add(Findings([f"{no_set or each.key}: {error}"]))
         except Exception as error:  # whatever the template's expressions raise
@@ -78,10 +79,10 @@ def tokenizer_findings(
 # The lengths of prompts and demonstrations, by the rule of the run itself.
 
 
-def length_notes(
+def length_findings(
     chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, stops: Sequence[int], *, whole: bool
-) -> list[str]:
-    """Measure the prompts of a set, and return what a dry run tells of them.
+) -> Findings:
+    """Measure the prompts of a set, and return what a dry run shows of them.
 
     `encoder`: as the run has it for this set; `stops`: the tokens that end a response, empty if they are unknown.
     Without `whole` the first prompts of a large file are measured. Raises ValueError if the run would refuse the set.
@@ -93,17 +94,39 @@ def length_notes(
         if not whole and (count := _affordable(prompts)) < rows:
             prompts = load_prompts(chosen.path, chosen.data, count)
     except (ValueError, OSError):  # told by `data_file_findings`
-        return []
+        return Findings()
     some = len(prompts) < rows or rows == most
     skipped = _skipped(chosen, encoder, prompts, stops, some=some)
     notes = []
+    if 0 < (empty := sum(not each.answer.strip() for each in prompts)) < len(prompts):
+        notes.append(f"{chosen.key}: {empty:,} of {len(prompts):,} rows have an empty answer, which a reward may take")
     if len(prompts) < rows:
         measured = f"the lengths of the first {len(prompts):,} prompts were checked"
         notes.append(f"{chosen.key}: {measured}; megarl plan --all-mistakes measures all")
     if skipped:
         of = f"{'the first ' if some else ''}{len(prompts):,} prompts"
         notes.append(f"{chosen.key}: {skipped:,} of {of} are too long, and left out (data.overlong_prompts: skip)")
-    return notes
+    return Findings(notes=notes, seen=[(chosen.key, _lengths(chosen, encoder, prompts, some=some))])
+
+
+def _lengths(chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, prompts: Sequence[Prompt], *, some: bool) -> str:
+    """Return how many prompts a set has, and the tokens of the shortest, the median and the longest."""
+    measured = sorted(len(encoder.ids(prompts[n])) for n in range(min(len(prompts), MOST_MEASURED)))
+    of = "" if len(measured) == len(prompts) and not some else f" of the first {len(measured):,}"
+    count = f"{'at least ' if some else ''}{len(prompts):,} prompts"
+    shortest, median, longest = measured[0], measured[len(measured) // 2], measured[-1]
+    return f"{count} of {chosen.path}; tokens{of}: {shortest} shortest, {median} median, {longest} longest"
+
+
+def _rendered(chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, prompt: Prompt) -> list[tuple[str, str]]:
+    """Return the text of the first prompt of a training set, its middle left out if it is long."""
+    if isinstance(chosen, HeldOutSet):
+        return []
+    text = encoder.render(prompt)
+    if len(text) > 2 * SHOWN_CHARACTERS:
+        left_out = f"\n[... {len(text) - 2 * SHOWN_CHARACTERS:,} characters ...]\n"
+        text = text[:SHOWN_CHARACTERS] + left_out + text[-SHOWN_CHARACTERS:]
+    return [(f"{FIRST_PROMPT} of {chosen.name}" if chosen.name else FIRST_PROMPT, text)]
 
 
 def _affordable(prompts: Sequence[Prompt]) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,9 @@ from megarl.config.checks.sections import PARQUET_SUFFIXES
 from megarl.config.schema.data import DataConfig
 
 __all__ = ["Prompt", "PromptDataset", "RowMistake", "has_more_rows", "load_prompts", "row_mistakes"]
+
+
+RowCheck = Callable[[str, dict[str, Any]], object]
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -59,7 +63,8 @@ class PromptDataset(Sequence[Prompt]):
         position = index + self._length if index < 0 else index
         if not 0 <= position < self._length:
             raise IndexError(f"prompt {index} of {self._length}")
-        return to_prompt(position, self._rows.read(position), self.format, self._config)
+        prompt = to_prompt(position, self._rows.read(position), self.format, self._config)
+        return replace(prompt, where=self._rows.where(position))
 
 
 def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None) -> PromptDataset:
@@ -86,16 +91,19 @@ class RowMistake:
         return f"{self.where}: {self.kind}{self.seen}"
 
 
-def row_mistakes(path: Path | str, config: DataConfig, limit: int | None = None) -> Iterator[RowMistake]:
+def row_mistakes(
+    path: Path | str, config: DataConfig, limit: int | None = None, check: RowCheck | None = None
+) -> Iterator[RowMistake]:
     """Yield what is wrong with the first `limit` rows of a prompt file, or with all, in their order; none is kept.
 
-    Raises ValueError if the file cannot be opened, or holds no rows.
+    `check`: that of the reward, of (answer, row), which raises ValueError. Raises ValueError if the file cannot be
+    opened, or holds no rows.
     """
     count = 0
     form: Format | None = None
     for where, read in islice(_open(Path(path)).scan(), limit):
         try:
-            form = _check_row(count, read, form, config)
+            form = _check_row(count, read, form, config, check)
         except RowError as error:
             yield RowMistake(_place(where, error), error.kind, error.seen)
         count += 1
@@ -118,11 +126,22 @@ def _open(path: Path) -> _JsonLines | _Parquet:
     return _Parquet(path) if path.suffix in PARQUET_SUFFIXES else _JsonLines(path)
 
 
-def _check_row(number: int, read: Callable[[], dict[str, Any]], form: Format | None, config: DataConfig) -> Format:
+def _check_row(
+    number: int,
+    read: Callable[[], dict[str, Any]],
+    form: Format | None,
+    config: DataConfig,
+    check: RowCheck | None = None,
+) -> Format:
     """Return the format of the file, which its first readable row has. Raises RowError."""
     row = read()
     form = form or detect_format(row, config)
-    to_prompt(number, row, form, config)
+    prompt = to_prompt(number, row, form, config)
+    try:
+        if check is not None:
+            check(prompt.answer, row)
+    except ValueError as error:
+        raise RowError("the reward cannot use it", f": {error}") from error
     return form
 
 
@@ -136,6 +155,7 @@ class _JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offsets = array("Q")
+        self._blanks = array("Q")  # for each blank line, the number of rows before it
         self._stamp = _stamp(path)
 
     def scan(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -146,7 +166,13 @@ class _JsonLines:
                 if line.strip():
                     self._offsets.append(offset)
                     yield f"{self.path}:{number}", partial(_parse, line)
+                else:
+                    self._blanks.append(len(self._offsets))
                 offset += len(line)
+
+    def where(self, position: int) -> str:
+        """Return `path:line` of a scanned row."""
+        return f"{self.path}:{position + 1 + bisect_right(self._blanks, position)}"
 
     def read(self, position: int) -> dict[str, Any]:
         """Return a scanned row by its position, counted from 0. Raises ValueError if the file has changed."""
@@ -158,7 +184,7 @@ class _JsonLines:
         try:
             return _parse(line)
         except RowError as error:
-            raise ValueError(f"{self.path}, row {position}: {error}") from error
+            raise ValueError(f"{self.where(position)}: {error}") from error
 
 
 class _Parquet:
@@ -181,6 +207,10 @@ class _Parquet:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{self.path}, row {number}", partial(_without_nulls, row)
+
+    def where(self, position: int) -> str:
+        """Return `path, row N` of a row."""
+        return f"{self.path}, row {position + 1}"
 
     def read(self, position: int) -> dict[str, Any]:
         """Return a row by its position, counted from 0."""

@@ -45,7 +45,7 @@ class DemonstrationEncoder:
         response = self._prompts.tokenizer(prompt.demonstration, add_special_tokens=False)["input_ids"]
         if len(response) + 1 > self._max_tokens:
             raise PromptTooLongError(
-                f"the demonstration of prompt {prompt.index} has {len(response) + 1} tokens, more than "
+                f"the demonstration of {prompt.name} has {len(response) + 1} tokens, more than "
                 f"sampling.max_tokens = {self._max_tokens}; raise it, or set data.overlong_prompts: skip"
             )
         return ShownResponse(self._prompts.encode(prompt), [*response, self._end])

@@ -1,8 +1,8 @@
-"""Emulations of the CUDA calls of Megatron-Core 0.16.1 on a CPU, and the reason for each.
+"""Emulations of the CUDA calls of Megatron-Core on a CPU, and the reason for each.
 
-`EMULATIONS` is the complete list. Nothing is installed if CUDA is present. An emulation replaces only calls that would
-otherwise raise: `device="cuda"` means the CPU, streams and events do nothing (a CPU executes in order), and the CUDA
-random state is that of the CPU generator.
+`EMULATIONS` is the complete list of the functions that install one; each says where Megatron-Core uses it. Nothing is
+installed if CUDA is present. An emulation replaces only calls that would otherwise raise: `device="cuda"` means the
+CPU, streams and events do nothing (a CPU executes in order), and the CUDA random state is that of the CPU generator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -25,22 +24,12 @@ SplitSizes: TypeAlias = Sequence[int] | Tensor | None
 FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
 
 
-@dataclass(frozen=True)
-class Emulation:
-    """One emulated call: its name, where Megatron-Core uses it, why a CPU needs it, and the function to install it."""
-
-    name: str
-    where: str
-    reason: str
-    install: Callable[[], None]
-
-
 def install() -> None:
     """Install every emulation; call it once. Raises RuntimeError if CUDA is present."""
     if torch.cuda.is_available():
         raise RuntimeError("the CPU emulation must not be installed where CUDA is present")
-    for emulation in EMULATIONS:
-        emulation.install()
+    for install_one in EMULATIONS:
+        install_one()
     # These are hints about CUDA settings, and about deprecated torch functions that Megatron-Core calls.
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
@@ -53,6 +42,10 @@ def _is_cuda(device: object) -> bool:
 
 
 def _install_jit_fuser() -> None:
+    """Run jitted functions eagerly: torch.compile would build C++ at run time for very small functions.
+
+    Used in jit.py and its users (activations, fusions, router).
+    """
     if "megatron.core" in sys.modules:  # it was imported before, so its functions are already compiled ones
         torch.compiler.set_stance("force_eager")
     original = torch.compile
@@ -70,10 +63,20 @@ def _install_jit_fuser() -> None:
 
 
 def _install_current_device() -> None:
+    """Return the CPU as the current device, which Megatron-Core uses as the device of tensors.
+
+    Used in tensor_parallel/layers.py, mappings.py, p2p_communication.py, param_and_grad_buffer.py,
+    rotary_pos_embedding.py, optimizer.py.
+    """
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
 
 
 def _install_factories() -> None:
+    """Make tensors on the CPU where a factory is called with device="cuda".
+
+    Used in schedules.py, optimizer.py, clip_grads.py, grad_scaler.py, data.py, transformer/utils.py.
+    """
+
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
         def make(*args: object, **kwargs: object) -> torch.Tensor:
@@ -94,11 +97,19 @@ def _install_factories() -> None:
 
 
 def _install_tensor_cuda() -> None:
+    """Return the object as it is from Tensor.cuda() and Module.cuda().
+
+    Used in language_module.py, rope_utils.py, data.py, grad_scaler.py.
+    """
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
 
 
 def _install_tensor_type() -> None:
+    """Give the name of a CUDA type to the optimizer's files, which compare type() with "torch.cuda.FloatTensor".
+
+    Used in optimizer.py, distrib_optimizer.py, clip_grads.py.
+    """
     original = torch.Tensor.type
 
     def type_name(self: torch.Tensor, dtype: torch.dtype | str | None = None, **kwargs: bool) -> torch.Tensor | str:
@@ -114,6 +125,10 @@ def _install_tensor_type() -> None:
 
 
 def _install_rng() -> None:
+    """Use the state of the CPU's generator as that of CUDA.
+
+    Used in tensor_parallel/random.py, rerun_state_machine.py.
+    """
     from megatron.core.tensor_parallel import random
 
     def get_state(*args: object, **kwargs: object) -> torch.Tensor:
@@ -157,6 +172,10 @@ class _NoStream:
 
 
 def _install_streams() -> None:
+    """Let streams and events do nothing, because a CPU executes in order.
+
+    Used in token_dispatcher.py, shared_experts.py, distributed_data_parallel.py, param_and_grad_buffer.py.
+    """
     default = _NoStream()
 
     @contextlib.contextmanager
@@ -171,16 +190,25 @@ def _install_streams() -> None:
 
 
 def _install_synchronize() -> None:
+    """Let synchronisation do nothing, because there is nothing to wait for.
+
+    Used in p2p_communication.py, parallel_state.py, timers.py, distributed_data_parallel.py.
+    """
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.reset_peak_memory_stats = lambda device=None: None
 
 
 def _install_nvtx() -> None:
+    """Let profiler ranges do nothing. Used in utils.py, pipeline_parallel/utils.py."""
     torch.cuda.nvtx.range_push = lambda message: 0
     torch.cuda.nvtx.range_pop = lambda: 0
 
 
 def _install_uneven_collectives() -> None:
+    """Pad an uneven gather, and reduce and slice an uneven scatter: gloo, unlike NCCL, needs equal sizes.
+
+    Used in mappings.py (token dispatcher with EP > 1 and ETP > 1).
+    """
     from megatron.core.tensor_parallel import mappings
 
     original_gather = mappings._gather_along_first_dim
@@ -213,51 +241,15 @@ def _install_uneven_collectives() -> None:
     mappings._reduce_scatter_along_first_dim = scatter
 
 
-EMULATIONS: tuple[Emulation, ...] = (
-    Emulation(
-        "jit_fuser", "jit.py and its users (activations, fusions, router)",
-        "torch.compile would build C++ at run time for very small functions; they run eagerly instead",
-        _install_jit_fuser,
-    ),
-    Emulation(
-        "current_device",
-        "tensor_parallel/layers.py, mappings.py, p2p_communication.py, param_and_grad_buffer.py, "
-        "rotary_pos_embedding.py, optimizer.py",
-        "torch.cuda.current_device() is used as a tensor device; it is the CPU", _install_current_device,
-    ),
-    Emulation(
-        "factories",
-        "schedules.py, optimizer.py, clip_grads.py, grad_scaler.py, data.py, transformer/utils.py",
-        "device='cuda' in tensor factories means the CPU", _install_factories,
-    ),
-    Emulation(
-        "tensor_cuda", "language_module.py, rope_utils.py, data.py, grad_scaler.py",
-        "Tensor.cuda() and Module.cuda() return the object as it is", _install_tensor_cuda,
-    ),
-    Emulation(
-        "tensor_type", "optimizer.py, distrib_optimizer.py, clip_grads.py",
-        "they test type() == 'torch.cuda.FloatTensor'; only the optimizer's files get that name",
-        _install_tensor_type,
-    ),
-    Emulation(
-        "rng", "tensor_parallel/random.py, rerun_state_machine.py",
-        "the CUDA random state is that of the CPU generator", _install_rng,
-    ),
-    Emulation(
-        "streams",
-        "token_dispatcher.py, shared_experts.py, distributed_data_parallel.py, param_and_grad_buffer.py",
-        "streams and events do nothing: a CPU executes in order", _install_streams,
-    ),
-    Emulation(
-        "synchronize", "p2p_communication.py, parallel_state.py, timers.py, distributed_data_parallel.py",
-        "there is nothing to wait for", _install_synchronize,
-    ),
-    Emulation(
-        "nvtx", "utils.py, pipeline_parallel/utils.py", "profiler ranges do nothing", _install_nvtx,
-    ),
-    Emulation(
-        "uneven_collectives", "mappings.py (token dispatcher with EP > 1 and ETP > 1)",
-        "gloo's all_gather and reduce_scatter need equal sizes (NCCL's do not); pad, or reduce and slice",
-        _install_uneven_collectives,
-    ),
-)  # fmt: skip
+EMULATIONS: tuple[Callable[[], None], ...] = (
+    _install_jit_fuser,
+    _install_current_device,
+    _install_factories,
+    _install_tensor_cuda,
+    _install_tensor_type,
+    _install_rng,
+    _install_streams,
+    _install_synchronize,
+    _install_nvtx,
+    _install_uneven_collectives,
+)

@@ -1,10 +1,8 @@
 """Patches for defects of Megatron-Core that no config check can avoid, each as small as possible.
 
-They are applied on every platform, to the versions that have the defect. Each function is named after its defect;
-`PATCHES` lists them all, with their versions. File and line are those of 0.16.1, the locked version
-(https://github.com/NVIDIA/Megatron-LM/tree/core_v0.16.1/megatron/core). A patch keeps the original function as
-`__wrapped__`, with which the tests reproduce the defect, in every version that has it. When a version is added to
-`megatron_versions.SUPPORTED`, check each patch against its source.
+They are applied on every platform. Each function is named after its defect; `PATCHES` lists them all. File and line are
+those of 0.19.2, the supported version (https://github.com/NVIDIA/Megatron-LM/tree/core_v0.19.2/megatron/core). A patch
+keeps the original function as `__wrapped__`, with which the tests reproduce the defect.
 """
 
 from __future__ import annotations
@@ -12,54 +10,26 @@ from __future__ import annotations
 import functools
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megarl.common import megatron_versions
-
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass(frozen=True)
-class Patch:
-    """A function that removes a defect, and the versions of Megatron-Core that have it (as in a requirement)."""
-
-    apply: Callable[[], None]
-    versions: str = megatron_versions.SUPPORTED
-
-    @property
-    def needed(self) -> bool:
-        """True if the imported Megatron-Core has the defect."""
-        return megatron_versions.imported_is(self.versions)
-
-
 def apply() -> None:
-    """Apply each patch that the imported Megatron-Core needs. Called once, by `platforms.activate()`."""
+    """Apply all patches. Called once, by `platforms.activate()`."""
     for patch in PATCHES:
-        if patch.needed:
-            patch.apply()
-
-
-def router_gemm_without_te() -> None:
-    """Define `te_general_gemm` without Transformer Engine (TE).
-
-    moe_utils.py:38 imports it inside `try`, but line 1192 reads it unconditionally: a NameError without TE.
-    """
-    from megatron.core.transformer.moe import moe_utils
-
-    if not moe_utils.HAVE_TE:
-        moe_utils.te_general_gemm = None
+        patch()
 
 
 def all_to_all_split_sizes() -> None:
     """Convert split sizes to lists before `all_to_all`.
 
-    token_dispatcher.py:875 converts them only if they are CUDA tensors. Without CUDA they remain tensors, for which
+    moe_utils.py:1184 converts them only if they are CUDA tensors. Without CUDA they remain tensors, for which
     all_to_all_single raises TypeError: EP > 1 cannot run.
     """
     from megatron.core.tensor_parallel import mappings
@@ -76,7 +46,7 @@ def all_to_all_split_sizes() -> None:
         output_split_sizes_: Sequence[int] | Tensor | None = None,
         input_split_sizes: Sequence[int] | Tensor | None = None,
         *args: object,
-        **kwargs: object,  # from 0.18 on: use_nccl_stream
+        **kwargs: object,
     ) -> Tensor:
         return original(group, input_, as_list(output_split_sizes_), as_list(input_split_sizes), *args, **kwargs)
 
@@ -107,7 +77,7 @@ def adam_step_is_shared() -> None:
 def dp_reshardable_load_needs_no_grad() -> None:
     """Load the DP reshardable format without gradient tracking.
 
-    distrib_optimizer.py:1772 copies in place into fp32 parameters that require grad, which raises for fp32 models.
+    distrib_optimizer.py:1225 copies in place into fp32 parameters that require grad, which raises for fp32 models.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -141,7 +111,7 @@ def adam_step_is_not_parameter_state() -> None:
 def fresh_optimizer_has_no_state_to_load_into() -> None:
     """Create the state of a new optimizer, with zeros, before `sharded_state_dict(is_loading=True)` reads it.
 
-    distrib_optimizer.py:643 asserts that the state exists, but torch's Adam creates it in its first step.
+    distrib_optimizer.py:1455 asserts that the state exists, but torch's Adam creates it in its first step.
     """
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -172,7 +142,7 @@ def fresh_optimizer_has_no_state_to_load_into() -> None:
 def recompute_without_fp8() -> None:
     """Pass `fp8=None` instead of False to `CheckpointWithoutOutput`.
 
-    random.py:636 tests `fp8 is not None`, so False counts as on: a NameError in selective recompute without TE.
+    random.py:740 tests `fp8 is not None`, so False counts as on: a NameError in selective recompute without TE.
     """
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
@@ -188,9 +158,9 @@ def recompute_without_fp8() -> None:
 def recompute_compiles_at_run_time() -> None:
     """Copy a recomputed output instead of compiling a C++ function that shares its memory.
 
-    random.py:73 of 0.19.2 (`_get_share_storage`): the first backward pass with selective recompute compiles an
-    extension. That needs a compiler on every node, takes minutes on a busy one, and waits for ever if an earlier rank
-    was killed as it compiled, because its lock file is still there. 0.16.1 copies, as here.
+    random.py:69 (`_get_share_storage`): the first backward pass with selective recompute compiles an
+    extension. That needs a compiler on every node, takes minutes on a busy one, and waits forever if an earlier rank
+    was killed as it compiled, because its lock file is still there.
     """
     from megatron.core.tensor_parallel import random
 
@@ -211,7 +181,7 @@ def recompute_compiles_at_run_time() -> None:
 def aux_loss_counts_of_padding() -> None:
     """Correct the token counts by which the auxiliary losses are scaled in micro-batches with padding.
 
-    moe_utils.py:227: for a micro-batch of nothing but padding the auxiliary loss divides 0 by 0 tokens, which gives NaN
+    moe_utils.py:275: for a micro-batch of nothing but padding the auxiliary loss divides 0 by 0 tokens, which gives NaN
     in every gradient; here the total is at least 1. The function also reduces over the group in place, so `local`, the
     weight of each rank's part of the loss, is the number of all the group's tokens. The rank's own number would be
     wrong too, because the parts of one sum need equal weights: here it is the mean over the group.
@@ -236,7 +206,7 @@ def aux_loss_counts_of_padding() -> None:
 def expert_bias_padding_mask_shape() -> None:
     """Give the padding mask of `_apply_expert_bias` a second axis.
 
-    router.py:542 combines a map [tokens, experts] with a mask [tokens]: an error, or the wrong axis if both are equal.
+    router.py:738 combines a map [tokens, experts] with a mask [tokens]: an error, or the wrong axis if both are equal.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -252,43 +222,26 @@ def expert_bias_padding_mask_shape() -> None:
 def write_results_need_no_manager() -> None:
     """Use a plain queue for the results of a save.
 
-    filesystem_async.py:54: every save starts a manager process for one queue, which continues to run after its rank is
+    filesystem_async.py:53: every save starts a manager process for one queue, which continues to run after its rank is
     killed. The process is spawned, so an entry script without an import guard runs again in it. megarl writes in the
     rank's own process only (`checkpoint/save/writer.py`, or Megatron-Core's synchronous save), where a plain queue is
     enough.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    original = getattr(filesystem_async, name := results_queue_name())
+    original = filesystem_async.get_write_results_queue
 
     @functools.wraps(original)
     def get_write_results_queue() -> queue.Queue[Any]:  # of torch's write results or exceptions
         return queue.Queue()
 
-    setattr(filesystem_async, name, get_write_results_queue)
-
-
-def results_queue_name() -> str:
-    """Return the name of the function of filesystem_async.py that makes the queue for the results of a save."""
-    return "_get_write_results_queue" if megatron_versions.imported_is("<0.17") else "get_write_results_queue"
-
-
-def mla_without_te() -> None:
-    """Set `HAVE_TE` of multi_latent_attention.py to whether TE is present.
-
-    multi_latent_attention.py:55 sets it after a successful import, but without TE the imported names are mocks. Then
-    `isinstance(..., mock)` raises TypeError, and latent attention cannot be built.
-    """
-    from megatron.core.extensions import transformer_engine
-    from megatron.core.transformer import multi_latent_attention
-
-    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+    filesystem_async.get_write_results_queue = get_write_results_queue
 
 
 def mla_rotated_key_gradient_is_partial() -> None:
     """Sum the gradient of the shared rotated key over the tensor ranks.
 
-    multi_latent_attention.py:490: with column-parallel down projections (those of the local spec) and TP > 1, every
+    multi_latent_attention.py:749: with column-parallel down projections (those of the local spec) and TP > 1, every
     rank rotates the whole shared key, but back-propagates only the part of its own heads: wrong gradients without an
     error. The patch gathers the projection's output, and passes its key part through a region that sums gradients.
     Megatron's code then takes its branch for replicated projections, which is correct.
@@ -321,7 +274,7 @@ def mla_rotated_key_gradient_is_partial() -> None:
 def mla_query_has_no_norm_without_compression() -> None:
     """Build the query projection of latent attention as the layer spec names it, if queries are not compressed.
 
-    mla_qk_norm_config.py:141 of 0.19.2: with `qk_layernorm`, which the norm of keys and values needs, it replaces the
+    mla_qk_norm_config.py:148: with `qk_layernorm`, which the norm of keys and values needs, it replaces the
     projection by Transformer Engine's norm and projection in one. Models such as Moonlight have no such norm (reported
     as https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5261), and without Transformer Engine there is no such
     module: an error.
@@ -348,19 +301,17 @@ def rebind(name: str, original: Callable[..., Any], replacement: Callable[..., A
             setattr(module, name, replacement)
 
 
-PATCHES: tuple[Patch, ...] = (
-    Patch(router_gemm_without_te, "<0.17"),
-    Patch(all_to_all_split_sizes),
-    Patch(adam_step_is_shared),
-    Patch(dp_reshardable_load_needs_no_grad),
-    Patch(adam_step_is_not_parameter_state),
-    Patch(fresh_optimizer_has_no_state_to_load_into),
-    Patch(recompute_without_fp8),
-    Patch(recompute_compiles_at_run_time, ">=0.17"),
-    Patch(aux_loss_counts_of_padding),
-    Patch(expert_bias_padding_mask_shape),
-    Patch(write_results_need_no_manager),
-    Patch(mla_without_te, "<0.17"),
-    Patch(mla_rotated_key_gradient_is_partial),
-    Patch(mla_query_has_no_norm_without_compression, ">=0.19"),
+PATCHES: tuple[Callable[[], None], ...] = (
+    all_to_all_split_sizes,
+    adam_step_is_shared,
+    dp_reshardable_load_needs_no_grad,
+    adam_step_is_not_parameter_state,
+    fresh_optimizer_has_no_state_to_load_into,
+    recompute_without_fp8,
+    recompute_compiles_at_run_time,
+    aux_loss_counts_of_padding,
+    expert_bias_padding_mask_shape,
+    write_results_need_no_manager,
+    mla_rotated_key_gradient_is_partial,
+    mla_query_has_no_norm_without_compression,
 )

@@ -25,9 +25,11 @@ def prepare(index: int) -> None:
     """Make GPU `index`, of those this process sees, its device, and let its memory segments grow.
 
     Call it before Transformer Engine is imported: that creates a context on the current device, so every rank of a
-    node would leave one on GPU 0.
+    node would leave one on GPU 0. Megatron-Core compiles a few small functions by torch.compile (jit.py), for which
+    every rank would start a pool of up to 32 processes: it gets none, unless the user's environment says otherwise.
     """
     torch.cuda.set_device(index)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # before torch._inductor is imported
     use_expandable_segments()
 
 

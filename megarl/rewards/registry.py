@@ -6,6 +6,7 @@ number or a RewardResult. Anything else raises ValueError that states the expect
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -68,6 +69,16 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
     if callable(warm_up):
         warm_up()
     return lambda sample: _with_checked_turns(as_result(adapted(sample)), sample)
+
+
+def row_check(function: str) -> Callable[[str, dict[str, Any]], object] | None:
+    """Return the `check_row` of a shipped reward's module: of (answer, row); raises ValueError for a useless row.
+
+    None if there is none. A module of the user's own is not imported here, outside its process.
+    """
+    if function not in SHIPPED:
+        return None
+    return getattr(importlib.import_module(SHIPPED[function].partition(":")[0]), "check_row", None)
 
 
 def _with_checked_turns(result: RewardResult, sample: RewardInput) -> RewardResult:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megarl.common.process.child_process import StartError
 from megarl.rewards.process import RewardProcess
-from megarl.rewards.types import RewardInput, RewardSpec
+from megarl.rewards.types import RewardInput, RewardResult, RewardSpec
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,19 @@ class TrialProblem:
     called: bool
 
 
+@dataclass(frozen=True)
+class TrialScore:
+    """The score that a function has given its sample."""
+
+    function: str
+    result: RewardResult
+
+
 @contextmanager
 def trials(
     calls: Sequence[TrialCall], *, timeout_s: float, start_timeout_s: float, memory_bytes: int | None
-) -> Iterator[Iterator[TrialProblem]]:
-    """Make the calls, each in a process of its own, until the block ends; give what is wrong, as it is waited for.
+) -> Iterator[Iterator[TrialProblem | TrialScore]]:
+    """Make the calls, each in a process of its own, until the block ends; give the results, as they are waited for.
 
     `timeout_s`, `start_timeout_s` and `memory_bytes` are those of the run's processes.
     """
@@ -48,24 +56,26 @@ def trials(
         for each in calls:
             started.append((each, RewardProcess([each.spec], start_timeout_s, memory_bytes)))
             stack.callback(started[-1][1].close)
-        yield (found for call, process in started if (found := _problem(call, process, timeout_s)) is not None)
+        yield (found for call, process in started if (found := _tried(call, process, timeout_s)) is not None)
 
 
-def _problem(call: TrialCall, process: RewardProcess, timeout_s: float) -> TrialProblem | None:
+def _tried(call: TrialCall, process: RewardProcess, timeout_s: float) -> TrialProblem | TrialScore | None:
     key = f"{call.spec.key}.function"
     try:
         process.wait_ready()
     except (ValueError, StartError) as error:
         text = str(error).removeprefix(f"{call.spec.key}: ")
         return TrialProblem(text if text.startswith(f"{key} ") else f"{key}: {text}", called=False)
-    if call.sample is None or not (problem := _call(process, call.sample, timeout_s)):
+    if call.sample is None:
         return None
+    if isinstance(problem := _call(process, call.sample, timeout_s), RewardResult):
+        return TrialScore(call.spec.function, problem)
     tried = f"a trial call of {call.spec.function!r} failed, with {call.row}: {problem}"
     return TrialProblem(f"{key}: {tried}", called=True)
 
 
-def _call(process: RewardProcess, sample: RewardInput, timeout_s: float) -> str:
-    """Return why the sample has no reward; empty if it has one."""
+def _call(process: RewardProcess, sample: RewardInput, timeout_s: float) -> RewardResult | str:
+    """Return the reward of the sample, or why it has none."""
     payload = pickle.dumps((0, sample), protocol=pickle.HIGHEST_PROTOCOL)
     if ending := process.send([(1, payload)], timeout_s):
         return ending
@@ -73,6 +83,6 @@ def _call(process: RewardProcess, sample: RewardInput, timeout_s: float) -> str:
     if answer.reason == "timeout":
         return f"no reward after {timeout_s:g} s (reward.timeout_s)"
     if answer.result is not None:
-        return ""
+        return answer.result
     trace = "".join(f"\n      {line}" for line in answer.trace.splitlines()[:-1])
     return f"{answer.message}{trace}"

@@ -41,6 +41,7 @@ class RewardInput:
         answer: the reference answer.
         row: all fields of the data row, unchanged.
         turns: the whole trajectory of an agent after the prompt, in order; empty for a single response.
+        prompt_end: the last tokens of the rendered prompt as text, where a template may have opened the reasoning.
     """
 
     prompt: str
@@ -50,6 +51,7 @@ class RewardInput:
     answer: str = ""
     row: dict[str, Any] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
+    prompt_end: str = ""
 
     @property
     def model_turns(self) -> int:
@@ -121,14 +123,17 @@ def judged_part(sample: RewardInput, answer_after: str | None) -> str:
     """Return the part of a response that a final answer is looked for in.
 
     That is the text after the last `answer_after`, which ends the model's reasoning (`</think>`). The start of the
-    reasoning is the same mark without its slash; a response, or the end of its prompt, that opens a reasoning and does
-    not close it has no answer: "". None and "none" take all of the response.
+    reasoning is the same mark without its slash; a response that opens a reasoning and does not close it has no answer:
+    "". Nor has one whose prompt ends in an open reasoning, as many templates have it. None and "none" take all of the
+    response.
     """
     if answer_after is None or answer_after == "none":
         return sample.response
-    before, mark, after = sample.response.rpartition(answer_after)
+    _, mark, after = sample.response.rpartition(answer_after)
     if mark:
         return after
     opening = answer_after.replace("/", "", 1)
-    open_reasoning = opening != answer_after and (opening in before + after or sample.prompt.rstrip().endswith(opening))
+    open_reasoning = opening != answer_after and (
+        opening in after or any(text.rstrip().endswith(opening) for text in (sample.prompt, sample.prompt_end))
+    )
     return "" if open_reasoning else sample.response

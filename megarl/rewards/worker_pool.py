@@ -22,7 +22,6 @@ from dataclasses import replace
 
 from megarl.common.errors import RolloutError
 from megarl.common.process.child_process import StartError
-from megarl.common.process.threads import ThreadResults
 from megarl.common.values import GIB
 from megarl.rewards.failures import Failures
 from megarl.rewards.process import RewardAnswer, RewardProcess
@@ -103,7 +102,6 @@ class RewardPool:
         self.timeout_s = timeout_s
         self.on_error = on_error
         self.start_timeout_s = start_timeout_s
-        self._results = ThreadResults()
         self.memory_gib = memory_gib
         self.max_error_share = max_error_share
         self._failures = [Failures(_name(each), on_error, max_error_share, min_errors) for each in self.functions]
@@ -136,7 +134,7 @@ class RewardPool:
 
         Failures of the function are part of the outcome; RewardPoolError if the pool failed.
         """
-        return await self._results.of(self.submit(sample, function))
+        return await asyncio.wrap_future(self.submit(sample, function))
 
     def submit(self, sample: RewardInput, function: int = 0) -> Future[RewardOutcome]:
         """Score one sample without an event loop. A sample that cannot be pickled raises at once."""

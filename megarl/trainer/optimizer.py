@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.common.megatron_versions import imported_is
 from megarl.config.schema import OptimizerConfig as OptimizerSection
 from megarl.config.schema import TrainerConfig
 from megarl.models.megatron.shards import persistent_buffers
@@ -61,7 +59,7 @@ def data_parallel_wrap(
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk in Megatron's DDP. `fields`: of its config, as `ddp_fields` returns them.
 
-    Also sets the functions in `tf_config` by which the pipeline schedules scale, reduce and finalise gradients, and
+    Also sets the functions in `tf_config` by which the pipeline schedules reduce and finalise gradients, and
     lets Transformer Engine's modules accumulate weight gradients in DDP's buffers.
     """
     ddp_config = DistributedDataParallelConfig(**fields)
@@ -71,7 +69,6 @@ def data_parallel_wrap(
         for number, chunk in enumerate(chunks)
     ]
     fuse_weight_gradients(wrapped)
-    tf_config.grad_scale_func = partial(torch.mul, aux_loss_scale(tf_config))
     tf_config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:
         tf_config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
@@ -92,19 +89,6 @@ def fuse_weight_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
-
-
-def aux_loss_scale(tf_config: TransformerConfig) -> int:
-    """Return the factor on all gradients that corrects the scale of the routers' auxiliary losses.
-
-    Under sequence parallelism each tensor rank weighs these losses by its part of the micro-batch's tokens, T / TP,
-    which need not be an integer. Megatron divides the gradients by an integer number of tokens, so that number must
-    count all T tokens, and the factor TP corrects for it. From 0.19 on Megatron's router multiplies these losses by TP
-    itself (router.py:633).
-    """
-    if not imported_is("<0.19"):
-        return 1
-    return int(tf_config.tensor_model_parallel_size) if tf_config.sequence_parallel else 1
 
 
 def build_optimizer(

@@ -59,7 +59,7 @@ def destroy() -> None:
     # Megatron drops its references only; a group keeps threads and sockets until it is destroyed and unreferenced.
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
-    # The cache refers to up to 32 rotary embeddings of past models, each with its context-parallel group (0.16.1).
+    # The cache refers to up to 32 rotary embeddings of past models, each with its context-parallel group.
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()
     for group in groups:

@@ -52,7 +52,6 @@ from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
     NonFiniteError,
     StepRefused,
-    aux_loss_scale,
     build_optimizer,
     build_scheduler,
     data_parallel_wrap,
@@ -291,7 +290,6 @@ class Policy:
 
         `tokens`: of all samples of all replicas, prompts included.
         """
-        scale = tokens / aux_loss_scale(self.tf_config)
 
         def loss(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
             logprobs_R, entropy_R = self._response_logprobs(chunk, hidden_1TH, batch, with_entropy)
@@ -307,9 +305,9 @@ class Policy:
                     entropy_R=entropy_R,
                 )
             )
-            # Megatron multiplies all gradients by `aux_loss_scale` and divides them by the sum of `tokens`, as the
-            # routers' auxiliary losses need. The policy loss is an exact share already: `scale` cancels both.
-            return result.loss * scale, batch.tokens, result.stats
+            # Megatron divides all gradients by the sum of `tokens`, as the routers' auxiliary losses need. The policy
+            # loss is an exact share already: the factor cancels that.
+            return result.loss * tokens, batch.tokens, result.stats
 
         return loss
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from megarl.weights.send.sync_attempt import SyncAttempt
 from tests.benchmarks import load_script
 from tests.support.checkout import ROOT
+from tests.support.streams.simulated_nccl import SimulatedNCCL, SimulatedWork
 from tests.support.streams.smoke_streams import SimulatedStreams
 
 
@@ -122,6 +125,30 @@ def all_failed_rows(streams: ModuleType, device: SimulatedStreams) -> list[int]:
 
 def test_a_device_that_orders_by_streams(streams: ModuleType) -> None:
     assert all_failed_rows(streams, SimulatedStreams()) == []
+
+
+def test_an_abort_may_wait_for_the_pending_work(streams: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's frees device memory, and a timeout in blocking mode aborts."""
+    wait = SimulatedWork.wait
+
+    def aborting_wait(work: SimulatedWork, timeout: timedelta | None = None) -> bool:
+        try:
+            return wait(work, timeout)
+        except RuntimeError:
+            work._device.synchronize()
+            raise
+
+    monkeypatch.setattr(SimulatedWork, "wait", aborting_wait)
+    monkeypatch.setattr(SimulatedNCCL, "abort", lambda group: group._device.synchronize())
+    assert all_failed_rows(streams, SimulatedStreams()) == []
+
+
+def test_the_device_of_the_smoke_test_has_no_index(streams: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: time.sleep(0.01))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert 0 < streams.CudaStreams(torch.device("cuda"))._cycles_per_s <= 1e11 and chosen == [0]
 
 
 def test_a_device_without_the_premise_fails(streams: ModuleType) -> None:

@@ -95,7 +95,7 @@ def test_prompt_limit_error_and_skip(tokenizer: Any) -> None:
     for index in expected:
         assert len(skipping.encode(prompts[index])) <= limit
     first_bad = next(i for i in range(len(prompts)) if i not in expected)
-    message = f"prompt {first_bad} has {lengths[first_bad]} tokens, more than data.max_prompt_tokens = {limit}"
+    message = f":{first_bad + 1} has {lengths[first_bad]} tokens, more than data.max_prompt_tokens = {limit}"
     with pytest.raises(PromptTooLongError, match=message):
         PromptEncoder(tokenizer, limit).valid_indices(prompts)
     with pytest.raises(PromptTooLongError):

@@ -99,7 +99,7 @@ def test_bad_data_and_tokenizer_are_told_before_anything_starts(model, heldout, 
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"problem": "x" * 600, "answer": "1"}) + "\n" + heldout.read_text())
     assert main(["eval", "--model", str(model), "--data", str(long), "--run-dir", str(run_dir)]) == 2
-    assert "prompt 0 has 6" in capsys.readouterr().err
+    assert ":1 has 6" in capsys.readouterr().err
     assert not run_dir.exists()
 
 

@@ -16,7 +16,6 @@ from megarl.cluster.nodes.__main__ import main as launch_step
 from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
 from megarl.common.process.processes import ProcessId
 from megarl.common.rundir.run_lock import Holder, Sighting, claim
-from megarl.config.loading.arguments import run_arguments
 from megarl.run.start import main as trainer
 from tests.support.checkout import ROOT
 from tests.support.checkpoints.tree import tree_of
@@ -49,7 +48,8 @@ def config(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The config of a run in that directory, in the environment of a rank that torchrun has started."""
     path = run_dir.with_name("config.yaml")
     data = write_problems(run_dir.with_name("prompts.jsonl"), 1)
-    path.write_text(json.dumps(tree(model, data, run__dir=str(run_dir))))
+    timeouts = {"node_s": 1.0}  # a start with --force waits that long for a holder that does not end
+    path.write_text(json.dumps(tree(model, data, run__dir=str(run_dir), timeouts=timeouts)))
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -109,7 +109,8 @@ def test_force_takes_the_directory_of_a_living_run(config: Path, run_dir: Path) 
     seen = Sighting.of(run_dir)
     assert seen is not None and seen.holder.what == "megarl launch"
     options = main.build_parser().parse_args(["train", "--config", str(config), "--force"])
-    command = train_command.torchrun_command(options, run_arguments(options))
+    options.arguments = ["--config", str(config), "--force"]
+    command = train_command.torchrun_command(options)
     assert command is not None and command[-1] == "--force"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import shutil
@@ -168,14 +167,6 @@ def test_replay_drops_the_groups_that_the_trainer_has_dropped(dropping, world):
     assert distance(ran["weights"], replayed["weights"]) == 0.0
     whole = world(1).run("tests.support.ranks.checkpoints.replay:train_in_memory", run_dir=dropping, steps=STEPS)[0]
     assert distance(whole["weights"], replayed["weights"]) > 0, "the groups that were dropped make no difference"
-
-
-def test_a_batch_of_which_the_run_has_dropped_other_groups_is_not_trained_on(dropping, tmp_path):
-    config = replay_config(dropping, tmp_path / "out", [])
-    schedule = check_schedule(dropping / SCHEDULE_FILE, [0, 1])
-    kept = {1: dataclasses.replace(schedule[1], dropped_stale=0)}
-    with pytest.raises(ScheduleMismatch, match=rf"step 1: 0 groups were dropped as stale, but 1 of .*: \[{STALE}\]"):
-        replay_steps(None, config, dropping / "batches", [1], schedule=kept)  # type: ignore[arg-type]
 
 
 def test_config_of_the_run_with_overrides(recorded, tmp_path):

@@ -27,7 +27,7 @@ from tests.support.trainer.configs import config
 pytestmark = pytest.mark.slow
 
 EVERY = 500
-STEPS = [20_000]
+STEPS = 20_000
 MOST_BYTES = 100_000
 
 
@@ -75,9 +75,8 @@ def slopes_of_a_supervisor(tmp_path: Path, steps: int) -> dict[str, float]:
     return slopes
 
 
-@pytest.mark.parametrize("steps", STEPS)
-def test_the_supervisor_forgets_processes_that_have_ended(tmp_path: Path, steps: int) -> None:
-    check(in_own_process(slopes_of_a_supervisor, tmp_path, steps), steps)
+def test_the_supervisor_forgets_processes_that_have_ended(tmp_path: Path) -> None:
+    check(in_own_process(slopes_of_a_supervisor, tmp_path, STEPS), STEPS)
 
 
 def slopes_of_an_agent(tmp_path: Path, steps: int) -> dict[str, float]:
@@ -100,6 +99,5 @@ def slopes_of_an_agent(tmp_path: Path, steps: int) -> dict[str, float]:
     return slopes
 
 
-@pytest.mark.parametrize("steps", STEPS)
-def test_the_agent_of_a_node_forgets_processes_that_have_ended(tmp_path: Path, steps: int) -> None:
-    check(in_own_process(slopes_of_an_agent, tmp_path, steps), steps)
+def test_the_agent_of_a_node_forgets_processes_that_have_ended(tmp_path: Path) -> None:
+    check(in_own_process(slopes_of_an_agent, tmp_path, STEPS), STEPS)

@@ -38,7 +38,6 @@ from megarl.run.step.plan import plan_step
 from megarl.telemetry.metrics.declarations import step_metrics
 from tests.support.attacks.open_sockets import check_on_loopback
 from tests.support.pool.leftovers import (
-    assert_nothing_left,
     of_private_directory,
     open_to_others,
     sockets_and_temporary_files,
@@ -373,13 +372,6 @@ def test_a_restarted_replica_works_again(pool: TestPool) -> None:
     [replica] = handles.replicas()
     request = GenerateRequest("fresh", [1, 2, 3], SamplingSpec(4, 0.0, (2,)))
     assert 1 <= len(generate(replica, [request])[0].response_ids) <= 4
-
-
-def test_what_is_left_of_a_run_would_be_seen(pool: TestPool) -> None:
-    """Many tests say that nothing is left of a run: whatever a pool consists of would be found by its run directory."""
-    assert {each.pid for each in everything(pool)} <= {each.pid for each in survivors(pool.config.run_dir)}
-    with pytest.raises(AssertionError, match="raylet"):
-        assert_nothing_left(pool.config.run_dir, within_s=0.0)
 
 
 def test_nothing_outlives_a_killed_agent(pool: TestPool, agent: subprocess.Popen[bytes], private: Path) -> None:

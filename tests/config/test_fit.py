@@ -21,7 +21,6 @@ from megarl.config.memory_plan.memory import (
     Device,
     resolve_auto,
     trainer_memory,
-    with_trainer,
 )
 from megarl.config.memory_plan.parameters import TrainerRank
 from megarl.config.memory_plan.plan import RunPlan, make_plan
@@ -39,7 +38,12 @@ LONGEST = 2560
 def resolved(gib: float | None, tokens: int | str = "auto", *, cuda: bool = True, **changes: Any) -> Config:
     chosen = config(SHAPE, trainer__micro_batch_tokens=tokens, trainer__precision="bf16", **changes)
     limit = None if gib is None else int(gib * GIB)
-    return resolve_auto(chosen, load_info(SHAPE), LAYOUT, Device(cuda, True, limit), LONGEST)
+    found = resolve_auto(rank_of(chosen), Device(cuda, True, limit), LONGEST)
+    return chosen.model_copy(update={"trainer": found.trainer})
+
+
+def rank_of(chosen: Config) -> TrainerRank:
+    return TrainerRank.of(chosen, load_info(SHAPE), LAYOUT, fused=True)
 
 
 LAYOUT = Layout(tensor=4, sequence=True, world_size=8)
@@ -48,10 +52,7 @@ ORDER = ["none", "selective", *range(1, LAYERS), "full"]
 
 
 def peak(chosen: Config, **changes: Any) -> int:
-    chosen = with_trainer(chosen, **changes)
-    return trainer_memory(
-        chosen, TrainerRank.of(chosen, load_info(SHAPE), LAYOUT, fused=True), Device(True, True, 1)
-    ).peak
+    return trainer_memory(rank_of(chosen).with_trainer(**changes), Device(True, True, 1)).peak
 
 
 @settings(deadline=None, max_examples=40)
@@ -95,8 +96,8 @@ def test_what_the_user_chose_stays(given_fields: dict[str, Any]) -> None:
 
 def test_a_resolved_config_is_resolved() -> None:
     once = resolved(79)
-    again = resolve_auto(once, load_info(SHAPE), LAYOUT, Device(True, True, 200 * GIB), LONGEST)
-    assert again == once and "auto" not in (once.trainer.recompute, once.trainer.micro_batch_tokens)
+    again = resolve_auto(rank_of(once), Device(True, True, 200 * GIB), LONGEST)
+    assert again.trainer == once.trainer and "auto" not in (once.trainer.recompute, once.trainer.micro_batch_tokens)
 
 
 def test_two_settings_of_one_thing_are_refused(models: dict[str, Path]) -> None:

@@ -145,7 +145,10 @@ def test_rows_with_the_same_problem_are_together(tmp_path: Path) -> None:
     path = write_problems(tmp_path / "many.jsonl", 64)
     [problem] = findings(config("model", path, data__prompt_field="question")).problems
     assert problem.startswith("data: 64 rows: there is no field 'question' (data.prompt_field)")
-    assert f"\n      {path}:10; the row has ['answer', 'problem']\n      and 54 more" in problem
+    assert problem.count("; the row has ['answer', 'problem']\n") == 1  # all rows have the same fields
+    assert f"\n      {path}:10\n      and 54 more" in problem
+    [problem] = findings(config("model", path, data__prompt_field="problm")).problems
+    assert "; the row has ['answer', 'problem']; did you mean 'problem'?\n" in problem
     path.write_text(write_problems(tmp_path / "good.jsonl", 1).read_text() + "no\n[1]\nno\n")
     first, second = findings(config("model", path)).problems
     assert first == f"data: 2 rows: not JSON: Expecting value\n      {path}:2:1\n      {path}:4:1"
@@ -198,5 +201,5 @@ def test_the_list_may_end_before_its_reader_has_read_it(tmp_path: Path) -> None:
         command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=environment()
     )
     os.close(writer)
-    assert ended.returncode == 2 and ended.stderr.startswith("megarl: 2 problems\n  - data: 10000 rows: ")
+    assert ended.returncode == 2 and "megarl: 2 problems\n  - data: 10000 rows: " in ended.stderr
     assert "Broken pipe" not in ended.stderr

@@ -198,6 +198,7 @@ def test_limit_and_blank_lines(tmp_path: Path) -> None:
     good = {"problem": "1?", "answer": "1"}
     path = write(tmp_path / "x.jsonl", "", good, "   ", {**good, "answer": "2"}, "broken")
     assert [p.answer for p in load(path, limit=2)] == ["1", "2"]
+    assert [p.where for p in load(path, limit=2)] == [f"{path}:2", f"{path}:4"]
     with pytest.raises(ValueError, match=r"x\.jsonl:5:1: not JSON"):
         load(path)
 

@@ -80,7 +80,7 @@ def test_a_demonstration_that_is_too_long_is_refused_or_left_out(model: Path, tm
     prompts = load_prompts(write(tmp_path / "sft.jsonl", rows), data())
     lengths = [len(encoder(model, 999).encode(prompt).response_ids) for prompt in prompts]
     limit = lengths[4]
-    with pytest.raises(PromptTooLongError, match=rf"demonstration of prompt 5 has {lengths[5]} tokens, more than samp"):
+    with pytest.raises(PromptTooLongError, match=rf":6 has {lengths[5]} tokens, more than samp"):
         encoder(model, limit).valid_indices(prompts, range(8))
     skipping = encoder(model, limit, "skip")
     assert list(skipping.valid_indices(prompts, [0, 4, 5, 7])) == [0, 4] and skipping.skipped == 2

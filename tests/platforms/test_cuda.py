@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,11 @@ def test_the_device_is_chosen_before_transformer_engine_is_imported(
     order: list[Any] = []
     monkeypatch.setattr(platform, "current", lambda: Platform(torch.device("cuda"), True, "nccl"))
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(os, "environ", {"OWN": "1"})
     monkeypatch.setattr(platform, "_make_megatron_usable", lambda: order.append("imports"))
     platforms.activate(3)
     assert order == [3, "imports"] and settings == [cuda.EXPANDABLE_SEGMENTS]
+    assert os.environ == {"OWN": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of compilers in each rank
 
 
 def test_without_cuda_nothing_is_set(monkeypatch: pytest.MonkeyPatch, settings: list[str]) -> None:

@@ -19,7 +19,7 @@ HERE = "tests.support.rewards.reward_functions"
         ("some_fields", {}, 1.0),  # fields by name, optional ones too
         ("some_fields", {"weight": 0.5}, 0.5),  # a bound keyword
         ("response_only", {}, 1.0),
-        ("everything", {}, 7.0),  # **fields
+        ("everything", {}, 8.0),  # **fields
         ("by_response", {}, 1.0),  # the whole sample
         ("Scaled", {"scale": 3.0}, 3.0),  # a class
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.rewards.trial_call import TrialCall, TrialProblem, trials
+from megarl.rewards.trial_call import TrialCall, TrialProblem, TrialScore, trials
 from megarl.rewards.types import RewardInput, RewardSpec
 
 FUNCTIONS = """
@@ -48,9 +48,11 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TrialPr
         patch.syspath_prepend(directory)
         with trials(calls, timeout_s=2.0, start_timeout_s=120.0, memory_bytes=None) as trial:
             found = list(trial)
+    [scored] = [each for each in found if isinstance(each, TrialScore)]
+    assert (scored.function, scored.result.score) == ("judges:sound", 1.0)
     keys = {f"data.sets.{index}.reward.function": name for index, name in enumerate(names)}
     told: dict[str, list[TrialProblem]] = {name: [] for name in (*names, "reward.function")}
-    for each in found:
+    for each in (each for each in found if isinstance(each, TrialProblem)):
         told[keys.get(key := each.text.partition(":")[0], key)].append(each)
     return told
 

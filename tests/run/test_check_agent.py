@@ -82,6 +82,6 @@ def test_the_tools_that_were_tried_are_closed(model: Path, data: Path, tmp_path:
     tools = [own, {"kind": "tests.support.agents.tool_functions:add"}]
     agent = {"agent__loop": "tool_agent", "agent__tool_format": "hermes", **ROOMY}
     chosen = config(model, data, reward__function=SHARE, reward__trial_call=False, tools=tools, **agent)
-    assert check_start(chosen, load_info(model)) == []
+    assert check_start(chosen, load_info(model)).warnings == []
     assert noted.read_text() == "closed\n"
     assert not any("megarl-tool" in thread.name for thread in threading.enumerate())

@@ -50,7 +50,7 @@ def test_a_dry_run_refuses_prompts_that_are_too_long(
     with pytest.raises(SystemExit, match="2"):
         main.main([*command, "data.max_prompt_tokens=3"])
     told = capsys.readouterr()
-    assert "megarl: data: prompt 0 has " in told.err and "more than data.max_prompt_tokens = 3; raise it" in told.err
+    assert f"megarl: data: {data}:1 has " in told.err and "more than data.max_prompt_tokens = 3; raise it" in told.err
     assert told.out == ""
 
 
@@ -71,15 +71,37 @@ def test_a_training_set_is_refused_as_the_run_refuses_it(
     assert problems_of(planned) == [f"data: {refusal(planned)}"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"sampling__max_tokens": 480, "trainer__micro_batch_tokens": "auto"},
+            "the model's positions - the longest response = 32; lower sampling.max_tokens",
+        ),
+        ({"rollout__max_model_len": 96}, "- the longest response = 64; raise the first, lower sampling.max_tokens"),
+        ({"trainer__micro_batch_tokens": 96}, " - sampling.max_tokens = 64; raise trainer.micro_batch_tokens"),
+    ],
+)
+def test_the_fix_for_a_prompt_that_is_too_long_is_possible(
+    sound: Path, tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    planned = chosen(
+        sound, written(tmp_path / "rows.jsonl", SHORT, LONG), **{"data__max_prompt_tokens": None, **changes}
+    )
+    [problem] = problems_of(planned)
+    assert problem.startswith(f"data: {tmp_path / 'rows.jsonl'}:2 has ")
+    assert problem.endswith(f"{told}, or set data.overlong_prompts: skip")
+
+
 def test_an_evaluation_set_has_a_limit_of_its_own_and_skips_nothing(sound: Path, data: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "held.jsonl", SHORT, LONG)
     planned = chosen(sound, data, evaluation__sets=[{"name": "held", "path": str(path)}], **SKIP)
     told = refusal(planned)
-    assert told.startswith("evaluation.sets.0 (held): prompt 1 has ")
+    assert told.startswith(f"evaluation.sets.0 (held): {path}:2 has ")
     assert problems_of(planned) == [told.replace(" (held)", "")]
     fewer = chosen(sound, data, evaluation__sets=[{"name": "held", "path": str(path), "limit": 1}])
     PromptSource(fewer)
-    assert check_start(fewer, load_info(sound)) == []
+    assert check_start(fewer, load_info(sound)).warnings == []
 
 
 def test_prompts_that_are_left_out_are_a_note_and_no_line_of_a_log(

@@ -189,14 +189,6 @@ def test_a_wait_for_a_place_is_bounded_and_named() -> None:
     assert sandboxes_of(os.getpid()) == []
 
 
-def test_a_closed_sandbox_runs_nothing(sandbox: Sandbox) -> None:
-    sandbox.close()
-    with pytest.raises(SandboxError, match="closed"):
-        sandbox.run_now("print(1)")
-    with pytest.raises(SandboxError, match="closed"):
-        asyncio.run(sandbox.run("print(1)"))
-
-
 # --- nothing is left
 
 

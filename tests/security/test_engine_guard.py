@@ -41,7 +41,8 @@ def test_a_worker_does_not_run_what_it_receives(tmp_path: Path) -> None:
 
 def test_what_workers_exchange_arrives(queue: MessageQueue) -> None:
     """Names and numbers, handles of a GPU's memory, and the queue, which its reader can open."""
-    values = ["psm_1", ("cache", 3), [[1, 2], None], b"handle", True, torch.arange(64, dtype=torch.uint8)]
+    values: list[Any] = ["psm_1", ("cache", 3), [[1, 2], None], b"handle", True, ("{}", 7), [None, False]]
+    values.append(torch.arange(64, dtype=torch.uint8))
     *plain, tensor = received(pickle.dumps(values))
     assert plain == values[:-1] and torch.equal(tensor, torch.arange(64, dtype=torch.uint8))
     handle = received(pickle.dumps(queue.export_handle()))

@@ -77,7 +77,7 @@ def test_nor_what_is_hidden_in_a_tensor(tmp_path: Path, guarded: None, monkeypat
     [("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")],
 )
 def test_a_storage_is_read_restricted_under_each_name(module: str, name: str, tmp_path: Path) -> None:
-    """Megatron-Core from 0.17 on replaces torch's function by its own, whose name is then sent."""
+    """Megatron-Core replaces torch's function by its own, whose name is then sent."""
     load = GuardedUnpickler(io.BytesIO()).find_class(module, name)
     harmless, crafted = io.BytesIO(), io.BytesIO()
     torch.save(torch.arange(3.0).untyped_storage(), harmless)

@@ -88,22 +88,6 @@ def test_a_large_allocation() -> None:
     assert "MemoryError" in result.stderr and result.stdout == ""
 
 
-def test_memory_of_many_processes() -> None:
-    program = """
-import os, time
-for _ in range(5):
-    if os.fork() == 0:
-        x = bytearray(60 << 20)
-        time.sleep(@seconds@)
-        os._exit(0)
-for _ in range(5): os.wait()
-print("all had it")
-"""
-    assert limited_outside(program.replace("@seconds@", "0.1")) == "all had it"
-    result = run_sandboxed(program.replace("@seconds@", "1000"), Limits(memory_mib=150, cpu_s=30))
-    assert result.limit == "memory"
-
-
 CORE_DUMP = """
 import os, resource, tempfile
 os.chdir(tempfile.mkdtemp())
@@ -129,13 +113,6 @@ def test_a_core_dump() -> None:
     hard, aborted, dumped = run_sandboxed(CORE_DUMP).stdout.split()
     assert (hard, aborted) == ("0", "True")
     assert dumped == "False" or Path("/proc/sys/kernel/core_pattern").read_text().startswith("|")
-
-
-def test_a_flood_of_output() -> None:
-    program = "import sys\nfor _ in range(1000): sys.stdout.write('x' * 1000)"
-    assert len(outside(program)) == 10**6
-    result = run_sandboxed(program, Limits(output_kib=100, cpu_s=30))
-    assert result.limit == "output" and len(result.stdout) == 100 << 10
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

@@ -51,11 +51,6 @@ def test_an_attempt_succeeds_outside_and_fails_inside(
         record_property(SHOWN, name)
 
 
-def test_at_least_thirty_attempts_are_shown_to_succeed_outside() -> None:
-    """Whoever runs the tests: the one above demands it of each of these. The summary of the tests prints the number."""
-    assert len(ATTEMPTS) >= 30
-
-
 def as_ordinary_user(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The end of a program that an ordinary user starts in this checkout."""
     return subprocess.run(

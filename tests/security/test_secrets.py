@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.cluster.nodes.commands import exports
-from megarl.config.checks.secrets import secret_problems
+from megarl.config.checks.secrets import referenced_variables, secret_problems
 from megarl.config.loading.load import to_yaml
 from megarl.config.schema import Config
 from megarl.config.schema.section import Section
@@ -155,10 +155,9 @@ def test_messages_do_not_show_values() -> None:
     )
 )
 def test_a_shell_reads_the_variables_that_are_passed_on(
-    values: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    values: dict[str, str],
 ) -> None:
-    config = _CONFIGS.setdefault("one", config_with(tmp_path_factory.mktemp("config")))
-    text = exports(config, {**values, "OTHER": "not passed"})
+    text = exports((), {**values, "OTHER": "not passed"})
     command = 'eval "$(cat)" && env -0'
     done = subprocess.run(
         ["sh", "-c", command], input=text.encode(), env={"PATH": os.environ["PATH"]}, capture_output=True, check=True
@@ -167,12 +166,9 @@ def test_a_shell_reads_the_variables_that_are_passed_on(
     assert {name: found[name] for name in values} == values and "OTHER" not in found
 
 
-_CONFIGS: dict[str, Config] = {}
-
-
 def test_variables_that_the_config_refers_to_are_passed_on(tmp_path: Path) -> None:
     config = config_with(tmp_path, reward={"kwargs": {"url": REFERENCE}})
-    assert exports(config, {"JUDGE_KEY": "a b", "OTHER": "x"}) == "export JUDGE_KEY='a b'\n"
+    assert exports(referenced_variables(config), {"JUDGE_KEY": "a b", "OTHER": "x"}) == "export JUDGE_KEY='a b'\n"
 
 
 def test_no_secret_is_on_a_command_line_of_ssh(tmp_path: Path) -> None:

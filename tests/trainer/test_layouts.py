@@ -49,6 +49,7 @@ FAST: list[Case] = [
     (2, "moe", {"expert": 2}, {}),
     (2, "moe", {"expert": 2}, {"packed": False}),
     (2, "moe", {"expert": 2, "expert_tensor": 1, **SP2}, {}),
+    (2, "moe", {"expert_tensor": 1, **SP2}, {}),
     (2, "biased", SP2, {}),
     (2, "latent", SP2, {}),
     (2, "latent", {"expert": 2}, {"packed": False}),

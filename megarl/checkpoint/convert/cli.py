@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +15,7 @@ import torch
 from megarl.checkpoint.convert.hf_to_megatron import HFToMegatron
 from megarl.checkpoint.convert.job import ByteProgress, Options, convert
 from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
+from megarl.checkpoint.convert.ranks import Ranks
 from megarl.checkpoint.convert.verify import compare, describe
 from megarl.checkpoint.format.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_files
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
@@ -65,8 +68,8 @@ def has_manifest(model: MegatronDirectory) -> bool:
     return (model.step / MANIFEST).is_file()
 
 
-def check_digests(model: MegatronDirectory) -> int:
-    """Check the weights' files, their index and `hf/`; return the number of files.
+def check_digests(model: MegatronDirectory, rank: int = 0, ranks: int = 1) -> int:
+    """Check the share of `rank` of `ranks` of the weights' files, their index and `hf/`; return the number of files.
 
     Every byte is read. Raises DamagedCheckpointError naming each file that differs from its entry in the manifest, or
     that has no entry.
@@ -79,30 +82,42 @@ def check_digests(model: MegatronDirectory) -> int:
     wanted = {
         name: entry for name, entry in manifest.files.items() if name in weights or name.startswith(f"{HF_FILES}/")
     }
-    problems = check_files(model.step, wanted, wanted)
+    names = Manifest(manifest.step, wanted).share(rank, ranks)
+    problems = check_files(model.step, wanted, names)
     if problems:
         raise DamagedCheckpointError("the checkpoint is damaged:\n" + "\n".join(problems))
-    return len(wanted)
+    return len(names)
 
 
+_EXIT_DELAY_S = 5.0  # torchrun ends all ranks when the first one exits: by then rank 0 must have written its message
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def main(arguments: Sequence[str] | None = None, *, program: str = "convert.py") -> int:
-    """Run one command and return its exit status. `program`: how it was started, for help and messages.
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    program: str = "convert.py",
+    of_torchrun: str = "tools/checkpoint/convert.py",
+) -> int:
+    """Run one command and return its exit status.
+
+    `program`: how it was started, for help and messages; `of_torchrun`: how torchrun starts it.
 
     It is 0 for done or equal, 1 for failed or not equal, 130 for interrupted; a mistake on the command line raises
     SystemExit(2).
     """
     given = sys.argv[1:] if arguments is None else arguments
     if not given:
-        _parser(program).print_help(sys.stderr)
+        _parser(program, of_torchrun).print_help(sys.stderr)
         return 2
-    options = _parser(program).parse_args(given)
+    options = _parser(program, of_torchrun).parse_args(given)
     command: Callable[[argparse.Namespace, TextIO], int] = options.command
     try:
         return command(options, sys.stdout)
     except (ValueError, OSError) as error:
+        if int(os.environ.get("RANK", "0")) and "WORLD_SIZE" in os.environ:
+            time.sleep(_EXIT_DELAY_S)
+            return 1
         sys.stderr.write(f"{program}: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -111,9 +126,11 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "convert.py")
         return 130
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str, of_torchrun: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program, description="Hugging Face <-> Megatron-Core checkpoints: exact, streaming, resumable."
+        prog=program,
+        description="Hugging Face <-> Megatron-Core checkpoints: exact, streaming, resumable.",
+        epilog=f"On several ranks: torchrun --rdzv-backend megarl --nproc-per-node 8 {of_torchrun} import ...",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _import_parser(commands)
@@ -171,11 +188,24 @@ def _verify_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         commands,
         "verify",
         "Compare two models tensor by tensor, each a Hugging Face or a Megatron directory; exit status 0 if equal.",
-        "Qwen3-8B Qwen3-8B-megatron",
+        "Qwen3-8B Qwen3-8B-megatron --logits --text 'The quick brown fox'",
         _verify,
     )
     parser.add_argument("a", type=Path, metavar="A", help="Hugging Face or Megatron directory")
     parser.add_argument("b", type=Path, metavar="B", help="Hugging Face or Megatron directory")
+    parser.add_argument("--logits", action="store_true", help="also run both models in fp32 on a text, with "
+                        "transformers or Megatron-Core; fail if log-probs differ by more than --tolerance")  # fmt: skip
+    parser.add_argument(
+        "--text", action="append", metavar="TEXT", help="a text for --logits; may be given several times"
+    )
+    parser.add_argument("--text-file", type=Path, metavar="FILE", help="texts for --logits, one per line")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        metavar="X",
+        help="largest accepted |Δ log-prob| (default: %(default)s)",
+    )
 
 
 def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -191,8 +221,9 @@ def _inspect_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="convert to this dtype (default: as stored)")
-    # More workers than cores are useful, because some wait for the disk while others compute. Each one needs memory.
-    parser.add_argument("--workers", type=_positive, default=4, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=_positive, metavar="N", help="number of processes (default: 4; 1 under torchrun)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--resume", action="store_true", help="continue a conversion that was interrupted")
@@ -218,7 +249,7 @@ def _gigabytes(text: str) -> int:
 
 
 def _import(options: argparse.Namespace, stream: TextIO) -> int:
-    def job() -> HFToMegatron:
+    def job(_: Ranks) -> HFToMegatron:
         return HFToMegatron(open_hf(options.hf), _dtype(options))
 
     convert(job, options.hf, options.out, _run_options(options), stream)
@@ -226,10 +257,10 @@ def _import(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _export(options: argparse.Namespace, stream: TextIO) -> int:
-    def job() -> MegatronToHF:
+    def job(ranks: Ranks) -> MegatronToHF:
         source = MegatronDirectory(options.megatron)
         if options.check_digests:
-            check_digests(source)
+            check_digests(source, ranks.rank, ranks.size)
         return MegatronToHF(source, _dtype(options), options.shard_gb)
 
     convert(job, options.megatron, options.hf, _run_options(options), stream)
@@ -237,6 +268,7 @@ def _export(options: argparse.Namespace, stream: TextIO) -> int:
 
 
 def _verify(options: argparse.Namespace, stream: TextIO) -> int:
+    texts = _texts(options)
     one, other = (open_model(path) for path in (options.a, options.b))
     for model in (one, other):
         _check_manifest(model, stream)
@@ -245,7 +277,26 @@ def _verify(options: argparse.Namespace, stream: TextIO) -> int:
     comparison = compare(one, other, progress.add)
     progress.close()
     stream.write(comparison.render())
-    return 0 if comparison.same else 1
+    same = comparison.same
+    if texts:
+        from megarl.checkpoint.convert.logits import agreement
+
+        found = agreement(options.a, options.b, texts)
+        stream.write(found.render(options.tolerance))
+        same = same and found.max_delta <= options.tolerance
+    return 0 if same else 1
+
+
+def _texts(options: argparse.Namespace) -> list[str]:
+    """Return the texts to run both models on; [] without --logits. Raises ConversionError if the options do not fit."""
+    texts = [*(options.text or [])]
+    if options.text_file is not None:
+        texts += [line for line in options.text_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if options.logits and not texts:
+        raise ConversionError("--logits needs a text: add --text TEXT or --text-file FILE")
+    if texts and not options.logits:
+        raise ConversionError("--text and --text-file have no effect without --logits; add --logits")
+    return texts
 
 
 def _check_manifest(model: HFDirectory | MegatronDirectory, stream: TextIO) -> None:
@@ -267,4 +318,6 @@ def _dtype(options: argparse.Namespace) -> torch.dtype | None:
 
 
 def _run_options(options: argparse.Namespace) -> Options:
-    return Options(options.workers, options.force, options.resume, options.dry_run)
+    # More workers than cores are useful, because some wait for the disk while others compute. Each one needs memory.
+    workers = options.workers or (1 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 4)
+    return Options(workers=workers, force=options.force, resume=options.resume, dry_run=options.dry_run)

@@ -1,4 +1,4 @@
-"""Runs a conversion from its plan to its summary: checks, disk space, units over workers, commit."""
+"""Runs a conversion from its plan to its summary: checks, disk space, units over workers and ranks, commit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO, TypeVar
 
+from megarl.checkpoint.convert.ranks import Ranks
 from megarl.checkpoint.convert.target import Output, from_os_error
 from megarl.checkpoint.convert.workers import ReportBytes, run_units
 from megarl.common.errors import ConversionError
@@ -99,35 +100,45 @@ class Options:
     dry_run: bool = False
 
 
-def convert(make: Callable[[], Job[R]], source: Path, out: Path, options: Options, stream: TextIO) -> None:
+def convert(make: Callable[[Ranks], Job[R]], source: Path, out: Path, options: Options, stream: TextIO) -> None:
     """Make the job and run it. Raises ConversionError or ValueError with one message for whatever prevents it."""
     output = Output(out)
     output.refuse_overlap(source)
     try:
-        _convert(make, output, options, stream)
+        _convert(make, output, options, Ranks(), stream)
     finally:
         output.release()
         gc.unfreeze()
 
 
-def _convert(make: Callable[[], Job[R]], output: Output, options: Options, stream: TextIO) -> None:
+def _convert(make: Callable[[Ranks], Job[R]], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
     began = time.monotonic()
+
+    def check() -> Job[R]:
+        if ranks.rank == 0:
+            output.refuse_existing(force=options.force, resume=options.resume)
+        job = make(ranks)
+        if ranks.rank == 0:
+            _check_target(job, output)
+        return job
+
     with _no_collections():
-        output.refuse_existing(force=options.force, resume=options.resume)
-        job = make()
-        _check_target(job, output)
+        job = ranks.stage("check", check)
     if options.dry_run:
-        _describe(job, output, options, stream)
+        if ranks.rank == 0:
+            _describe(job, output, options, ranks, stream)
         return
-    if not _begin(job, output, options):
-        output.clean()
-        stream.write(f"{output.out} is complete already\n")
+    if not ranks.first("begin", lambda: _begin(job, output, options)):
+        if ranks.rank == 0:
+            output.clean()
+            stream.write(f"{output.out} is complete already\n")
         return
-    done = output.finished()
-    _write(job, output, options, done, stream)
+    done = ranks.stage("read progress", output.finished)
+    ranks.stage("write", lambda: _write(job, output, options, ranks, done, stream))
     with _no_collections():
-        _finish(job, output)
-    _summarise(job, output, done, time.monotonic() - began, stream)
+        ranks.stage("finish", lambda: _finish(job, output) if ranks.rank == 0 else None)
+    if ranks.rank == 0:
+        _summarise(job, output, done, time.monotonic() - began, stream)
 
 
 @contextmanager
@@ -162,17 +173,19 @@ def _begin(job: Job[R], output: Output, options: Options) -> bool:
         raise from_os_error(error, f"preparing {output.work}") from error
 
 
-def _write(job: Job[R], output: Output, options: Options, done: Mapping[int, R], stream: TextIO) -> None:
-    left = [number for number in range(len(job.sizes)) if number not in done]
-    total = sum(job.sizes)
-    progress = ByteProgress(stream, job.kind, total, total - sum(job.sizes[number] for number in left))
+def _write(job: Job[R], output: Output, options: Options, ranks: Ranks, done: Mapping[int, R], stream: TextIO) -> None:
+    units = ranks.share(range(len(job.sizes)))
+    left = [number for number in units if number not in done]
+    total = sum(job.sizes[number] for number in units)
+    title = job.kind if ranks.size == 1 else f"{job.kind}, rank {ranks.rank} of {ranks.size}"
+    progress = ByteProgress(stream, title, total, total - sum(job.sizes[number] for number in left))
 
     def work(number: int, report: ReportBytes) -> None:
         result = job.write_unit(output.partial, number, report)
         output.finish_unit(number, result)
 
     try:
-        run_units(left, work, options.workers, progress.add)
+        run_units(left, work, options.workers, progress.add if ranks.rank == 0 else lambda _: None)
     finally:
         progress.close()
 
@@ -212,12 +225,12 @@ def _check_target(job: Job[R], output: Output) -> None:
         )
 
 
-def _describe(job: Job[R], output: Output, options: Options, stream: TextIO) -> None:
+def _describe(job: Job[R], output: Output, options: Options, ranks: Ranks, stream: TextIO) -> None:
     parent = next(path for path in output.out.parents if path.exists())
     stream.write(
         f"{job.kind} to {output.out}\n"
         f"  {job.summary()}, {size(sum(job.sizes))}\n"
-        f"  {len(job.sizes)} units, {options.workers} worker(s)\n"
+        f"  {len(job.sizes)} units over {ranks.size} rank(s) of {options.workers} worker(s)\n"
         f"  disk: {size(needed_bytes(job))} needed, {size(shutil.disk_usage(parent).free)} free in {parent}\n"
         "dry run: nothing was written\n"
     )

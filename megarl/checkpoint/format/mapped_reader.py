@@ -4,17 +4,14 @@ torch's own reader (filesystem.py:861 of 2.13) first makes a private copy of eve
 memory, which can take as long as the reading. It also unpickles the index and stored objects without restriction, so
 every resume uses the classes of this module: no file of a checkpoint is trusted, whoever wrote it.
 
-Megatron-Core's common state is a pickle too: the file `common.pt`, and from 0.19 on an object among the shards if there
-is no such file. Nothing that megarl loads is in it, so it is not read.
+Megatron-Core's common state is a pickle too: the file `common.pt`, or an object among the shards if there is no such
+file. Nothing that megarl loads is in it, so it is not read.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -29,7 +26,6 @@ from torch.futures import Future
 
 from megarl.checkpoint.format.megatron_files import Chunk, archived_tensor
 from megarl.checkpoint.format.shard_index import load_plain, read_metadata
-from megarl.common.megatron_versions import imported_is
 from megarl.models.hf.directory import MappedFile
 
 
@@ -38,44 +34,9 @@ def load_shards(state: ShardedStateDict, directory: Path | str, strategy: object
 
     Raises Megatron-Core's CheckpointingException, and the errors of the strategy.
     """
-    with _no_common_state() as arguments:
-        loaded: StateDict = dist_checkpointing.load(state, str(directory), strategy, **arguments)
+    with mock.patch.object(serialization, "load_common_state_dict", lambda directory: {}):
+        loaded: StateDict = dist_checkpointing.load(state, str(directory), strategy)
         return loaded
-
-
-@contextmanager
-def _no_common_state() -> Iterator[dict[str, Any]]:
-    """Yield the arguments of `dist_checkpointing.load` with which it takes an empty common state.
-
-    0.16 takes a strategy for it; later versions call a function.
-    """
-    if imported_is("<0.17"):
-        yield {"common_strategy": _no_common_strategy()}
-        return
-    name = "load_common" if imported_is("<0.19") else "load_common_state_dict"
-    with mock.patch.object(serialization, name, lambda directory: {}):
-        yield {}
-
-
-def _no_common_strategy() -> object:
-    from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
-
-    class NoCommonState(LoadCommonStrategy):
-        def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-            return {}
-
-        def load_sharded_objects(
-            self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
-        ) -> None:
-            raise NotImplementedError  # the objects are among the shards, which the other strategy loads
-
-        def check_backend_compatibility(self, loaded_version: object) -> None:
-            pass  # its file is not read
-
-        def check_version_compatibility(self, loaded_version: object) -> None:
-            pass
-
-    return NoCommonState()
 
 
 class MappedReader(FileSystemReader):
@@ -135,7 +96,7 @@ class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
     """Megatron-Core's load strategy with `MappedReader`; the function of its module that makes a reader is replaced."""
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *args: object) -> StateDict:
-        """Load the tensors of `sharded_state_dict`, as the base class does. `args`: what later versions pass besides.
+        """Load the tensors of `sharded_state_dict`, as the base class does. `args`: what Megatron-Core passes besides.
 
         Raises ValueError, with the message of the first rank that failed, for a file that is damaged or unsafe.
         """

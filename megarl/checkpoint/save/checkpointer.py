@@ -50,6 +50,17 @@ JOIN_S = 1.0
 # The types of what rank 0 sends to the other ranks.
 _OUTCOME: Codec[tuple[str | None, str] | None] = codec_of(tuple[str | None, str] | None)
 _NOTHING: Codec[None] = codec_of(None)
+_FLAG: Codec[bool] = codec_of(bool)
+
+# `checkpoint.every: auto`: the share of the time that saves may hold the loop for, and what the first one is assumed to
+# take, so that a trial of a few minutes saves its last step only.
+SAVE_SHARE = 0.02
+FIRST_SAVE_S = 6.0
+
+
+def is_affordable(since_s: float, save_s: float) -> bool:
+    """Tell whether a save is due under `auto`: one of `save_s` seconds, `since_s` after the last one began."""
+    return save_s <= SAVE_SHARE * since_s
 
 
 @dataclass
@@ -84,13 +95,22 @@ class Checkpointer:
         self.resume_point = ResumePoint(config.run_dir, self._settings, self.directory, group, notify)
         self._pending: _RunningSave | None = None
         self._saves = 0
+        self._saved_at, self._save_s = time.monotonic(), FIRST_SAVE_S  # when the last save began, and how long it held
+        evaluations = config.evaluation.every if self.settings.keep_best else 0
+        self._needed_every = (self.settings.keep_every, evaluations)
         self._threads: list[threading.Thread] = []  # of this rank's saves, those that have timed out included
         self._store: SyncStore | None = None
 
     def due(self, steps_done: int) -> bool:
-        """Tell whether to save: every `checkpoint.every` steps, and after the last step."""
+        """Tell whether to save: by `checkpoint.every`, and after the last step. The same on every rank."""
         every = self.settings.every
-        return bool(every) and (steps_done % every == 0 or steps_done == self.config.run.steps)
+        if not every or steps_done == self.config.run.steps:
+            return bool(every)
+        if every != "auto":
+            return steps_done % every == 0
+        if any(each and steps_done % each == 0 for each in self._needed_every):
+            return True
+        return broadcast(is_affordable(time.monotonic() - self._saved_at, self._save_s), _FLAG, 0, self._group)
 
     def save(self, step: int, record: dict[str, Any] | None, *, wait: bool = False) -> bool:
         """Checkpoint the state after `step` steps. `record` (on rank 0): JSON of the state outside the trainer.
@@ -98,6 +118,13 @@ class Checkpointer:
         Returns when the state is copied, while writing continues in the background; with `wait` (or
         `checkpoint.asynchronous: false`) when the checkpoint is complete. Returns False, and reports it, if it failed.
         """
+        self._saved_at = time.monotonic()
+        saved = self._save(step, record, wait=wait)
+        held_s = time.monotonic() - self._saved_at
+        self._save_s = held_s if saved else max(held_s, self._save_s)  # a failure is quick, and is not tried each step
+        return saved
+
+    def _save(self, step: int, record: dict[str, Any] | None, *, wait: bool) -> bool:
         self.poll(wait=True)  # only one save is written at a time
         if step == self.newest:
             self.failure = None

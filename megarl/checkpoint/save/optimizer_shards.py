@@ -1,6 +1,6 @@
 """An optimizer's state as sharded tensors of the parameters' own shapes. Each rank writes and reads its own part.
 
-Megatron-Core's `fully_reshardable` format (distrib_optimizer.py:1404 of 0.16.1) gathers the distributed optimizer's
+Megatron-Core's `fully_reshardable` format (distrib_optimizer.py:1690) gathers the distributed optimizer's
 state on each rank of a data-parallel group, for saving and again for loading. Keys, shapes and content here are the
 same; only the chunks differ. A rank holds a flat range of a parameter, which is a few rectangles of it. An optimizer
 that is not distributed holds whole parameters, under the same keys, so each kind can load a checkpoint of the other.

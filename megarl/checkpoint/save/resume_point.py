@@ -36,6 +36,7 @@ from megarl.config.schema import Config
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MOST_OF_A_CHANGE = 160  # characters that the terminal shows of each key whose value has changed
 
 _RESULT: Codec[tuple[bytes | None, str]] = codec_of(tuple[bytes | None, str])
 
@@ -192,7 +193,7 @@ class ResumePoint:
         remember_launch(self._run_dir)
         self._notify(f"resuming from {chosen.path}, {chosen.step} steps done")
         if changed := changes(record["config"], self._settings):
-            self._notify(f"the config differs from the checkpoint's: {'; '.join(changed)}")
+            self._notify(f"the config differs from the checkpoint's: {'; '.join(map(_shortened, changed))}")
         return record
 
     def begin_new_history(self) -> None:
@@ -205,3 +206,8 @@ class ResumePoint:
         for step in self._directory.steps():
             if step >= first:
                 self._directory.set_aside(step, why)
+
+
+def _shortened(change: str) -> str:
+    """Return a change of the config without what follows its first characters: an added set has all its defaults."""
+    return change if len(change) <= MOST_OF_A_CHANGE else f"{change[:MOST_OF_A_CHANGE]}..."

@@ -34,14 +34,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl import platforms
 from megarl.checkpoint.format.manifest import FileEntry
-from megarl.common.megatron_versions import imported_is
 from megarl.common.process.memory_tuning import collections_paused
 
 logger = logging.getLogger(__name__)
 
 FILES_PER_RANK = 2
-# From 0.17 on, Megatron-Core's writer is chosen by name; the default is that of the package nvidia-resiliency-ext.
-_OWN_WRITER = () if imported_is("<0.17") else ("mcore",)
+_OWN_WRITER = "mcore"  # Megatron-Core's; its default is that of the package nvidia-resiliency-ext
 # Megatron-Core's description of one file: path, name, and (item, value) pairs of bytes and of tensors.
 WriteBucket: TypeAlias = tuple[str, str, tuple[list[Any], list[Any]]]
 
@@ -180,7 +178,7 @@ def plan_save(sharded: dict[str, Any], directory: Path) -> tuple[FileSystemWrite
     if group.size() > 1:
         FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(sharded)
     try:
-        planned: tuple[FileSystemWriterAsync, Metadata | None] = strategy.async_save(sharded, directory, *_OWN_WRITER)
+        planned: tuple[FileSystemWriterAsync, Metadata | None] = strategy.async_save(sharded, directory, _OWN_WRITER)
     except CheckpointException as error:  # torch's, and no Exception: the run would not report it as its failure
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"the save to {directory} cannot be planned: rank {rank}: {cause}") from error

@@ -147,7 +147,7 @@ def plan_paths(members: Sequence[Member], *, configured: bool) -> list[Path]:
     joined = "/".join(dict.fromkeys(routes))
     paths = [Path(f"gloo on {joined}", "gloo", sockets("GLOO", routes), True)]
     if all(member.cuda for member in members):
-        nccl = sockets("NCCL", routes) if configured else tuple({} for _ in members)
+        nccl = sockets("NCCL", [f"={name}" for name in routes]) if configured else tuple({} for _ in members)
         paths.append(Path("NCCL as it chooses", "nccl", nccl, True))
     shared = [name for name in members[0].interfaces if all(name in member.interfaces for member in members)]
     others = [name for name in shared if set(routes) != {name}]
@@ -219,7 +219,7 @@ def probe(arguments: Sequence[str]) -> None:
     host, port, prefix, rank, size, backend, device, mib, timeout_s, leaders = arguments
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the parent
     timeout = timedelta(seconds=float(timeout_s))
-    print(json.dumps({"stage": "connect"}), flush=True)
+    os.write(1, json.dumps({"stage": "connect"}).encode() + b"\n")
     store = distributed.PrefixStore(prefix, connect_store(host, int(port), float(timeout_s)))
     where = torch.device(device)
     if where.type == "cuda":
@@ -230,7 +230,7 @@ def probe(arguments: Sequence[str]) -> None:
     for node, leader in enumerate(leaders.split(",")):
         operations[f"broadcast from node {node}"] = partial(distributed.broadcast, src=int(leader))
     for name, operation in operations.items():
-        print(json.dumps({"stage": name}), flush=True)
+        os.write(1, json.dumps({"stage": name}).encode() + b"\n")
         seconds = []
         for _ in range(4):
             message_N.fill_(1.0)
@@ -241,7 +241,7 @@ def probe(arguments: Sequence[str]) -> None:
         if name == "all-reduce" and message_N[0] != int(size):
             raise RuntimeError(f"an all-reduce of ones over {size} ranks gave {message_N[0].item()}")
         rate = message_N.numel() * message_N.element_size() / min(seconds[1:]) / 1e9
-        print(json.dumps({"stage": name, "gb_per_second": rate}), flush=True)
+        os.write(1, json.dumps({"stage": name, "gb_per_second": rate}).encode() + b"\n")
     os._exit(0)  # the groups' threads may still wait for peers that have already ended
 
 

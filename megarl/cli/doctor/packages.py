@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, version
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distributions, entry_points, version
 from pathlib import Path
 
 from megarl.cli.doctor.report import Finding
@@ -13,6 +16,7 @@ from megarl.common import megatron_versions
 
 LOCKS = Path(__file__).resolve().parents[3] / "requirements"
 # Packages that every run needs; torch and vLLM depend on the device path and are checked separately.
+NEVER_IMPORTED = ("build_backend.py",)  # FlashInfer's and torch-c-dlpack-ext's, by which they build themselves
 ESSENTIAL = ("megatron-core", "ray", "TransferQueue", "transformers", "tokenizers", "tensordict", "math-verify")
 
 
@@ -34,7 +38,7 @@ def package_findings(cuda: bool) -> Iterator[Finding]:
             yield Finding("fail", name, f"not installed, but {other} is: it cannot run here", f"run {setup}")
         elif found is None:
             yield Finding("fail", name, "not installed", f"run {setup}")
-        elif name == "megatron-core" and not megatron_versions.contains(megatron_versions.SUPPORTED, found):
+        elif name == "megatron-core" and not megatron_versions.is_supported(found):
             detail = f"{found} is not supported: megarl needs {megatron_versions.SUPPORTED}, for its patches"
             yield Finding("fail", name, detail, f"run {setup}")
         else:
@@ -45,7 +49,27 @@ def package_findings(cuda: bool) -> Iterator[Finding]:
     else:
         fix = "pip install --no-deps --no-build-isolation -e ."
         yield Finding("fail", "megarl plugin for vLLM", "not registered: weights could not be sent", fix)
+    yield overwritten_finding(setup)
     yield from _lock_findings("gpu.lock" if cuda else "cpu.lock", setup)
+
+
+def overwritten_finding(setup: str, path: Sequence[str] = tuple(sys.path)) -> Finding:
+    """Return whether distributions own the same file with different content: the last installed one has won.
+
+    `path`: the directories of distributions. pip and `pip check` do not notice.
+    """
+    owners: dict[str, dict[str, str]] = {}
+    for each in distributions(path=list(path)):
+        name, root = each.name, str(each.locate_file(""))
+        for file, content, _ in csv.reader((each.read_text("RECORD") or "").splitlines()):
+            if content and not file.startswith("..") and file not in NEVER_IMPORTED:
+                owners.setdefault(f"{root}/{file}", {})[name] = content
+    pairs = Counter(" and ".join(sorted(of)) for of in owners.values() if len(set(of.values())) > 1)
+    what = "files of packages"
+    if not pairs:
+        return Finding("ok", what, "no package has overwritten one of another")
+    told = ", ".join(f"{names} ({count})" for names, count in sorted(pairs.items()))
+    return Finding("warn", what, f"owned by two packages with different content: {told}", f"uninstall both, {setup}")
 
 
 def _lock_findings(name: str, setup: str) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100  # characters without a terminal
 HEIGHT = 60  # lines of `--once`, and without a terminal
+START_S = 60  # from the start of a run until it has a directory, at most
 END_KEYS = set("qQ\x03\x04")
 
 
@@ -48,14 +49,26 @@ def run(options: argparse.Namespace) -> int:
     from megarl.cli.top.run_view import RunWatch
     from megarl.cli.top.screen import Screen
 
-    watch = RunWatch(options.run_dir)
     is_terminal = sys.stdout.isatty()
+    if is_terminal and not options.once:
+        _wait_for(options.run_dir)
+    watch = RunWatch(options.run_dir)
     if is_terminal and not options.once:
         _watch(watch, Console(highlight=False), max(0.1, options.interval))
         return 0
     console = Console(highlight=False, width=None if is_terminal else WIDTH, force_terminal=is_terminal)
     console.print(Screen(watch.look(), live=False, height=HEIGHT))
     return 0
+
+
+def _wait_for(run_dir: Path) -> None:
+    """Give a run that was just started the time to make its directory."""
+    for second in range(START_S):
+        if run_dir.is_dir():
+            return
+        if second == 0:
+            sys.stderr.write(f"megarl: waiting {START_S} s at most for {run_dir}; Ctrl-C ends it\n")
+        time.sleep(1)
 
 
 def _watch(watch: RunWatch, console: Console, interval_s: float) -> None:

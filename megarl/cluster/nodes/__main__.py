@@ -21,6 +21,7 @@ from megarl.cluster.nodes.prepare import local_allocation, prepare, slurm_alloca
 from megarl.cluster.nodes.spec import LaunchSpec
 from megarl.common.errors import ConfigError
 from megarl.common.rundir.notices import write_notice
+from megarl.config.checks.secrets import referenced_variables
 from megarl.config.loading.arguments import add_config_arguments, add_force_argument
 from megarl.config.loading.load import load_config
 
@@ -106,7 +107,8 @@ def _fail(options: argparse.Namespace) -> int:
 
 
 def _environment(options: argparse.Namespace) -> int:
-    sys.stdout.write(exports(LaunchSpec.load(options.launch).config, os.environ))
+    referenced = referenced_variables(LaunchSpec.load(options.launch).config)
+    sys.stdout.write(exports(referenced, os.environ))
     return 0
 
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
 from megarl.cluster.nodes.topology import NodePlan, Topology, make_topology, stop_seconds
-from megarl.common.errors import ConfigError
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
-from megarl.config.checks.secrets import referenced_variables
 from megarl.config.schema import Config
 from megarl.config.schema.job import LaunchConfig, TimeoutsConfig
 
@@ -71,31 +67,12 @@ def raylet_command(launch: str, index: int, agent_pid: int) -> list[str]:
     return [sys.executable, "-m", "megarl.cluster.nodes.raylet", launch, str(index), str(agent_pid)]
 
 
-def user_environment(path: Path | None) -> dict[str, str]:
-    """Return the `env_vars` of `launch.runtime_env`. Raises ConfigError, naming the file, if it holds anything else."""
-    if path is None:
-        return {}
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError([f"launch.runtime_env: {path} cannot be read: {error}"]) from None
-    if not isinstance(content, dict) or set(content) - {"env_vars"}:
-        raise ConfigError([
-            f"launch.runtime_env: {path} may hold `env_vars` only: code and packages are the same on all nodes, "
-            "from the shared file system"
-        ])  # fmt: skip
-    variables = content.get("env_vars") or {}
-    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
-        raise ConfigError([f"launch.runtime_env: {path}: every value of env_vars must be a string; put it in quotes"])
-    return {str(name): value for name, value in variables.items()}
-
-
-def exports(config: Config, environment: Mapping[str, str]) -> str:
+def exports(referenced: Collection[str], environment: Mapping[str, str]) -> str:
     """Return shell commands that set, on another host, what an agent needs of this environment.
 
-    These are the variables of the libraries and those to which the config refers.
+    These are the variables of the libraries and those `referenced` by the config (`referenced_variables`).
     """
-    names = _PASSED_NAMES | referenced_variables(config).keys()
+    names = {*_PASSED_NAMES, *referenced}
     return "".join(
         f"export {name}={shlex.quote(value)}\n"
         for name, value in environment.items()

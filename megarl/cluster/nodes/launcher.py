@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from megarl.cluster.nodes import commands
 from megarl.cluster.nodes.node_files import NodeBoard, NodeFailure, NodeRecord, State, Watch
 from megarl.cluster.nodes.processes import NodeProcesses
 from megarl.cluster.nodes.spec import LaunchSpec
@@ -35,6 +34,7 @@ from megarl.common.rundir import run_files
 from megarl.common.rundir.notices import write_notice
 from megarl.common.rundir.run_lock import Holder, RunClaim, claim, other_holder
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
+from megarl.config.checks.secrets import user_environment
 from megarl.config.derived.hardware import local_gpus
 
 logger = logging.getLogger("megarl.cluster.nodes.launcher")
@@ -183,7 +183,7 @@ class NodeLauncher:
         interface = self.config.launch.interface
         if several or interface is not None:
             self.address = own_address(self.launch.hosts, interface)
-        os.environ.update(commands.user_environment(self.config.launch.runtime_env))
+        os.environ.update(user_environment(self.config.launch.runtime_env))
         os.environ.update(
             network_environment(self.address, interface_of(self.address), several=several, chosen=interface is not None)
         )

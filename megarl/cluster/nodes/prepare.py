@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.cluster.nodes.commands import ENTRY, user_environment
+from megarl.cluster.nodes.commands import ENTRY
 from megarl.cluster.nodes.node_files import NodeBoard
 from megarl.cluster.nodes.spec import LaunchSpec, launch_directory
 from megarl.cluster.nodes.topology import Topology, make_topology, stop_seconds
@@ -23,6 +23,7 @@ from megarl.common.errors import ConfigError
 from megarl.common.process.processes import ProcessId
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import Holder, RunClaim, claim, other_holder
+from megarl.config.checks.secrets import user_environment
 from megarl.config.checks.sections import detect_device
 from megarl.config.derived.hardware import local_gpus
 from megarl.config.loading.load import to_yaml

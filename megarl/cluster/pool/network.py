@@ -42,11 +42,7 @@ def _is_ipv6_only(host: str) -> bool:
         families = {family for family, *_ in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return families == {socket.AF_INET6} and not _is_loopback(host)
-
-
-def _is_loopback(host: str) -> bool:
-    return any(ipaddress.ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
+    return families == {socket.AF_INET6} and host not in ("::1", "localhost")
 
 
 def interface_of(address: str) -> str | None:
@@ -103,5 +99,5 @@ def network_environment(address: str, interface: str | None, *, several: bool, c
     if interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = interface
         if chosen or not several:
-            environment["NCCL_SOCKET_IFNAME"] = interface
+            environment["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without the sign NCCL takes it as a prefix
     return environment

@@ -23,7 +23,9 @@ from typing import Any
 
 import msgspec
 
+from megarl.common.clocks import RateLimit
 from megarl.common.errors import PartsLost, PoolEnded, SupervisorFailed
+from megarl.common.files import replace_file
 from megarl.common.process.processes import ProcessId, is_alive, kill, sweep
 from megarl.config.schema import Config
 
@@ -37,6 +39,7 @@ REBUILDING = "rebuilding"  # the state of a pool whose engines live, while contr
 NOTICED_S = 10.0
 TELL_S = 30.0  # between two lines for the user while engines start
 TROUBLE_S = 10.0  # for which a file system may fail while a run starts
+_complaints = RateLimit(30.0)
 _ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  # states after which none is "ready"
 
 
@@ -100,13 +103,10 @@ class SupervisorHandle:
     def _checked_state(self) -> dict[str, Any]:
         """Return the supervisor's state; {} if it cannot be read now. Raises as `check`."""
         run_dir = Path(self.run_dir)
-        try:
-            state = read_state(run_dir) or {}
-        except OSError as error:
-            if self.is_alive():
-                logger.warning("the state of the rollout pool is not known now: %s", error)
-                return {}
-            state = {}
+        state = _state_now(run_dir)
+        if state is None and self.is_alive():
+            return {}
+        state = state or {}
         launch_id = state.get("launch_id", self.launch_id)
         if launch_id != self.launch_id:
             reason: str | None = f"another launch ({launch_id}) has begun in {run_dir}"
@@ -165,34 +165,33 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 
 def read_state_again(run_dir: Path, timeout_s: float = TROUBLE_S) -> dict[str, Any] | None:
     """Read as `read_state`; a file system that fails is asked again for `timeout_s`. Then raises OSError."""
-    deadline, complains = time.monotonic() + timeout_s, True
-    while True:
-        try:
-            return read_state(run_dir)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise
-            if complains:
-                logger.warning("the state of the rollout pool is not known now, and is read again: %s", error)
-            complains = False
+    deadline = time.monotonic() + timeout_s
+    while (state := _state_now(run_dir)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
+    return state or read_state(run_dir)
 
 
-def _own_state(run_dir: Path, launch_id: str) -> dict[str, Any] | None:
-    """Return the state of this launch's pool, {} if it is not known now; None if another launch has replaced it."""
+def _state_now(run_dir: Path) -> dict[str, Any] | None:
+    """Return the state of the pool, {} if there is none; None if it cannot be read now, which is logged now and then.
+
+    A shared file system may fail for a moment.
+    """
     try:
-        state = read_state(run_dir) or {}
+        return read_state(run_dir) or {}
     except OSError as error:
-        logger.warning("the state of the rollout pool is not known now: %s", error)
-        return {}
-    return state if state.get("launch_id", launch_id) == launch_id else None
+        if _complaints.allows():
+            logger.warning("the state of the rollout pool is not known now, and is read again: %s", error)
+        return None
+
+
+def _is_own(state: dict[str, Any] | None, launch_id: str) -> bool:
+    """Tell whether a state may be that of this launch's pool; False if another launch has replaced it."""
+    return not state or state.get("launch_id", launch_id) == launch_id
 
 
 def write_state(run_dir: Path, state: dict[str, Any]) -> None:
     """Replace RUN_DIR/supervisor.json atomically."""
-    temporary = run_dir / f".{STATE_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(state, indent=1))
-    temporary.replace(run_dir / STATE_FILE)
+    replace_file(run_dir / STATE_FILE, json.dumps(state, indent=1).encode())
 
 
 def launch_supervisor(
@@ -377,15 +376,9 @@ def _await_state(
     """
     deadline = time.monotonic() + timeout_s
     process = _STARTED.get(launch_id)
-    trouble: OSError | None = None
     while True:
-        try:
-            state, trouble = read_state(run_dir), None
-        except OSError as error:
-            if trouble is None:
-                logger.warning("the state of the rollout pool is not known now, and is read again: %s", error)
-            state, trouble = None, error
-        if state is not None and state["launch_id"] == launch_id:
+        state = _state_now(run_dir)
+        if state and state["launch_id"] == launch_id:
             if ended := _ENDED.get(state["state"]):
                 raise SupervisorFailed(f"the rollout pool {ended}: {state['error'] or 'asked to stop'}")
             if done(state):
@@ -397,8 +390,8 @@ def _await_state(
                 f"the supervisor ended with code {process.returncode}; see {run_dir / 'logs' / 'supervisor.log'}"
             )
         if time.monotonic() > deadline:
-            at = "has not written its state" if state is None else f"is still in state {state['state']!r}"
-            at = f"may have written its state, which cannot be read ({trouble})" if trouble is not None else at
+            at = f"is still in state {state['state']!r}" if state else "has not written its state"
+            at = "may have written its state, which cannot be read" if state is None else at
             raise SupervisorFailed(f"waited {timeout_s:.0f} s for the supervisor, which {at}; see {run_dir / 'logs'}")
         time.sleep(0.05)
 
@@ -413,9 +406,8 @@ def stop_supervisor(
     supervisor elsewhere, which then ends by itself, is not waited for.
     """
     here = host in {None, platform.node()}
-    state = _own_state(run_dir, launch_id)
     try:
-        if state is not None:
+        if _is_own(_state_now(run_dir), launch_id):
             (run_dir / STOP_FILE).write_text(launch_id)
         elif here:
             kill([process], signal.SIGTERM)
@@ -427,14 +419,15 @@ def stop_supervisor(
     while time.monotonic() < deadline:
         for child in _STARTED.values():
             child.poll()
-        state = _own_state(run_dir, launch_id)
-        if not is_alive(process) if here else state is None or state.get("state") in {"stopped", "failed"}:
+        state = _state_now(run_dir) or {}
+        ended = not _is_own(state, launch_id) or state.get("state") in {"stopped", "failed"}
+        if not is_alive(process) if here else ended:
             break
         time.sleep(0.05 if here else 0.5)
     if here and is_alive(process):
         logger.error("the supervisor (pid %d) did not stop within %.0f s: killing it", process.pid, timeout_s)
-        state = _own_state(run_dir, launch_id) or {}
-        children = {ProcessId(**each) for each in state.get("children", ())}
+        state = _state_now(run_dir) or {}
+        children = {ProcessId(**each) for each in state.get("children", ()) if _is_own(state, launch_id)}
         sweep({process, *children}, grace_s=0.0)
         os.kill(process.pid, signal.SIGKILL) if is_alive(process) else None
     for child in _STARTED.values():

@@ -115,11 +115,11 @@ class RayShare:
 
 def rollout_share(config: Config, *, cuda: bool) -> RayShare:
     """Return the share of a rollout node: its engines, and room for controller, queue controller and storage units."""
-    per_node = resolve_pools(config).rollout.gpus_per_node
-    engines = engines_per_node(config)
+    pool = resolve_pools(config).rollout
+    engines = engines_per_node(pool, config.rollout, config.teachers)
     cpus = engines + 1 + 1 + config.queue.storage_units + 2
     # Engines are counted by a resource of their own: without GPUs Ray would pack them onto one node.
-    return RayShare(cpus, per_node if cuda else 0, {ROLLOUT_RESOURCE: 10000, ENGINE_RESOURCE: engines})
+    return RayShare(cpus, pool.gpus_per_node if cuda else 0, {ROLLOUT_RESOURCE: 10000, ENGINE_RESOURCE: engines})
 
 
 # The share of a trainer node: its ranks connect to its raylet, nothing is scheduled on it.

@@ -11,15 +11,18 @@ run; most failures are covered by each of them:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -75,6 +78,31 @@ def state_of(process: ProcessId) -> str | None:
     return state[0] if state is not None and state[1] == process.start_time else None
 
 
+def this_place() -> str:
+    """Name host, boot and pid namespace of this process: two processes of one place see each other's pids.
+
+    Some sandboxes have no boot id or no namespaces; these parts are then empty.
+    """
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    return f"{platform.node()}/{boot}/{namespace}"
+
+
+def has_ended(process: ProcessId, place: str) -> bool | None:
+    """Tell whether a process of a place (`this_place`) has ended; None if that cannot be seen from here.
+
+    Hosts and containers may share a directory: the pids of another place mean nothing here.
+    """
+    here = this_place()
+    if place == here:
+        return not is_alive(process)
+    (host, boot, *_), (own_host, own_boot, *_) = place.split("/"), here.split("/")
+    return True if host == own_host and boot != own_boot else None
+
+
 def still_alive(processes: Iterable[ProcessId]) -> set[ProcessId]:
     """Return those that still run. Whoever records processes for long drops the others, or the record only grows."""
     return {process for process in processes if is_alive(process)}
@@ -121,23 +149,12 @@ def descendants(pid: int) -> set[ProcessId]:
 
     A process whose parent has ended is not found: callers that need it have to record it before.
     """
-    children: dict[int, list[int]] = {}
-    for candidate in psutil.pids():
-        try:
-            with open(f"/proc/{candidate}/stat", "rb") as file:
-                parent = int(file.read().rpartition(b")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(parent, []).append(candidate)
-    found: set[ProcessId] = set()
-    queue = list(children.get(pid, ()))
-    while queue:
-        current = queue.pop()
-        queue.extend(children.get(current, ()))
-        state = _stat(current)
-        if state is not None and state[0] not in "ZX":
-            found.add(ProcessId(current, state[1]))
-    return found
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return set()
+    states = {child.pid: _stat(child.pid) for child in children}
+    return {ProcessId(each, state[1]) for each, state in states.items() if state is not None and state[0] not in "ZX"}
 
 
 def kill(processes: Iterable[ProcessId], signal_number: int) -> None:

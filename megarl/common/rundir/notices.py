@@ -16,13 +16,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO
+
+import msgspec
+
+from megarl.common.rundir.json_lines import JsonLines
 
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 3000  # of one notice
 FULL_BYTES = 4 << 20  # of the file
-_MAX_BYTES = 1 << 20  # that are read at a time
 _MOST_WAITING = 100  # notices that the disk has not taken
 _lock = threading.Lock()
 _waiting: dict[Path, deque[bytes]] = {}
@@ -62,8 +65,9 @@ def _append(run_dir: Path, lines: deque[bytes]) -> None:
     Two processes that find it full at the same time may delete the older notices early.
     """
     path = notices_file(run_dir)
-    if _facts(path).size >= FULL_BYTES:
-        path.replace(older_notices_file(run_dir))
+    with suppress(FileNotFoundError):
+        if path.stat().st_size >= FULL_BYTES:
+            path.replace(older_notices_file(run_dir))
     with path.open("ab", buffering=0) as file:
         while lines:
             if file.write(lines[0]) < len(lines[0]):
@@ -76,16 +80,21 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else f"\\x{ord(each):02x}" for each in text)
 
 
+class _Notice(msgspec.Struct):
+    text: str
+
+
 class NoticeWatch:
     """Shows every notice that is written while it is open, by a daemon thread; `close` shows the last ones."""
 
     def __init__(self, run_dir: Path, show: Callable[[str], None], interval_s: float = 0.5) -> None:
         """`show` is called in that thread, or in another one by `show_new`."""
-        self._path, self._older = notices_file(run_dir), older_notices_file(run_dir)
-        self._show, self._interval_s = show, interval_s
-        self._inode, self._position = 0, 0
+        self._path, self._show, self._interval_s = notices_file(run_dir), show, interval_s
+        self._file: BinaryIO | None = None
+        self._lines, self._decoder = JsonLines(), msgspec.json.Decoder(_Notice)
         with suppress(OSError):
-            self._inode, self._position = _facts(self._path)
+            self._file = self._path.open("rb")
+            self._lines.position = self._file.seek(0, os.SEEK_END)
         self._closed, self._looks = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="watch-notices", daemon=True)
         self._thread.start()
@@ -109,56 +118,21 @@ class NoticeWatch:
     def _look(self) -> None:
         try:
             with self._looks:
-                for text in self._new():
-                    self._show(printable(text))
+                self._show_lines()
         except Exception:
             logger.exception("a notice could not be shown")  # the log has its text, and the next one may be shown
 
-    def _new(self) -> list[str]:
-        """Return the texts of the complete lines that have come since the last call, or a part of many."""
-        try:
-            facts, older = _facts(self._path), _facts(self._older)
-        except OSError:  # the file system fails for a moment, which says nothing about the files
-            return []
-        if facts.inode == self._inode:
-            return self._read(self._path, facts.size)
-        if older.inode == self._inode and (texts := self._read(self._older, older.size)):
-            return texts  # there may be more
-        self._inode, self._position = facts.inode, 0
-        return self._read(self._path, facts.size)
-
-    def _read(self, path: Path, size: int) -> list[str]:
-        """Return the texts of complete lines from the position on, and move it behind them."""
-        if size <= self._position:
-            self._position = size
-            return []
-        with path.open("rb") as file:
-            file.seek(self._position)
-            read = file.read(_MAX_BYTES)
-        complete = read[: read.rfind(b"\n") + 1] or (read if len(read) == _MAX_BYTES else b"")
-        self._position += len(complete)
-        return [text for line in complete.splitlines() if (text := _text(line)) is not None]
-
-
-def _text(line: bytes) -> str | None:
-    """Return the text of a line; None if it is no notice."""
-    try:
-        content = json.loads(line)
-    except ValueError:
-        return None
-    text = content.get("text") if isinstance(content, dict) else None
-    return text[:MAX_CHARACTERS] if isinstance(text, str) else None
-
-
-class _Facts(NamedTuple):
-    inode: int
-    size: int
-
-
-def _facts(path: Path) -> _Facts:
-    """Return which file is there, and its size in bytes; (0, 0) if there is none. Raises OSError."""
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return _Facts(0, 0)
-    return _Facts(found.st_ino, found.st_size)
+    def _show_lines(self) -> None:
+        """Show the complete lines that have come since the last call: of the file that was open, then of a new one."""
+        while True:
+            if self._file is None:
+                try:
+                    self._file, self._lines = self._path.open("rb"), JsonLines()
+                except FileNotFoundError:
+                    return
+            for notice in self._lines.decoded(self._file, self._decoder):
+                self._show(printable(notice.text[:MAX_CHARACTERS]))
+            if not self._path.exists() or os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                return
+            self._file.close()
+            self._file = None

@@ -9,21 +9,21 @@ their names begin with that of the private directory and they are removed with i
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import shared_memory
 from pathlib import Path
 
-from megarl.common.process.processes import ProcessId, is_alive
+import msgspec
+
+from megarl.common.process.processes import ProcessId, has_ended, this_place
 
 # The place of torch's compiled kernels, from which code is loaded: a directory that only its user writes to.
 #
@@ -75,39 +75,16 @@ _LONGEST_BASE = 20
 
 @dataclass(frozen=True)
 class Owner:
-    """Identifies the process that owns a directory, and where its pid means something."""
+    """Identifies the process that owns a directory, and the place where its pid means something."""
 
     process: ProcessId
-    host: str
-    boot: str
-    pid_namespace: str
-
-    @classmethod
-    def own(cls) -> Owner:
-        """Return this process as an owner. Some sandboxes have no boot id or no namespaces; these are then empty."""
-        boot = namespace = ""
-        with contextlib.suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        with contextlib.suppress(OSError):
-            namespace = os.readlink("/proc/self/ns/pid")
-        return cls(ProcessId.own(), platform.node(), boot, namespace)
-
-    def is_dead(self, here: Owner) -> bool:
-        """Tell whether this owner has ended for certain, seen from the process `here`.
-
-        A temporary directory may be shared by containers and, rarely, by hosts: what is not known counts as alive.
-        """
-        if self.host != here.host:
-            return False
-        if self.boot != here.boot:
-            return True
-        return self.pid_namespace == here.pid_namespace and not is_alive(self.process)
+    place: str
 
 
 def make_private_directory() -> Path:
     """Make a directory that this process owns, with the subdirectories `ray` and `tmp`."""
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
-    (directory / _OWNER).write_text(json.dumps(asdict(Owner.own())))
+    (directory / _OWNER).write_bytes(msgspec.json.encode(Owner(ProcessId.own(), this_place())))
     for name in ("ray", "tmp"):
         (directory / name).mkdir(mode=0o700)
     return directory
@@ -131,10 +108,10 @@ def remove_private_directory(directory: Path) -> None:
 
 def sweep_dead_directories() -> list[Path]:
     """Remove the private directories of this user whose owner is dead; return them."""
-    here, removed = Owner.own(), []
+    removed = []
     for directory in sorted(_base().glob(_PREFIX + "*")):
         owner = _owner(directory)
-        if owner is not None and owner.is_dead(here):
+        if owner is not None and has_ended(owner.process, owner.place):
             remove_private_directory(directory)
             removed.append(directory)
     if removed:
@@ -193,7 +170,6 @@ def _owner(directory: Path) -> Owner | None:
         private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
         if not private or status.st_uid != os.getuid() or not _NAME.fullmatch(directory.name):
             return None
-        fields = json.loads((directory / _OWNER).read_text())
-        return Owner(**{**fields, "process": ProcessId(**fields["process"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        return msgspec.json.decode((directory / _OWNER).read_bytes(), type=Owner)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -25,7 +25,8 @@ from pathlib import Path
 import msgspec
 
 from megarl.common.errors import ConfigError
-from megarl.common.process.processes import ProcessId, is_alive
+from megarl.common.files import replace_file
+from megarl.common.process.processes import ProcessId, has_ended, this_place
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,6 @@ class Holder:
 UNKNOWN = Holder("an unknown run", "", "", ProcessId(0, 0))  # of a claim that cannot be read
 
 
-def this_place() -> str:
-    """Name host, boot and pid namespace of this process: two processes of one place see each other's pids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{platform.node()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-
-
 @dataclass(frozen=True)
 class Sighting:
     """A claim's file as a start has seen it."""
@@ -96,9 +91,9 @@ class Sighting:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return cls(UNKNOWN, renewed_ns)
 
-    def runs_here(self) -> bool | None:
-        """Tell whether the holder, a process of this host, is alive; None if it is of another place or unknown."""
-        return is_alive(self.holder.process) if self.holder.place == this_place() else None
+    def has_ended(self) -> bool | None:
+        """Tell whether the holder, a process of this host, has ended; None if it is of another place or unknown."""
+        return None if self.holder == UNKNOWN else has_ended(self.holder.process, self.holder.place)
 
 
 class RunClaim:
@@ -170,15 +165,13 @@ def claim(
                 continue
             if seen.holder.same_run(mine):
                 if seen.holder.process != mine.process:  # a launch's agent takes over
-                    temporary = run_dir / f".{CLAIM_FILE}"
-                    temporary.write_bytes(msgspec.json.encode(replace(mine, since=seen.holder.since)))
-                    temporary.replace(run_dir / CLAIM_FILE)
+                    replace_file(run_dir / CLAIM_FILE, msgspec.json.encode(replace(mine, since=seen.holder.since)))
                 return RunClaim(run_dir, mine)
             if not force:
                 _await_silence(run_dir, seen, node_s, say)
             _move_aside(run_dir, seen)
             taken = seen
-        if force and taken is not None and taken.runs_here() is not False:
+        if force and taken is not None and not taken.has_ended():
             _await_end(run_dir, taken, node_s, say)
     except OSError as error:
         raise ConfigError([f"run.dir: {run_dir} cannot be claimed: {error}"]) from None
@@ -187,7 +180,7 @@ def claim(
 
 def _await_silence(run_dir: Path, seen: Sighting, node_s: float, say: Callable[[str], object]) -> None:
     """Return when the holder has ended, or has been silent for `node_s`. Raises ConfigError if it is alive."""
-    if (alive := seen.runs_here()) is None:
+    if (ended := seen.has_ended()) is None:
         with tempfile.NamedTemporaryFile(prefix=f".{CLAIM_FILE}.", dir=run_dir) as file:
             silent_s = (os.fstat(file.fileno()).st_mtime_ns - seen.renewed_ns) / 1e9
         if silent_s < node_s:
@@ -199,8 +192,8 @@ def _await_silence(run_dir: Path, seen: Sighting, node_s: float, say: Callable[[
         while now == seen and time.monotonic() < until:
             time.sleep(min(RENEW_S / 2, node_s / 4))
             now = Sighting.of(run_dir)
-        alive = now not in (None, seen)
-    if alive:
+        ended = now in (None, seen)
+    if not ended:
         raise ConfigError([in_use(run_dir, seen)])
 
 
@@ -210,7 +203,7 @@ def _await_end(run_dir: Path, taken: Sighting, node_s: float, say: Callable[[str
         f"{run_dir} is taken from {taken.holder.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) for its end"
     )
     began = time.monotonic()
-    while (waited := time.monotonic() - began) < 2 * RENEW_S or (taken.runs_here() and waited < node_s):
+    while (waited := time.monotonic() - began) < 2 * RENEW_S or (taken.has_ended() is False and waited < node_s):
         time.sleep(RENEW_S / 10)
 
 
@@ -268,7 +261,7 @@ def in_use(run_dir: Path, seen: Sighting) -> str:
 def refuse_claimed(run_dir: Path) -> None:
     """Raise ConfigError if a process of this host that runs holds `run_dir`. Changes nothing and does not wait."""
     seen = Sighting.of(run_dir)
-    if seen is not None and seen.runs_here():
+    if seen is not None and seen.has_ended() is False:
         raise ConfigError([in_use(run_dir, seen)])
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.config.derived.datasets import all_sets, reward_functions
-from megarl.config.derived.staleness import most_in_flight, pace_problems
+from megarl.config.derived.staleness import pace_of, pace_problems
 from megarl.config.schema import Config
 from megarl.config.schema.agent import (
     ACT_TIMEOUT_S,
@@ -19,6 +19,7 @@ from megarl.config.schema.agent import (
     VERIFIERS,
     ToolConfig,
 )
+from megarl.config.schema.data import RewardConfig
 from megarl.rewards.builtin.code import CodeReward
 from megarl.sandbox.availability import sandbox_problem
 
@@ -82,7 +83,9 @@ def _gateway_problems(config: Config) -> Iterator[str]:
         )
     if any(pace_problems(config)):
         return
-    groups, samples = most_in_flight(config), config.batch.samples_per_group
+    groups, samples = config.batch.groups, config.batch.samples_per_group
+    # The most that are generated or wait in the queue at a time.
+    groups = max(groups, pace_of(config).steps_within_bound(0) * groups // config.admission.max_uses)
     if config.gateway.max_sessions < groups * samples:
         yield (
             f"gateway.max_sessions: {config.gateway.max_sessions}, but {groups} groups of {samples} samples may be "
@@ -131,7 +134,7 @@ def import_path_problems(key: str, path: str, neither: str) -> Iterator[str]:
 
 def sandbox_problems(config: Config, *, here: bool) -> Iterator[str]:
     """Yield the problems of reward functions and tools that run programs. `here`: the run will be on this machine."""
-    yield from _reward_problems(config)
+    yield from _reward_problems(reward_functions(config))
     users = sandbox_users(config) if here else []
     if users and (problem := sandbox_problem()) is not None:
         for user in users:
@@ -146,18 +149,19 @@ def sandbox_users(config: Config) -> list[str]:
     return judges + tools
 
 
-def _reward_problems(config: Config) -> Iterator[str]:
-    judges = {key: each for key, each in reward_functions(config).items() if each.function == "code"}
-    for key, reward in judges.items():
+def _reward_problems(rewards: Mapping[str, RewardConfig]) -> Iterator[str]:
+    for key, reward in rewards.items():
+        if reward.function != "code":
+            continue
         try:
             judge = CodeReward(**reward.kwargs)
         except (TypeError, ValueError) as error:
             yield f"{key}.kwargs: {error}"
             continue
-        if judge.timeout_s >= config.reward.timeout_s:
+        if judge.timeout_s >= reward.timeout_s:
             yield (
                 f"{key}.kwargs: timeout_s={judge.timeout_s:g}, the time of all tests of a response, is not below "
-                f"reward.timeout_s={config.reward.timeout_s:g}, after which the sample has failed; raise the latter"
+                f"reward.timeout_s={reward.timeout_s:g}, after which the sample has failed; raise the latter"
             )
         if reward.memory_gib is not None and judge.limits.memory_mib > reward.memory_gib * 1024:
             yield (

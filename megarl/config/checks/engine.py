@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 
 from megarl.config.derived.algorithm import filters_equal_rewards
-from megarl.config.schema import Config, RolloutConfig
+from megarl.config.schema import AdmissionConfig, RolloutConfig
+from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.models.architecture.architecture import ModelInfo
 
 # Checks, before anything starts, that trainer and engines cannot wait for each other for ever.
@@ -28,12 +29,12 @@ from megarl.models.architecture.architecture import ModelInfo
 # which nothing can happen exactly if the first does not hold.
 
 
-def liveness_problems(config: Config) -> Iterator[str]:
+def liveness_problems(admission: AdmissionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield what would make the run wait for ever, or filter in rollout what the trainer would train on.
 
     The first condition is checked with the other numbers of the pace (`pace_problems`).
     """
-    if config.admission.refill and not filters_equal_rewards(config.algorithm):
+    if admission.refill and not filters_equal_rewards(algorithm):
         yield (
             "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops, which is off; set "
             "that to true, or refill to false"

@@ -10,7 +10,7 @@ from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, 
 from megarl.config.schema import MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.models.architecture.architecture import ModelInfo
 
-# Modules of the supported families that Megatron-Core 0.16.1 can recompute; moe_act needs the grouped GEMM.
+# Modules of the supported families that Megatron-Core can recompute; moe_act needs the grouped GEMM.
 _RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 
@@ -33,13 +33,6 @@ def layout_problems(trainer: TrainerConfig) -> Iterator[str]:
         yield "trainer.parallel.sequence: sequence parallelism needs tensor > 1; set it to false"
     if parallel.virtual_pipeline is not None and pipeline == 1:
         yield "trainer.parallel.virtual_pipeline: needs pipeline > 1; remove it"
-    # Megatron 0.16.1 does not reduce the experts' gradients over the ranks that hold them (fixed by PR #5916).
-    if parallel.expert == 1 and expert_tensor != tensor:
-        yield (
-            f"trainer.parallel.expert_tensor: {expert_tensor} differs from tensor={tensor} with expert=1; "
-            "megatron-core 0.16.1 then lets the experts of different ranks diverge without an error: remove "
-            "expert_tensor"
-        )
 
 
 def model_problems(
@@ -153,7 +146,7 @@ def megatron_problems(trainer: TrainerConfig, megatron: MegatronConfig, device: 
 
 
 def _unsafe_fields(trainer: TrainerConfig, megatron: MegatronConfig, device: str) -> Iterator[str]:
-    """Yield the settings with which megatron-core 0.16.1 computes wrong results or fails in the first step."""
+    """Yield the settings with which megatron-core computes wrong results or fails in the first step."""
     fields, parallel = megatron.transformer, trainer.parallel
     interleaved = parallel.virtual_pipeline is not None
     # Without the overlap, PP=2 posts two sends to one peer and confuses them: gradients are wrong without an error.
@@ -162,7 +155,7 @@ def _unsafe_fields(trainer: TrainerConfig, megatron: MegatronConfig, device: str
         if interleaved and name in fields and fields[name] is not wanted:
             yield (
                 f"megatron.transformer.{name}: must be {str(wanted).lower()} with virtual_pipeline: megatron-core "
-                "0.16.1 otherwise confuses the chunks' activations, and gradients are wrong without an error; remove it"
+                "otherwise confuses the chunks' activations, and gradients are wrong without an error; remove it"
             )
     if not interleaved and fields.get("overlap_p2p_comm"):
         yield "megatron.transformer.overlap_p2p_comm: works only with trainer.parallel.virtual_pipeline; remove it"

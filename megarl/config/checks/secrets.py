@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from megarl.common.errors import ConfigError
 from megarl.common.trust.secret_references import literal_secrets, missing, references
 from megarl.config.checks.agent import tool_lists
 from megarl.config.schema import Config
@@ -43,7 +44,10 @@ def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
 
 def given_variables(launch: LaunchConfig) -> set[str]:
     """Return the names of the environment variables that the processes of a run on this machine will have."""
-    return set(os.environ) | _runtime_variables(launch.runtime_env)
+    try:
+        return {*os.environ, *user_environment(launch.runtime_env)}
+    except ConfigError:
+        return set(os.environ)  # a launch reports what is wrong with the file
 
 
 def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -62,11 +66,20 @@ def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"teachers.{index}.engine_kwargs", teacher.engine_kwargs
 
 
-def _runtime_variables(path: Path | None) -> set[str]:
-    """Return the names in the `env_vars` of `launch.runtime_env`; a launch reports what is wrong with the file."""
+def user_environment(path: Path | None) -> dict[str, str]:
+    """Return the `env_vars` of `launch.runtime_env`. Raises ConfigError, naming the file, if it holds anything else."""
     if path is None:
-        return set()
+        return {}
     try:
-        return set(yaml.safe_load(path.read_text(encoding="utf-8"))["env_vars"])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError):
-        return set()
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError([f"launch.runtime_env: {path} cannot be read: {error}"]) from None
+    if not isinstance(content, dict) or set(content) - {"env_vars"}:
+        raise ConfigError([
+            f"launch.runtime_env: {path} may hold `env_vars` only: code and packages are the same on all nodes, "
+            "from the shared file system"
+        ])  # fmt: skip
+    variables = content.get("env_vars") or {}
+    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
+        raise ConfigError([f"launch.runtime_env: {path}: every value of env_vars must be a string; put it in quotes"])
+    return {str(name): value for name, value in variables.items()}

@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -71,9 +71,9 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     of_config = (
         _sizes(config),
         pace_problems(config),
-        evaluation_problems(config),
+        evaluation_problems(config.evaluation, config.checkpoint, config.run),
         _deadlines(config.rollout, config.timeouts),
-        liveness_problems(config),
+        liveness_problems(config.admission, config.algorithm),
         correction_problems(config),
         monitor_problems(config.monitor, config.admission),
         _checkpoint(config.checkpoint, config.evaluation),
@@ -150,15 +150,19 @@ def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
         return config.rollout.max_model_len
     if config.data.max_prompt_tokens is None:
         return info.max_positions
-    return min(info.max_positions, config.data.max_prompt_tokens + longest_response(config).tokens)
+    return min(
+        info.max_positions,
+        config.data.max_prompt_tokens + longest_response(config.data, config.sampling, config.evaluation).tokens,
+    )
 
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """The longest allowed prompt in tokens, and the setting that it results from."""
+    """The longest allowed prompt in tokens, the setting that it results from, and what to do with a longer one."""
 
     tokens: int
     setting: str
+    fix: str
 
 
 def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None) -> PromptLimit:
@@ -166,9 +170,11 @@ def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None)
 
     A prompt and a longest response together have to fit the engine and one micro-batch.
     """
+    skip = ", or set data.overlong_prompts: skip"
     if config.data.max_prompt_tokens is not None:
-        return PromptLimit(config.data.max_prompt_tokens, "data.max_prompt_tokens")
-    engine = evaluation_prompt_limit(config, info)
+        return PromptLimit(config.data.max_prompt_tokens, "data.max_prompt_tokens", f"raise it{skip}")
+    held_out = evaluation_prompt_limit(config, info)
+    engine = replace(held_out, fix=held_out.fix.rpartition(", or")[0] + skip)
     if config.trainer.micro_batch_tokens == "auto":  # room for any sample
         return engine
     longest = longest_training_response(config.data, config.sampling)
@@ -176,18 +182,21 @@ def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None)
     if trained < engine.tokens:
         # The limit of one set may be that of the section or its own.
         setting = longest.setting if max_tokens in (None, longest.tokens) else "sampling.max_tokens of the set"
-        return PromptLimit(trained, f"trainer.micro_batch_tokens - {setting}")
+        return PromptLimit(
+            trained, f"trainer.micro_batch_tokens - {setting}", f"raise trainer.micro_batch_tokens{skip}"
+        )
     return engine
 
 
 def evaluation_prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
     """Return the limit of held-out prompts: with a longest response they have to fit the engine, but no micro-batch."""
-    tokens = max_sequence_tokens(config, info) - longest_response(config).tokens
+    longest = longest_response(config.data, config.sampling, config.evaluation)
+    tokens, lower = max_sequence_tokens(config, info) - longest.tokens, f"lower {longest.setting}, or leave the row out"
     if config.rollout.max_model_len is not None:
-        return PromptLimit(tokens, "rollout.max_model_len - the longest response")
+        return PromptLimit(tokens, "rollout.max_model_len - the longest response", f"raise the first, {lower}")
     if config.data.max_prompt_tokens is not None:
-        return PromptLimit(tokens, "data.max_prompt_tokens")
-    return PromptLimit(tokens, "the model's positions - the longest response")
+        return PromptLimit(tokens, "data.max_prompt_tokens", "raise it, or leave the row out")
+    return PromptLimit(tokens, "the model's positions - the longest response", lower)
 
 
 def _sizes(config: Config) -> Iterator[str]:
@@ -351,7 +360,7 @@ def _shape(model: ModelConfig, info: ModelInfo) -> Iterator[str]:
 
 
 def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
-    prompt, longest = config.data.max_prompt_tokens, longest_response(config)
+    prompt, longest = config.data.max_prompt_tokens, longest_response(config.data, config.sampling, config.evaluation)
     response = longest.tokens
     limit = config.rollout.max_model_len
     if limit is not None and limit > info.max_positions:

@@ -25,7 +25,8 @@ def teacher_problems(config: Config, info: ModelInfo, longest: int, *, files: bo
     `info`: of the policy; `longest`: the most tokens of a sample. `files`: the teachers' files are on this machine.
     """
     yield from _name_problems(config)
-    if distils_in_loss(config) and config.algorithm.kl.coef and config.algorithm.kl.where == "loss":
+    algorithm = config.algorithm
+    if distils_in_loss(config.teachers, algorithm.distill) and algorithm.kl.coef and algorithm.kl.where == "loss":
         yield (
             "algorithm.distill.where: the loss has one term of a KL (ref_kl), and algorithm.kl.coef asks for that to "
             "the reference policy; set algorithm.kl.where=reward, algorithm.kl.coef=0, or "

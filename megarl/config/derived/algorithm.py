@@ -5,7 +5,7 @@ Options are keys of `algorithm.loss_options` and `algorithm.advantage_options`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -49,13 +49,17 @@ def filters_equal_rewards(algorithm: AlgorithmConfig) -> bool:
 
 def algorithm_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield what is wrong with the loss, the advantage or their options; a user's function is tried out."""
-    for choose, check in ((loss_of, _check_loss), (advantage_of, _check_advantage)):
+    for kind, choose in (("loss", loss_of), ("advantage", advantage_of)):
         try:
             chosen: Any = choose(algorithm)
             if ":" in chosen.name:
-                check(chosen)
+                from megarl.algorithms import contract  # imports torch
+
+                (contract.check_loss if kind == "loss" else contract.check_advantage)(chosen)
         except ConfigError as error:
             yield from error.problems
+        except ValueError as error:
+            yield f"algorithm.{kind}: {error}"
 
 
 def _chosen(registry: FunctionRegistry[I, R], name: str, options: Mapping[str, Any]) -> Chosen[I, R]:
@@ -74,26 +78,6 @@ def _chosen(registry: FunctionRegistry[I, R], name: str, options: Mapping[str, A
         return entry.choose(options)
     except ValidationError as error:
         raise ConfigError([f"{key}.{explain(detail)}" for detail in error.errors(include_url=False)]) from None
-
-
-def _check_loss(chosen: Chosen[TokenInputs, TokenLoss]) -> None:
-    from megarl.algorithms.contract import check_loss
-
-    _tried("loss", lambda: check_loss(chosen))
-
-
-def _check_advantage(chosen: Chosen[GroupRewards, Advantages]) -> None:
-    from megarl.algorithms.contract import check_advantage
-
-    _tried("advantage", lambda: check_advantage(chosen))
-
-
-def _tried(kind: str, check: Callable[[], None]) -> None:
-    """Run a check of a user's function. Raises ConfigError instead of its ContractError."""
-    try:
-        check()
-    except ValueError as error:
-        raise ConfigError([f"algorithm.{kind}: {error}"]) from None
 
 
 # The options of reward shaping in a config, for the rollout side's filter and for the trainer's.

@@ -138,13 +138,13 @@ def longest_training_response(data: DataConfig, sampling: SamplingConfig) -> Res
     return max(limits, key=lambda each: each.tokens, default=shared)
 
 
-def longest_response(config: Config) -> ResponseLimit:
+def longest_response(data: DataConfig, sampling: SamplingConfig, evaluation: EvaluationConfig) -> ResponseLimit:
     """Return the upper bound of response tokens in training and evaluation."""
-    shared = ResponseLimit(config.sampling.max_tokens, "sampling.max_tokens")
-    if config.evaluation.max_tokens is not None:
-        shared = ResponseLimit(config.evaluation.max_tokens, "evaluation.max_tokens")
-    limits = [longest_training_response(config.data, config.sampling)]
-    for index, each in enumerate(config.evaluation.sets):
+    shared = ResponseLimit(sampling.max_tokens, "sampling.max_tokens")
+    if evaluation.max_tokens is not None:
+        shared = ResponseLimit(evaluation.max_tokens, "evaluation.max_tokens")
+    limits = [longest_training_response(data, sampling)]
+    for index, each in enumerate(evaluation.sets):
         own = each.max_tokens
         limits.append(shared if own is None else ResponseLimit(own, f"evaluation.sets.{index}.max_tokens"))
     return max(limits, key=lambda each: each.tokens)

@@ -45,9 +45,8 @@ def _rejects_before_updates(correction: CorrectionConfig) -> bool:
     return correction.denominator == "kept" and bool(correction.masks)
 
 
-def interpolates_proximal(config: Config) -> bool:
+def interpolates_proximal(correction: CorrectionSpec | None) -> bool:
     """Tell whether the proximal policy's log-probs are interpolated inside each update."""
-    correction = correction_of(config)
     return correction is not None and correction.proximal == "loglinear"
 
 
@@ -74,9 +73,8 @@ def recomputes_old_logprobs(config: Config) -> bool:
     """
     if config.algorithm.old_logprobs == "trainer" or _rejects_before_updates(config.algorithm.correction):
         return True
-    if interpolates_proximal(config):
-        return False
-    return correction_of(config) is not None and config.trainer.mini_batches > 1
+    correction = correction_of(config)
+    return correction is not None and not interpolates_proximal(correction) and config.trainer.mini_batches > 1
 
 
 def logprob_passes(config: Config) -> list[str]:

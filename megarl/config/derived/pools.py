@@ -61,15 +61,14 @@ def most_replicas(rollout: RolloutConfig) -> int:
     return rollout.max_replicas or rollout.replicas
 
 
-def engines_per_node(config: Config) -> int:
-    """Return the number of engines, teachers' included, for which a rollout node has places.
+def engines_per_node(pool: Pool, rollout: RolloutConfig, teachers: Sequence[TeacherConfig]) -> int:
+    """Return the number of engines, teachers' included, for which a node of the rollout `pool` has places.
 
     On several nodes all engines have as many GPUs each.
     """
-    pool = resolve_pools(config).rollout
     if pool.nodes == 1:
-        return most_replicas(config.rollout) + sum(each.replicas for each in engine_teachers(config.teachers))
-    return pool.gpus_per_node // config.rollout.tensor_parallel
+        return most_replicas(rollout) + sum(each.replicas for each in engine_teachers(teachers))
+    return pool.gpus_per_node // rollout.tensor_parallel
 
 
 def resolve_pools(config: Config) -> Pools:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.config.schema import DEFAULT_INTERVAL, DEFAULT_QUOTA, AdmissionConfig, Config, RunConfig
+from megarl.config.schema.data import EvaluationConfig
 from megarl.config.schema.job import CheckpointConfig
 
 
@@ -31,11 +32,16 @@ class Pace:
 
     def __post_init__(self) -> None:
         if self.updates_per_step < 1 or self.sync_interval < 1 or self.sync_interval % self.updates_per_step:
-            raise ValueError(f"sync_interval must be a positive multiple of updates_per_step: {self}")
+            raise ValueError(f"sync_interval must be a positive multiple of updates_per_step: {self!r}")
         # With a lower bound, nothing could be generated for the last step before a publication: the run would wait
         # for ever.
         if self.max_staleness < self.sync_interval - 1:
-            raise ValueError(f"max_staleness must be at least sync_interval - 1: {self}")
+            raise ValueError(f"max_staleness must be at least sync_interval - 1: {self!r}")
+
+    def __str__(self) -> str:
+        """Return when the weights are published, and how old a token may get, for people."""
+        every, oldest = (f"{n} update{'s' * (n != 1)}" for n in (self.sync_interval, self.max_staleness))
+        return f"publishes every {every.removeprefix('1 ')}, tokens at most {oldest} old"
 
     @property
     def runs_ahead(self) -> bool:
@@ -75,12 +81,6 @@ def refill_groups(config: Config) -> int:
     return config.admission.refill_limit * config.batch.groups if config.admission.refill else 0
 
 
-def most_in_flight(config: Config) -> int:
-    """Return the most groups that are generated or wait in the queue at a time."""
-    groups, uses = config.batch.groups, config.admission.max_uses
-    return max(groups, pace_of(config).steps_within_bound(0) * groups // uses)
-
-
 def _sync_interval(section: AdmissionConfig, updates: int) -> int:
     if section.sync_interval is not None:
         return section.sync_interval
@@ -105,6 +105,11 @@ def pace_notes(config: Config) -> Iterator[str]:
             f"and max_staleness is {pace.max_staleness}: generation and training take turns; for more, set "
             f"admission.max_staleness to at least {2 * updates - 1}"
             + (f" and admission.sync_interval to at least {2 * updates}" if config.admission.mode == "stream" else "")
+        )
+    if (made := config.run.steps * updates) < pace.sync_interval:
+        yield (
+            f"admission.sync_interval: {pace.sync_interval} updates are more than the {made} of the whole run "
+            "(run.steps), which trains on tokens of the first weights only; lower it to see the weights change"
         )
     uses = config.admission.max_uses
     if uses > 1 and pace.steps_within_bound(0) < 2 * uses:
@@ -192,15 +197,13 @@ def evaluates_beside_training(config: Config) -> bool:
     return pace_of(config).runs_ahead and not any(_needs_one_version(config.checkpoint, config.run))
 
 
-def evaluation_problems(config: Config) -> Iterator[str]:
+def evaluation_problems(section: EvaluationConfig, checkpoint: CheckpointConfig, run: RunConfig) -> Iterator[str]:
     """Yield what is wrong with the section `evaluation`, each with its fix."""
-    section = config.evaluation
     if section.every and not section.sets:
         yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
     if section.concurrent:
         yield from (
-            f"evaluation.concurrent: {reason}; remove one of them"
-            for reason in _needs_one_version(config.checkpoint, config.run)
+            f"evaluation.concurrent: {reason}; remove one of them" for reason in _needs_one_version(checkpoint, run)
         )
 
 

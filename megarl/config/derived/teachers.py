@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megarl.config.derived.datasets import train_sets
 from megarl.config.schema import Config
-from megarl.config.schema.algorithm import TeacherConfig
-from megarl.models.architecture.architecture import ModelInfo
+from megarl.config.schema.algorithm import DistillConfig, TeacherConfig
 from megarl.models.hf.model_files import hf_files
-from megarl.models.hf.read_config import load_info
 
 SCORED_AT_ONCE = 64  # sequences, by each engine of a teacher
 
@@ -24,9 +21,9 @@ def teachers_by_set(config: Config) -> dict[str, TeacherConfig]:
     return {each.name: known[each.teacher] for each in train_sets(config) if each.teacher in known}
 
 
-def distils_in_loss(config: Config) -> bool:
+def distils_in_loss(teachers: Sequence[TeacherConfig], distill: DistillConfig) -> bool:
     """Tell whether the loss has a term of the KL to teachers."""
-    return bool(config.teachers) and config.algorithm.distill.where == "loss"
+    return bool(teachers) and distill.where == "loss"
 
 
 def engine_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
@@ -37,15 +34,6 @@ def engine_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
 def trainer_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
     """Return the teachers that the trainer's ranks hold, in the order of the config."""
     return [each for each in teachers if each.where == "trainer"]
-
-
-def known_models(teachers: Sequence[TeacherConfig]) -> dict[str, ModelInfo]:
-    """Return the models of the teachers that the trainer's ranks hold, as far as their config.json is here."""
-    found = {}
-    for each in trainer_teachers(teachers):
-        with suppress(ValueError):
-            found[each.name] = load_info(each.path)
-    return found
 
 
 def engine_config(config: Config, teacher: TeacherConfig) -> Config:

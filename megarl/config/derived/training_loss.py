@@ -32,7 +32,7 @@ def objective_of(config: Config) -> Objective:
         ce_coef=algorithm.ce.coef,
         entropy_coef=algorithm.entropy_coef,
         correction=correction_of(config),
-        **_ref_kl(algorithm, distils_in_loss(config)),
+        **_ref_kl(algorithm, distils_in_loss(config.teachers, algorithm.distill)),
     )
 
 
@@ -53,7 +53,7 @@ def needed_streams(config: Config, objective: Objective) -> list[str]:
         ADVANTAGES,
         *([OLD_LOGPROBS] if objective.correction is None or recomputes_old_logprobs(config) else []),
         *([ROLLOUT_LOGPROBS] if objective.correction else []),
-        *([PROXIMAL_ALPHA] if interpolates_proximal(config) else []),
+        *([PROXIMAL_ALPHA] if interpolates_proximal(objective.correction) else []),
         *([objective.reference_stream] if objective.kl_coef else []),
     ]
 
@@ -70,7 +70,8 @@ def default_weights(config: Config, row: Trajectory) -> dict[str, list[float]]:
     chosen = _CE_TOKENS[config.algorithm.ce.tokens]
     if chosen and CE_WEIGHTS not in row.streams:
         found[CE_WEIGHTS] = [float(sampled in chosen) for sampled in row.response_mask]
-    if distils_in_loss(config) and REF_KL_WEIGHTS not in row.streams and row.dataset not in teachers_by_set(config):
+    distils = distils_in_loss(config.teachers, config.algorithm.distill)
+    if distils and REF_KL_WEIGHTS not in row.streams and row.dataset not in teachers_by_set(config):
         found[REF_KL_WEIGHTS] = [0.0] * tokens
     return found
 

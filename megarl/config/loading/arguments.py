@@ -30,6 +30,11 @@ def add_mistakes_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_all_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--all` to a command that prints the plan."""
+    parser.add_argument("--all", action="store_true", help="with the plan: show the defaults of the config too")
+
+
 def mistake_printer(options: argparse.Namespace) -> Callable[[object], None] | None:
     """Return the function that prints a wrong row, if these options have `--all-mistakes`."""
     return _print_line if options.all_mistakes else None
@@ -37,7 +42,8 @@ def mistake_printer(options: argparse.Namespace) -> Callable[[object], None] | N
 
 def _print_line(mistake: object) -> None:
     try:
-        print(mistake, flush=True)
+        sys.stdout.write(f"{mistake}\n")
+        sys.stdout.flush()
     except BrokenPipeError:  # its reader has seen enough, such as `head`; the others are still counted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -45,7 +51,10 @@ def _print_line(mistake: object) -> None:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a training run."""
     add_config_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan; start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all, show data, a prompt, reward and plan; start nothing"
+    )
+    add_all_argument(parser)
     add_mistakes_argument(parser)
     parser.add_argument(
         "--resume", metavar="auto|PATH|never", help="which checkpoint to resume from (default: checkpoint.resume)"
@@ -68,16 +77,3 @@ def run_overrides(options: argparse.Namespace) -> list[str]:
     dump = ["telemetry.dump_batches=true"] if options.dump_batches else []
     resume = [f"checkpoint.resume={options.resume}"] if options.resume else []
     return [*options.overrides, *dump, *resume]
-
-
-def run_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the command line of these options of a training run."""
-    resume = ["--resume", options.resume] if options.resume else []
-    flags = {
-        "--dry-run": options.dry_run,
-        "--all-mistakes": options.all_mistakes,
-        "--dump-batches": options.dump_batches,
-        "--force": options.force,
-    }
-    given = [name for name, is_given in flags.items() if is_given]
-    return ["--config", str(options.config), *resume, *given, *options.overrides]

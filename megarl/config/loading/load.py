@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from megarl.common.errors import ConfigError
 from megarl.config.loading.key_levels import level
 from megarl.config.loading.removed_keys import Tree, advice_on, without_removed
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ModelConfig
 
 
 class _Loader(yaml.SafeLoader):
@@ -86,11 +86,6 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return tree
 
 
-def overridden_tree(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what the overrides alone say; they are valid on the tree to which they belong."""
-    return apply_overrides({}, overrides)
-
-
 def _section_at(tree: dict[str, Any], path: list[str]) -> dict[str, Any]:
     """Return the section of `tree` that holds the last name of `path`; add it, and those above it, if missing."""
     section: Any = tree  # a node of nested plain values
@@ -139,18 +134,19 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, stored: bool
         tree = without_removed(tree)
     changed = apply_overrides(tree, overrides)  # its errors name the override, and the file is innocent
     try:
-        return _with_shape_of_checkout(config_from_tree(changed), path)
+        config = config_from_tree(changed)
     except ConfigError as error:
         raise _with_origins(error, path, tree, overrides) from None
+    return config.model_copy(update={"model": _with_shape_of_checkout(config.model, path)})
 
 
-def _with_shape_of_checkout(config: Config, path: Path) -> Config:
-    """Return `config` with a relative `model.shape` that is not here as that of the nearest directory above `path`."""
-    shape = config.model.shape
+def _with_shape_of_checkout(model: ModelConfig, path: Path) -> ModelConfig:
+    """Return `model` with a relative `shape` that is not here as that of the nearest directory above `path`."""
+    shape = model.shape
     if shape is None or shape.is_absolute() or shape.exists():
-        return config
+        return model
     found = next((above / shape for above in path.resolve().parents if (above / shape).is_dir()), shape)
-    return config.model_copy(update={"model": config.model.model_copy(update={"shape": found})})
+    return model.model_copy(update={"shape": found})
 
 
 def _with_origins(error: ConfigError, path: Path, tree: dict[str, Any], overrides: Sequence[str]) -> ConfigError:

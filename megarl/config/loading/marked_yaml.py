@@ -19,17 +19,17 @@ WIDTH = 100
 FROM_AUTO = "  # the plan's choice for auto"
 
 
-def marked_yaml(given: Config, resolved: Config) -> str:
+def marked_yaml(given: Config, resolved: Config, *, whole: bool = True) -> str:
     """Return YAML that `load_config` reads to a config with the values of `resolved`.
 
     `given`: the config as it was loaded, which knows what its file and the overrides have set. A value that the plan
-    has chosen in place of `auto` is a line as well, and says so.
+    has chosen in place of `auto` is a line as well, and says so. `whole`: with the defaults.
     """
-    return "".join(f"{line}\n" for line in _lines(given, resolved))
+    return "".join(f"{line}\n" for line in _lines(given, resolved, whole))
 
 
-def _lines(given: BaseModel, resolved: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Yield the lines of a section: what is set, and comments with the defaults of everything else.
+def _lines(given: BaseModel, resolved: BaseModel, whole: bool, prefix: str = "") -> Iterator[str]:
+    """Yield the lines of a section: what is set, and comments with the defaults of everything else, if `whole`.
 
     `prefix`: the section's key and a dot.
     """
@@ -40,7 +40,7 @@ def _lines(given: BaseModel, resolved: BaseModel, prefix: str = "") -> Iterator[
         if isinstance(value, BaseModel) and isinstance(own, BaseModel):
             if _is_set(own) or own != value:
                 yield f"{indent}{name}:"
-                yield from _lines(own, value, f"{prefix}{name}.")
+                yield from _lines(own, value, whole, f"{prefix}{name}.")
             else:
                 defaults[level(prefix + name)].append(f"{name}: {_flow(plain[name])}")
         elif own != value:
@@ -50,7 +50,7 @@ def _lines(given: BaseModel, resolved: BaseModel, prefix: str = "") -> Iterator[
             yield from (f"{indent}{line}" for line in _block(shown))
         else:
             defaults[level(prefix + name)].append(f"{name}: {_flow(plain[name])}")
-    for each, values in defaults.items():
+    for each, values in defaults.items() if whole else ():
         if values and prefix:
             yield from _comment(f"{'expert default' if each == 'expert' else 'default'}: {', '.join(values)}", indent)
         else:

@@ -13,7 +13,7 @@ def ddp_fields(trainer: TrainerConfig, megatron: MegatronConfig) -> dict[str, An
     """Return the fields of DistributedDataParallelConfig: megarl's defaults, replaced by those of `megatron.ddp`.
 
     Gradients are summed in fp32. Their reduction overlaps the backward pass, and with the distributed optimizer the
-    gather of new weights overlaps the next forward pass. Megatron-Core 0.16.1 allows the first with both optimizers,
+    gather of new weights overlaps the next forward pass. Megatron-Core allows the first with both optimizers,
     the second only together with the first and with the distributed one (param_and_grad_buffer.py:272, 318).
     """
     passed, distributed = megatron.ddp, trainer.optimizer.distributed

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.common.values import GIB, MIB
-from megarl.config.derived.teachers import known_models, trainer_teachers
 from megarl.config.megatron.reserved import passes_recompute
 from megarl.config.memory_plan.parameters import (
     FP32,
+    FrozenModel,
     TrainerRank,
     bytes_per_element,
     chunk_parameters,
@@ -18,7 +18,6 @@ from megarl.config.memory_plan.parameters import (
 )
 from megarl.config.schema import CPU_KV_CACHE_GIB, Config, Recompute, WeightSyncConfig
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.megatron.layout import Layout
 
 # Estimates, to be replaced by measurements: CUDA context, cuBLAS workspaces, fragmentation, and the buffers of each
 # NCCL communicator, of which a trainer rank has up to ten; an engine has fewer, and CUDA graphs instead.
@@ -91,13 +90,13 @@ class Device:
     limit: int | None
 
 
-def trainer_memory(config: Config, rank: TrainerRank, device: Device) -> Memory:
+def trainer_memory(rank: TrainerRank, device: Device) -> Memory:
     """Return the memory of the trainer rank that needs most, over all pipeline stages."""
-    stages = (_stage_memory(config, rank, device, stage) for stage in range(rank.layout.pipeline))
+    stages = (_stage_memory(rank, device, stage) for stage in range(rank.layout.pipeline))
     return max(stages, key=lambda memory: memory.peak)
 
 
-def _stage_memory(config: Config, rank: TrainerRank, device: Device, stage: int) -> Memory:
+def _stage_memory(rank: TrainerRank, device: Device, stage: int) -> Memory:
     state, layout = rank.state_bytes(stage), rank.layout
     activations = int(rank.peak_bytes(stage))
     terms = [
@@ -114,31 +113,24 @@ def _stage_memory(config: Config, rank: TrainerRank, device: Device, stage: int)
     if stage == layout.pipeline - 1:
         terms.append(Term("logits chunk", rank.logits_bytes(update=True), "update"))
         terms.append(Term("logits chunk", rank.logits_bytes(update=False), "log-probs"))
-    teachers = {name: replace(rank, info=info) for name, info in known_models(config.teachers).items()}
-    widest = max(forward_bytes(each) for each in (rank, *teachers.values()))
+    frozen = [(each, replace(rank, info=each.info)) for each in rank.frozen]
+    widest = max(forward_bytes(each) for each in (rank, *(held for _, held in frozen)))
     terms.append(Term("forward of one layer", int(widest), "log-probs"))
-    reference = (config.reference.placement, "reference weights", rank)
-    frozen = [reference] if config.needs_reference else []
-    frozen += [
-        (each.placement, f"weights of teacher {each.name}", teachers[each.name])
-        for each in trainer_teachers(config.teachers)
-        if each.name in teachers
-    ]
     terms += _frozen_models(frozen, stage, device.cuda)
-    terms.append(Term("sync buckets", _built_buckets(config.weight_sync, rank)))
+    terms.append(Term("sync buckets", _built_buckets(rank.sync, rank)))
     terms.append(Term("largest tensor", _largest_tensor(rank), "sync"))
     if device.cuda:
         terms.append(Term("CUDA and NCCL", TRAINER_OVERHEAD, note="estimate"))
     return Memory(tuple(terms), device.limit)
 
 
-def _frozen_models(found: Sequence[tuple[str, str, TrainerRank]], stage: int, cuda: bool) -> Iterator[Term]:
+def _frozen_models(found: Sequence[tuple[FrozenModel, TrainerRank]], stage: int, cuda: bool) -> Iterator[Term]:
     """Yield the weights of the reference policy and of the teachers that the trainer's ranks hold.
 
-    `found`: placement, name and rank of each. Of those in host memory, one is on the device at a time: the plan counts
+    `found`: each with the rank of its model. Of those in host memory, one is on the device at a time: the plan counts
     the largest.
     """
-    sized = [(where, name, _raw_weights(each, stage)) for where, name, each in found]
+    sized = [(each.placement, each.name, _raw_weights(rank, stage)) for each, rank in found]
     kept = [(name, size) for where, name, size in sized if not cuda or where == "gpu"]
     yield from (Term(name, size) for name, size in kept)
     moved = [(size, name) for where, name, size in sized if (name, size) not in kept]
@@ -150,7 +142,7 @@ def _frozen_models(found: Sequence[tuple[str, str, TrainerRank]], stage: int, cu
 def _raw_weights(rank: TrainerRank, stage: int) -> int:
     """Return the bytes of the weights of one rank of `stage`, without buffer padding."""
     chunks = range(rank.layout.virtual_pipeline or 1)
-    return sum(p.numel for each in chunks for p in chunk_parameters(rank.info, rank.layout, stage, each)) * rank.element
+    return sum(sum(chunk_parameters(rank.info, rank.layout, stage, each)) for each in chunks) * rank.element
 
 
 def _built_buckets(sync: WeightSyncConfig, rank: TrainerRank) -> int:
@@ -248,42 +240,35 @@ def _reloaded(info: ModelInfo, ranks: int) -> int:
     return whole + whole // ranks
 
 
-def resolve_auto(config: Config, info: ModelInfo, layout: Layout, device: Device, longest: int) -> Config:
-    """Return `config` with a value for each `auto` under `trainer`. `longest`: tokens of the longest sample.
+def resolve_auto(rank: TrainerRank, device: Device, longest: int) -> TrainerRank:
+    """Return `rank` with a value for each `auto` under `trainer`. `longest`: tokens of the longest sample.
 
     Recomputation is the cheapest that leaves a tenth of the memory free: none, selective, the first n layers of each
     stage (the smallest n), all layers. A micro-batch gets the most tokens that leave as much with that recomputation,
     and at least the longest sample. Without a GPU nothing is recomputed; on GPUs of unknown memory every layer is.
     """
-    wants_tokens = config.trainer.micro_batch_tokens == "auto"
+    wants_tokens = rank.trainer.micro_batch_tokens == "auto"
     if wants_tokens:
-        config = with_trainer(config, micro_batch_tokens=longest)
-    if config.trainer.recompute == "auto" and not passes_recompute(config.megatron):
-        planned, layers = config, info.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
-        recompute = _cheapest(
-            layers, device, lambda kind: _fits(with_trainer(planned, recompute=kind), info, layout, device)
-        )
-        config = with_trainer(config, recompute=recompute)
+        rank = rank.with_trainer(micro_batch_tokens=longest)
+    if rank.trainer.recompute == "auto" and not passes_recompute(rank.megatron):
+        planned, layers = rank, rank.info.num_layers // (rank.layout.pipeline * (rank.layout.virtual_pipeline or 1))
+        recompute = _cheapest(layers, device, lambda kind: _fits(planned.with_trainer(recompute=kind), device))
+        rank = rank.with_trainer(recompute=recompute)
     if wants_tokens:
         least = longest if device.limit is not None else max(longest, UNKNOWN_MEMORY_TOKENS)
-        config = with_trainer(config, micro_batch_tokens=most_tokens(config, info, layout, device) or least)
-    return config
+        rank = rank.with_trainer(micro_batch_tokens=most_tokens(rank, device) or least)
+    return rank
 
 
-def with_trainer(config: Config, **fields: object) -> Config:
-    """Return `config` with other fields of the section `trainer`."""
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=fields)})
-
-
-def most_tokens(config: Config, info: ModelInfo, layout: Layout, device: Device) -> int | None:
+def most_tokens(rank: TrainerRank, device: Device) -> int | None:
     """Return the most tokens of a micro-batch that leave a tenth of the memory free, in steps of TOKENS_STEP.
 
     It is at least `trainer.micro_batch_tokens`. None if even that does not fit, or if the memory is unknown.
     """
-    least = config.trainer.token_limit
+    least = rank.trainer.token_limit
 
     def fits(tokens: int) -> bool:
-        return _fits(with_trainer(config, micro_batch_tokens=tokens), info, layout, device)
+        return _fits(rank.with_trainer(micro_batch_tokens=tokens), device)
 
     if device.limit is None or not fits(least):
         return None
@@ -305,8 +290,8 @@ def _cheapest(layers: int, device: Device, fits: Callable[[Recompute], bool]) ->
     return count if count < layers else "full"
 
 
-def _fits(config: Config, info: ModelInfo, layout: Layout, device: Device) -> bool:
-    memory = trainer_memory(config, TrainerRank.of(config, info, layout, fused=device.fused), device)
+def _fits(rank: TrainerRank, device: Device) -> bool:
+    memory = trainer_memory(rank, device)
     return memory.limit is not None and memory.peak <= (1 - FREE) * memory.limit
 
 

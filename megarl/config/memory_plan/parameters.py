@@ -1,7 +1,7 @@
 """The parameters of each trainer rank, the bytes of their state, and what a forward pass keeps for its backward pass.
 
-Only sizes are computed. They follow Megatron-Core 0.16.1's modules, DDP buffers (distributed/param_and_grad_buffer.py)
-and optimizers; tests compare them with models that are really built.
+Only sizes are computed. They follow Megatron-Core's modules and optimizers; tests compare them with models that
+are really built.
 
 Activations are counted by the tensors that Megatron-Core's modules save. There are two kinds of model: `fused` is
 Transformer Engine's layer spec (GPUs), the other kind uses Megatron's own modules with megarl's RMSNorm and packed
@@ -13,29 +13,18 @@ derived from the source only.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
-from megarl.config.schema import Config, MegatronConfig, TrainerConfig
+from megarl.config.schema import Config, MegatronConfig, TrainerConfig, WeightSyncConfig
 from megarl.models.architecture.architecture import LatentAttention, ModelInfo
+from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 
 FP32 = 4
-DEFAULT_BUCKET = 40_000_000
-DEFAULT_BUCKET_PER_RANK = 1_000_000
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of one rank; the gradient of an `expert` one is reduced over the expert data-parallel group."""
-
-    name: str
-    numel: int
-    expert: bool = False
-    own_bucket: bool = False  # for tied embeddings on the first and the last stage of a pipeline
 
 
 @dataclass(frozen=True)
@@ -65,82 +54,49 @@ def chunk_layers(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> ran
     return range(first, first + per_chunk)
 
 
-def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> list[Parameter]:
-    """Return the parameters of one model chunk on one rank of `stage`, in registration order."""
-    last_chunk = (layout.virtual_pipeline or 1) - 1
-    embeds = stage == 0 and chunk == 0
-    predicts = stage == layout.pipeline - 1 and chunk == last_chunk
-    embedding = padded_vocabulary(info, layout.tensor) // layout.tensor * info.hidden
-    split_tie = info.tied and layout.pipeline > 1
-    parameters: list[Parameter] = []
-    if embeds:
-        parameters.append(Parameter("embedding", embedding, own_bucket=split_tie))
-    kinds: dict[bool, list[Parameter]] = {}  # of layers; a plan asks often, and a mixture has hundreds of parameters
-    for layer in chunk_layers(info, layout, stage, chunk):
-        moe = info.is_moe_layer(layer)
-        if moe not in kinds:
-            kinds[moe] = _layer(info, layout, moe=moe)
-        parameters += kinds[moe]
-    if predicts:
-        parameters.append(Parameter("final_norm", info.hidden))
-        if not (info.tied and embeds):
-            parameters.append(Parameter("output", embedding, own_bucket=split_tie))
-    return parameters
+def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> tuple[int, int]:
+    """Return the parameters of one model chunk that a rank of `stage` holds, without and of experts that are split.
 
-
-def _layer(info: ModelInfo, layout: Layout, *, moe: bool) -> list[Parameter]:
-    tensor, hidden = layout.tensor, info.hidden
+    Those have data-parallel ranks of their own.
+    """
+    hidden, tensor, layers = info.hidden, layout.tensor, chunk_layers(info, layout, stage, chunk)
+    mixtures = sum(map(info.is_moe_layer, layers))
     attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
-    parameters = [Parameter("input_norm", hidden), *attention, Parameter("mlp_norm", hidden)]
-    if not moe:
-        share = info.ffn // tensor * hidden
-        return [*parameters, Parameter("mlp.in", 2 * share), Parameter("mlp.out", share)]
-    experts = info.num_experts or 0
-    parameters.append(Parameter("router", experts * hidden))
-    share = info.moe_ffn // layout.etp * hidden
-    apart = layout.expert > 1
-    for _ in range(experts // layout.expert):
-        parameters += [Parameter("expert.in", 2 * share, apart), Parameter("expert.out", share, apart)]
-    if info.shared_ffn:
-        share = info.shared_ffn // tensor * hidden
-        parameters += [Parameter("shared_experts.in", 2 * share), Parameter("shared_experts.out", share)]
-    return parameters
+    held = len(layers) * (attention + 2 * hidden)  # with both norms
+    held += (len(layers) - mixtures) * 3 * (info.ffn // tensor) * hidden
+    held += mixtures * ((info.num_experts or 0) + 3 * (info.shared_ffn // tensor)) * hidden  # router, shared experts
+    embedding = padded_vocabulary(info, tensor) // tensor * hidden
+    embeds = stage == 0 and chunk == 0
+    held += embedding if embeds else 0
+    if stage == layout.pipeline - 1 and chunk == (layout.virtual_pipeline or 1) - 1:
+        held += hidden + (0 if info.tied and embeds else embedding)  # the final norm, and the output layer
+    experts = mixtures * ((info.num_experts or 0) // layout.expert) * 3 * (info.moe_ffn // layout.etp) * hidden
+    return (held, experts) if layout.expert > 1 else (held + experts, 0)
 
 
-def _attention(info: ModelInfo, tensor: int) -> list[Parameter]:
+def _attention(info: ModelInfo, tensor: int) -> int:
+    """Return the parameters of grouped-query attention on one rank."""
     q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
-    parameters = [
-        Parameter("attention.out", q // tensor * info.hidden),
-        Parameter("attention.qkv", (q + 2 * kv) // tensor * info.hidden),
-    ]
-    if info.qkv_bias:
-        parameters.append(Parameter("attention.qkv_bias", (q + 2 * kv) // tensor))
-    if info.qk_norm:
-        parameters += [Parameter(f"attention.{name}_norm", info.head_dim) for name in "qk"]
-    return parameters
+    held = (2 * q + 2 * kv) // tensor * info.hidden
+    held += (q + 2 * kv) // tensor if info.qkv_bias else 0
+    return held + (2 * info.head_dim if info.qk_norm else 0)
 
 
-def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> list[Parameter]:
+def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> int:
+    """Return the parameters of multi-head latent attention on one rank."""
     heads, rank = info.heads // tensor, mla.query_rank
     queries = heads * info.head_dim
-    parameters = [Parameter("attention.out", heads * mla.value * info.hidden)]
+    held = heads * mla.value * info.hidden + (mla.kv_rank + mla.rotated) // tensor * info.hidden
+    held += heads * (mla.plain + mla.value) * mla.kv_rank + mla.kv_rank
     if rank is None:
-        parameters.append(Parameter("attention.q", queries * info.hidden))
-    else:
-        parameters.append(Parameter("attention.q_down", rank // tensor * info.hidden))
-        parameters.append(Parameter("attention.q_up", queries * rank))
-    parameters.append(Parameter("attention.kv_down", (mla.kv_rank + mla.rotated) // tensor * info.hidden))
-    parameters.append(Parameter("attention.kv_up", heads * (mla.plain + mla.value) * mla.kv_rank))
-    if rank is not None:
-        parameters.append(Parameter("attention.q_norm", rank))
-    parameters.append(Parameter("attention.kv_norm", mla.kv_rank))
-    return parameters
+        return held + queries * info.hidden
+    return held + rank // tensor * info.hidden + queries * rank + rank
 
 
 def model_parameters(info: ModelInfo) -> tuple[int, int]:
     """Return the number of parameters of the model, and of those active for one token (embeddings included)."""
     single = Layout()
-    total = sum(p.numel for p in chunk_parameters(info, single, 0, 0))
+    total, _ = chunk_parameters(info, single, 0, 0)
     active = total
     for layer in range(info.num_layers):
         if info.is_moe_layer(layer):
@@ -149,8 +105,17 @@ def model_parameters(info: ModelInfo) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class FrozenModel:
+    """A model that the trainer's ranks hold and do not train. `name`: of its weights; `placement`: where they are."""
+
+    name: str
+    placement: str
+    info: ModelInfo
+
+
+@dataclass(frozen=True)
 class TrainerRank:
-    """A rank of the trainer, for which sizes are computed: its model, its layout, and how it trains.
+    """A rank of the trainer, for which sizes are computed: its models, its layout, and how it trains.
 
     `fused`: the kind of model, see above. `weighs_entropy`: the entropy is a part of the loss.
     """
@@ -161,11 +126,25 @@ class TrainerRank:
     megatron: MegatronConfig
     weighs_entropy: bool
     fused: bool
+    sync: WeightSyncConfig
+    frozen: tuple[FrozenModel, ...]
 
     @classmethod
     def of(cls, config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> TrainerRank:
         """Return a rank of the trainer of a config."""
-        return cls(info, layout, config.trainer, config.megatron, config.algorithm.entropy_coef > 0, fused)
+        reference = FrozenModel("reference weights", config.reference.placement, info)
+        frozen = [reference] if config.needs_reference else []
+        for each in trainer_teachers(config.teachers):
+            with suppress(ValueError):  # its config.json is not on this machine
+                frozen.append(FrozenModel(f"weights of teacher {each.name}", each.placement, load_info(each.path)))
+        weighs_entropy = config.algorithm.entropy_coef > 0
+        return cls(
+            info, layout, config.trainer, config.megatron, weighs_entropy, fused, config.weight_sync, tuple(frozen)
+        )
+
+    def with_trainer(self, **fields: object) -> TrainerRank:
+        """Return this rank with other fields of the section `trainer`."""
+        return replace(self, trainer=self.trainer.model_copy(update=fields))
 
     @property
     def element(self) -> int:
@@ -182,28 +161,17 @@ class TrainerRank:
 
         Weights are in the compute precision, gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false. The
         optimizer state is Adam's two moments in fp32, and with bf16 also the fp32 master weights. The distributed
-        optimizer shards its state over the data-parallel ranks and pads the buffers of weights and gradients.
+        optimizer shards its state over the data-parallel ranks; the padding of its buffers is not counted.
         """
-        ddp = ddp_fields(self.trainer, self.megatron)
-        gradient = FP32 if ddp["grad_reduce_in_fp32"] else self.element
+        gradient = FP32 if ddp_fields(self.trainer, self.megatron)["grad_reduce_in_fp32"] else self.element
         per_parameter = 2 * FP32 + (FP32 if self.element != FP32 else 0)
         weights = gradients = optimizer = 0
         for chunk in range(self.layout.virtual_pipeline or 1):
-            parameters = chunk_parameters(self.info, self.layout, stage, chunk)
-            for expert, ranks in ((False, self.layout.data), (True, self.layout.expert_data)):
-                own = [p for p in parameters if p.expert == expert]
-                if not own:
-                    continue
-                buffer = shard = sum(p.numel for p in own)
-                if self.trainer.optimizer.distributed:
-                    bucket_size = None  # a single bucket: no overlap, later stages, later chunks
-                    if ddp["overlap_grad_reduce"] and stage == chunk == 0:
-                        default = max(DEFAULT_BUCKET, DEFAULT_BUCKET_PER_RANK * self.layout.data)
-                        bucket_size = ddp.get("bucket_size") or default
-                    wide = bool(ddp.get("pad_buckets_for_high_nccl_busbw"))
-                    buffer, shard = _buffer(own, ranks, bucket_size, wide)
-                weights += buffer * self.element
-                gradients += buffer * gradient
+            held = chunk_parameters(self.info, self.layout, stage, chunk)
+            for numel, ranks in zip(held, (self.layout.data, self.layout.expert_data), strict=True):
+                weights += numel * self.element
+                gradients += numel * gradient
+                shard = -(-numel // ranks) if self.trainer.optimizer.distributed else numel
                 optimizer += shard * per_parameter
         return StateBytes(weights, gradients, optimizer)
 
@@ -237,7 +205,6 @@ class TrainerRank:
 
         They are those of its attention or of its MLP, whichever is larger, of the norm before it, and of two hidden
         states: the residual and the layer's input. It is an estimate: within a module, some tensors are freed earlier.
-        Without Transformer Engine the experts run one after the other.
         """
         sizes, info = _Sizes.of(self), self.info
         attention = _attention_bytes(sizes, info, False)
@@ -252,18 +219,13 @@ class TrainerRank:
         if info.is_moe_layer(layer):
             mlp += _experts(sizes, False)
             if not self.fused:
-                rows = sizes.routed * sizes.element
-                # The share of rows that the running expert lacks.
-                others = 1 - self.layout.expert / (info.num_experts or 1)
-                # The outputs of all experts, separate and joined, and of their steps only those of the running one,
-                # which are three more than a backward pass needs: activated, product, weighed.
-                mlp += rows * (2 * sizes.hidden + 3 * sizes.moe_ffn - 6 * sizes.moe_ffn * others)
+                mlp += sizes.routed * sizes.hidden * sizes.element  # the experts' outputs
         return max(attention, mlp) + _norm(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
 
     def _without_recompute(self) -> TrainerRank:
         """Return this rank with every activation kept."""
-        trainer = self.trainer.model_copy(update={"recompute": "none"})
-        return replace(self, trainer=trainer, megatron=self.megatron.model_copy(update={"transformer": {}}))
+        megatron = self.megatron.model_copy(update={"transformer": {}})
+        return replace(self.with_trainer(recompute="none"), megatron=megatron)
 
     def chunk_bytes(self, stage: int, chunk: int, load: float = 1.0) -> float:
         """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
@@ -342,55 +304,6 @@ class TrainerRank:
         # The weight's gradient is summed over chunks in fp32; the product of one chunk, and the result, are in bf16.
         backward = max(gradient, rows * columns * copy + weight * (FP32 + copy))
         return max(forward, backward)
-
-
-def _buffer(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None, wide: bool) -> tuple[int, int]:
-    """Return the elements of the contiguous buffer, and the parameter elements of the largest optimizer shard.
-
-    `wide`: buckets are padded for NCCL's bandwidth.
-    """
-    multiple = math.lcm(ranks, 2**16 if wide else 128)
-    buckets: list[list[tuple[int, int]]] = [[]]
-    position = bucket_start = 0
-    ends: list[int] = []
-
-    def close(end: int) -> int:
-        nonlocal bucket_start
-        bucket_start = _round_up(end, multiple)
-        ends.append(bucket_start)
-        buckets.append([])
-        return bucket_start
-
-    for parameter in reversed(parameters):
-        position = _round_up(position, 64)
-        if parameter.own_bucket and buckets[-1]:
-            position = close(position)
-        start, position = position, position + parameter.numel
-        buckets[-1].append((start, position))
-        full = bucket_size is not None and position - bucket_start >= bucket_size
-        if full or parameter.own_bucket:
-            position = close(position)
-    if buckets[-1]:
-        close(position)
-    return ends[-1], _fullest_shard(buckets, ends, ranks)
-
-
-def _fullest_shard(buckets: list[list[tuple[int, int]]], ends: list[int], ranks: int) -> int:
-    """Return the parameter elements of the rank with most; every bucket is divided into `ranks` equal ranges."""
-    held = [0] * ranks
-    start = 0
-    for spans, end in zip(buckets, ends, strict=False):
-        width = (end - start) // ranks
-        for low, high in spans:
-            for rank in range((low - start) // width, (high - 1 - start) // width + 1):
-                first = start + rank * width
-                held[rank] += min(high, first + width) - max(low, first)
-        start = end
-    return max(held)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -479,11 +392,8 @@ def _latent_attention_bytes(sizes: _Sizes, mla: LatentAttention, recompute_core:
     element, split = sizes.element, sizes.hidden // sizes.shard
     heads = sizes.q // sizes.head
     kept = 4.0 * mla.rotated * element  # cosines and sines
-    for rank, made in ((mla.query_rank or 0, mla.query_rank or 0), (mla.kv_rank, mla.kv_rank + mla.rotated)):
-        # Norm and scaled result. In fp32 the norm's input is a view of the tensor gathered over the TP ranks.
+    for rank in (mla.query_rank or 0, mla.kv_rank):  # norm and scaled result
         kept += _norm(sizes, rank) / split + rank * element / split
-        if not sizes.fused and element == FP32:
-            kept += made * FP32 - rank * FP32 / split
     values = heads * mla.value
     padded = values if sizes.fused or recompute_core else sizes.q  # fused attention kernels need equal head sizes
     kept += (2 * sizes.q + padded) * element

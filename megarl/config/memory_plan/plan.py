@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from megarl.common.errors import ConfigError
+from megarl.common.errors import FIRST_PROMPT, ConfigError, Findings
 from megarl.common.values import GIB, MIB
 from megarl.config.checks.sections import DeviceType, check, detect_device, max_sequence_tokens
 from megarl.config.derived.datasets import longest_response
 from megarl.config.derived.hardware import local_gpus
 from megarl.config.derived.pools import Pool, Pools, most_replicas, resolve_pools, trainer_layout
-from megarl.config.derived.staleness import group_deadline_s, pace_notes
+from megarl.config.derived.staleness import group_deadline_s, pace_notes, pace_of
 from megarl.config.derived.teachers import engine_config, engine_teachers, scored_tokens
 from megarl.config.loading.marked_yaml import WIDTH, marked_yaml
 from megarl.config.megatron.reserved import passes_recompute
@@ -40,6 +40,7 @@ from megarl.config.memory_plan.memory import (
 from megarl.config.memory_plan.parameters import TrainerRank, model_parameters
 from megarl.config.schema import Config, MegatronConfig, RolloutConfig, TrainerConfig
 from megarl.config.schema.algorithm import TeacherConfig
+from megarl.config.schema.job import CheckpointConfig
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
@@ -117,8 +118,9 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     longest = max_sequence_tokens(config, info)
     total, active = model_parameters(info)
     gpu = Device(cuda, _fused(cuda), _limit(config.trainer.device_memory_gib, cuda))
-    config = resolve_auto(config, info, layout, gpu, longest)
-    trainer = trainer_memory(config, TrainerRank.of(config, info, layout, fused=gpu.fused), gpu)
+    rank = resolve_auto(TrainerRank.of(config, info, layout, fused=gpu.fused), gpu, longest)
+    config = config.model_copy(update={"trainer": rank.trainer})
+    trainer = trainer_memory(rank, gpu)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     teachers = _teacher_plans(config, longest, cuda)
     problems = [
@@ -144,8 +146,8 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         samples_per_step=samples,
         samples_per_update=-(-batch.groups // config.trainer.mini_batches) * batch.samples_per_group,
         max_sequence_tokens=longest,
-        max_response_tokens=longest_response(config).tokens,
-        most_tokens=most_tokens(config, info, layout, gpu),
+        max_response_tokens=longest_response(config.data, config.sampling, config.evaluation).tokens,
+        most_tokens=most_tokens(rank, gpu),
         trainer=trainer,
         engine=engine,
         teachers=teachers,
@@ -251,15 +253,21 @@ def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory
             f"trainer.parallel.tensor={layout.tensor} spans nodes of {pools.trainer.gpus_per_node} GPUs: every "
             "layer then waits for the network"
         )
+    if config.trainer.precision == "fp32" and _fused(cuda):
+        notes.append(
+            "trainer.precision=fp32: Transformer Engine multiplies fp32 as TF32, with errors near 1e-3, unless "
+            "NVIDIA_TF32_OVERRIDE=0 is in the environment"
+        )
     if cuda and trainer.limit is None:
         notes.append("GPU memory is unknown here: set trainer.device_memory_gib to have the plan checked against it")
     if config.data.max_prompt_tokens is None and config.rollout.max_model_len is None:
         notes.append(
-            "data.max_prompt_tokens is not set: the plan uses the model's whole context as the longest sequence"
+            "data.max_prompt_tokens is not set: the plan is for sequences as long as the model's whole context; set it "
+            "to what the longest prompt needs"
         )
     if engine.kv_tokens is not None and engine.memory.limit is not None:
         wanted = config.batch.groups * config.batch.samples_per_group / config.rollout.replicas
-        room = engine.kv_tokens / max(1, longest_response(config).tokens)
+        room = engine.kv_tokens / max(1, longest_response(config.data, config.sampling, config.evaluation).tokens)
         if room < min(wanted, config.rollout.max_num_seqs):
             notes.append(
                 f"the KV cache holds about {room:.0f} full-length sequences per engine, for {wanted:.0f} samples "
@@ -273,38 +281,33 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 
-def print_dry_run(plan: RunPlan, given: Config, stream: TextIO, notes: Sequence[str] = ()) -> None:
-    """Write the resolved config (YAML) and the plan to `stream`, with colours only if it is a terminal.
+def print_dry_run(plan: RunPlan, given: Config, stream: TextIO, found: Findings, *, whole: bool = False) -> None:
+    """Write what the run will see, the plan and the config (YAML) to `stream`, with colours only on a terminal.
 
-    `given`: the config as it was loaded, by which what the user has set is told from defaults; `notes` end the plan.
+    `given`: the config as it was loaded, by which what the user has set is told from defaults, which are shown if
+    `whole`. The warnings and notes of `found`, and those of the plan, come last.
     """
-    text = marked_yaml(given, plan.config)
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
-    console.print(Text("# resolved config: lines are set by the file or the command line", style="bold"))
+    texts = {name: value for name, value in found.seen if name.startswith(FIRST_PROMPT)}
+    if found.seen:
+        console.print(Text("# data and reward", style="bold"))
+        console.print(_pairs(each for each in found.seen if each[0] not in texts))
+    for name, value in texts.items():
+        console.print(Text(f"\n# {name}, as the model sees it", style="bold"), Text(value), sep="\n")
+    console.print(Text("\n# plan", style="bold"), _pairs(_summary(plan)), sep="\n")
+    memory = {f"teacher {each.name}": each.memory for each in plan.teachers}
+    for pool, needed in {"trainer": plan.trainer, "rollout": plan.engine.memory, **memory}.items():
+        if needed is not None:
+            console.print(_memory(f"{pool}, per {_unit(plan)}", needed))
+    hint = "" if whole else "; --all adds the defaults"
+    console.print(Text(f"\n# resolved config: lines are set by the file or the command line{hint}", style="bold"))
+    text = marked_yaml(given, plan.config, whole=whole)
     if console.is_terminal:
         console.print(Syntax(text, "yaml", background_color="default"))
     else:
         stream.write(text)
-    console.print(render_plan(plan))
-    for note in notes:
+    for note in (*plan.notes, *found.warnings, *found.notes):
         console.print(Text(f"note: {note}", style="yellow"))
-
-
-def render_plan(plan: RunPlan) -> RenderableType:
-    """Return the summary, the memory of both pools, and the notes."""
-    parts: list[RenderableType] = [
-        Text("\n# plan", style="bold"),
-        _pairs(_summary(plan)),
-        _memory("trainer, per " + _unit(plan), plan.trainer),
-        _memory("rollout, per " + _unit(plan), plan.engine.memory),
-    ]
-    parts += [
-        _memory(f"teacher {each.name}, per {_unit(plan)}", each.memory)
-        for each in plan.teachers
-        if each.memory is not None
-    ]
-    parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
-    return Group(*parts)
 
 
 def _unit(plan: RunPlan) -> str:
@@ -341,15 +344,55 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
         where = "same nodes" if plan.pools.shared else "nodes of its own"
         yield "trainer devices", _devices(plan.pools.trainer)
         yield "rollout devices", f"{_devices(plan.pools.rollout)} ({where})"
+        modules = "Transformer Engine's" if _fused(cuda=True) else "Megatron-Core's own: Transformer Engine is not here"
+        yield "trainer modules", modules
+        yield "host memory", _host_memory(plan)
+    yield "weights load", _loading(plan)
     yield "step", f"{_count(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
     yield "update", f"up to {plan.samples_per_update} samples"
     yield "micro-batch", _micro_batch(plan)
+    yield "weights", str(pace_of(plan.config))
+    yield "checkpoints", _checkpoints(plan.config.checkpoint)
     yield "recompute", _recompute(plan.config.trainer, plan.config.megatron)
     yield "group deadline", _deadline(plan.config)
     yield "sequence", f"up to {plan.max_sequence_tokens} tokens, {plan.max_response_tokens} of them response"
     if plan.engine.kv_tokens is not None:
         room, each = plan.engine.kv_tokens, plan.engine.kv_bytes_per_token
         yield "KV cache", f"{room} tokens per engine, {each} bytes per token on each {_unit(plan)}"
+
+
+def _checkpoints(settings: CheckpointConfig) -> str:
+    if not settings.every:
+        return "only when the run is asked to stop (checkpoint.every: 0)"
+    auto = settings.every == "auto"
+    often = "as often as takes at most 2% of the time" if auto else f"every {_count(int(settings.every), 'step')}"
+    return f"{often}, and the last step; the newest {settings.keep_last} are kept"
+
+
+def _host_memory(plan: RunPlan) -> str:
+    """Return what a save, and a reference policy in host memory, take of a trainer node's memory besides processes."""
+    of_rank = plan.trainer.term("optimizer").bytes + plan.trainer.term("weights").bytes // plan.layout.data
+    of_rank += sum(
+        term.bytes for term in plan.trainer.terms if term.name == "reference weights" and term.when != "always"
+    )
+    node = of_rank * plan.pools.trainer.gpus_per_node
+    # torch's allocator of pinned memory rounds each block up to a power of two.
+    return f"up to {gib(of_rank)} pinned per rank, {gib(node)} per trainer node, once more for rounding"
+
+
+def _loading(plan: RunPlan) -> str:
+    """Return how engines are expected to take new weights; a run's log says at the first sync what each of them did."""
+    if plan.device == "cpu":
+        return "layer by layer: vLLM's CPU kernels compute with packed copies"
+    if not plan.info.num_experts:
+        return "in place"
+    backend = plan.config.rollout.engine_kwargs.get("moe_backend", "auto")
+    if backend == "auto":  # vLLM 0.32, fused_moe/oracle/unquantized.py
+        return "in place with experts by Triton, vLLM's choice on Hopper; layer by layer where it takes FlashInfer"
+    triton = backend in ("triton", "batched_triton")
+    return (
+        f"{'in place' if triton else 'layer by layer'}, with experts by {backend} (rollout.engine_kwargs.moe_backend)"
+    )
 
 
 def _micro_batch(plan: RunPlan) -> str:

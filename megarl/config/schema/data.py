@@ -157,6 +157,11 @@ class RewardConfig(Section):
         "answer as the response. false: only import it.",
     )
 
+    @property
+    def expects_failures(self) -> bool:
+        """Whether the config says what becomes of samples that the function fails for."""
+        return self.on_error != "drop" or self.max_error_share >= 1
+
 
 class EvalSamplingConfig(Section):
     """Sampling of the `sampled` evaluation; `greedy` is temperature 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -63,10 +64,11 @@ class CheckpointConfig(Section):
         description="`auto`: the newest complete checkpoint of the run, if there is one; `never`: start from the "
         "beginning (existing results are moved to `RUN_DIR/previous`); or the path of a checkpoint.",
     )
-    every: int = Field(
-        0,
-        ge=0,
-        description="Steps between saves; the last step is saved as well. 0 = save only after a stop request.",
+    every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Steps between saves; the last step is saved as well. `auto`: as often as saving takes at most 2% "
+        "of the time, and each step that `keep_every` or an evaluation for `keep_best` needs. 0 = "
+        "save only after a stop request.",
     )
     asynchronous: bool = Field(True, description="Write in the background while training continues.")
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")

@@ -1,6 +1,6 @@
 """Layer specs: Transformer Engine's on CUDA if it is installed, else Megatron's own modules.
 
-Without Transformer Engine, Megatron-Core 0.16.1 has no norm that accepts sequence parallelism and no attention that
+Without Transformer Engine, Megatron-Core has no norm that accepts sequence parallelism and no attention that
 accepts packed sequences; `RMSNorm` and `PackedAttention` fill these two gaps.
 
 Shapes: T packed tokens of a micro-batch, B sequences of equal length, S tokens of a sequence, R query rows of a block,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 class Layout:
     """The sizes of Megatron's parallel groups; the data-parallel sizes follow from `world_size` (in ranks).
 
-    `expert_tensor=None` becomes `tensor`. Raises ValueError for a layout that Megatron-Core 0.16.1 cannot run, or runs
-    with wrong results: with EP = 1 and ETP != TP the experts diverge silently between ranks.
+    `expert_tensor=None` becomes `tensor`. Raises ValueError for a layout that Megatron-Core cannot run.
     """
 
     tensor: int = 1
@@ -24,11 +23,6 @@ class Layout:
     def __post_init__(self) -> None:
         if self.expert_tensor is None:
             object.__setattr__(self, "expert_tensor", self.tensor)
-        if self.expert == 1 and self.expert_tensor != self.tensor:
-            raise ValueError(
-                f"expert_tensor={self.expert_tensor} must equal tensor={self.tensor} when expert=1: "
-                "Megatron-Core 0.16.1 lets the experts diverge between ranks; drop expert_tensor"
-            )
         dense, sparse = self.tensor * self.pipeline, self.etp * self.expert * self.pipeline
         for name, size in (("tensor x pipeline", dense), ("expert_tensor x expert x pipeline", sparse)):
             if self.world_size % size:

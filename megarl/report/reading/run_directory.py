@@ -41,7 +41,7 @@ def status_of(run_dir: Path, silent_s: float) -> tuple[str, str]:
         return record.status, record.reason
     stop = stop_reason(run_dir)
     said = f"stops at the next step: {stop}" if stop is not None else ""
-    if (seen := Sighting.of(run_dir)) is None or seen.runs_here() is False:
+    if (seen := Sighting.of(run_dir)) is None or seen.has_ended():
         return "ended", "it has left no exit record: it was killed"
     if math.isnan(silent_s):
         return "starting", said

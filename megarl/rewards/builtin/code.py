@@ -97,6 +97,11 @@ class CodeReward:
         return read_verdicts(told.stderr, len(pieces))
 
 
+def check_row(answer: str, row: dict[str, Any]) -> None:
+    """Raise ValueError for a row without usable tests."""
+    read_tests(row)
+
+
 def read_verdicts(told: str, count: int) -> list[bool]:
     """Return which tests have passed as the judge told; what it did not come to has failed.
 

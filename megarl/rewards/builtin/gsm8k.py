@@ -9,7 +9,9 @@ Equal numbers are: 1,234, 1 234, 1'234, 1_234 and 1234; $5 and 5; 5.0 and 5; 40%
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from megarl.rewards.builtin.math import last_boxed
 from megarl.rewards.types import RewardInput, RewardResult, judged_part
@@ -49,13 +51,18 @@ def gsm8k(sample: RewardInput, answer_after: str | None = "</think>") -> RewardR
     The reference may be a bare number or a worked answer as in GSM8K's files. Only what follows the last `answer_after`
     is judged (`judged_part`). Raises ValueError if the reference has no number.
     """
-    reference = final_number(sample.answer)
-    if reference is None:
-        raise ValueError(f"the reference answer {sample.answer[-60:]!r} holds no number; correct the data file")
+    reference = check_row(sample.answer, sample.row)
     found = final_number(judged_part(sample, answer_after))
     score = float(found == reference)
     answer = None if found is None else str(found)
     return RewardResult(score, {"correct": score, "parsed": float(found is not None)}, answer)
+
+
+def check_row(answer: str, row: Mapping[str, Any]) -> Fraction:
+    """Return the number of a reference answer. Raises ValueError if it has none."""
+    if (reference := final_number(answer)) is None:
+        raise ValueError(f"the reference answer {answer[-60:]!r} holds no number; correct the data file")
+    return reference
 
 
 def final_number(text: str) -> Fraction | None:

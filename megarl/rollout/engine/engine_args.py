@@ -134,6 +134,10 @@ def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if cuda:
+        # vLLM's other use of FlashInfer's all-reduce (distributed/device_communicators/cuda_communicator.py:70), which
+        # compiles at the first one.
+        if rollout.tensor_parallel > 1 and not _has_flashinfer_kernels():
+            environment["VLLM_ALLREDUCE_USE_FLASHINFER"] = os.environ.get("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
         return environment
     threads = rollout.tensor_parallel
     environment |= {

@@ -69,6 +69,7 @@ class PromptTask:
 
     `dataset`: the name of the set, "" if there is only one; `reward`: the number of the reward function in the pool.
     `demonstrations`: one for each sample of the group, the first one of this prompt; empty if the model answers.
+    `end`: as `RewardInput.prompt_end`.
     """
 
     prompt: Prompt
@@ -77,6 +78,7 @@ class PromptTask:
     dataset: str = ""
     reward: int = 0
     demonstrations: tuple[ShownResponse, ...] = ()
+    end: str = ""
 
     @property
     def answer(self) -> str:
@@ -98,6 +100,7 @@ class PromptTask:
             finish_reason=finish_reason,
             answer=self.prompt.answer,
             row=self.prompt.row,
+            prompt_end=self.end,
         )
 
 
@@ -198,6 +201,7 @@ class PromptSource:
             own.chosen.name,
             self._reward(own.chosen.reward),
             shown,
+            own.encoder.end_of(ids),
         )
         return drawn
 
@@ -240,12 +244,14 @@ class PromptSource:
                 self.tokenizer,
                 limit.tokens,
                 setting=limit.setting,
+                fix=limit.fix,
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
             )
             problems = [
-                PromptTask(prompt, encoder.encode(prompt), sampling, chosen.name, reward)
+                PromptTask(prompt, ids, sampling, chosen.name, reward, end=encoder.end_of(ids))
                 for prompt in load_prompts(chosen.path, chosen.data, chosen.limit)
+                for ids in (encoder.encode(prompt),)
             ]
         except ValueError as error:
             raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
@@ -353,6 +359,7 @@ class _TrainingPrompts:
                 limit.tokens,
                 chosen.data.overlong_prompts,
                 limit.setting,
+                limit.fix,
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
             )

@@ -108,7 +108,9 @@ class Session:
         restore(self.parts, {self.evaluations.key: {}, self.monitor.key: {}, **record})
         self.recorder.roll_back(record["step"])
         self.version = int(record["version"])
-        return int(record["step"])
+        if (step := int(record["step"])) >= (total := self.config.run.steps):
+            self.recorder.say(f"the checkpoint has {step} steps and run.steps is {total}: nothing is left to train")
+        return step
 
     def _cut_result_files(self, chosen: Candidate) -> None:
         """Truncate the result files to the checkpoint, if it is of this run. Rank 0, before anything is loaded."""
@@ -238,6 +240,7 @@ class Session:
         self.keep_evaluation()
         status: Status = "finished" if self.stopped is None else "preempted"
         self.recorder.finish(ExitRecord(status, self.steps_done, self.stopped or "", self.unsaved_steps))
+        self.recorder.say(f"a page about the run: megarl report {self.config.run_dir}")
 
     @property
     def lost_its_stop(self) -> bool:

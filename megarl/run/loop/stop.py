@@ -132,7 +132,8 @@ class StopSignals:
 
     def _say(self, text: str) -> None:
         if self._speaks:
-            self._terminal.write(f"megarl: {text}\n")
+            line_before = "\n" if self._terminal.isatty() else ""  # the terminal has echoed ^C after the live line
+            self._terminal.write(f"{line_before}megarl: {text}\n")
             self._terminal.flush()
 
 

@@ -7,7 +7,7 @@ weights, and one call of each reward function. A mistake would otherwise show wh
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 
 from megarl.chat.formats import Prompt
@@ -21,10 +21,10 @@ from megarl.config.schema.data import RewardConfig
 from megarl.data.check_files import Tell, data_file_findings, first_prompts
 from megarl.data.check_tokenizer import tokenizer_findings
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.rewards.trial_call import TrialCall, TrialProblem, trials
+from megarl.rewards.trial_call import TrialCall, TrialProblem, TrialScore, trials
 from megarl.rewards.types import RewardInput, RewardSpec, Turn
 
-Trials = AbstractContextManager[Iterator[TrialProblem]]
+Trials = AbstractContextManager[Iterator[TrialProblem | TrialScore]]
 
 
 def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collection[str] = ()) -> Trials:
@@ -32,12 +32,12 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
 
     `first`: the first prompt of each set by the set's key; a reward without one is imported and not called.
     """
-    reward = config.reward
+    reward, sets, several = config.reward, all_sets(config), config.agent.loop != SINGLE_TURN
     calls = []
     for key, own in reward_functions(config).items():
         if key in left_out:
             continue
-        sample, row = _sample(config, own, first) if reward.trial_call else (None, "")
+        sample, row = _sample(scored_sets(sets, own), first, several=several) if reward.trial_call else (None, "")
         calls.append(TrialCall(RewardSpec(own.function, own.kwargs, key), sample, row))
     return trials(
         calls,
@@ -47,15 +47,18 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
     )
 
 
-def reward_findings(reward: RewardConfig, problems: Iterator[TrialProblem]) -> Findings:
+def reward_findings(reward: RewardConfig, results: Iterator[TrialProblem | TrialScore]) -> Findings:
     """Wait for the trial of the rewards.
 
     A call that fails is a warning where the config says what becomes of such samples: `reward.on_error` is a number, or
     `reward.max_error_share` is 1.
     """
     found = Findings()
-    for each in problems:
-        if each.called and _expects_failures(reward):
+    for each in results:
+        if isinstance(each, TrialScore):
+            parts = "".join(f", {name} {value:g}" for name, value in each.result.components.items())
+            found.seen.append(("reward", f"{each.function}: {each.result.score:g} for the reference answer{parts}"))
+        elif each.called and reward.expects_failures:
             found.warnings.append(each.text)
         elif each.called:
             hint = "(reward.trial_call: false if it may fail or must not be called)"
@@ -65,27 +68,24 @@ def reward_findings(reward: RewardConfig, problems: Iterator[TrialProblem]) -> F
     return found
 
 
-def _expects_failures(reward: RewardConfig) -> bool:
-    return reward.on_error != "drop" or reward.max_error_share >= 1
-
-
-def scored_sets(config: Config, reward: RewardConfig) -> list[TrainSet | HeldOutSet]:
-    """Return the sets whose responses `reward` scores; those of demonstrations are not scored."""
-    scored = [each for each in all_sets(config) if each.reward == reward]
+def scored_sets(sets: Iterable[TrainSet | HeldOutSet], reward: RewardConfig) -> list[TrainSet | HeldOutSet]:
+    """Return those of the sets whose responses `reward` scores; those of demonstrations are not scored."""
+    scored = [each for each in sets if each.reward == reward]
     return [each for each in scored if not (isinstance(each, TrainSet) and each.demonstrates)]
 
 
-def _sample(config: Config, reward: RewardConfig, first: Mapping[str, Prompt]) -> tuple[RewardInput | None, str]:
-    """Return a response to the first prompt of a set that `reward` scores, and what it is; None if there is no set.
+def _sample(
+    scored: Iterable[TrainSet | HeldOutSet], first: Mapping[str, Prompt], *, several: bool
+) -> tuple[RewardInput | None, str]:
+    """Return a response to the first prompt of a set that a reward scores, and what it is; None if there is no set.
 
-    The response is the reference answer, as if the model had written nothing else.
+    The response is the reference answer, as if the model had written nothing else. `several`: it may have turns.
     """
-    for each in scored_sets(config, reward):
+    for each in scored:
         prompt = first.get(each.key)
         if prompt is None:
             continue
         ids = list(range(len(prompt.answer)))
-        several = config.agent.loop != SINGLE_TURN
         turns = (Turn("assistant", prompt.answer, len(ids)),) if several else ()
         sample = RewardInput(prompt.text, prompt.answer, ids, "stop", prompt.answer, prompt.row, turns)
         return sample, f"the first row of {each.path} and its answer {prompt.answer!r:.60} as the response"
@@ -95,15 +95,15 @@ def _sample(config: Config, reward: RewardConfig, first: Mapping[str, Prompt]) -
 CHECKED_BY_VARIABLE = "MEGARL_CHECKED_BY"  # the pid of a `megarl train` that has become torchrun
 
 
-def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> list[str]:
-    """Try what the run will open and call; return warnings. Raises ConfigError that lists every problem.
+def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:
+    """Try what the run will open and call; return what it has found. Raises ConfigError that lists every problem.
 
     With `tell` every wrong row of the data files is told when it is found, and the problems have ten of each kind.
     Of large files the first rows are checked, with `tell` all.
     """
     found = start_findings(config, info, tell)
     found.refuse()
-    return found.warnings
+    return found
 
 
 def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:

@@ -10,12 +10,13 @@ from typing import Any, TextIO
 from megarl.common.errors import Findings
 from megarl.common.trust.secret_references import references
 from megarl.config.checks.sections import DeviceType, absent_files, planned_elsewhere
-from megarl.config.derived.datasets import all_sets, reward_functions
-from megarl.config.loading.load import overridden_tree
+from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
+from megarl.config.loading.load import apply_overrides
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
 from megarl.config.schema import Config
-from megarl.config.schema.agent import SINGLE_TURN
+from megarl.config.schema.agent import SINGLE_TURN, AgentConfig
 from megarl.config.schema.data import RewardConfig
+from megarl.config.schema.job import CheckpointConfig
 from megarl.data.check_files import Tell, data_file_findings, first_prompts
 from megarl.run.start.checks import reward_findings, scored_sets, start_findings, trial_calls
 from megarl.sandbox.availability import sandbox_problem
@@ -36,11 +37,14 @@ def elsewhere_findings(config: Config, tell: Tell | None = None) -> Findings:
     with trial_calls(config, first, lacking) as calls:  # they start while the files are read
         found.add(data_file_findings(all_sets(config), tell, only_present=True))
         tried = reward_findings(config.reward, calls)
-    found.add(Findings([f"{problem}\n      {WAY_OUT}" for problem in tried.problems], tried.warnings))
+    tried.problems = [f"{problem}\n      {WAY_OUT}" for problem in tried.problems]
+    found.add(tried)
     found.notes += [f"{key}.function: not tried here, because {lack}" for key, lack in lacking.items()]
     if config.reward.trial_call:
-        found.notes += _uncalled({key: own for key, own in rewards.items() if key not in lacking}, config)
-    found.notes.append(f"left to the start where the run will be: {', '.join(_left_out(config))}")
+        found.notes += _uncalled({key: own for key, own in rewards.items() if key not in lacking}, all_sets(config))
+    found.notes.append(
+        f"left to the start where the run will be: {', '.join(_left_out(config.agent, config.checkpoint))}"
+    )
     return found
 
 
@@ -54,21 +58,21 @@ def _lack(reward: RewardConfig) -> str:
     return ""
 
 
-def _uncalled(rewards: dict[str, RewardConfig], config: Config) -> Iterator[str]:
+def _uncalled(rewards: dict[str, RewardConfig], sets: Sequence[TrainSet | HeldOutSet]) -> Iterator[str]:
     """Yield a note for each reward that is called by the run, and has not been, as no file of its sets is here."""
     for key, own in rewards.items():
-        scored = scored_sets(config, own)
+        scored = scored_sets(sets, own)
         if scored and not any(each.path.exists() for each in scored):
             yield f"{key}.function: imported and not called, because {scored[0].key}.path is not here"
 
 
-def _left_out(config: Config) -> Iterator[str]:
+def _left_out(agent: AgentConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     yield "tokenizer and chat template"
     yield "lengths of the prompts"
-    if config.agent.loop != SINGLE_TURN:
+    if agent.loop != SINGLE_TURN:
         yield "loop and tools of the agent"
     yield "weights"
-    if config.checkpoint.resume != "never":
+    if checkpoint.resume != "never":
         yield "the checkpoint to resume from"
 
 
@@ -80,10 +84,11 @@ def dry_run(
     device: DeviceType | None = None,
     files: bool = True,
     tell: Tell | None = None,
+    whole: bool = False,
 ) -> None:
-    """Check `config` as `checked_plan` does, and write it resolved, with its plan, to `stream`."""
-    plan, notes = checked_plan(config, overrides=overrides, device=device, files=files, tell=tell)
-    print_dry_run(plan, config, stream, notes)
+    """Check `config` as `checked_plan` does, and write what it has found, plan and config (`print_dry_run`)."""
+    plan, found = checked_plan(config, overrides=overrides, device=device, files=files, tell=tell)
+    print_dry_run(plan, config, stream, found, whole=whole)
 
 
 def checked_plan(
@@ -93,8 +98,8 @@ def checked_plan(
     device: DeviceType | None = None,
     files: bool = True,
     tell: Tell | None = None,
-) -> tuple[RunPlan, list[str]]:
-    """Check all that can be checked here; return the plan and its notes. Raises ConfigError that lists every problem.
+) -> tuple[RunPlan, Findings]:
+    """Check all that can be checked here; return plan and findings. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer, and tries no reward. A config with `model.shape` whose model
     is not here is planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides`
@@ -107,23 +112,25 @@ def checked_plan(
         device = "cuda"
     plan = make_plan(config, device=device, files=files and not elsewhere)
     if not files:
-        return plan, []
+        return plan, Findings()
     if not elsewhere:
         found = start_findings(config, plan.info, tell)
         found.refuse()
-        return plan, [*found.warnings, *found.notes]
+        return plan, found
     absent = absent_files(config)
     found = Findings(list(_mistyped(absent, overrides)))
     found.add(elsewhere_findings(config, tell))
     found.refuse()
     listed = ", ".join(f"{key} ({path})" for key, path in absent)
-    note = f"planned by model.shape; not here, so not checked, and needed where the run starts: {listed}"
-    return plan, [note, *found.warnings, *found.notes]
+    found.notes.insert(
+        0, f"planned by model.shape; not here, so not checked, and needed where the run starts: {listed}"
+    )
+    return plan, found
 
 
 def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> Iterator[str]:
     """Yield a problem for each absent path that is the user's own: a shipped recipe does not need its files here."""
-    given = overridden_tree(overrides)
+    given = apply_overrides({}, overrides)  # valid on the tree to which they belong
     for key, path in absent:
         if _names(given, key):
             yield (

@@ -29,12 +29,12 @@ from megarl.common.process.memory_tuning import begin_start
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import Holder, RunClaim
-from megarl.config.derived.pools import resolve_pools
+from megarl.config.derived.staleness import pace_of
 from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
 from megarl.config.loading.load import load_config, to_yaml
 from megarl.config.memory_plan.plan import RunPlan, make_plan
 from megarl.config.schema import Config
-from megarl.data.check_files import Tell
+from megarl.config.schema.job import TimeoutsConfig
 from megarl.run.loop.stop import StopSignals, end_before_start
 from megarl.run.ranks.failure import FailureReport, report_and_close, set_aside
 from megarl.run.record.events import begin_events, end_with_failure
@@ -69,16 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         overrides = run_overrides(options)
         config = load_config(options.config, overrides)
         if options.dry_run:
-            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options))
+            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options), whole=options.all)
             return
         plan = make_plan(config)
-        _check_launch(config)
+        _check_launch(plan.pools.nodes, config.trainer.gpus, config.run_dir)
         if not _is_restart() and (told := already_finished(config)) is not None:
             if rank == 0:
                 sys.stderr.write(f"megarl: {told}\n")
             return
         if rank == 0 and not _is_restart():
-            _check_first_start(config, plan, mistake_printer(options))
+            check_endpoint(config.telemetry)
+            if not is_checked(os.environ):  # by `megarl train`
+                check_start(config, plan.info, mistake_printer(options)).tell_start(sys.stderr)
         claim = claim_for_ranks(config.run_dir, config.timeouts.node_s, rank, force=options.force and not _is_restart())
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
@@ -100,23 +102,6 @@ def _tells_of_signals(rank: int) -> bool:
     return rank == 0 and LAUNCH_ID_VARIABLE not in os.environ
 
 
-def _stop_signals(config: Config, terminal: TextIO, rank: int) -> StopSignals:
-    return StopSignals(
-        config.run_dir, config.checkpoint_dir, terminal, speaks=_tells_of_signals(rank), mine=holder_for_ranks()
-    )
-
-
-def _check_first_start(config: Config, plan: RunPlan, tell: Tell | None) -> None:
-    """Try what the run will open and call, unless `megarl train` has. Raises ConfigError that lists every problem.
-
-    `tell`: as in `check_start`.
-    """
-    check_endpoint(config.telemetry)
-    if not is_checked(os.environ):
-        for warning in check_start(config, plan.info, tell):
-            sys.stderr.write(f"megarl: warning: {warning}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Reinforcement learning of a language model: Megatron-Core trainer, vLLM rollout pool.",
@@ -127,16 +112,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_launch(config: Config) -> None:
-    """Raise ValueError unless the config's ranks and nodes were started, by a torchrun that strangers do not reach."""
-    nodes = resolve_pools(config).nodes
+def _check_launch(nodes: int, gpus: int, run_dir: Path) -> None:
+    """Raise ValueError unless so many nodes and ranks were started, by a torchrun that strangers do not reach."""
     if nodes > 1 and LAUNCH_ID_VARIABLE not in os.environ:
         raise ValueError(
             f"the config needs {nodes} nodes, which a bare torchrun does not start: use `megarl launch`, "
             "launch/slurm/train.sbatch or launch/multinode.sh"
         )
     world = os.environ.get("WORLD_SIZE")
-    gpus = config.trainer.gpus
     if world is None:
         raise ValueError(
             f"not started by torchrun; use: {SAFE_TORCHRUN} --nproc-per-node {gpus} {sys.argv[0]} "
@@ -147,7 +130,7 @@ def _check_launch(config: Config) -> None:
             f"torchrun started {world} ranks, but trainer.gpus is {gpus}: use --nproc-per-node {gpus} "
             f"or set trainer.gpus={world}"
         )
-    refuse_open_stores(os.environ, sys.argv, config.run_dir)
+    refuse_open_stores(os.environ, sys.argv, run_dir)
 
 
 def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
@@ -236,9 +219,11 @@ def _train(
     die_with_parent()
     os.environ.update(one_node_environment(config.ray))
     rank = int(os.environ["RANK"])
-    signals = _stop_signals(config, terminal, rank)
+    signals = StopSignals(
+        config.run_dir, config.checkpoint_dir, terminal, speaks=_tells_of_signals(rank), mine=holder_for_ranks()
+    )
     signals.install()
-    launch = _launch_pool(config) if rank == 0 else None
+    launch = _launch_pool(config.model_dump_json(), config.run_dir, config.timeouts) if rank == 0 else None
     from megarl import platforms
     from megarl.run.ranks.control_group import join_peers
     from megarl.run.ranks.watch import watch_ranks
@@ -295,27 +280,22 @@ def _headline(plan: RunPlan) -> str:
     engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"
     return (
         f"{plan.parameters / 1e6:.3g} M parameters on {plan.device}, trainer {' x '.join(parts)}, {engines}, "
-        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step; "
+        f"{plan.groups_per_step} x {plan.samples_per_step // plan.groups_per_step} samples per step, "
+        f"{pace_of(plan.config)}; "
         f"logs in {plan.config.run_dir / 'logs'}"
     )
 
 
-def _launch_pool(config: Config) -> Future[SupervisorHandle]:
+def _launch_pool(config_json: str, run_dir: Path, timeouts: TimeoutsConfig) -> Future[SupervisorHandle]:
     """Start the supervisor in a thread while the policy is built, because engines take longest to start.
 
     If a node's agent has started the ranks, attach to the supervisor that an agent has started instead.
     """
     from megarl.cluster.pool.pool_process import attach_supervisor, launch_supervisor
-
-    executor = ThreadPoolExecutor(1, thread_name_prefix="launch-supervisor")
-    launch_id, timeout_s = os.environ.get(LAUNCH_ID_VARIABLE), config.timeouts.ray_start_s
-    if launch_id is not None:
-        return executor.submit(attach_supervisor, config.run_dir, launch_id, timeout_s + config.timeouts.node_s)
-    agent = os.getppid()  # torchrun's agent
-    return executor.submit(launch_supervisor, config.model_dump_json(), config.run_dir, agent, cuda=_cuda())
-
-
-def _cuda() -> bool:
     from megarl.config.checks.sections import detect_device
 
-    return detect_device() == "cuda"
+    executor = ThreadPoolExecutor(1, thread_name_prefix="launch-supervisor")
+    if (launch_id := os.environ.get(LAUNCH_ID_VARIABLE)) is not None:
+        return executor.submit(attach_supervisor, run_dir, launch_id, timeouts.ray_start_s + timeouts.node_s)
+    agent = os.getppid()  # torchrun's agent
+    return executor.submit(launch_supervisor, config_json, run_dir, agent, cuda=detect_device() == "cuda")

@@ -105,7 +105,7 @@ def train_step(
 
     with timer.phase("update"):
         for number, (mine, counts) in enumerate(updates):
-            if interpolates_proximal(config):
+            if interpolates_proximal(in_updates):
                 set_interpolation(mine, rows, version=plan.version, updates=made)
             update = partial(
                 policy.update, mine, counts, another_follows=number + 1 < len(updates),

@@ -38,6 +38,13 @@ def in_place_obstacle(model: nn.Module, device_type: str) -> str | None:
     return None
 
 
+def expert_backend(model: nn.Module) -> str | None:
+    """Return vLLM's name of the backend that computes the model's experts, None if there are none or it has no name."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    backends = (getattr(method, "unquantized_backend", None) for method in methods)
+    return next((str(backend.value) for backend in backends if backend is not None), None)
+
+
 def embeddings_in_place(model: nn.Module, device_type: str) -> list[nn.Module]:
     """Return the embeddings and output heads that can be loaded in place although other modules must be reloaded.
 

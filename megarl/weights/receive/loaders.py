@@ -28,7 +28,7 @@ import torch
 from megarl.common.errors import WeightSyncError
 from megarl.common.process.memory_tuning import MMAP_OTHERWISE, map_blocks_from
 from megarl.weights.receive.coverage import LoadCoverage, missing_message
-from megarl.weights.receive.in_place import embeddings_in_place, in_place_obstacle
+from megarl.weights.receive.in_place import embeddings_in_place, expert_backend, in_place_obstacle
 from megarl.weights.receive.recorded_copies import RecordedCopies
 
 if TYPE_CHECKING:
@@ -61,8 +61,14 @@ class ModelLoader:
         self._before: dict[str, LiveTensor] = {}  # of a reload that has begun
 
     @property
+    def report(self) -> str:
+        """The way in which the tensors of this sync are loaded, and the backend of the experts, for the run's log."""
+        backend = expert_backend(self._model)
+        return self.way if backend is None else f"{self.way}; experts computed by {backend}"
+
+    @property
     def way(self) -> str:
-        """The way in which the tensors of this sync are loaded, for the report."""
+        """The way in which the tensors of this sync are loaded."""
         if self.obstacle is not None:
             return f"layer-wise reload: {self.obstacle}"
         if self._copies.obstacle is not None:

@@ -55,7 +55,7 @@ class Receiver:
                     f"{group.name} cannot: {self._loader.obstacle}"
                 )
             digests, digest_s = self._receive_all(version)
-            report = {"member": group.name, "digests": digests, "digest_s": digest_s, "loaded": self._loader.way}
+            report = {"member": group.name, "digests": digests, "digest_s": digest_s, "loaded": self._loader.report}
             group.store.put(group.key("report", group.rank), report)
         except BaseException as error:
             group.fail(error)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.checkpoint.save.checkpointer import FIRST_SAVE_S, is_affordable
 from megarl.trainer.batch import TrainSample
 from tests.support.checkout import PROMPTS
 from tests.support.models.tensors import merge
@@ -22,6 +23,22 @@ PLAIN = {"trainer__optimizer__distributed": False}
 BUCKETS = {"megatron__ddp": {"overlap_grad_reduce": True, "bucket_size": 20000}}  # several, padded behind
 BF16 = {"trainer__precision": "bf16"}
 BIAS = {"megatron__transformer": {"moe_router_bias_update_rate": 0.01}}
+
+
+def test_a_planned_save_takes_a_fiftieth_of_the_time_since_the_last_one() -> None:
+    assert [is_affordable(since, 2.0) for since in (0.0, 99.9, 100.0, 1e6)] == [False, False, True, True]
+    assert not is_affordable(299.0, FIRST_SAVE_S) and is_affordable(300.0, FIRST_SAVE_S)
+
+
+def test_the_clock_of_the_first_rank_plans_the_saves_of_all(
+    world: Callable[[int], World], model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    results = world(2).run(
+        "tests.support.ranks.checkpoints.saving:planned_saves", timeout=120, model_dir=model_dir("dense"), root=tmp_path
+    )
+    # The third by the clock, the fifth because keep_every wants it, the last one always.
+    assert results == [[False, False, True, False, True, False, False, True]] * 2
+
 
 Save = Callable[..., tuple[Path, list[dict[str, Any]]]]
 

@@ -146,7 +146,7 @@ def test_a_cpu_run_uses_gloo_on_its_route_and_other_shared_interfaces_are_tried(
 def test_gpus_add_nccl(configured: bool) -> None:
     paths = plan_paths([member(host, cuda=True) for host in "ab"], configured=configured)
     assert [path.name for path in paths] == ["gloo on eth0", "NCCL as it chooses"]
-    chosen = {"NCCL_SOCKET_IFNAME": "eth0"} if configured else {}
+    chosen = {"NCCL_SOCKET_IFNAME": "=eth0"} if configured else {}
     assert paths[1].environment == (chosen, chosen)
 
 
@@ -156,12 +156,6 @@ BROKEN = Outcome({}, "connect: no end within 5 s")
 
 def path(required: bool = True) -> PathToTry:
     return PathToTry("gloo on eth0", "gloo", ({}, {}), required)
-
-
-def test_the_slowest_rank_counts() -> None:
-    content = summary([member("a"), member("b")], [(path(), [WORKS, SLOW])])
-    assert content["paths"][0]["gb_per_second"] == {"all-reduce": 0.5} and content["can_start"]
-    assert "0.500  ok" in render(content) and "the nodes can run together" in render(content)
 
 
 def test_a_path_that_a_run_uses_fails_the_command_and_another_one_does_not() -> None:

@@ -15,14 +15,28 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packages.compare_lock(lock) == (["b 2 != 3"], ["c[x]"])
 
 
-@pytest.mark.parametrize(
-    ("found", "level"), [("0.16.1", "ok"), ("0.19.2", "ok"), ("0.15.3", "fail"), ("0.20.0", "fail")]
-)
+@pytest.mark.parametrize(("found", "level"), [("0.19.2", "ok"), ("0.16.1", "fail"), ("0.20.0", "fail")])
 def test_megatron_core_is_of_a_supported_version(found: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "installed_version", {"megatron-core": found}.get)
     [finding] = [each for each in packages.package_findings(cuda=False) if each.what == "megatron-core"]
     assert finding.level == level and found in finding.detail
     assert bool(finding.fix) == (level == "fail")
+
+
+@pytest.mark.parametrize(("second", "level"), [("sha256=2", "warn"), ("sha256=1", "ok"), (None, "ok")])
+def test_two_owners_of_a_file_are_named(tmp_path: Path, second: str | None, level: str) -> None:
+    """As cuda-python 12.6 and cuda-bindings 13: pip installs both, and the files of the last one win."""
+    for name, content in (("cuda-bindings", "sha256=1"), ("cuda-python", second)):
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        own = (
+            f"{info.name}/METADATA,sha256={name},9\nbuild_backend.py,sha256={name},9\n../../../bin/x,sha256={name},9\n"
+        )
+        (info / "RECORD").write_text(own + (f"cuda/bindings/driver.so,{content},9\n" if content else ""))
+    finding = packages.overwritten_finding("run make setup-gpu", [str(tmp_path)])
+    assert finding.level == level
+    assert ("cuda-bindings and cuda-python (1)" in finding.detail) == (level == "warn")
 
 
 @pytest.mark.parametrize(

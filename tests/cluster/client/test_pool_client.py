@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,15 +58,6 @@ def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
     assert [each.name for each in replicas] == ["replica 0", "replica 1"]
     with pytest.raises(ReplicaFailed, match=r"^replica 1 had ended when it was asked to world_size; see .*replica-1"):
         replicas[1].call("world_size", timeout_s=5)
-
-
-def test_replicas_are_replaced_by_their_indices_now_or_later() -> None:
-    asked: list[Any] = []
-    client: Any = SimpleNamespace(call=lambda *call, timeout_s: asked.append((*call, timeout_s)))
-    handles = PoolHandles(client)
-    handles.restart(["replica 0"], timeout_s=7.0)
-    handles.replace_later(["replica 2", "replica 11"], timeout_s=9.0)
-    assert asked == [("restart_replicas", [0], 7.0), ("replace_replicas_later", [2, 11], 9.0)]
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", None])
@@ -281,31 +272,11 @@ def test_a_call_whose_answer_falls_into_a_cut_tests_its_connection_and_is_sent_a
     assert actor.now <= lost + connection.PROBE_S + connection.SLICE_S + connection.RETRY_S + actor.runs_s
 
 
-def test_a_cut_for_ever_ends_a_long_call_soon_after_ray_has_noticed_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor, replica = slowly_cut(monkeypatch, (50.0, math.inf))
-    with pytest.raises(ReplicaFailed, match=r"could not be reached for 60 s, in which it was asked to generate"):
-        replica.call("generate", timeout_s=1800.0)
-    assert actor.now <= 50 + 70 + 60 + 1
-
-
 def test_each_of_several_cuts_of_one_call_has_the_whole_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two of them the call was under way for longer than the bound, which nothing but a probe shows."""
     actor, replica = slowly_cut(monkeypatch, (50.0, 120.0), (250.0, 310.0), (500.0, 550.0))
     assert replica.call("generate", timeout_s=1800.0) == "answered"
     assert actor.calls == 4 and actor.now > 700
-
-
-def test_a_cut_that_is_the_end_of_the_pool_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor, client = cut_off(monkeypatch, lost=10**9)
-
-    def ended() -> None:
-        if actor.sent > 2:
-            raise PoolEnded("the rollout pool has ended: SIGTERM")
-
-    handle: Any = SimpleNamespace(check=ended, check_parts=ended, host="", run_dir="")
-    client._connection = replace(client._connection, handle=handle)
-    with pytest.raises(PoolEnded, match="SIGTERM"):
-        client.call("commit", 7, timeout_s=60)
 
 
 def test_a_rank_that_has_left_ray_survives_sigterm_until_it_has_reported(

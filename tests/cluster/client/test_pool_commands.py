@@ -13,7 +13,6 @@ import pytest
 import ray
 
 from megarl.cli import main
-from megarl.cli.pool import render
 from megarl.cluster.client import pool_commands
 from megarl.cluster.client.pool_commands import METHODS, ask_pool
 from megarl.cluster.pool.pool_process import SPEC_FILE, SupervisorHandle, SupervisorSpec
@@ -174,8 +173,3 @@ def test_the_list_is_a_table_or_json(
         "1 more were lost with their node; they are started again when there is room for them",
         "undrain_replica 1",
     ]
-
-
-def test_what_is_not_known_of_a_replica_is_left_out_of_the_table() -> None:
-    lines = render([asdict(ReplicaReport(3, "", "lost", (), "", 0, 0))], 0).splitlines()
-    assert lines[1].split() == ["3", "?", "lost", "-", "-", "0", "0"]

@@ -10,6 +10,7 @@ from megarl.cluster.nodes import commands
 from megarl.cluster.nodes.topology import make_topology
 from megarl.cluster.pool.network import network_environment
 from megarl.common.errors import ConfigError
+from megarl.config.checks.secrets import user_environment
 from tests.support.checkout import ROOT
 from tests.support.trainer.configs import config
 
@@ -48,7 +49,7 @@ def test_ranks_that_fail_are_restarted_once() -> None:
 
 
 def test_the_shipped_runtime_environment_is_accepted() -> None:
-    variables = commands.user_environment(ROOT / "launch/runtime_env.yaml")
+    variables = user_environment(ROOT / "launch/runtime_env.yaml")
     assert variables["NCCL_DEBUG"] == "WARN"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables, "it would hold for engines and experts too"
 
@@ -65,21 +66,21 @@ def test_other_runtime_environments_are_not(tmp_path: Path, text: str, told: str
     path = tmp_path / "env.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        commands.user_environment(path)
+        user_environment(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        commands.user_environment(tmp_path / "none.yaml")
+        user_environment(tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes("env_vars: {A: é}".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.yaml cannot be read: .*utf-8"):
-        commands.user_environment(tmp_path / "latin.yaml")
+        user_environment(tmp_path / "latin.yaml")
 
 
 def test_gloo_and_nccl_stay_on_loopback_if_there_is_one_node() -> None:
     alone = network_environment("127.0.0.1", "lo", several=False, chosen=False)
-    assert alone == {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert alone == {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def test_between_nodes_nccl_is_told_its_interface_only_if_the_user_has_chosen_it() -> None:
     several = network_environment("1.2.3.4", "eth7", several=True, chosen=False)
     assert several == {"VLLM_HOST_IP": "1.2.3.4", "GLOO_SOCKET_IFNAME": "eth7"}
     chosen = network_environment("1.2.3.4", "eth7", several=True, chosen=True)
-    assert chosen["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert chosen["NCCL_SOCKET_IFNAME"] == "=eth7"

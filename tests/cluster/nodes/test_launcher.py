@@ -360,20 +360,6 @@ def test_a_file_system_that_fails_for_a_while_ends_nothing(
             agent._tick_or_wait()
 
 
-def test_a_heartbeat_that_cannot_be_written_does_not_keep_the_agent_from_its_work(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent, started = agent_of(job), []
-
-    def full(record: NodeRecord) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(agent.board, "post", full)
-    monkeypatch.setattr(agent, "_start_torchrun", lambda: started.append(True))
-    assert agent._tick_or_wait() is False
-    assert started and agent._trouble_since is None
-
-
 def test_a_rank_that_stays_stopped_is_killed_and_nothing_else(job: Job) -> None:
     """With no other rank on its node nobody else can, and torchrun would leave it the time to save."""
     agent = agent_of(job)

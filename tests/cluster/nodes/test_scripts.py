@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -67,30 +66,6 @@ def test_a_signal_before_the_agent_has_started_only_asks_to_stop(tmp_path: Path,
     )  # fmt: skip
     assert (shell.returncode, shell.stderr) == (7, "megarl: finishing the step, saving; again to abort\n")
     assert (tmp_path / "stop").read_text() == f"SIG{name}\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_accepted_with_plan_and_memory(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No weights or data are here. The plan is so far below the device's memory that it may err by a tenth."""
-    monkeypatch.chdir(ROOT)
-    status = main.main(["launch", "--config", f"examples/rl/configs/{name}.yaml", "--scheduler", "slurm", "--dry-run"])
-    output = capsys.readouterr()
-    assert status == 0, output.err
-    assert output.out == (ROOT / f"launch/slurm/{name}.sbatch").read_text(), "the shipped script is the rendered one"
-    totals = [line for line in output.err.splitlines() if line.split()[:1] == ["total"]]
-    assert len(totals) == 2 and all("of 79.00 GiB" in line for line in totals)
-    assert "# resolved config" in output.err and "samples_per_group: " in output.err
-    flat = " ".join(output.err.split())
-    assert "note: not here, so not checked, and needed where the run starts: model.path (" in flat
-    trainer = [float(word) for word in totals[0].partition(" of ")[0].split() if word.replace(".", "").isdigit()]
-    assert 0 < max(trainer) < 0.9 * 79
-    header = (ROOT / f"examples/rl/configs/{name}.yaml").read_text().partition("run:")[0]
-    assert header.startswith("#") and re.search(
-        r"What differs from|and megarl does not \(yet\)|this recipe's own", header
-    )
 
 
 def test_a_config_decides_everything() -> None:

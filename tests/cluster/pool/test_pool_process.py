@@ -17,11 +17,17 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.pool import pool_process as launch
+from megarl.common.clocks import RateLimit
 from megarl.common.errors import PoolEnded, SupervisorFailed
 from megarl.common.process.processes import ProcessId, is_alive
 from tests.support.trainer.configs import config
 
 GONE = ProcessId(1, -1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_complaints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_complaints", RateLimit(30.0))
 
 
 def state(process: ProcessId, **changes: object) -> dict[str, object]:
@@ -30,22 +36,6 @@ def state(process: ProcessId, **changes: object) -> dict[str, object]:
         "host": platform.node(),
         "process": asdict(process), "agent": asdict(GONE), **changes,
     }  # fmt: skip
-
-
-def test_the_spec_survives_its_file(tmp_path: Path) -> None:
-    spec = launch.SupervisorSpec("{}", "/runs/a b", ProcessId(5, 6), "abc", 2, "/work", cuda=True)
-    spec.save(tmp_path / "spec.json")
-    assert launch.SupervisorSpec.load(tmp_path / "spec.json") == spec
-    assert (spec.namespace, spec.partition) == ("megarl-abc", "a b-abc.2")
-
-
-def test_another_launch_and_another_attempt_share_no_name() -> None:
-    specs = [
-        launch.SupervisorSpec("{}", "/runs/x", GONE, launch_id, attempt, "/", cuda=False)
-        for launch_id in ("a", "b")
-        for attempt in (0, 1)
-    ]
-    assert len({spec.partition for spec in specs}) == 4
 
 
 def test_torchrun_variables_do_not_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +152,7 @@ def test_a_state_that_cannot_be_read_does_not_end_a_living_pool(
 
     monkeypatch.setattr(launch, "read_state", read)
     handle(tmp_path).check()
-    assert "the state of the rollout pool is not known now: [Errno 116] Stale file handle" in caplog.text
+    assert "the state of the rollout pool is not known now, and is read again: [Errno 116] Stale" in caplog.text
     with pytest.raises(PoolEnded, match="its supervisor was killed"):
         replace(handle(tmp_path), process=GONE).check()
 
@@ -219,9 +209,7 @@ def test_a_wait_goes_on_while_the_state_cannot_be_read(
     left += [OSError(errno.EIO, "Input/output error")]
     assert launch.await_rebuilt(handle(tmp_path), timeout_s=30).rebuilds == 1 and not left
     failing_reads(monkeypatch, 1000)
-    with pytest.raises(
-        SupervisorFailed, match=r"which may have written its state, which cannot be read \(\[Errno 116\]"
-    ):
+    with pytest.raises(SupervisorFailed, match="which may have written its state, which cannot be read; see"):
         launch.wait_ready(handle(tmp_path), timeout_s=0.1)
 
 
@@ -286,17 +274,6 @@ def test_a_run_directory_of_a_dead_run_is_taken_over_with_the_next_attempt(tmp_p
     (tmp_path / launch.STOP_FILE).write_text("old")
     assert launch._retire_previous(tmp_path) == 4
     assert not (tmp_path / launch.STOP_FILE).exists()
-
-
-def test_a_supervisor_of_this_very_launcher_is_asked_to_stop_first(tmp_path: Path) -> None:
-    obedient = "import os, sys, time; print('up', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
-    command = [sys.executable, "-c", obedient, str(tmp_path / launch.STOP_FILE)]
-    old = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert old.stdout is not None and old.stdout.readline()
-    left = ProcessId.of(old.pid)
-    launch.write_state(tmp_path, state(left, agent=asdict(ProcessId.own())))
-    assert launch._retire_previous(tmp_path) == 4 and not is_alive(left)
-    assert old.wait(timeout=60) == 0
 
 
 def test_a_long_wait_for_the_engines_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.cluster.nodes import raylet
 from megarl.cluster.nodes.spec import LaunchSpec, launch_directory
-from megarl.cluster.pool.ray_head import RAY_PORTS, RayHead, RayShare, ReservedPorts, patched_start
+from megarl.cluster.pool.ray_head import RAY_PORTS, RayHead, RayShare, ReservedPorts
 from tests.support.trainer.configs import config
 
 
@@ -21,13 +21,6 @@ def given_to_ray() -> list[int]:
 
     made = parameter.RayParams()
     return [made.metrics_export_port, made.metrics_agent_port, made.runtime_env_agent_port]
-
-
-def test_ray_is_given_the_reserved_ports() -> None:
-    with ReservedPorts(RAY_PORTS) as reserved:
-        with patched_start(reserved):
-            assert given_to_ray() == reserved.ports
-        assert given_to_ray() != reserved.ports
 
 
 def test_a_head_starts_ray_with_ports_that_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

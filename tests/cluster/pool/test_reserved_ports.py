@@ -45,11 +45,3 @@ def test_no_other_socket_is_given_the_port(reuse: bool) -> None:
             given.add(other.getsockname()[1])
             other.close()
         assert len(given) > 50 and not given & set(reserved.ports)
-
-
-def test_ports_are_free_again_after_the_end() -> None:
-    with ReservedPorts(1) as reserved:
-        (port,) = reserved.ports
-        with pytest.raises(OSError):
-            listener(port, reuse=False)
-    listener(port, reuse=False).close()

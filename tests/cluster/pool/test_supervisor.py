@@ -169,26 +169,6 @@ def test_a_full_disk_does_not_hide_that_the_launcher_is_gone(tmp_path: Path, mon
     assert state is not None and state["state"] == "stopped"
 
 
-def test_a_state_that_could_not_be_written_is_written_by_the_watch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched, real = supervisor_in(tmp_path), pool_state.write_state
-    errors = [OSError(errno.ESTALE, "Stale file handle")]
-
-    def stale(*arguments: object) -> None:
-        if errors:
-            raise errors.pop()
-        real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(pool_state, "write_state", stale)
-    recorded = watched._watch_once(set())
-    watched._state.publish(state="ready")
-    assert read_state(tmp_path) is None or not errors
-    watched._watch_once(recorded)
-    state = read_state(tmp_path)
-    assert state is not None and state["state"] == "ready"
-
-
 @pytest.mark.parametrize(("content", "stops"), [("abc", True), ("", True), ("another launch", False)])
 def test_the_stop_file_of_this_launch_stops_it(tmp_path: Path, content: str, stops: bool) -> None:
     watched = supervisor_in(tmp_path)
@@ -319,32 +299,6 @@ def test_a_controller_that_cannot_be_reached_ends_the_pool_after_the_bound(
     assert 2 < len(asked) <= 12
 
 
-def test_the_last_look_at_a_controller_that_cannot_be_reached_has_the_time_to_find_that_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray says that an answer is late, and not why, if it may not wait for one."""
-    made = supervisor_in(tmp_path, rpc_s=1.0)
-    clock = iter(range(1, 10**6))
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.375 * next(clock)))
-    looks(made, [None], monkeypatch, again=True)
-    monkeypatch.setattr(ray, "get", lambda call, timeout: cut_or_late(timeout))
-    with pytest.raises(RolloutError, match="could not reach the rollout controller for"):
-        made._serve()
-
-
-def cut_or_late(timeout: float) -> None:
-    raise CUT if timeout > 0 else ray.exceptions.GetTimeoutError("late")
-
-
-def test_cuts_with_an_answer_between_them_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = supervisor_in(tmp_path, rpc_s=1.0)
-    clock = iter(range(10**6))
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock) / 8))
-    asked = looks(made, [*[CUT, None] * 20], monkeypatch)
-    made._serve()
-    assert len(asked) == 40
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -445,18 +399,6 @@ def test_the_ranks_learn_of_the_new_queue_when_it_is_up(tmp_path: Path, monkeypa
     rebuilt.check_parts()
     assert old.has_lost_parts(1.0) and not rebuilt.has_lost_parts(0.0)
     assert "started again" in (tmp_path / "logs" / "notices.jsonl").read_text()
-
-
-def test_where_the_gateway_is_stands_in_the_state_when_the_pool_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = supervisor_in(tmp_path)
-    made._actors.handles = ["engine", "controller"]  # type: ignore[list-item]
-    made._actors.gateway = SimpleNamespace(url="http://a:1")  # type: ignore[assignment]
-    monkeypatch.setattr(made._actors, "start", lambda: None)
-    made._start_actors()
-    state = read_state(tmp_path)
-    assert state is not None and state["gateway"] == "http://a:1"
 
 
 def test_a_stop_ends_the_wait_for_actors_that_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,3 @@ def _faults(setting: str) -> int:
 def test_memory_that_is_kept_is_not_cleared_again() -> None:
     assert _faults("") > PAGES / 2, "glibc by itself keeps it, so that the next line would show nothing"
     assert _faults("malloc.keep_freed_memory()") < PAGES / 20
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_a_limit_for_mapped_blocks_ends_the_keeping() -> None:
-    assert _faults("malloc.keep_freed_memory(); malloc.map_blocks_from(2**20)") > PAGES / 2

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from megarl.common.process import output
-from megarl.common.process.output import LossyFile
 from tests.support.checkout import environment
 
 PRINTS = """
@@ -99,15 +93,3 @@ def test_a_log_that_takes_no_more_bytes_ends_nothing(tmp_path: Path) -> None:
     ended = run(tmp_path / "rank.log", preexec_fn=limit)
     assert ended.stderr == "for the user\n"
     assert (tmp_path / "rank.log").stat().st_size == 500
-
-
-def test_lost_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*arguments: object) -> int:
-        raise OSError(errno.EIO, "the terminal is gone")
-
-    stream = LossyFile(1)
-    monkeypatch.setattr(os, "write", closed)
-    assert stream.write(b"hello") == 5 and stream.lost_bytes == 5
-    text = output._text(stream)
-    text.write("a line\n")
-    assert stream.lost_bytes == 12

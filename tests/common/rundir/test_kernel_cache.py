@@ -64,11 +64,6 @@ def test_another_users_directory_is_not_used(tmp_path: Path, home: Path, monkeyp
     assert kept(tmp_path / "private") == tmp_path / "private" / "torchinductor"
 
 
-def test_without_a_home_they_are_kept_for_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cache").write_text("no directory")
-    assert kept(tmp_path / "private") == tmp_path / "private" / "torchinductor"
-
-
 @pytest.mark.slow
 def test_torch_compiles_into_it_in_a_process_that_has_activated_its_platform(tmp_path: Path) -> None:
     """Each trainer rank does the same. By torch's own default it would be in the temporary directory."""

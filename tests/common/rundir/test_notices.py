@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,34 +46,13 @@ def test_a_disk_that_hangs_holds_nobody_who_wants_them_shown(run_dir: Path, monk
     shown: list[str] = []
     watch, released = NoticeWatch(run_dir, shown.append, interval_s=60.0), threading.Event()
     write_notice(run_dir, "the cause")
-    read = watch._new
-    monkeypatch.setattr(watch, "_new", lambda: read() if released.wait(30.0) else [])
+    read = watch._show_lines
+    monkeypatch.setattr(watch, "_show_lines", lambda: read() if released.wait(30.0) else None)
     watch.show_new(within_s=0.05)
     assert shown == []
     released.set()
     watch.close()
     assert shown == ["the cause"], "shown when the disk answers, and once"
-
-
-def test_notices_stay_in_their_order_if_two_threads_show_them(run_dir: Path) -> None:
-    shown: list[str] = []
-    begun, released = threading.Event(), threading.Event()
-
-    def show(text: str) -> None:
-        if text == "first":
-            begun.set()
-            released.wait(30.0)
-        shown.append(text)
-
-    watch = NoticeWatch(run_dir, show, interval_s=0.01)
-    write_notice(run_dir, "first")
-    assert begun.wait(30.0)
-    write_notice(run_dir, "second")
-    watch.show_new(within_s=0.2)
-    assert shown == []
-    released.set()
-    watch.close()
-    assert shown == ["first", "second"]
 
 
 def test_what_is_no_notice_is_passed_over_and_a_line_is_shown_when_it_is_complete(run_dir: Path) -> None:
@@ -86,8 +64,6 @@ def test_what_is_no_notice_is_passed_over_and_a_line_is_shown_when_it_is_complet
     assert shown == ["good"]
     with notices_file(run_dir).open("ab") as file:
         file.write(b'lf"}\n')
-    watch._look()
-    notices_file(run_dir).write_text("")  # cut by somebody
     watch._look()
     write_notice(run_dir, "next")
     watch.close()
@@ -120,34 +96,6 @@ def test_a_notice_that_the_disk_does_not_take_is_shown_with_the_next_one(
     assert shown == [*(f"{number}" for number in range(most + 1, 2 * most)), "next"] and not notices._waiting
 
 
-def test_a_notice_that_was_written_in_part_is_shown_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    watch = NoticeWatch(run_dir, shown.append, interval_s=60.0)
-    real = Path.open
-
-    class Nearly:
-        """A file of a disk on which there is room for ten bytes."""
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            self._file = real(*arguments, **options)
-
-        def __enter__(self) -> Nearly:
-            return self
-
-        def __exit__(self, *failure: object) -> None:
-            self._file.close()
-
-        def write(self, content: bytes) -> int:
-            return int(self._file.write(content[:10]))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", Nearly)
-        write_notice(run_dir, "one")
-    write_notice(run_dir, "two")
-    watch.close()
-    assert shown == ["one", "two"]
-
-
 def test_the_files_of_notices_are_bounded_and_every_one_is_shown_once(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +106,6 @@ def test_the_files_of_notices_are_bounded_and_every_one_is_shown_once(
         write_notice(run_dir, f"notice {number:03d}")
         if number % 30 == 0:
             watch._look()
-            watch._look()  # the rest of the older file is one look
     watch._look()
     watch.close()
     assert shown == [f"notice {number:03d}" for number in range(500)]
@@ -175,7 +122,7 @@ def test_a_file_system_that_fails_for_a_moment_shows_nothing_twice(
     write_notice(run_dir, "first")
     watch._look()
     with monkeypatch.context() as patched:
-        patched.setattr(notices.os, "stat", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
+        patched.setattr(Path, "stat", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
         watch._look()
     write_notice(run_dir, "second")
     watch.close()
@@ -192,7 +139,7 @@ def test_a_terminal_that_fails_does_not_end_the_watch(run_dir: Path) -> None:
 
     watch = NoticeWatch(run_dir, show, interval_s=0.01)
     write_notice(run_dir, "bad")
-    wait_until(lambda: watch._position > 0, 60, "the first notice")
+    wait_until(lambda: watch._lines.position > 0, 60, "the first notice")
     write_notice(run_dir, "good")
     watch.close()
     assert shown == ["good"]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from multiprocessing import shared_memory
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from megarl.common.process.processes import ProcessId
+from megarl.common.process.processes import ProcessId, has_ended, this_place
 from megarl.common.rundir import private_directory
 from megarl.common.rundir.private_directory import (
     VARIABLE,
     Owner,
     make_private_directory,
-    name_shared_memory,
     remove_private_directory,
     sweep_dead_directories,
 )
@@ -42,8 +39,8 @@ def private() -> Iterator[Path]:
     remove_private_directory(directory)
 
 
-def record(directory: Path, owner: Owner) -> None:
-    (directory / "owner.json").write_text(json.dumps(asdict(owner)))
+def record(directory: Path, process: ProcessId) -> None:
+    (directory / "owner.json").write_bytes(msgspec.json.encode(Owner(process, this_place())))
 
 
 def test_only_the_user_can_enter(private: Path) -> None:
@@ -66,17 +63,9 @@ def test_temporary_files_of_a_process_and_its_children(private: Path, tmp_path: 
     assert done.stdout.split() == [*[str(private / "tmp")] * 2, str(kept)] and kept.stat().st_mode & 0o777 == 0o700
 
 
-def test_sockets_have_paths_that_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    session = "ray/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"
-    for chosen in ("/tmp", "/" + "x" * 19, "/" + "x" * 60):
-        monkeypatch.setattr(private_directory.tempfile, "tempdir", chosen)
-        assert len(f"{private_directory._base()}/megarl-abcdefgh/{session}") <= 107
-
-
 def test_the_next_start_sweeps_what_a_dead_run_left(private: Path, base: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    record(private, replace(Owner.own(), process=ProcessId.of(process.pid)))
+    record(private, ProcessId.of(process.pid))
     assert sweep_dead_directories() == [] and private.is_dir()
     process.kill()
     process.wait(timeout=60)
@@ -86,18 +75,17 @@ def test_the_next_start_sweeps_what_a_dead_run_left(private: Path, base: Path) -
     assert list(base.iterdir()) == []
 
 
-def test_what_is_swept() -> None:
-    here = Owner.own()
-    dead = replace(here, process=DEAD)
-    assert not here.is_dead(here) and dead.is_dead(here)
-    assert not replace(dead, host="another").is_dead(here)
-    assert not replace(dead, pid_namespace="pid:[1]").is_dead(here), "another container: its pids mean nothing here"
-    assert replace(here, boot="an earlier one").is_dead(here)
+def test_what_has_ended() -> None:
+    host, boot, namespace = this_place().split("/")
+    assert has_ended(ProcessId.own(), this_place()) is False and has_ended(DEAD, this_place())
+    assert has_ended(DEAD, f"another/{boot}/{namespace}") is None
+    assert has_ended(DEAD, f"{host}/{boot}/1") is None, "another container: its pids mean nothing here"
+    assert has_ended(ProcessId.own(), f"{host}/an earlier one/{namespace}")
 
 
 @pytest.mark.parametrize("case", ["open to others", "a link", "no owner", "nonsense", "another name"])
 def test_what_is_left_alone(case: str, private: Path, base: Path) -> None:
-    record(private, replace(Owner.own(), process=DEAD))
+    record(private, DEAD)
     kept = private
     if case == "open to others":
         private.chmod(0o755)
@@ -145,58 +133,3 @@ if __name__ == "__main__":
     finally:
         bystander.close()
         bystander.unlink()
-
-
-def shared_files(directory: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Three files of the directory's processes in a directory in place of /dev/shm."""
-    at.mkdir()
-    monkeypatch.setattr(private_directory, "SHARED_MEMORY", at)
-    tag = directory.name.removeprefix("megarl-")
-    files = [at / f"sem.{tag}-{name}" for name in "abc"]
-    for file in files:
-        file.touch()
-    return files
-
-
-def test_a_file_that_cannot_be_removed_does_not_keep_the_others(
-    private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = shared_files(private, tmp_path / "shm", monkeypatch)
-    unlink = Path.unlink
-
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        if path == files[0]:
-            raise PermissionError(1, "Operation not permitted", str(path))
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    remove_private_directory(private)
-    assert [file.exists() for file in files] == [True, False, False] and not private.exists()
-
-
-def test_files_of_other_users_are_left_alone(private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = shared_files(private, tmp_path / "shm", monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: os.geteuid() + 1)
-        assert list(private_directory._shared(private)) == []
-    assert list(private_directory._shared(private)) == files
-
-
-def test_a_shared_memory_that_cannot_be_listed(private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("none", "file"):
-        (tmp_path / "file").touch()
-        monkeypatch.setattr(private_directory, "SHARED_MEMORY", tmp_path / place)
-        remove_private_directory(private)
-        assert not private.exists()
-
-
-def test_children_inherit_the_prefix(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(private))
-    monkeypatch.setattr(shared_memory, "_SHM_NAME_PREFIX", shared_memory._SHM_NAME_PREFIX)  # type: ignore[attr-defined]
-    configuration = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    monkeypatch.setitem(configuration, "semprefix", configuration["semprefix"])
-    name_shared_memory()
-    tag = private.name.removeprefix("megarl-")
-    child = multiprocessing.get_context("spawn").Process(target=print)
-    assert child._config["semprefix"] == f"/{tag}"  # type: ignore[attr-defined]
-    assert multiprocessing.get_context("spawn").Lock()._semlock.name.startswith(f"/{tag}-")  # type: ignore[attr-defined]

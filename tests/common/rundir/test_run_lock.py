@@ -246,18 +246,6 @@ def test_a_claim_that_was_deleted_is_written_again(tmp_path: Path) -> None:
     assert held.renew() is None and holder_of(tmp_path) == OWN
 
 
-def test_a_claim_that_was_deleted_and_made_by_another_start_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other start has been told that it holds the directory."""
-    held = claim(tmp_path, OWN, NODE_S)
-    make(tmp_path, elsewhere())
-    with monkeypatch.context() as patched:  # it was made just after the look
-        patched.setattr(Sighting, "of", lambda run_dir: None)
-        assert held.renew() is None
-    assert held.renew() == elsewhere()
-
-
 def test_a_failing_file_system_costs_no_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -291,21 +279,11 @@ def test_a_start_that_judged_a_dead_run_does_not_remove_the_claim_of_the_start_b
     assert holder_of(tmp_path) == first and [path.name for path in tmp_path.iterdir()] == [CLAIM_FILE]
 
 
-def test_only_a_known_holder_that_is_another_run_is_another_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_known_holder_that_is_another_run_is_another_holder(tmp_path: Path) -> None:
     assert other_holder(tmp_path, OWN) is None
     for mine, other in ((OWN, elsewhere()), (replace(OWN, launch="1"), elsewhere("2"))):
         make(tmp_path, mine)
         assert other_holder(tmp_path, mine) is None and other_holder(tmp_path, other) == mine
-    (tmp_path / CLAIM_FILE).write_text("{")
-    assert other_holder(tmp_path, OWN) is None
-
-    def stale(run_dir: Path) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(Sighting, "of", stale)
-    assert other_holder(tmp_path, OWN) is None
 
 
 @pytest.mark.parametrize("before", [None, "a_dead_run"])
@@ -332,9 +310,3 @@ def test_of_many_starts_at_once_one_gets_the_directory(
     for thread in threads:
         thread.join(timeout=60)
     assert got == [holder_of(tmp_path).what]
-
-
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run\.dir: .*file/run cannot be claimed: .*Not a directory"):
-        claim(tmp_path / "file" / "run", OWN, NODE_S)

@@ -14,11 +14,6 @@ leaves = st.none() | st.booleans() | st.integers() | st.text()
 trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from("abc"), inner))
 
 
-@given(values=st.dictionaries(st.sampled_from("abc"), trees))
-def test_values_without_references_are_kept(values: dict[str, Any]) -> None:
-    assert resolved(values, "k") == values and not list(references(values, "k"))
-
-
 @given(path=st.lists(st.integers(0, 2) | st.sampled_from("abc"), max_size=5))
 def test_a_reference_at_any_depth(path: list[int | str]) -> None:
     tree: Any = {"env": "MEGARL_TEST_SECRET"}
@@ -38,11 +33,6 @@ def test_a_reference_at_any_depth(path: list[int | str]) -> None:
 @pytest.mark.parametrize("value", [{"env": "A", "x": 1}, {"env": 3}, {"env": "not a name"}, {"ENV": "A"}, "env"])
 def test_what_is_no_reference(value: object) -> None:
     assert resolved({"x": value}, "k") == {"x": value}
-
-
-def test_an_argument_that_is_called_env() -> None:
-    """The mapping of all arguments is no reference itself."""
-    assert resolved({"env": "math"}, "reward.kwargs") == {"env": "math"}
 
 
 def test_names_of_secrets() -> None:

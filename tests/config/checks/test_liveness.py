@@ -48,5 +48,6 @@ def test_a_pace_is_accepted_exactly_if_every_step_has_room(updates: int, steps: 
     ],
 )
 def test_configs(changes: dict[str, Any], problem: str) -> None:
-    found = list(liveness_problems(config("model", batch={"groups": 3, "samples_per_group": 4}, **changes)))
+    chosen = config("model", batch={"groups": 3, "samples_per_group": 4}, **changes)
+    found = list(liveness_problems(chosen.admission, chosen.algorithm))
     assert [each.startswith(problem) for each in found] == ([True] if problem else [])

@@ -85,8 +85,8 @@ def test_an_interpolated_proximal_policy_needs_no_pass() -> None:
     changes = {**AHEAD, "trainer__mini_batches": 2}
     assert recomputes_old_logprobs(config("model", **changes))
     interpolated = config("model", **changes, algorithm__correction__proximal="loglinear")
-    assert not recomputes_old_logprobs(interpolated) and interpolates_proximal(interpolated)
-    assert not interpolates_proximal(config("model", **changes))
+    assert not recomputes_old_logprobs(interpolated) and interpolates_proximal(correction_of(interpolated))
+    assert not interpolates_proximal(correction_of(config("model", **changes)))
 
 
 CORRECTION = "algorithm__correction"

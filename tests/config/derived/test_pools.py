@@ -3,8 +3,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megarl.common.errors import ConfigError
 from megarl.config.derived.pools import Pools, resolve_pools
@@ -94,37 +92,3 @@ def test_an_engine_never_spans_nodes() -> None:
 )
 def test_refusals(changes: dict[str, Any], told: str) -> None:
     assert told in refusal(**changes)
-
-
-@settings(deadline=None)
-@given(
-    trainer=st.integers(1, 64),
-    per_node=st.sampled_from([None, 1, 2, 4, 8]),
-    replicas=st.integers(1, 32),
-    tensor=st.sampled_from([1, 2, 4, 8]),
-    rollout_per_node=st.sampled_from([None, 4, 8]),
-    nodes=st.sampled_from(["auto", "shared", "separate"]),
-)
-def test_invariants(
-    trainer: int, per_node: int | None, replicas: int, tensor: int, rollout_per_node: int | None, nodes: str
-) -> None:
-    """An accepted config holds exactly the GPUs asked for, disjoint where nodes are shared, engines whole."""
-    try:
-        found = pools(
-            trainer={"gpus": trainer, "gpus_per_node": per_node},
-            rollout={
-                "replicas": replicas,
-                "tensor_parallel": tensor,
-                "gpus_per_node": rollout_per_node,
-                "nodes": nodes,
-            },
-        )
-    except ConfigError as error:
-        assert all(":" in problem for problem in error.problems)
-        return
-    assert found.trainer.gpus_per_node * found.trainer.nodes == trainer
-    assert found.rollout.gpus_per_node * found.rollout.nodes == replicas * tensor
-    assert found.rollout.gpus_per_node % tensor == 0
-    if found.shared:
-        assert not set(found.trainer.devices) & set(found.rollout.devices)
-        assert found.trainer.nodes == found.rollout.nodes

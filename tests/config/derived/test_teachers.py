@@ -171,7 +171,8 @@ def test_a_sample_must_fit_the_teachers_context(student: Path, data: Path, tmp_p
 def test_its_engines_have_places_and_devices_of_the_pool(student: Path, teacher: Path, data: Path) -> None:
     own = {**TEACHER, "path": teacher, "replicas": 2, "tensor_parallel": 2}
     made = config(student, data, teachers=[own], data__teacher="big", rollout={"replicas": 3})
-    assert resolve_pools(made).rollout.gpus == 3 + 4 and engines_per_node(made) == 5
+    pool = resolve_pools(made).rollout
+    assert pool.gpus == 3 + 4 and engines_per_node(pool, made.rollout, made.teachers) == 5
     with pytest.raises(ConfigError, match=r"teachers.0.tensor_parallel: 2 differs from rollout.tensor_parallel=1, so"):
         resolve_pools(config(student, data, teachers=[{**own, "replicas": 1}], data__teacher="big",
                              rollout={"replicas": 4, "gpus_per_node": 3, "nodes": "separate"}))  # fmt: skip
@@ -180,7 +181,8 @@ def test_its_engines_have_places_and_devices_of_the_pool(student: Path, teacher:
                              rollout={"replicas": 1, "gpus_per_node": 3, "nodes": "separate"}))  # fmt: skip
     even = config(student, data, teachers=[{**own, "tensor_parallel": 1}], data__teacher="big",
                   rollout={"replicas": 6, "gpus_per_node": 4, "nodes": "separate"})  # fmt: skip
-    assert resolve_pools(even).rollout.nodes == 2 and engines_per_node(even) == 4
+    pool = resolve_pools(even).rollout
+    assert pool.nodes == 2 and engines_per_node(pool, even.rollout, even.teachers) == 4
 
 
 def test_its_engines_read_their_weights_and_inherit_nothing_of_the_policys(

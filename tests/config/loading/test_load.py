@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megarl.common.errors import ConfigError
 from megarl.config.loading.load import (
     USUAL_NAMES,
-    apply_overrides,
     load_config,
     parse_override,
     parse_yaml,
@@ -80,19 +79,13 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("sampling.temprature=1", "sampling.temprature: no such key; did you mean sampling.temperature?"),
         ("trainer.lr=1", "did you mean trainer.optimizer.lr?"),
         ("learning_rate=1", "learning_rate: no such key; did you mean trainer.optimizer.lr?"),
-        ("trainer.optimizer.learning_rate=1", "did you mean trainer.optimizer.lr?"),
         ("run.steps=0", "run.steps: must be at least 1, not 0 (on the command line: run.steps=0)"),
-        ("sampling.max_token=4", "sampling.max_tokens"),
         (
             "nonsense.x=1",
             "nonsense: no such key; keys of the top level: admission, agent, algorithm, batch,",
         ),
         ("run.steps=many", "run.steps: must be an integer, not 'many'"),
-        ("run.steps=1.5", "run.steps: must be an integer, not 1.5"),
         ("run.steps=true", "run.steps: must be an integer, not True"),
-        ("run.steps='4'", "run.steps: must be an integer, not '4'"),
-        ("run.steps=0", "run.steps: must be at least 1, not 0"),
-        ("run.steps=", "run.steps: must be an integer, not None"),
         ("run.name=7", "run.name: must be a string, not 7; put it in quotes"),
         ("model.load_weights=1", "model.load_weights: must be true or false, not 1"),
         ("trainer.precision=fp16", "trainer.precision: must be one of 'bf16' or 'fp32', not 'fp16'"),
@@ -101,10 +94,8 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("evaluation.sets.0.path=x", "evaluation.sets: a list; override it as a whole"),
         ("evaluation.sets=[{name: a, path: b, foo: 1}]", "evaluation.sets.0.foo: no such key"),
         ("evaluation.sets=[{name: a}]", "evaluation.sets.0.path: required"),
-        ("trainer.optimizer.betas=[0.9]", "trainer.optimizer.betas"),
         ("timeouts.generate_s=.inf", "timeouts.generate_s: must be a finite number, not inf"),
         ("trainer.optimizer.lr=.nan", "trainer.optimizer.lr: must be a finite number, not nan"),
-        ("trainer.optimizer.betas=[0.9, -.inf]", "trainer.optimizer.betas.1: must be a finite number, not -inf"),
         ("reward.kwargs={a: 1, b: [2.0, {c: .inf}]}", "reward.kwargs.b.1.c: must be a finite number, not inf"),
         ("megatron.optimizer.eps=.nan", "megatron.optimizer.eps: must be a finite number"),
         ("admission.max_staleness=-1", "admission.max_staleness: must be at least 0"),
@@ -112,7 +103,6 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("admission.partial_rollout=false", "no such key; did you mean rollout.partial_rollout?"),
         ("run.steps", "override 'run.steps': write section.key=value"),
         ("=3", "write section.key=value"),
-        ("run..steps=3", "write section.key=value"),
         ("run.steps=[1", "override 'run.steps=[1': not valid YAML: while parsing a flow sequence in line 1, column 1"),
         ("data={path: a, path: b}", "override 'data={path: a, path: b}': path: given twice"),
     ],
@@ -170,24 +160,11 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
     assert "cannot be read" in complaint(tmp_path)
 
 
-def test_overrides_leave_the_tree_alone() -> None:
-    tree = {"run": {"steps": 1}}
-    assert apply_overrides(tree, ["run.steps=2", "a.b.c=3"]) == {"run": {"steps": 2}, "a": {"b": {"c": 3}}}
-    assert tree == {"run": {"steps": 1}}
-
-
 @settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_float_survives_an_override(value: float) -> None:
     assert parse_override(f"a.b={value!r}") == (["a", "b"], value)
     assert float(parse_yaml(f"{value:e}")) == pytest.approx(value, rel=1e-5)
-
-
-@settings(deadline=None)
-@given(st.integers())
-def test_integers_stay_integers(value: int) -> None:
-    assert parse_yaml(str(value)) == value
-    assert isinstance(parse_yaml(str(value)), int)
 
 
 def test_every_key_has_a_meaning() -> None:

@@ -20,8 +20,6 @@ from tests.support.ranks.training import memory
 from tests.support.trainer.configs import config, tree
 
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
-UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
 
 # family, trainer.parallel, trainer.precision, further changes
 Case = tuple[str, dict[str, Any], str, dict[str, Any]]
@@ -45,8 +43,6 @@ CASES: list[Case] = [
     ("qwen3", {"tensor": 2, "sequence": True}, "bf16", {"trainer__recompute": 2}),
     ("qwen3_moe", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["moe"]}}),
     ("qwen3", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["layernorm", "core_attn"]}}),
-    ("qwen2", {"tensor": 2}, "fp32", {"megatron__transformer": UNIFORM}),
-    ("qwen3", {"tensor": 2, "sequence": True}, "bf16", {"megatron__transformer": BLOCK}),
 ]
 WIDE: list[Case] = [
     ("llama", {"tensor": 2, "pipeline": 2}, "bf16", {}),

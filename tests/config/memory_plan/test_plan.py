@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.common.errors import ConfigError
+from megarl.common.errors import ConfigError, Findings
 from megarl.common.values import GIB
 from megarl.config.memory_plan.parameters import chunk_layers, chunk_parameters, in_flight_chunks, model_parameters
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
@@ -68,6 +69,20 @@ def big(published: Any, shape: dict[str, Any], **changes: Any) -> RunPlan:
     return plan(published(shape), **base)
 
 
+def printed(found: RunPlan) -> str:
+    stream = StringIO()
+    print_dry_run(found, found.config, stream, Findings())
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "noted"), [("fp32", "cuda", 1), ("bf16", "cuda", 0), ("fp32", "cpu", 0)]
+)
+def test_fp32_of_transformer_engine_is_tf32(models: dict[str, Path], precision: str, device: str, noted: int) -> None:
+    found = plan(models["qwen3"], device=device, trainer__precision=precision)
+    assert sum("TF32" in note for note in found.notes) == noted
+
+
 def test_published_sizes() -> None:
     total, active = model_parameters(info_from_config(QWEN3_30B_A3B))
     assert total == 30_532_122_624  # as on the model card: 30.5 B, 3.3 B active
@@ -87,6 +102,21 @@ def test_the_plan_of_the_96_to_32_recipe(published: Any) -> None:
     assert memory.term("optimizer").bytes < memory.term("gradients").bytes
     assert memory.peak < 80 * GIB
     assert found.engine.kv_tokens is not None and found.engine.kv_tokens > 20 * 10240
+    told = printed(found)
+    (pinned,) = re.findall(r"host memory +up to ([\d.]+) GiB pinned per rank, ([\d.]+) GiB per trainer node", told)
+    assert 10 < float(pinned[0]) < 16 and float(pinned[1]) == pytest.approx(8 * float(pinned[0]), abs=0.1)
+
+
+def test_the_plan_tells_how_engines_take_weights_and_by_what_experts_are_computed(models: dict[str, Path]) -> None:
+    """Each engine's own choice is in the run's log (`leader.py`)."""
+    moe, dense = models["qwen3_moe"], models["qwen3"]
+    by = {backend: printed(plan(moe, rollout__engine_kwargs={"moe_backend": backend}))
+          for backend in ("triton", "flashinfer_cutlass")}  # fmt: skip
+    assert "in place, with experts by triton" in by["triton"]
+    assert "layer by layer, with experts by flashinfer_cutlass" in by["flashinfer_cutlass"]
+    assert "experts by Triton, vLLM's choice on Hopper" in printed(plan(moe))
+    assert re.search(r"weights load +in place *\n", printed(plan(dense)))
+    assert "packed copies" in printed(plan(moe, device="cpu"))
 
 
 def test_what_does_not_fit_is_refused_by_its_largest_term(published: Any) -> None:
@@ -166,7 +196,6 @@ def test_in_flight_micro_batches() -> None:
 
 @settings(deadline=None)
 @given(
-    tensor=st.sampled_from([1, 2, 4]),
     pipeline=st.sampled_from([1, 2, 4]),
     virtual=st.sampled_from([None, 2]),
     expert=st.sampled_from([1, 2, 8]),
@@ -174,7 +203,7 @@ def test_in_flight_micro_batches() -> None:
     moe=st.booleans(),
 )
 def test_ranks_together_hold_the_model_once(
-    tensor: int, pipeline: int, virtual: int | None, expert: int, tied: bool, moe: bool
+    pipeline: int, virtual: int | None, expert: int, tied: bool, moe: bool
 ) -> None:
     """Every layer is on exactly one chunk, and the shards of all ranks add up to the model."""
     shape = {**QWEN3_30B_A3B, "num_hidden_layers": 16, "tie_word_embeddings": tied}
@@ -183,27 +212,20 @@ def test_ranks_together_hold_the_model_once(
         expert = 1
     info: ModelInfo = info_from_config(shape)
     virtual = virtual if pipeline > 1 else None
-    layout = Layout(
-        tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual, expert=expert,
-        expert_tensor=None if expert == 1 else 1, world_size=tensor * pipeline * expert,
-    )  # fmt: skip
+    layout = Layout(pipeline=pipeline, virtual_pipeline=virtual, expert=expert, world_size=pipeline * expert)
     chunks = [(stage, chunk) for stage in range(pipeline) for chunk in range(virtual or 1)]
     assert sorted(layer for each in chunks for layer in chunk_layers(info, layout, *each)) == list(range(16))
     held = 0
     for each in chunks:
-        for parameter in chunk_parameters(info, layout, *each):
-            shared = any(word in parameter.name for word in ("norm", "router"))
-            experts = parameter.name.startswith("expert.")
-            held += parameter.numel * (1 if shared else expert * layout.etp if experts else tensor)
+        shared, experts = chunk_parameters(info, layout, *each)
+        held += shared + expert * experts
     total = model_parameters(info)[0]
     assert held == total + (info.vocab_size * info.hidden if tied and pipeline > 1 else 0)
 
 
 def test_dry_run_prints_config_and_plan(models: dict[str, Path]) -> None:
     chosen = config(models["qwen3_moe"], trainer__gpus=2, trainer__parallel={"expert": 2}, algorithm__kl={"coef": 0.1})
-    stream = StringIO()
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
-    text = stream.getvalue()
+    text = printed(make_plan(chosen, device="cuda", files=False))
     for expected in ("micro_batch_tokens: 256", "TP 1 · PP 1 · DP 2 · EP 2", "4 groups, 16 samples", "2 GPUs: 0,1",
                      "reference weights", "optimizer", "sync buckets", "GPU memory is unknown"):  # fmt: skip
         assert expected in text
@@ -224,7 +246,7 @@ def test_the_plan_shows_what_auto_chose_and_what_would_fit(
 ) -> None:
     stream = StringIO()
     chosen = config(models["qwen3"], **changes)
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream, Findings())
     text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
     assert all(each in text for each in expected), text
 
@@ -253,7 +275,7 @@ def test_the_plan_tells_when_a_group_has_to_end(
 ) -> None:
     stream = StringIO()
     chosen = config(models["qwen3"], **changes)
-    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream)
+    print_dry_run(make_plan(chosen, device="cuda", files=False), chosen, stream, Findings())
     assert f"group deadline {deadline}" in " ".join(stream.getvalue().split())
 
 

@@ -20,7 +20,6 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("sizes", "message"),
         [
-            ({"tensor": 2, "expert_tensor": 1, "world_size": 2}, "must equal tensor=2 when expert=1"),
             ({"tensor": 3, "world_size": 4}, "are not divisible by tensor x pipeline = 3"),
             ({"expert": 8, "world_size": 4}, "expert_tensor x expert x pipeline = 8"),
             ({"sequence": True, "world_size": 2}, "needs tensor > 1"),

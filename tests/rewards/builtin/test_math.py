@@ -150,6 +150,21 @@ def test_only_what_follows_the_reasoning_is_judged(response: str, score: float) 
     assert math(RewardInput("", response, answer="7")).score == score
 
 
+@pytest.mark.parametrize(
+    ("prompt_end", "response", "score"),
+    [
+        ("assistant\n<think>\n", r"Perhaps \boxed{7}; let me check the", 0.0),
+        ("assistant\n<think>\n", r"Perhaps \boxed{8}.</think> It is \boxed{7}.", 1.0),
+        ("assistant\n<think>\n\n</think>\n\n", r"It is \boxed{7}.", 1.0),  # a template without reasoning
+        ("assistant\n", r"It is \boxed{7}.", 1.0),
+    ],
+)
+def test_a_template_may_open_the_reasoning(prompt_end: str, response: str, score: float) -> None:
+    sample = RewardInput("", response, answer="7", prompt_end=prompt_end)
+    assert math(sample).score == score
+    assert math(sample, answer_after="none").score == 1.0
+
+
 def test_the_whole_response_is_judged_on_request() -> None:
     sample = RewardInput("", r"<think>Perhaps \boxed{7}; let me check", answer="7")
     assert math(sample, answer_after=None).score == math(sample, answer_after="none").score == 1.0

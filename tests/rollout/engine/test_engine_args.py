@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import vllm.envs
 from vllm.config.compilation import PassConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -73,11 +74,17 @@ def test_engines_never_download_kernels_for_the_fused_all_reduce(
     found = importlib.util.find_spec
     monkeypatch.delenv("VLLM_HAS_FLASHINFER_CUBIN", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: kernels or None if n == "flashinfer_cubin" else found(n))
-    args = engine_args(config(tmp_path, rollout={"tensor_parallel": ranks}), cuda=True)
+    monkeypatch.delenv("VLLM_ALLREDUCE_USE_FLASHINFER", raising=False)
+    engine = config(tmp_path, rollout={"tensor_parallel": ranks})
+    assert engine_environment(engine.rollout, cuda=True).get("VLLM_ALLREDUCE_USE_FLASHINFER") == ("0" if off else None)
+    assert "VLLM_ALLREDUCE_USE_FLASHINFER" in vllm.envs.environment_variables
+    args = engine_args(engine, cuda=True)
     assert args.get("compilation_config") == ({"pass_config": {"fuse_allreduce_rms": False}} if off else None)
     assert "fuse_allreduce_rms" in {field.name for field in dataclasses.fields(PassConfig)}
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
+    assert engine_environment(engine.rollout, cuda=True).get("VLLM_ALLREDUCE_USE_FLASHINFER") in (None, "1")
     monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
-    assert "compilation_config" not in engine_args(config(tmp_path, rollout={"tensor_parallel": ranks}), cuda=True)
+    assert "compilation_config" not in engine_args(engine, cuda=True)
     passed = {"tensor_parallel": ranks, "engine_kwargs": {"compilation_config": {"level": 0}}}
     assert engine_args(config(tmp_path, rollout=passed), cuda=True)["compilation_config"] == {"level": 0}
 

@@ -386,3 +386,16 @@ def test_demonstrations_that_would_change_nothing_are_refused(model: Path, tmp_p
     ce = made.algorithm.model_copy(update={"ce": made.algorithm.ce.model_copy(update={"coef": 0.0})})
     with pytest.raises(ConfigError, match=r"algorithm.ce.coef: 0, so the demonstrations of data.sets.0 would change"):
         check(made.model_copy(update={"algorithm": ce}), device="cpu")
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_reward_sees_whether_the_template_has_opened_the_reasoning(tmp_path: Path, opened: bool) -> None:
+    model = make_tiny_model(tmp_path / "thinking")
+    template = model / "chat_template.jinja"
+    given = template.read_text()
+    assert "add_generation_prompt" in given
+    template.write_text(given + ("{% if add_generation_prompt %}<think>\n{% endif %}" if opened else ""))
+    source = PromptSource(config(tmp_path, model))
+    drawn = source.draw(0)
+    assert drawn.reward_input("7", [1], "stop").prompt_end.endswith("<think>\n") == opened
+    assert drawn.reward_input("7", [1], "stop").prompt_end in source.tokenizer.decode(drawn.ids)

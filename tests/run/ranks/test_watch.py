@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +32,6 @@ from megarl.run.ranks.watch import (
     Stamp,
     alive,
     encode,
-    own_stamp,
     watch_ranks,
 )
 from tests.support.checkout import environment
@@ -233,19 +231,6 @@ def test_what_no_rank_of_the_run_has_signed_is_no_sign_of_life(
     assert world.watches[0]._told is None
 
 
-def test_requests_grow_with_the_number_of_ranks_and_not_with_its_square(make_world: MakeWorld) -> None:
-    """In an interval each rank posts once, and reads once; those of the host of a suspect also vouch for it."""
-    world = make_world(1000, 8)
-    world.turns(10)
-    world.silenced |= {11, 12}
-    world.states |= {11: "R", 12: "R"}
-    for _ in range(20):
-        world.store.requests = world.store.keys = 0
-        assert world.turn() == {}
-        assert world.store.requests <= 2 * 1000 + 1 + 2 * 8
-        assert world.store.keys <= (1 + 4) * 1000 + 2 * 1000 + 2 * 8
-
-
 GAPS = st.lists(st.integers(1, 4), max_size=20)  # looks from one stamp of a rank to the next one
 PAUSES = st.lists(st.floats(INTERVAL_S, 10**6), min_size=1, max_size=40)  # seconds from one look to the next one
 
@@ -334,11 +319,6 @@ def test_the_silent_rank_is_reported_then_killed_where_it_runs_and_all_ranks_end
             watch.close()
         victim.kill()
         victim.wait()
-
-
-def test_a_stamp_tells_the_process_that_made_it() -> None:
-    mine = msgspec.json.decode(encode(own_stamp(3, 8)), type=Stamp)
-    assert mine.process == ProcessId.own() and (mine.beat, mine.step, mine.host) == (3, 8, platform.node())
 
 
 RANK_0 = """

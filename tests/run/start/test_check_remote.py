@@ -75,6 +75,7 @@ def test_a_reward_that_needs_what_only_the_other_machines_have_is_not_tried(
     unset = "the environment variable JUDGE of reward.kwargs.scale is not set"
     assert found.notes[0] == f"reward.function: not tried here, because {unset}"
     monkeypatch.setattr(dry_run, "sandbox_problem", lambda: "bubblewrap is missing")
+    data.write_text('{"problem": "p", "answer": "", "tests": "assert f(1) == 1"}\n')
     found = elsewhere_findings(config("gone", data, reward__function="code"))
     assert found.problems == []
     lack = "there is no sandbox: bubblewrap is missing"

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
+from megarl.chat.tokenize import PromptEncoder, load_tokenizer
 from megarl.cli import main
 from megarl.config.checks.sections import detect_device
 from megarl.config.loading.load import load_config
+from megarl.config.schema.data import DataConfig
+from megarl.data import check_tokenizer
+from megarl.data.dataset import load_prompts
 from megarl.models.hf.read_config import load_info
-from megarl.run.start.checks import check_start, is_checked, mark_checked
+from megarl.run.start.checks import check_start, is_checked, mark_checked, start_findings
 from tests.support.checkout import ROOT
 from tests.support.trainer.check_start import problems_of
-from tests.support.trainer.configs import config
+from tests.support.trainer.configs import config, tree
 
 PLANNED_IN_CI = ("quickstart_cpu", "qwen2_5_7b_retool_4x4", "qwen3_30b_a3b_grpo_80x48")
 SHARE = "tests.support.rewards.reward_functions:digit_share"
@@ -49,10 +53,10 @@ def test_all_problems_are_told_together(model: Path, data: Path) -> None:
 
 def test_a_function_may_fail_where_the_config_says_what_that_means(sound: Path, data: Path) -> None:
     expects = config(sound, data, reward__function=BROKEN, reward__on_error=0.0)
-    [warning] = check_start(expects, load_info(sound))
+    [warning] = check_start(expects, load_info(sound)).warnings
     assert "LookupError: the judge has no key" in warning
     uncalled = config(sound, data, reward__function=BROKEN, reward__trial_call=False)
-    assert check_start(uncalled, load_info(sound)) == []
+    assert check_start(uncalled, load_info(sound)).warnings == []
 
 
 def test_a_missing_and_a_misshapen_tensor_are_named(model: Path, data: Path) -> None:
@@ -65,7 +69,7 @@ def test_a_missing_and_a_misshapen_tensor_are_named(model: Path, data: Path) -> 
     assert problem.startswith("model.path: ") and "1 missing tensors:\n    model.norm.weight" in problem
     assert "lm_head.weight in" in problem and "config.json implies" in problem
     unread = config(model, data, reward__function=SHARE, reward__trial_call=False, model__load_weights=False)
-    assert check_start(unread, load_info(model)) == []
+    assert check_start(unread, load_info(model)).warnings == []
 
 
 def test_a_checkpoint_that_is_to_be_resumed_and_is_not_there_is_told_too(
@@ -86,6 +90,59 @@ def test_the_template_renders_each_set_with_its_own_variables(model: Path, data:
     assert problems_of(config(model, data, reward__function=SHARE, reward__trial_call=False)) == [
         'data: the chat template fails with the first prompt: TypeError: can only concatenate str (not "int") to str'
     ]
+
+
+def test_a_dry_run_shows_what_the_model_and_the_reward_will_see_before_the_plan(
+    sound: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"problem": "x" * length, "answer": answer} for length, answer in ((9, "1"), (1, ""), (4, "7"))]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "run.yaml"
+    changes = {"data__suffix": " Think.", "admission__mode": "async", "run__steps": 3, "data__max_prompt_tokens": 64}
+    path.write_text(json.dumps(tree(sound, data, reward__function=SHARE, **changes)))
+    command = ["train", "--config", str(path), "--dry-run"]
+    assert main.main(command) == 0
+    shown = " ".join((whole := capsys.readouterr().out).split())
+    lengths = [
+        len(PromptEncoder(load_tokenizer(sound)).encode(each))
+        for each in load_prompts(data, DataConfig(suffix=" Think."))
+    ]
+    expected = [
+        f"# data and reward data 3 prompts of {data}; tokens: {lengths[1]} shortest, {lengths[2]} median, "
+        f"{lengths[0]} longest",
+        f"reward {SHARE}: 1 for the reference answer",
+        "# first prompt, as the model sees it <|im_start|>user xxxxxxxxx Think.<|im_end|> <|im_start|>assistant",
+        "# plan device path",
+        "weights publishes every 4 updates, tokens at most 5 updates old",
+        "# resolved config",
+        "note: admission.sync_interval: 4 updates are more than the 3 of the whole run",
+        "note: data: 1 of 3 rows have an empty answer",
+    ]
+    assert [shown.index(each) for each in expected] == sorted(shown.index(each) for each in expected)
+    assert "default" not in whole.replace("--all adds the defaults", "")
+    assert main.main([*command, "--all"]) == 0 and "# expert default: " in capsys.readouterr().out
+
+
+def test_of_a_long_prompt_both_ends_are_shown(sound: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_tokenizer, "SHOWN_CHARACTERS", 22)
+    data.write_text(json.dumps({"problem": "abc" + "x" * 9, "answer": "1"}) + "\n")
+    found = start_findings(config(sound, data, reward__function=SHARE), load_info(sound))
+    [text] = [value for name, value in found.seen if name == "first prompt"]
+    assert text == "<|im_start|>user\nabcxx\n[... 18 characters ...]\n<|im_start|>assistant\n"
+
+
+def test_rows_that_a_shipped_reward_cannot_use_are_told_together(model: Path, data: Path) -> None:
+    rows = [{"problem": "p", "answer": "1"}, {"problem": "p", "answer": "two"}, {"problem": "p", "answer": "three"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [problem] = problems_of(config(model, data, reward__function="gsm8k"))
+    assert problem.startswith("data: 2 rows: the reward cannot use it\n")
+    assert f"{data}:2: the reference answer 'two' holds no number" in problem
+    expects = config(model, data, reward__function="gsm8k", reward__on_error=0.0)
+    assert start_findings(expects, load_info(model)).problems == []
+    rows = [{"problem": "p", "answer": "", "tests": tests} for tests in ("assert f(1) == 1", "print(f(1))")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [problem] = problems_of(config(model, data, reward__function="code", reward__trial_call=False))
+    assert problem.startswith(f"data: {data}:2: the reward cannot use it: ")
 
 
 def test_only_the_process_that_has_checked_speaks_for_its_ranks() -> None:

@@ -20,7 +20,6 @@ from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
 from megarl.common.process import processes
 from megarl.common.rundir.run_files import read_exit
 from megarl.config.loading.load import load_config
-from megarl.config.memory_plan.memory import with_trainer
 from megarl.config.memory_plan.plan import make_plan
 from megarl.platforms import Platform
 from megarl.run.loop import stop
@@ -30,9 +29,8 @@ from tests.support.trainer.configs import config
 
 
 def test_a_bare_torchrun_does_not_start_several_nodes() -> None:
-    chosen = config("model", trainer={"gpus": 2, "gpus_per_node": 1}, rollout={"replicas": 2, "gpus_per_node": 1})
     with pytest.raises(ValueError, match="needs 4 nodes, which a bare torchrun does not start"):
-        main._check_launch(chosen)
+        main._check_launch(4, 2, Path("run"))
 
 
 class Stopped(Exception):
@@ -88,7 +86,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch.setattr(platforms, "activate", lambda index: Platform(torch.device("cpu"), False, "gloo"))
     monkeypatch.setattr(rendezvous, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
-    monkeypatch.setattr(main, "_launch_pool", lambda config: None)
+    monkeypatch.setattr(main, "_launch_pool", lambda *arguments: None)
     monkeypatch.setattr(main, "begin_events", begin_events)
     chosen = config("model", launch={"stop_before_s": 77})
     plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))))
@@ -130,7 +128,8 @@ def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_con
     shape = Path(__file__).parents[3] / "examples/rl/models/Qwen3-8B"
     chosen = config(shape, run__dir=str(tmp_path), trainer__micro_batch_tokens="auto")
     plan = make_plan(chosen, device="cpu", files=False)
-    assert plan.config == with_trainer(chosen, recompute="none", micro_batch_tokens=8192)
+    resolved = chosen.trainer.model_copy(update={"recompute": "none", "micro_batch_tokens": 8192})
+    assert plan.config == chosen.model_copy(update={"trainer": resolved})
     trained: list[Any] = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(main, "redirect_output", lambda file: io.StringIO())
@@ -173,17 +172,6 @@ def test_the_first_rank_says_once_if_torchruns_stores_are_open(
     assert all(line.endswith("--rdzv-backend megarl --nproc-per-node 2 train_rl.py --config C") for line in said)
 
 
-@pytest.mark.parametrize(("served", "code"), [(False, 2), (True, 0)])
-def test_an_open_torchrun_over_several_hosts_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: bool, code: int
-) -> None:
-    ended, told = start_under_torchrun(
-        monkeypatch, capsys, served=served, variables={"MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "2"},
-    )  # fmt: skip
-    assert ended == code
-    assert told.count("torchrun's store at 10.0.0.7 can be reached by other hosts") == (code == 2)
-
-
 @pytest.mark.parametrize(("rank", "launch", "tells"), [(0, False, True), (1, False, False), (0, True, False)])
 def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -197,7 +185,8 @@ def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
     monkeypatch.setattr(stop, "REPORT_S", 0.0)
     monkeypatch.setattr(stop.os, "_exit", lambda code: None)
     terminal = io.StringIO()
-    main._stop_signals(config("model", run__dir=str(tmp_path)), terminal, rank).receive(signal.SIGTERM)
+    signals = stop.StopSignals(tmp_path, tmp_path / "checkpoints", terminal, speaks=main._tells_of_signals(rank))
+    signals.receive(signal.SIGTERM)
     assert ("SIGTERM while the run was starting" in terminal.getvalue()) == tells
     assert (read_exit(tmp_path) is not None) == tells
 
@@ -213,9 +202,9 @@ def start_under_torchrun(
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}))
-    monkeypatch.setattr(main, "make_plan", lambda config: None)
+    monkeypatch.setattr(main, "make_plan", lambda config: SimpleNamespace(pools=SimpleNamespace(nodes=1)))
     monkeypatch.setattr(main, "already_finished", lambda config: None)
-    monkeypatch.setattr(main, "_check_first_start", lambda config, plan, tell: None)
+    monkeypatch.setattr(main, "is_checked", lambda environment: True)
     monkeypatch.setattr(main, "claim_for_ranks", lambda run_dir, node_s, rank, force: None)
     monkeypatch.setattr(main, "end_before_start", lambda speaks: sys.stderr.write(f"tells of signals: {speaks}\n"))
     monkeypatch.setattr(main, "run", lambda config, plan, claim: 0)

@@ -83,7 +83,7 @@ class ListGather:
 class DictLoader:
     """Copies what it is given; can fail or hang at the n-th load."""
 
-    way = "copies"
+    report = "copies"
 
     def __init__(self, obstacle: str | None = None) -> None:
         self.obstacle = obstacle

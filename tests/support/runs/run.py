@@ -67,6 +67,7 @@ def tiny_config(directory: Path, *, family: str = "qwen3", steps: int = 2, **mod
         "reward": {"function": "tests.support.rewards.reward_functions:digit_share"},
         "evaluation": {"sets": [{"name": "heldout", "path": str(directory / "heldout.jsonl")}]},
         "rollout": {"max_num_seqs": 32},
+        "checkpoint": {"every": 0},
         "timeouts": {"rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "save_s": 120, "engine_start_s": 900},
     }
 

@@ -15,7 +15,6 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 
 from megarl.common.trust.object_guard import guard_object_collectives
-from tests.support.repository.megatron_version import check_megatron_version
 
 MAX_THREADS = 120  # between functions: their own groups are gone then; some caches and thread pools may stay
 
@@ -40,7 +39,6 @@ def _import_all() -> None:
     from megarl import platforms
 
     platforms.activate()
-    check_megatron_version()
     import torch
 
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.weights.receive.in_place import in_place_obstacle
+from megarl.weights.receive.in_place import expert_backend, in_place_obstacle
 from tests.support.engines.vllm_model import vllm_model
 from tests.support.models.tiny import make_tiny_model
 
@@ -48,7 +48,9 @@ def test_experts_of_the_triton_backends_are_loaded_in_place(
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
     method = parts(model)[1].quant_method
+    assert expert_backend(model) == "CPU"
     monkeypatch.setattr(method, "unquantized_backend", UnquantizedMoeBackend[backend])
+    assert expert_backend(model) == backend
     assert in_place_obstacle(model, "cpu") is None
 
 

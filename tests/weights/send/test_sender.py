@@ -249,7 +249,7 @@ def test_the_leader_logs_in_which_ways_the_engines_load_when_that_changes(caplog
     sender, _ = make_sender(pool)
     sender.publish(0)
     sender.publish(1)
-    pool.replicas()[1].loaders[1].way = "layer-wise reload: a test says so"
+    pool.replicas()[1].loaders[1].report = "layer-wise reload: a test says so"
     sender.publish(2)
     sender.publish(3)
     assert [record.getMessage() for record in caplog.records if record.name == leader.__name__] == [

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
@@ -22,6 +26,7 @@ from megarl.models.hf.model_files import HF_FILES, hf_files
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.build_model import build_model, transformer_config
 from megarl.models.megatron.layout import Layout
+from tests.support.checkpoints.converter import run
 from tests.support.ranks.models.layouts import make_layout, use_layout
 from tests.support.ranks.training.policy import policy_under
 
@@ -131,3 +136,15 @@ def policy_digest(model_dir: str, layout: dict[str, Any]) -> list[tuple[str, str
             for chunk in chunks
             for name, parameter in chunk.named_parameters()
         ]
+
+
+def convert_on_ranks(arguments: list[str], attempt: str, failing_rank: int | None = None) -> tuple[int, str, str]:
+    """Do what `torchrun convert.py ...` does on this rank; `attempt` tells runs in one world apart."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "its disk")
+
+    broken = mock.patch("megarl.checkpoint.convert.target.Output.finish_unit", fail)
+    with broken if failing_rank == torch.distributed.get_rank() else contextlib.nullcontext():
+        with mock.patch("megarl.checkpoint.convert.cli._EXIT_DELAY_S", 0.0):
+            return run(*arguments, TORCHELASTIC_RESTART_COUNT=attempt)
