@@ -24,7 +24,7 @@ from megarl.models.megatron.layer_spec import PackedAttention, RMSNorm, _runs
 
 
 def _config(**changes: Any) -> SimpleNamespace:
-    plain = {"context_parallel_size": 1, "window_size": None, "window_attn_skip_freq": None,
+    plain = {"window_size": None, "window_attn_skip_freq": None,
              "params_dtype": torch.float32, "sequence_parallel": True}  # fmt: skip
     return SimpleNamespace(**plain | changes)
 
@@ -134,11 +134,6 @@ def test_no_sequence_has_a_gradient_of_the_size_of_the_batch() -> None:
     names = {type(node).__name__ for node in seen}
     assert not any(name.startswith("Slice") for name in names)
     assert "SplitWithSizesBackward0" in names  # so the nodes that touch the batch were visited
-
-
-def test_context_parallelism_is_refused() -> None:
-    with pytest.raises(ValueError, match="context parallelism"):
-        PackedAttention(_config(context_parallel_size=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
