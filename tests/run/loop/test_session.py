@@ -117,6 +117,14 @@ def test_a_stop_before_the_first_step_saves_nothing(run: FakeRun, resumed: bool)
     assert not [line for line in run.journal if line.startswith("save")]
 
 
+def test_a_resume_with_nothing_left_to_train_says_so(run: FakeRun) -> None:
+    run.record = {**OLD_RECORD, "step": 7}
+    session = run.build()
+    assert list(session.steps()) == []
+    told = "the checkpoint has 7 steps and run.steps is 5: nothing is left to train"
+    assert told in session.recorder.said  # type: ignore[attr-defined]
+
+
 def test_a_stop_after_the_last_step_is_a_stop(run: FakeRun) -> None:
     """The evaluation and the export that follow could take longer than the time that is left."""
     run.stop_after = {5: "SIGTERM"}
