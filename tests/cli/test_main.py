@@ -60,7 +60,7 @@ def test_the_readmes_commands_are_parsed() -> None:
         (script,) = scripts & {*command} or {""}
         arguments = command[command.index(script) + 1 :] if script else []
         if script == "tools/checkpoint/convert.py":
-            assert command_line._parser(script).parse_args(arguments).hf
+            assert command_line._parser(script, "").parse_args(arguments).hf
         elif script:
             assert rank_main._parser().parse_intermixed_args(arguments).config
         else:

@@ -168,7 +168,7 @@ def test_training_from_damaged_shards(
     answers = world(ranks).run("tests.support.ranks.checkpoints.crafted:load", timeout=60.0, **arguments)
     assert [len(messages) for messages in answers] == [2] * ranks
     for messages in answers:
-        assert "release cannot be loaded: rank 0: ValueError: " in messages[1], messages
+        assert "release cannot be loaded: rank 0: " in messages[1], messages
         assert all(shard.name in each and "is damaged" in each for each in messages), messages
 
 

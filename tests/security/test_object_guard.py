@@ -60,7 +60,20 @@ class _Storage:
         return torch.storage._load_from_bytes, (self.inner,)
 
 
-def test_nor_what_is_hidden_in_a_tensor(tmp_path: Path, guarded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own loader of storages (torch 2.13), which Megatron-Core replaces where it is imported."""
+
+    def _load_from_bytes(content: bytes) -> object:
+        return torch.load(io.BytesIO(content), weights_only=False)
+
+    _load_from_bytes.__module__, _load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", _load_from_bytes)
+
+
+def test_nor_what_is_hidden_in_a_tensor(
+    tmp_path: Path, guarded: None, own_loader: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = io.BytesIO()
     torch.save({"x": _Attack(tmp_path / "ran")}, buffer)
     content = pickle.dumps(_Storage(buffer.getvalue()))
@@ -76,7 +89,7 @@ def test_nor_what_is_hidden_in_a_tensor(tmp_path: Path, guarded: None, monkeypat
     ("module", "name"),
     [("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")],
 )
-def test_a_storage_is_read_restricted_under_each_name(module: str, name: str, tmp_path: Path) -> None:
+def test_a_storage_is_read_restricted_under_each_name(module: str, name: str, tmp_path: Path, own_loader: None) -> None:
     """Megatron-Core replaces torch's function by its own, whose name is then sent."""
     load = GuardedUnpickler(io.BytesIO()).find_class(module, name)
     harmless, crafted = io.BytesIO(), io.BytesIO()

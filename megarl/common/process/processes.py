@@ -99,8 +99,9 @@ def has_ended(process: ProcessId, place: str) -> bool | None:
     here = this_place()
     if place == here:
         return not is_alive(process)
-    (host, boot, *_), (own_host, own_boot, *_) = place.split("/"), here.split("/")
-    return True if host == own_host and boot != own_boot else None
+    host, _, rest = place.partition("/")
+    own_host, _, own_rest = here.partition("/")
+    return True if host == own_host and rest.partition("/")[0] != own_rest.partition("/")[0] else None
 
 
 def still_alive(processes: Iterable[ProcessId]) -> set[ProcessId]:

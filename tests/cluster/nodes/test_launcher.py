@@ -18,6 +18,7 @@ from unittest import mock
 import msgspec
 import pytest
 
+from megarl.cluster.nodes import commands
 from megarl.cluster.nodes import launcher as module
 from megarl.cluster.nodes import processes as node_processes
 from megarl.cluster.nodes.__main__ import main as nodes_main
@@ -205,7 +206,7 @@ def test_torchrun_sees_the_gpus_of_the_trainer_only_on_every_shared_node(
     job.spec = replace(job.spec, cuda=True)
     job.board.post(NodeRecord(0, "n0", "127.0.0.1", "running", 1, "127.0.0.1:1"))
     show = ["sh", "-c", f"echo $CUDA_VISIBLE_DEVICES > {seen}"]
-    monkeypatch.setattr(module.commands, "torchrun_command", lambda *arguments, **options: show)
+    monkeypatch.setattr(commands, "torchrun_command", lambda *arguments, **options: show)
     agent = agent_of(job, index)
     agent._start_torchrun()
     torchrun = agent._processes.torchrun

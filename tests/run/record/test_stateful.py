@@ -76,7 +76,9 @@ def session_of(run_dir: Path) -> Any:
     pool = RolloutClient(config, peers, recorder)
     evaluations = Evaluations(config, pool, recorder, lambda: False)
     monitor = RunMonitor(config.monitor, pool, recorder)
-    session: Any = SimpleNamespace(pool=pool, recorder=recorder, evaluations=evaluations, monitor=monitor)
+    session: Any = SimpleNamespace(
+        config=config, pool=pool, recorder=recorder, evaluations=evaluations, monitor=monitor
+    )
     assert Session.parts.fget is not None
     session.parts = list(Session.parts.fget(session))
     return session
