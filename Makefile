@@ -69,7 +69,7 @@ $(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.ready-docs requirements/test.lock r
 	$(PIP) --target $(VENV)/tensorboard -r requirements/tensorboard.lock
 	touch $@
 
-# About 10 seconds, 140 MB. Beside the packages of .venv, not among them: some are of other versions.
+# About 10 seconds, 140 MB. Alongside the packages of .venv, not among them: some are of other versions.
 $(VENV)/.ready-docs: $(VENV)/.ready requirements/docs.lock
 	rm -rf $(VENV)/docs
 	$(PIP) --target $(VENV)/docs -r requirements/docs.lock

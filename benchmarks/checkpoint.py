@@ -8,7 +8,7 @@
   same files. Before each of the two the files are dropped from the page cache.
 - stall: the slowest update that overlaps an asynchronous save, from the call of `save` on, compared with the same
   update alone. Where it is slowed by more than 10%, the reference is what a bare copy and write cost: each rank clones
-  a tensor of as many bytes as its part of the checkpoint has, and a thread writes the clone, beside the same update.
+  a tensor of as many bytes as its part of the checkpoint has, and a thread writes the clone, alongside the same update.
 
 Two trainer ranks with a distributed optimizer in fp32: weights, master weights and both of Adam's moments. Numbers are
 medians of alternating rounds. It takes about three minutes.

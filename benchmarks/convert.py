@@ -9,7 +9,7 @@ conversion is timed from process start to exit, fsync included; `cp` is timed wi
 separate runs: the anonymous and shared pages of all processes of the tree.
 
 What a run has made is deleted before the next one begins, so that no more than one copy of a model lies on the disk
-beside the sources: 26 GB at most. It takes about half an hour; --quick, with small models, two minutes.
+alongside the sources: 26 GB at most. It takes about half an hour; --quick, with small models, two minutes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Steps, each in a process of its own with a deadline, so that one that hangs or crashes costs only itself (one that hangs
 shows before its end where it is):
 
-- streams: a broadcast of another thread beside pending work, on the default stream and on one of its own; timeout and
+- streams: a broadcast of another thread next to pending work, on the default stream and on one of its own; timeout and
   abort of NCCL in blocking mode; a publish behind pending work, and its deadline
 - digest: a bucket's digest on the device against the CPU's, and its time against a copy
 - export: a mixture of experts exported and packed on the device against its files

@@ -57,7 +57,7 @@ for host in ${hosts//,/ }; do
   index=$((index + 1))
 done
 
-# The connection to a lost host may hang for ever: this many seconds after the job has failed, or the first node's agent
+# The connection to a lost host may hang forever: this many seconds after the job has failed, or the first node's agent
 # has ended, which is after the end of the run, all connections are ended.
 failed_wait_s=90
 ended() { [ -e "$(dirname "$launch")/failed.json" ] || ! kill -0 "${agents[0]}" 2>/dev/null; }

@@ -95,7 +95,7 @@ def end_of_events() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
-    """`world(2)` is the session's world of two ranks; one that died is started anew."""
+    """`world(2)` is the session's world of two ranks; one that died is started again."""
     starter = Starter()
     worlds: dict[int, World] = {}
 

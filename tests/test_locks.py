@@ -67,7 +67,7 @@ def test_what_the_build_of_transformer_engine_needs_is_locked() -> None:
 
 
 def test_flashinfers_kernels_are_of_its_own_version_if_they_are_locked() -> None:
-    """flashinfer/jit/env.py refuses to be imported beside kernels of another version."""
+    """flashinfer/jit/env.py refuses to be imported alongside kernels of another version."""
     gpu = pins("gpu.lock")
     assert gpu.get("flashinfer-cubin", gpu["flashinfer-python"]) == gpu["flashinfer-python"]
 

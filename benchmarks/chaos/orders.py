@@ -1,6 +1,6 @@
 """Orders from the soak to code of its own inside the run: to its reward function, its loss and its agent loop.
 
-An order is a file with the order's name in a directory beside the run. The process that removes the file takes the
+An order is a file with the order's name in a directory alongside the run. The process that removes the file takes the
 order, so that one process obeys it, once, and notes that in the file TAKEN before it does so. SLOWER is for all
 processes, until it is withdrawn.
 """

@@ -165,7 +165,7 @@ def _index_of(pid: int) -> int | None:
 def processes_left(run_dir: Path, within_s: float) -> list[str]:
     """Return the processes that still print to a log of a run that has ended, `within_s` seconds later at the latest.
 
-    Every process of a run prints to a file in its directory, or to the log beside it.
+    Every process of a run prints to a file in its directory, or to the log alongside it.
     """
     deadline = time.monotonic() + within_s
     while (left := printing_to(run_dir)) and time.monotonic() < deadline:
@@ -174,7 +174,7 @@ def processes_left(run_dir: Path, within_s: float) -> list[str]:
 
 
 def printing_to(run_dir: Path) -> list[psutil.Process]:
-    """Return the processes whose standard output is a file of the run, or the log beside its directory."""
+    """Return the processes whose standard output is a file of the run, or the log alongside its directory."""
     places, found = (f"{run_dir}/", f"{run_dir}.log"), []
     for process in psutil.process_iter(["name"]):
         with contextlib.suppress(OSError):  # it has ended, or is another user's

@@ -65,7 +65,7 @@ def part_of(command: Sequence[str], parent: Sequence[str]) -> str:
         return "rank"
     if "".join(command[:1]).startswith(REPLICA):
         return "replica"
-    helper = any("resource_tracker" in part for part in command)  # Python's own, beside what it has spawned
+    helper = any("resource_tracker" in part for part in command)  # Python's own, alongside what it has spawned
     return "engine" if "".join(parent[:1]).startswith(REPLICA) and not helper else ""
 
 

@@ -119,7 +119,7 @@ def _normalised(values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int
 class MTGRPOOptions(Section):
     """The weight of the turns, lambda, is 1 in the paper's experiments; `eps` is that of `grpo`."""
 
-    turn_coef: float = Field(1.0, ge=0, description="Weight of the turns' advantages beside the outcome's.")
+    turn_coef: float = Field(1.0, ge=0, description="Weight of the turns' advantages alongside the outcome's.")
     eps: float = Field(1e-4, ge=0, description="Added to the standard deviations.")
 
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write("megarl: interrupted; the same command begins anew, or resumes what it had saved\n")
+            sys.stderr.write("megarl: interrupted; the same command starts again, or resumes what it had saved\n")
         return 130
 
 

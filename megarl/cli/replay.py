@@ -263,7 +263,7 @@ def _run_rank(replay: _Replay, held: RunClaim | None) -> int:
             _train(replay, terminal)
     except KeyboardInterrupt:
         if rank == 0:  # standard error is the log file by now
-            terminal.write("megarl: interrupted; the same command begins anew\n")
+            terminal.write("megarl: interrupted; the same command starts again\n")
             terminal.flush()
         if held is not None:
             held.release()

@@ -25,7 +25,7 @@ from megarl.environments.env_client import EnvironmentClient, TraceSoFar
 
 PROGRAM = Path(__file__).with_name("server_program.py")
 TOKEN_VARIABLE = "MEGARL_GATEWAY_API_KEY"  # verifiers keeps names with API_KEY from the programs that it starts
-START_S = 300.0  # its imports alone are many seconds of computing, beside engines that start too
+START_S = 300.0  # its imports alone are many seconds of computing, alongside engines that start too
 LOOK_S = 1.0
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "HF_HOME", "SSL_CERT_FILE")
 _TAIL = 2000  # characters of the log that an error shows

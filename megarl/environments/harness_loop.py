@@ -39,7 +39,7 @@ Act = Callable[..., Awaitable[float | RewardResult | None]]
 
 
 class SampleFailed(Exception):  # noqa: N818
-    """`act` raises it with the reason why its sample cannot be used; the samples beside it in the group can be."""
+    """`act` raises it with the reason why its sample cannot be used; the samples alongside it in the group can be."""
 
 
 @dataclass(frozen=True)

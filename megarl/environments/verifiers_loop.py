@@ -46,7 +46,7 @@ class Verifiers:
         attempts: int = 3,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`taskset`: the module of the taskset, in one of `paths` or installed beside `python`.
+        """`taskset`: the module of the taskset, in one of `paths` or installed alongside `python`.
 
         `taskset_config` and `environment`: further fields of verifiers' `[env.taskset]` and `[env]`. `client`: `eval`
         talks in messages with the gateway, `train` in tokens that verifiers makes itself, by the tokenizer in the
@@ -88,7 +88,7 @@ class Verifiers:
         if len(rows) > 1 and self._client["type"] == "train" and not self._told_parts:
             self._told_parts = True
             logger.warning(
-                "sample %d:%d became %d rows: the environment has begun a dialogue anew, or verifiers has tokenized an "
+                "sample %d:%d became %d rows: the environment has restarted a dialogue, or verifiers has tokenized an "
                 "earlier turn again; see docs/environments.md on renderer_config. This is told once",
                 ctx.group_id, ctx.sample_index, len(rows),
             )  # fmt: skip
@@ -123,7 +123,7 @@ def client_problem(client: str, renderer: str | None, renderer_config: Mapping[s
     """Return what is wrong with the arguments of verifiers' client.
 
     verifiers finds a renderer by the model's exact name on the hub. For a directory it takes one that tokenizes the
-    earlier turns of a dialogue anew and knows no tools, and says nothing.
+    earlier turns of a dialogue again and knows no tools, and says nothing.
     """
     if client not in ("eval", "train"):
         return f"agent.kwargs.client: {client!r} is neither eval nor train"
@@ -136,7 +136,7 @@ def client_problem(client: str, renderer: str | None, renderer_config: Mapping[s
     if (renderer_config or {}).get("name", "auto") == "auto":
         return (
             "agent.kwargs.renderer_config: for a model's directory client: train would tokenize the earlier turns of "
-            "each dialogue anew, and refuse tools; name the renderer of the model's family, such as "
+            "each dialogue again, and refuse tools; name the renderer of the model's family, such as "
             "{name: qwen3, thinking_retention: all}, or {name: default} if each dialogue is one turn without tools"
         )
     return None

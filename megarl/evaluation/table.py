@@ -52,7 +52,7 @@ def _means(reports: Sequence[EvalReport]) -> Table:
 
 
 def _passes(reports: Sequence[EvalReport], ks: Sequence[int]) -> Table:
-    """Return a table with one row per report and k, because the values of all k beside each other would be too wide."""
+    """Return a table with one row per report and k, because the values of all k side by side would be too wide."""
     table = _table("pass@k: one of k has reward 1")
     table.add_column("k", justify="right")
     table.add_column("pass@k", justify="right", no_wrap=True)

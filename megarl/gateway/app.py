@@ -28,7 +28,7 @@ from megarl.gateway.token_route import read_token_request, token_answer
 # Ends connections whose client does not send the head of a request in time.
 #
 # aiohttp 3.14 ends idle connections only after their first request, so a client that never completes one could keep a
-# connection, and with many of them all descriptors, for ever.
+# connection, and with many of them all descriptors, forever.
 
 HEAD_S = 30.0
 AGAIN_S = 1.0

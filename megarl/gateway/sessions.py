@@ -26,7 +26,7 @@ from megarl.rollout.engine.response_parts import ResponsePart
 # Keys of the beginnings of a conversation, by which a recorded turn of the model is found again. Pure.
 #
 # A key stands for all messages up to one, and for what the prompt depends on besides them. Clients send the model's
-# turns back in slightly other forms than they got them: nulls are left out, arguments of tool calls are written anew,
+# turns back in slightly other forms than they got them: nulls are left out, arguments of tool calls are written again,
 # white space around a text is lost. Such forms have the same key.
 
 ChatMessage = Mapping[str, Any]

@@ -70,7 +70,7 @@ class Trajectory:
         streams: further values per response token (`megarl.queue.streams`).
         dataset: the name of the prompt's data set; "" if the run has only one.
         part: which trajectory of its sample this is. An agent may return several of one sample, with equal rewards.
-        turn_rewards: what the model's turns have earned beside `reward`, in order; empty for none. `turn_starts`: the
+        turn_rewards: what the model's turns have earned next to `reward`, in order; empty for none. `turn_starts`: the
             first response token of each of these turns.
         demonstrated: the response was given with the data and no weights have made it: it has neither versions nor a
             reward, its log-probs are 0, and it is trained by the loss term `ce` alone.

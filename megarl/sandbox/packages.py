@@ -1,4 +1,4 @@
-"""The packages that programs in a sandbox can import beside the standard library: what is shown of them, and where.
+"""The packages that programs in a sandbox can import alongside the standard library: what is shown of them, and where.
 
 A package is named as for pip, and taken from the environment of this process together with what it needs; or it is the
 path of a directory, such as a `site-packages`, of which everything is shown.
@@ -70,7 +70,7 @@ def _installed(name: str, needed_by: str) -> metadata.Distribution:
     except (metadata.PackageNotFoundError, ValueError) as error:
         needed = f", which {needed_by} needs," if needed_by else ""
         raise ValueError(
-            f"the package {name!r} of a sandbox{needed} is not installed beside megarl: install it there, or give the "
+            f"the package {name!r} of a sandbox{needed} is not installed next to megarl: install it there, or give the "
             "absolute path of a directory that has it"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Models beside the policy that are never trained, whose weights are on the device, or in host memory between passes.
+"""Models next to the policy that are never trained, whose weights are on the device, or in host memory between passes.
 
 Its tensors may have any shape.
 """

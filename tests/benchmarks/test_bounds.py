@@ -25,11 +25,11 @@ def async_vs_sync(ahead: float = 190.0, train_s: float = 1.0, longest: int = 500
     return load_script("async_vs_sync").rows_of(windows, [12] * 90 + [longest] * 10, 16)
 
 
-def checkpoint(save: float = 1.9, load: float = 1.9, beside: float = 1.09, bare: float = 1.0) -> list[Ratio]:
+def checkpoint(save: float = 1.9, load: float = 1.9, alongside: float = 1.09, bare: float = 1.0) -> list[Ratio]:
     script = load_script("checkpoint")
     seconds = {
         "write": [1.0], "save": [save], "read": [1.0], "load": [load],
-        "update alone": [1.0], "update save": [beside], "update bare": [bare],
+        "update alone": [1.0], "update save": [alongside], "update bare": [bare],
     }  # fmt: skip
     measured = {"seconds": seconds, "bytes": 1, "overlapped": {"save": [1], "bare": [1]}}
     return [*script.disk_rows(measured), script.stall_row(measured)]
@@ -96,8 +96,9 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"longest": 100}, "tail"),
     ],
     checkpoint: [
-        ({"save": 2.1}, "checkpoint_save"), ({"load": 2.1}, "checkpoint_load"), ({"beside": 1.11}, "checkpoint_stall"),
-        ({"beside": 1.25, "bare": 1.2}, "checkpoint_stall"),
+        ({"save": 2.1}, "checkpoint_save"), ({"load": 2.1}, "checkpoint_load"),
+        ({"alongside": 1.11}, "checkpoint_stall"),
+        ({"alongside": 1.25, "bare": 1.2}, "checkpoint_stall"),
     ],
     convert: [
         ({"seconds": 2.1}, "dense_import"), ({"moe": 3.0}, "per_byte of dense"),

@@ -205,10 +205,10 @@ def test_a_device_without_the_premise_fails(streams: ModuleType) -> None:
 def test_a_publish_on_a_stream_of_its_own_carries_old_weights(streams: ModuleType) -> None:
     device = SimulatedStreams()
 
-    class Beside(SyncAttempt):
+    class Alongside(SyncAttempt):
         def run(self) -> None:
             with device.stream(own=True):
                 super().run()
 
-    with patch.object(streams.publish, "SyncAttempt", Beside):
+    with patch.object(streams.publish, "SyncAttempt", Alongside):
         assert failed_rows(streams.publish.rows, TINY, device, streams.OCCUPIED_S) == [BYTES - SOON]

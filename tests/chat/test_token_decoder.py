@@ -1,4 +1,4 @@
-"""The text of token ids, with and without the library's own batches, and beside a thread that encodes."""
+"""The text of token ids, with and without the library's own batches, and alongside a thread that encodes."""
 
 from __future__ import annotations
 

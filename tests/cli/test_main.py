@@ -71,7 +71,7 @@ ACTIVATION, ASSETS = ". .venv/bin/activate", "python -m examples.quickstart --ou
 
 
 def pages_of_newcomers() -> list[str]:
-    """The pages before there is a run of one's own: those of steps 1 to 4 of the home page, and those beside docs/."""
+    """The pages before there is a run of one's own: those of steps 1 to 4 of the home page, and those next to docs/."""
     steps = re.findall(r"^\| [1-4] \|.*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
     pages = [f"docs/{name}" for step in steps for name in re.findall(r"\]\((\w+\.md)\)", step)]
     assert len(steps) == 4 and len(pages) >= 10

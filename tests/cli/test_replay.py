@@ -124,7 +124,7 @@ def test_replay_repeats_the_steps_on_one_rank_and_two(recorded, world):
 
 @pytest.fixture(scope="module")
 def dropping(recorded, tmp_path_factory) -> Path:
-    """The run with a stale group in its second step, beside one that is as old and has failed; it has a schedule.
+    """The run with a stale group in its second step, alongside one that is as old and has failed; it has a schedule.
 
     Admission leaves nothing for the trainer to drop, so here it has not heard of the old tokens.
     """

@@ -176,7 +176,7 @@ def test_a_request_that_the_engine_refuses_fails_its_call_and_leaves_the_replica
     with pytest.raises(RequestFailed, match=r"^replica 0 refused a request: .*maximum.*length"):
         generate(replica, [long])
     with pytest.raises(RequestFailed, match=r"^replica 0 refused a request"):
-        generate(replica, [replace(short, request_id="beside"), long])
+        generate(replica, [replace(short, request_id="alongside"), long])
     assert 1 <= len(generate(replica, [short])[0].response_ids) <= 4
 
 

@@ -13,7 +13,7 @@ from megarl.common.files import inside, refuse_outside_links
 
 @pytest.fixture
 def places(tmp_path: Path) -> Path:
-    """A directory with a file, and a secret beside it."""
+    """A directory with a file, and a secret alongside it."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "secret").write_text("key")

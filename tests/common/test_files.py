@@ -1,4 +1,4 @@
-"""Files that other processes read while they are written anew."""
+"""Files that other processes read while they are written again."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_what_the_client_of_verifiers_is_told(tmp_path: Path) -> None:
         (
             {"client": "train", "renderer": "models/mine"},
             r"agent.kwargs.renderer_config: for a model's directory client: train would tokenize the earlier turns .* "
-            r"anew, and refuse tools; name the renderer .* or \{name: default\} if each dialogue is one turn",
+            r"again, and refuse tools; name the renderer .* or \{name: default\} if each dialogue is one turn",
         ),
         ({"client": "train", "renderer": "models/mine", "renderer_config": {"name": "auto"}}, "renderer_config: for a"),
         ({"client": "train", "renderer": "models/mine", "renderer_config": {}}, "renderer_config: for a model's"),

@@ -1,6 +1,6 @@
 """verifiers' training client keeps the sampled tokens in the later turns of a dialogue if it has the model's renderer.
 
-The model samples its words letter by letter, which its tokenizer would never do: tokens that were made anew would be
+The model samples its words letter by letter, which its tokenizer would never do: tokens that were made again would be
 fewer. make nightly-environments; or MEGARL_VERIFIERS_PYTHON=DIR/bin/python with requirements/environments.lock.
 """
 

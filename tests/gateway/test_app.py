@@ -217,7 +217,7 @@ def test_a_tool_call_and_its_answer_continue_the_exact_tokens(
 def test_the_sampled_tokens_are_continued_even_if_their_text_has_other_tokens(
     gateways: Gateways, chat_model: Path
 ) -> None:
-    """The unknown token's text is not the token again: a chat that was rendered anew would not have it."""
+    """The unknown token's text is not the token again: a chat that was rendered again would not have it."""
     unknown = 3
     gateway = gateways(lambda request: [unknown, 40, STOP])
     create = client(gateway, session="exact").chat.completions.create

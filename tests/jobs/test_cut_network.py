@@ -1,4 +1,4 @@
-"""launch/multinode.sh over two hosts between which the network is cut: for a time, and for ever.
+"""launch/multinode.sh over two hosts between which the network is cut: for a time, and forever.
 
 The run waits idly for most of the test, while that of another file can use the cores.
 """

@@ -24,7 +24,7 @@ def start(config: Path) -> subprocess.Popen[bytes]:
 
 
 def test_two_runs_at_once_do_not_mix(tmp_path: Path) -> None:
-    """One runs to its end while the other, which would go on for ever, is asked to stop: each does only its own."""
+    """One runs to its end while the other, which would go on forever, is asked to stop: each does only its own."""
     short = write_job(tmp_path / "short", steps=4)
     long = write_job(tmp_path / "long", steps=100_000)
     dirs = [path.parent / "run" for path in (short, long)]

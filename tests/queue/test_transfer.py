@@ -155,7 +155,7 @@ def test_a_result_that_comes_when_a_slice_of_the_wait_ends_is_returned(monkeypat
 
 
 class Actor:
-    """Stands for an actor of the queue that answers, hangs, has died or cannot be reached, for a time or for ever."""
+    """Stands for an actor of the queue that answers, hangs, has died or cannot be reached, for a time or forever."""
 
     def __init__(self, state: str) -> None:
         self.state = state

@@ -78,9 +78,9 @@ async def test_groups_go_on_and_their_number_is_written_by_the_next_start(
     await controller.shutdown()
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("alongside", [False, True])
 async def test_an_evaluation_ends_and_the_user_is_warned_of_its_responses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, beside: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, alongside: bool
 ) -> None:
     (tmp_path / "logs").mkdir()
     local = local_controller(config_of("model", rollout__max_num_seqs=20), tmp_path, monkeypatch)
@@ -88,7 +88,7 @@ async def test_an_evaluation_ends_and_the_user_is_warned_of_its_responses(
     controller._source.eval_sets = eval_sets  # type: ignore[method-assign]
     path = tmp_path / "eval_step_2.jsonl"
     disk.full = True
-    if beside:
+    if alongside:
         await controller.start_evaluation(4, "step_2")
         assert await controller.take_evaluations(WAIT_S)
     else:

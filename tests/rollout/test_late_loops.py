@@ -67,7 +67,7 @@ async def past_the_deadline() -> None:
 
 
 class Waits:
-    """Waits for ever in some samples of group 0, as for a server of the user's own; the others answer."""
+    """Waits forever in some samples of group 0, as for a server of the user's own; the others answer."""
 
     def __init__(self, *samples: int) -> None:
         self.samples, self.waiting, self.cancelled = samples, 0, 0
@@ -197,7 +197,7 @@ async def test_a_group_ends_whose_loop_ignores_that_it_is_cancelled(end: str) ->
 
 
 async def test_loops_have_ended_when_their_group_is_cancelled() -> None:
-    """So it is when a trainer begins anew: what it drops must not write any more."""
+    """So it is when a trainer starts again: what it drops must not write any more."""
     loop = Waits(0, 1)
     runner = runner_of(config_with("cut", group_deadline_s=HELD_S), loop)
     running = asyncio.ensure_future(runner.run(0))

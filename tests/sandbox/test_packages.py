@@ -1,4 +1,4 @@
-"""Packages in the sandbox: those that are named can be imported, are read-only, and nothing beside them is seen."""
+"""Packages in the sandbox: those that are named can be imported, are read-only, and nothing alongside them is seen."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ except ImportError as error:
 
 @pytest.mark.parametrize("names", [["no_such_package"], ["numpy", "no-such-package"]])
 def test_a_package_that_is_not_installed_is_refused(names: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"no.such.package' of a sandbox is not installed beside megarl: install it"):
+    with pytest.raises(ValueError, match=r"no.such.package' of a sandbox is not installed next to megarl: install it"):
         find_packages(names)
 
 

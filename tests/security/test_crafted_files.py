@@ -350,7 +350,7 @@ def test_a_manifest_that_names_other_files(tmp_path: Path) -> None:
 
 
 def test_a_model_in_the_cache_of_hugging_face(hf: Path, tmp_path: Path) -> None:
-    """The files of a snapshot are links to blobs beside it."""
+    """The files of a snapshot are links to blobs alongside it."""
     model = tmp_path / "hub/models--org--name"
     snapshot = model / "snapshots/0123"
     snapshot.mkdir(parents=True)

@@ -41,7 +41,7 @@ def attempt(run_dir: Path) -> int:
 
 
 def rebuilds(run_dir: Path) -> int:
-    """The number of times that the pool has started controller and queue anew; -1 while it does."""
+    """The number of times that the pool has started controller and queue again; -1 while it does."""
     state = read_state(run_dir) or {}
     return int(state.get("rebuilds", 0)) if state.get("state") == "ready" else -1
 
@@ -63,7 +63,7 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
             [found, *_] = actors(run_dir, victim)
             getattr(found, death)()
             wait_for(lambda number=number: rebuilds(run_dir) == number, process)  # type: ignore[misc]
-            assert not found.is_running(), "a controller that hangs must not wake up beside the new one"
+            assert not found.is_running(), "a controller that hangs must not wake up alongside the new one"
             done = metric_steps(run_dir)
             wait_for(lambda done=done: metric_steps(run_dir) > done + 2, process)  # type: ignore[misc]
         assert engine.is_running() and all(rank.is_running() for rank in ranks)

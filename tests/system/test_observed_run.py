@@ -34,7 +34,7 @@ STEPS = 400  # more than it does until it is asked to stop
 
 
 def scraped(run_dir: Path) -> dict[str, float]:
-    """The metrics without labels beside `run`, as Prometheus would read them."""
+    """The metrics without labels alongside `run`, as Prometheus would read them."""
     endpoint = read_endpoint(run_dir)
     assert endpoint is not None
     token = Path(endpoint.token_file).read_text().strip()

@@ -93,7 +93,7 @@ def check_events(run_dir: Path) -> None:
 def test_killed_in_the_middle_equals_a_run_of_its_own(tmp_path: Path, precision: str) -> None:
     """A run of 4 steps ends in the same state as one that is killed by SIGKILL in its third step and resumed.
 
-    Both keep their best checkpoint beside the newest one.
+    Both keep their best checkpoint alongside the newest one.
     """
     kept = {"every": 1, "keep_last": 1, "keep_best": BEST}
     changes: dict[str, Any] = {"trainer": {"precision": precision}, "checkpoint": kept}
@@ -118,7 +118,7 @@ def test_killed_in_the_middle_equals_a_run_of_its_own(tmp_path: Path, precision:
 
 
 def check_the_best_is_kept(run: Run) -> None:
-    """The value of the evaluation is in the checkpoint, and decides which one stays beside the newest.
+    """The value of the evaluation is in the checkpoint, and decides which one stays alongside the newest.
 
     The last step is saved before it is evaluated, and compared nevertheless.
     """

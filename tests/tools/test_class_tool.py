@@ -1,4 +1,4 @@
-"""A user's class as a tool: one object in a process that is killed when it hangs, forks or dies, and started anew."""
+"""A user's class as a tool: one object in a process that is killed when it hangs, forks or dies, and started again."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LONG_S = 60.0
 
 
 class Server(ThreadingHTTPServer):
-    """Gives the answers of a list, one after the other; the last one for ever."""
+    """Gives the answers of a list, one after the other; the last one forever."""
 
     daemon_threads = True
 

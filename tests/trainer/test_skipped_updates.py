@@ -1,4 +1,4 @@
-"""The learning rates of the updates beside those that a loss or a gradient which is not finite prevents."""
+"""The learning rates of the updates alongside those that a loss or a gradient which is not finite prevents."""
 
 from __future__ import annotations
 

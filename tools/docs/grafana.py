@@ -155,7 +155,7 @@ ROWS: tuple[tuple[str, Sequence[Panel]], ...] = (
                                             ("monitor/skipped", "batches skipped"),
                                             ("monitor/forced_syncs", "publications forced"),
                                             ("monitor/quarantined", "replicas quarantined")]),
-            Panel("Since the start", [("rollout/rebuilds", "controller and queue started anew"),
+            Panel("Since the start", [("rollout/rebuilds", "controller and queue started again"),
                                       ("total/groups_rolled_back", "groups rolled back"),
                                       ("total/failed_writes", "failed writes")]),
         ),
@@ -197,7 +197,7 @@ def _source() -> dict[str, str]:
 
 
 def _panels() -> Iterator[dict[str, Any]]:
-    """Yield a row's title and its panels, three or four beside each other."""
+    """Yield a row's title and its panels, three or four side by side."""
     number, y = 1, 0
     for title, panels in ROWS:
         yield {

@@ -1,4 +1,4 @@
-"""`python -m tools.images` draws docs/images anew; with `--run RUN_DIR` from the numbers of that quickstart.
+"""`python -m tools.images` draws docs/images again; with `--run RUN_DIR` from the numbers of that quickstart.
 
 Without a run it draws from docs/images/quickstart_run.json, so the same files come out on every machine.
 """

@@ -1,4 +1,4 @@
-"""The numbers of a quickstart that its picture needs, from the run's metrics.jsonl, kept beside the picture."""
+"""The numbers of a quickstart that its picture needs, from the run's metrics.jsonl, kept alongside the picture."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ PAIR_KEYS = (
 )
 CORRECTION = "correction_"  # prefix of the statistics of a correction
 SAMPLING = "sampling_"  # prefix of the comparison of the policy that sampled with the proximal one
-# Shares of the objective, before the terms' coefficients, and the tokens of the terms beside `rl`.
+# Shares of the objective, before the terms' coefficients, and the tokens of the terms alongside `rl`.
 SHARE_KEYS = ("loss", "policy_loss", "ref_kl_loss", "ce_loss")
 COUNT_KEYS = ("tokens", "sequences", "ref_kl_tokens", "ce_tokens")
 PER_TOKEN_KEYS = (

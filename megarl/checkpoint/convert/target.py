@@ -1,6 +1,6 @@
 """An output directory that appears by one rename when it is complete, and can be resumed until then.
 
-Beside OUT, `.OUT.converting/` holds `output/` (which becomes OUT), `plan.json` (which describes the conversion) and a
+Next to OUT, `.OUT.converting/` holds `output/` (which becomes OUT), `plan.json` (which describes the conversion) and a
 file per finished unit. A conversion that is killed before the rename can be resumed; after the rename, a resume only
 removes the leftovers.
 """
@@ -68,7 +68,7 @@ class Output:
         if root in out.parents or any(place in (path, *path.parents) for place in (out, work) for path in inputs):
             raise ConversionError(
                 f"{self.out} and the source {source} overlap: neither may be, contain or lie in the other; "
-                "choose a directory beside the source"
+                "choose a directory alongside the source"
             )
 
     def refuse_existing(self, *, force: bool, resume: bool) -> None:

@@ -75,7 +75,7 @@ def overwritten_finding(setup: str, path: Sequence[str] = tuple(sys.path)) -> Fi
 def _lock_findings(name: str, setup: str) -> Iterator[Finding]:
     lock = LOCKS / name
     if not lock.is_file():
-        yield Finding("warn", "lock file", "requirements/ is not beside the package: versions not compared")
+        yield Finding("warn", "lock file", "requirements/ is not alongside the package: versions not compared")
         return
     wrong, missing = compare_lock(lock.read_text(encoding="utf-8"))
     if wrong:
@@ -119,7 +119,7 @@ def kernel_finding(environment: Mapping[str, str] = os.environ) -> Finding:
     # A version of jit-cache ends in the CUDA version, for example 0.7.0+cu130.
     other = [f"{name} {text}" for name, text in found.items() if text and text.partition("+")[0] != library]
     if other:
-        return Finding("fail", what, f"{', '.join(other)} beside flashinfer-python {library}", "run make gpu-kernels")
+        return Finding("fail", what, f"{', '.join(other)} next to flashinfer-python {library}", "run make gpu-kernels")
     missing = [name for name, text in found.items() if text is None]
     if not missing:
         return Finding("ok", what, f"precompiled, {library}")

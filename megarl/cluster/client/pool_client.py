@@ -307,12 +307,12 @@ class PoolClient:
         return reports
 
     def start_evaluation(self, version: int, label: str) -> None:
-        """Begin to evaluate every held-out set beside training. Every replica serves `version` now."""
+        """Begin to evaluate every held-out set alongside training. Every replica serves `version` now."""
         note = lambda _: self._record.evaluating(label)  # noqa: E731
         self._call("start_evaluation", (version, label), {}, self.timeouts.rpc_s, note=note)
 
     def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
-        """Return the evaluations beside training that have ended; with `wait_s`, wait for the one that is running.
+        """Return the evaluations alongside training that have ended; with `wait_s`, wait for the one that is running.
 
         Or, if it waits, until no replica is left.
         """

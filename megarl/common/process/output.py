@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# A log that has become larger is copied to LOG.1, which replaces an older copy, and begun anew.
+# A log that has become larger is copied to LOG.1, which replaces an older copy, and begun again.
 LOG_BYTES = 256 << 20
 
 

@@ -13,7 +13,7 @@ from megarl.config.schema import AdmissionConfig, RolloutConfig
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.models.architecture.architecture import ModelInfo
 
-# Checks, before anything starts, that trainer and engines cannot wait for each other for ever.
+# Checks, before anything starts, that trainer and engines cannot wait for each other forever.
 #
 # A step always ends, because
 #
@@ -30,7 +30,7 @@ from megarl.models.architecture.architecture import ModelInfo
 
 
 def liveness_problems(admission: AdmissionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield what would make the run wait for ever, or filter in rollout what the trainer would train on.
+    """Yield what would make the run wait forever, or filter in rollout what the trainer would train on.
 
     The first condition is checked with the other numbers of the pace (`pace_problems`).
     """

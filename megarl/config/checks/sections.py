@@ -396,6 +396,6 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
     trained = longest_training_response(config.data, config.sampling)
     if not bounded and config.trainer.token_limit <= trained.tokens:
         yield (
-            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt beside "
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} leaves no room for a prompt alongside "
             f"responses of {trained.tokens} tokens ({trained.setting}); raise it"
         )

@@ -46,7 +46,7 @@ class SourceBuckets:
 
 
 def monitor_problems(monitor: MonitorConfig, admission: AdmissionConfig) -> Iterator[str]:
-    """Yield what is wrong with the section `monitor` beside others, with the fix."""
+    """Yield what is wrong with the section `monitor` alongside others, with the fix."""
     for name, rule in monitor.rules.items():
         if rule.action == "skip" and admission.max_uses > 1:
             yield (

@@ -51,7 +51,7 @@ def interpolates_proximal(correction: CorrectionSpec | None) -> bool:
 
 
 def correction_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of `algorithm.correction` and of `algorithm.old_logprobs` beside it."""
+    """Yield the problems of `algorithm.correction` and of `algorithm.old_logprobs` alongside it."""
     section = config.algorithm.correction
     yield from section_problems(section)
     if section.proximal == "loglinear":

@@ -34,7 +34,7 @@ class Pace:
         if self.updates_per_step < 1 or self.sync_interval < 1 or self.sync_interval % self.updates_per_step:
             raise ValueError(f"sync_interval must be a positive multiple of updates_per_step: {self!r}")
         # With a lower bound, nothing could be generated for the last step before a publication: the run would wait
-        # for ever.
+        # forever.
         if self.max_staleness < self.sync_interval - 1:
             raise ValueError(f"max_staleness must be at least sync_interval - 1: {self!r}")
 
@@ -96,7 +96,7 @@ def pace_notes(config: Config) -> Iterator[str]:
     if config.run.deterministic and pace.runs_ahead:
         yield (
             f"run.deterministic: with admission.mode: {config.admission.mode} a run is not reproducible, because what "
-            "is generated ahead depends on time, and it keeps no journal, so that a resume makes all groups anew that "
+            "is generated ahead depends on time, and it keeps no journal, so that a resume makes all groups again that "
             "no checkpoint has; use mode: sync, or remove it"
         )
     if config.admission.mode != "sync" and not pace.runs_ahead:
@@ -182,7 +182,7 @@ def group_deadline_s(config: Config) -> float | None:
     return rollout.group_deadline_s
 
 
-# Tells whether evaluations go on beside training, and lists what is wrong with the section `evaluation`.
+# Tells whether evaluations go on alongside training, and lists what is wrong with the section `evaluation`.
 
 
 def evaluates_beside_training(config: Config) -> bool:
@@ -212,4 +212,4 @@ def _needs_one_version(checkpoint: CheckpointConfig, run: RunConfig) -> Iterator
     if checkpoint.keep_best is not None:
         yield "checkpoint.keep_best compares checkpoints by an evaluation that has ended when they are saved"
     if run.deterministic:
-        yield "run.deterministic needs the same engine steps in each run, which an evaluation beside training changes"
+        yield "run.deterministic needs the same engine steps in each run, which an evaluation during training changes"

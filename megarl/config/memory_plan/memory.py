@@ -228,7 +228,7 @@ def _engine_working_set(info: ModelInfo, ranks: int) -> float:
 
 
 def _reloaded(info: ModelInfo, ranks: int) -> int:
-    """Return the elements that vLLM's layer-wise reload holds beside the model, for the largest of its modules.
+    """Return the elements that vLLM's layer-wise reload holds alongside the model, for the largest of its modules.
 
     It keeps the loaded tensors of a module, which are whole, until the last of them has arrived, and then makes the
     module's shard from them (vLLM 0.32, model_executor/model_loader/reload). A layer's experts are one module of three

@@ -215,7 +215,7 @@ class TrainerRank:
         width = sizes.shared_ffn if info.is_moe_layer(layer) else sizes.ffn
         mlp = _mlp(sizes, width)
         if not self.fused:
-            mlp += width * sizes.element  # the activated half, beside its product
+            mlp += width * sizes.element  # the activated half, alongside its product
         if info.is_moe_layer(layer):
             mlp += _experts(sizes, False)
             if not self.fused:
@@ -291,7 +291,7 @@ class TrainerRank:
         """
         columns = padded_vocabulary(self.info, self.layout.tensor) // self.layout.tensor
         rows = min(self.trainer.logprob_chunk_tokens, self.trainer.token_limit)
-        copy = self.element if self.element != FP32 else 0  # beside a tensor in fp32, the same one in compute precision
+        copy = self.element if self.element != FP32 else 0  # with a tensor in fp32, the same one in compute precision
         # fp32 logits, which the products that the entropy needs overwrite; for it also their exponentials.
         forward = rows * columns * (copy + FP32)
         if not update:

@@ -217,7 +217,7 @@ class RolloutConfig(Section):
     agent_workers: int = Field(
         0,
         ge=0,
-        description="Processes beside the pool that run the agent loops, with their tools and rewards "
+        description="Processes alongside the pool that run the agent loops, with their tools and rewards "
         "(docs/environments.md); 0: the controller's own process does. For agents that call tools, one for each 1,000 "
         "to 5,000 trajectories in flight.",
     )

@@ -1,4 +1,4 @@
-"""The type of the fields that are passed to a library, beside the base class of all config sections."""
+"""The type of the fields that are passed to a library, alongside the base class of all config sections."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ COUNTED_FAULTS = (
     ("sync/restarted_replicas", "sum", "engines failed a weight sync", "replaced by new ones at the next publication"),
     ("rollout/continued", "sum", "responses lost their engine", "other engines went on from the reported tokens"),
     ("rollout/replicas_lost", "max", "engines lost at the same time, at most", "replaced by the next publication"),
-    ("rollout/rebuilds", "max", "losses of controller or queue", "started anew; the trainer went on"),
+    ("rollout/rebuilds", "max", "losses of controller or queue", "started again; the trainer went on"),
     ("rollout/workers_lost", "sum", "agent workers died or did not answer", "replaced by new ones"),
     ("rollout/groups_redone", "sum", "groups lost their agent worker", "another worker went on with them"),
     ("rollout/cut", "sum", "responses reached their group's deadline", "cut there, and truncated"),

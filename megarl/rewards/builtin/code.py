@@ -69,7 +69,7 @@ class CodeReward:
 
     @staticmethod
     def _of_pieces(sandbox: Sandbox, program: str, pieces: tuple[str, ...], deadline: float) -> list[bool]:
-        """Run the tests beside the program; those that were not reached have failed."""
+        """Run the tests alongside the program; those that were not reached have failed."""
         to_program, from_judge = os.pipe2(os.O_CLOEXEC)
         to_judge, from_program = os.pipe2(os.O_CLOEXEC)
         problems: list[Exception] = []

@@ -93,7 +93,7 @@ class GroupsInFlight:
         """Record that groups start, while the engines serve `version`."""
         started = dict.fromkeys(groups, version)
         self._starts |= started
-        if started:  # an entry of zero groups would stay for ever
+        if started:  # an entry of zero groups would stay forever
             self._by_start[version] += len(started)
 
     def start_again(self, group: int, versions: Set[int]) -> None:

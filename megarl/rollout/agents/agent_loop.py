@@ -75,7 +75,7 @@ class AgentContext(Protocol):
     def freeze(self, state: object) -> None:
         """Keep the loop's state: a dataclass that msgspec can write as JSON.
 
-        A run that resumes begins the loop anew, and `frozen` gives it this state; requests and calls are counted from
+        A run that resumes begins the loop again, and `frozen` gives it this state; requests and calls are counted from
         here then. A loop that freezes nothing is run from its beginning: it gets the same responses and answers, as far
         as it asks for the same. Raises ValueError for a state of more than 8 MiB.
         """

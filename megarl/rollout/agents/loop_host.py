@@ -123,7 +123,7 @@ class LoopHost:
 async def _run_sample(loop: AgentLoop, context: SampleContext) -> LoopResult:
     try:
         result = await loop.run(context)
-    except TrajectoryFull as full:  # of this sample alone; those beside it may have had shorter ones
+    except TrajectoryFull as full:  # of this sample alone; those alongside it may have had shorter ones
         context.note_end(context.turns, overflow=True)
         result = failed_trajectory(*context.place, str(full))
     context.note_times()

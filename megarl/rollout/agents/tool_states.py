@@ -2,7 +2,7 @@
 
     generating -> parsing -> calling -> inserting -> generating -> ... -> done
 
-A state holds everything but the tokens that the model sampled, which the journal keeps beside it. So a loop goes on
+A state holds everything but the tokens that the model sampled, which the journal keeps alongside it. So a loop goes on
 from any state, in another process too.
 """
 

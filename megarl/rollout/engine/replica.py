@@ -434,7 +434,7 @@ class EngineReplica:
     async def _guard(self, call: Awaitable[T], what: str) -> T:
         """Await an engine call; convert its exception to ReplicaFailed, and raise that too if the engine has died.
 
-        vLLM 0.32 leaves a call of a weight sync unanswered for ever when the engine's process dies.
+        vLLM 0.32 leaves a call of a weight sync unanswered forever when the engine's process dies.
         """
         task = asyncio.ensure_future(call)
         try:

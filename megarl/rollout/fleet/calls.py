@@ -51,7 +51,7 @@ GROUP_TERMS = CallTerms()
 class Call:
     """A call of the fleet: its responses so far, and the replica that works on them, if one does.
 
-    `background`: it belongs to an evaluation beside training.
+    `background`: it belongs to an evaluation alongside training.
     """
 
     responses: ResponsesSoFar

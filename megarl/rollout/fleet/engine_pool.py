@@ -138,7 +138,7 @@ class EnginePool:
         """Return responses in the order of `requests`, which share the `context`.
 
         `terms`: what is different for calls that are not for training groups. `background`: they belong to an
-        evaluation beside training, and give way to training. They have no time limit of their own: the wait for the
+        evaluation alongside training, and give way to training. They have no time limit of their own: the wait for the
         evaluation has one.
 
         Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other

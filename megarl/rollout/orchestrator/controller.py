@@ -277,12 +277,12 @@ class RolloutController(PoolController):
         return await self._evaluations.run_within(limit_s, version, label, self._needs_publication, self._working)
 
     async def start_evaluation(self, version: int, label: str) -> None:
-        """Begin to evaluate beside training; `take_evaluations` gives the reports. All replicas serve `version` now."""
+        """Begin to evaluate during training; `take_evaluations` gives the reports. All replicas serve `version` now."""
         self._tasks.check()
         self._evaluations.start(version, label)
 
     async def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
-        """Return the evaluations beside training that have finished; with `wait_s`, wait for the one that is running.
+        """Return the evaluations during training that have finished; with `wait_s`, wait for the one that is running.
 
         If all replicas are lost while it is waited for, and the trainer can bring others, return that instead: the
         evaluation goes on after the publication. Raises RolloutError if it does not finish in that time.

@@ -30,7 +30,7 @@ from megarl.rollout.transport import background
 from megarl.rollout.transport.background import BackgroundTasks, cancel_all
 from megarl.rollout.workers.worker_pool import WorkerPool
 
-# The part of an engine's places (`rollout.max_num_seqs`) that an evaluation beside training has at once. An engine
+# The part of an engine's places (`rollout.max_num_seqs`) that an evaluation alongside training has at once. An engine
 # takes no place away from a running request, so without a limit training would wait for the end of long responses.
 SHARE = 4
 PRIORITY = 1  # of its requests; those of training have 0, which comes first
@@ -39,7 +39,7 @@ CHUNK = 32  # requests in one call of the fleet
 
 @dataclass(frozen=True)
 class Share:
-    """The share of an evaluation beside training: so many requests at once in the engines, of a lower priority."""
+    """The share of an evaluation alongside training: so many requests at once in the engines, of a lower priority."""
 
     at_once: asyncio.Semaphore
     priority: int
@@ -59,7 +59,7 @@ async def evaluate_on_fleet(
     """Sample greedy and sampled responses to every problem, score them, and fill `eval_set.records`.
 
     `workers`: those that run the loops; None: `host` does. `tag` makes the request ids unique. `in_turn`: requests go
-    to the replicas in turn instead of by load. `share`: for an evaluation beside training. Seeds depend on (seed,
+    to the replicas in turn instead of by load. `share`: for an evaluation alongside training. Seeds depend on (seed,
     problem, sample) only, so the same problems are sampled with the same seeds before and after training.
     """
     coalescer = RequestCoalescer(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
@@ -104,7 +104,7 @@ def record_lines(eval_sets: Sequence[EvalSet]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class FinishedEvaluation:
-    """An evaluation that went on beside training: one report per set, in the order of the config.
+    """An evaluation that went on alongside training: one report per set, in the order of the config.
 
     `version`: that of the weights with which it began. None: as the trainer knows it.
     """
@@ -132,7 +132,7 @@ class Evaluator:
         max_num_seqs: int,
         deterministic: bool,
     ) -> None:
-        """`tasks`: those of the controller; the failure of an evaluation beside training ends the run.
+        """`tasks`: those of the controller; the failure of an evaluation alongside training ends the run.
 
         `workers`: those that run the loops; None: `host` does. `max_num_seqs`: the places of an engine.
         """
@@ -168,7 +168,7 @@ class Evaluator:
         return evaluation.result()
 
     def start(self, version: int, label: str) -> None:
-        """Begin to evaluate beside training; `take` gives the reports. All replicas serve `version` now.
+        """Begin to evaluate alongside training; `take` gives the reports. All replicas serve `version` now.
 
         Raises ValueError if another one is running.
         """
@@ -199,7 +199,7 @@ class Evaluator:
             except TimeoutError:
                 raise RolloutError(
                     f"the trainer waited {wait_s:.0f} s (timeouts.generate_s) for the evaluation {self._running!r} "
-                    f"beside training; replicas alive: {self._fleet.serving}"
+                    f"alongside training; replicas alive: {self._fleet.serving}"
                 ) from None
 
     def drop(self) -> None:

@@ -1,6 +1,6 @@
 """The record from which a new rollout controller goes on when one has died under a living trainer. Pure.
 
-The trainer's client keeps it beside its calls (`TrainerRecord`): the history of the last commit, the batches that are
+The trainer's client keeps it next to its calls (`TrainerRecord`): the history of the last commit, the batches that are
 being trained, and what the engines serve. Everything else is lost with the controller and the queue, and is taken from
 the journal or drawn again.
 """
@@ -32,7 +32,7 @@ class Failover:
     serve, None if nothing was published yet; `base`: the first version that was published in this history, and the
     steps that were done by then. `announced`: the version that they are being given; None if no weight sync is under
     way. `admits`: whether groups may start. `needed`: the step for whose batch the trainer waits, or the last one.
-    `evaluation`: the label of the one beside training.
+    `evaluation`: the label of the one alongside training.
     """
 
     history: dict[str, Any] | None
@@ -97,7 +97,7 @@ class TrainerRecord:
             self._change(history=history, held=tuple(batch for batch in self.now.held if batch.step != step))
 
     def evaluating(self, label: str) -> None:
-        """Note an evaluation that goes on beside training."""
+        """Note an evaluation that goes on alongside training."""
         self._change(evaluation=label)
 
     def evaluated(self, labels: Sequence[str]) -> None:

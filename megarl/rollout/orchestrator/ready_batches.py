@@ -19,7 +19,7 @@ class BatchReady:
 
     A new controller goes on with the batch from `taken`, what admission has recorded of it, and from `rewards`, the
     mean reward of each group for the curriculum (empty without one). `rebuilds`: how often controller and queue had
-    been started anew when it was taken; the trainer's client fills it in.
+    been started again when it was taken; the trainer's client fills it in.
     """
 
     step: int

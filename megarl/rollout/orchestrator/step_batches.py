@@ -148,7 +148,7 @@ class StepBatches:
         self._groups.start()  # in the places of the queue that the step had
 
     def drop(self) -> None:
-        """Forget all batches and what was measured, because a trainer begins anew."""
+        """Forget all batches and what was measured, because a trainer starts again."""
         self._batches.clear()
         self._running.take_stats()
         if self._workers is not None:

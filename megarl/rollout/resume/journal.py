@@ -1,7 +1,7 @@
 """The journal of the rollout side: generated tokens on the disk, until no run could resume and use them again.
 
 At intervals of `rollout.journal_s` seconds a task in the background writes the groups that have finished, and what
-unfinished ones have so far if that has grown. A trainer that begins anew resumes from a checkpoint (`begin`); when the
+unfinished ones have so far if that has grown. A trainer that starts again resumes from a checkpoint (`begin`); when the
 version of its weights is known (`candidates`), groups that the checkpoint has not settled are used again, as far as the
 bound on staleness allows: finished ones as they are, the others from the tokens that they have. A journal that cannot
 be written or read costs only these groups: they are drawn again.

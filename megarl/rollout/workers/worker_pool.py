@@ -353,7 +353,7 @@ class WorkerPool:
                     actor = await self._start(index)
                     self._starting.discard(index)
                     self._open(index, actor)
-                    events.recovery("agent_worker", f"agent worker {index} was started anew")
+                    events.recovery("agent_worker", f"agent worker {index} was started again")
                     return
                 except Exception as error:
                     logger.warning("agent worker %d, start %d of %d: %s", index, attempt, START_ATTEMPTS, error)

@@ -1,6 +1,6 @@
 """The evaluations of a run, seen by the trainer: it waits for their reports, or trains on and collects them later.
 
-At most one goes on beside training; before the next one begins, and before the run ends, the trainer waits for it. A
+At most one goes on alongside training; before the next one begins, and before the run ends, the trainer waits for it. A
 checkpoint keeps which one had not ended: the run that resumes begins it again, with the weights of the checkpoint. So
 no evaluation of the committed history is lost, and none is counted twice.
 """
@@ -29,7 +29,7 @@ class Evaluations:
         self._config, self._pool, self._recorder, self._stopped = config, pool, recorder, stopped
         self._beside_training = evaluates_beside_training(config)
         self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0
-        self._began: dict[str, float] = {}  # label -> when it began beside training
+        self._began: dict[str, float] = {}  # label -> when it began alongside training
         # A stop request has ended an evaluation: the run stops, also if it is withdrawn. The same on every rank.
         self.ended_by_stop = False
 
@@ -79,7 +79,7 @@ class Evaluations:
             if not needed:  # a stop request has ended it: the run that resumes next makes all of them
                 self._running |= others
                 return None
-            if self._running:  # it goes on beside training, and only one does
+            if self._running:  # it goes on alongside training, and only one does
                 return None
             self._running = others
         return None
@@ -93,7 +93,7 @@ class Evaluations:
             self._record(self._pool.take_evaluations(), steps_done)
 
     def finish(self, steps_done: int) -> PublicationNeeded | None:
-        """Wait for the evaluation that runs beside training, if there is one, and record it as `collect` does.
+        """Wait for the evaluation that runs alongside training, if there is one, and record it as `collect` does.
 
         If the weights must be published first, because no replica is left, return that; call it again afterwards.
         """

@@ -17,7 +17,7 @@ from megarl.trainer.policy import StepRefused
 T = TypeVar("T")
 
 # Publications in a row for one evaluation that is waited for, and begins again after each. A prompt of it that ends its
-# engine would otherwise end every engine that comes. A batch and an evaluation beside training need no such bound:
+# engine would otherwise end every engine that comes. A batch and an evaluation alongside training need no such bound:
 # their responses go on, and fail after some attempts.
 MOST_PUBLICATIONS = 3
 
@@ -51,7 +51,7 @@ def train(session: Session) -> None:
             plan = session.skip(error, plan)
         session.refresh_reference(step + 1)
         recorder.samples(step, batch.samples)
-        del batch  # its rows need no place beside those of the next batch and of the one that is prepared then
+        del batch  # its rows need no place alongside those of the next batch and of the one that is prepared then
         counted = pool.commit(step, plan)
         session.version += pace.updates_per_step
         alarmed = session.monitor.act(session.version)
@@ -86,7 +86,7 @@ def evaluate(session: Session, steps_done: int, label: str) -> bool:
 
 
 def finish_evaluation(session: Session, steps_done: int) -> None:
-    """Wait for the evaluation that runs beside training, if there is one, and record it. Collective."""
+    """Wait for the evaluation that runs alongside training, if there is one, and record it. Collective."""
     publish_as_needed(session, lambda: session.evaluations.finish(steps_done))
 
 

@@ -143,7 +143,7 @@ class RolloutClient:
         return PublicationNeeded(answer) if isinstance(answer, str) else answer
 
     def start_evaluation(self, version: int, label: str) -> None:
-        """Begin to evaluate all sets beside training. Not collective: only rank 0 acts."""
+        """Begin to evaluate all sets alongside training. Not collective: only rank 0 acts."""
         self._call(lambda pool: pool.start_evaluation(version, label))
 
     def take_evaluations(self) -> list[FinishedEvaluation]:
@@ -153,7 +153,7 @@ class RolloutClient:
         return finished
 
     def finish_evaluations(self) -> list[FinishedEvaluation] | PublicationNeeded:
-        """Wait for the evaluation that runs beside training, if there is one, and return what has finished.
+        """Wait for the evaluation that runs alongside training, if there is one, and return what has finished.
 
         Or on every rank that the weights must be published first, because no replica is left.
         """

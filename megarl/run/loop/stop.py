@@ -123,7 +123,7 @@ class StopSignals:
                 self._say(f"{why}; {self._run_dir} was taken by {other.describe()}, and nothing is recorded there")
             elif self._speaks and not (self._run_dir / "error.txt").exists():
                 step = max(self._directory.steps(), default=None)
-                how = "begins anew: nothing is saved" if step is None else f"resumes after step {step}"
+                how = "starts again: nothing is saved" if step is None else f"resumes after step {step}"
                 self._say(f"{why}; the same command {how}")
                 with suppress(OSError):
                     write_exit(self._run_dir, ExitRecord("failed", step or 0, why))

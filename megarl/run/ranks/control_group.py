@@ -150,7 +150,7 @@ class ChannelClosed(Exception):  # noqa: N818
 class BatchChannel:
     """The collectives by which ranks take a batch: gloo groups of all ranks, and of each replica.
 
-    They are its own, because a thread beside training may use them: all ranks must call the collectives of a group in
+    They are its own, because a thread during training may use them: all ranks must call the collectives of a group in
     the same order, and training calls those of its communicators all the time.
 
     A wait for a batch may begin long before the trainer needs it. Its bound, `timeouts.generate_s`, counts from the

@@ -69,7 +69,7 @@ def nothing_trained(plan: StepPlan) -> str:
 
 
 def _staleness(metrics: StepMetrics, plan: StepPlan) -> None:
-    """Record the staleness of what is trained, and the lengths of what was dropped as stale beside the others'."""
+    """Record the staleness of what is trained, and the lengths of what was dropped as stale alongside the others'."""
     stale = [plan.tags[key].response_tokens for key in plan.stale if not plan.tags[key].failed]
     trained = [plan.tags[sample.key].response_tokens for group in plan.shaped.groups for sample in group]
     for name, lengths in (("length", trained), ("stale_length", stale)):

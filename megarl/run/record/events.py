@@ -16,7 +16,7 @@ from megarl.run.ranks.failure import PeerFailedError, describe
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import rank_process
 
-LEAST_S = 0.5e-3  # of a phase that is recorded; shorter ones cannot be seen beside a step
+LEAST_S = 0.5e-3  # of a phase that is recorded; shorter ones cannot be seen alongside a step
 TAIL_BYTES = 256 << 10  # more than a line of metrics.jsonl
 
 

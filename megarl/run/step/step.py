@@ -212,7 +212,7 @@ MISMATCH = {
     "pearson": "logprob_pearson",
     "tokens": "tokens",
 }
-# The terms of the loss beside `rl`: their counts in `LossStats`, and what is reported of them.
+# The terms of the loss alongside `rl`: their counts in `LossStats`, and what is reported of them.
 TERMS = {"ref_kl_tokens": ("kl_ref", "ref_kl_loss", "ref_kl_tokens"), "ce_tokens": ("ce", "ce_loss", "ce_tokens")}
 # Names in `correction_numbers` -> names of the metrics, below `correction/`: shares of tokens, and of sequences.
 CORRECTION = {

@@ -34,14 +34,14 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class PrometheusName:
-    """The name of one declared metric in Prometheus, its labels beside `run`, and its help text."""
+    """The name of one declared metric in Prometheus, its labels alongside `run`, and its help text."""
 
     name: str
     labels: tuple[str, ...]
     text: str
 
 
-# What a scrape has beside the declared metrics.
+# What a scrape has alongside the declared metrics.
 INFO = PrometheusName(f"{PREFIX}run_info", ("run_dir", "version"), "Always 1; what the labels say is of the run.")
 STEPS_DONE = PrometheusName(f"{PREFIX}steps_done", (), "Training steps that the run has done, and written.")
 STEPS_PLANNED = PrometheusName(f"{PREFIX}steps_planned", (), "Training steps of the whole run (`run.steps`).")

@@ -157,7 +157,7 @@ class WandbSink:
             config=config.model_dump(mode="json"),
         )
         self._run.define_metric("*", step_metric="steps")
-        # An evaluation beside training is logged when it has ended, and belongs to the step at which it began.
+        # An evaluation alongside training is logged when it has ended, and belongs to the step at which it began.
         self._run.define_metric("eval/step")
         self._run.define_metric("eval/*", step_metric="eval/step")
 

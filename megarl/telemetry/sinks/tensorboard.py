@@ -14,7 +14,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from megarl.common.rundir.rotating_lines import delete_oldest, part_bytes
 
-_FRAME_BYTES = 16  # of a record, beside its event: the length and two checksums
+_FRAME_BYTES = 16  # of a record, alongside its event: the length and two checksums
 
 
 class TensorBoardSink:

@@ -63,7 +63,7 @@ def mask_of(kind: MaskKind) -> MaskConfig:
 
 
 def batch_of(seed: int) -> Batch:
-    """One with tokens on which the policies are e^25 apart, beside those that the weights are for."""
+    """One with tokens on which the policies are e^25 apart, alongside those that the weights are for."""
     batch = random_batch(seed, lengths=(5, 1, 9, 3, 16, 2, 7, 4, 6))
     batch.rollout[2][:2] = batch.old[2][:2] - torch.tensor([25.0, -25.0], dtype=torch.float64)
     batch.mask[2][:2] = True

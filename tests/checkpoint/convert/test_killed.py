@@ -85,7 +85,7 @@ def test_killed_at_random(
     """Killed up to four times at random moments of a conversion's time, each time resumed, until it gets through.
 
     Every seed kills at least once, so that ten seeds are ten kills or more: a conversion that was through before its
-    moment came begins anew, with a moment out of half the time.
+    moment came starts again, with a moment out of half the time.
     """
     draw, out, kills, latest = random.Random(f"{kind} {seed}"), tmp_path / "out", 0, durations[kind]
     command = [*arguments(kind, models, out), "--workers", 2]

@@ -118,5 +118,5 @@ def test_a_resume_that_would_be_refused_is_known_before_anything_starts(tmp_path
     [problem] = resume_problems(reseeded, info)
     assert problem.startswith(f"checkpoint.resume: {path} belongs to another run: run.seed is 3, the checkpoint has 0")
     assert "checkpoint.resume=never" in problem and len(problem) < 500
-    anew = chosen.model_copy(update={"checkpoint": chosen.checkpoint.model_copy(update={"resume": "never"})})
-    assert resume_problems(anew, info) == []
+    again = chosen.model_copy(update={"checkpoint": chosen.checkpoint.model_copy(update={"resume": "never"})})
+    assert resume_problems(again, info) == []

@@ -21,7 +21,7 @@ def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
     # The imports of a run really happen.
     assert all(found[f"import {part}"]["detail"] == "works" for part in ("trainer", "engine", "pool"))
     # The lock files of this checkout are found, and compared with what is installed.
-    assert not any("beside the package" in finding["detail"] for finding in report["findings"])
+    assert not any("alongside the package" in finding["detail"] for finding in report["findings"])
 
 
 def test_doctor_fails_when_a_run_could_not_start(

@@ -1,4 +1,4 @@
-"""The output of a process goes to its log, as far as the disk takes it; a log that is large is begun anew."""
+"""The output of a process goes to its log, as far as the disk takes it; a log that is large is begun again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs that would wait for ever are refused; that no others are is shown on admission's states (its own tests)."""
+"""Configs that would wait forever are refused; that no others are is shown on admission's states (its own tests)."""
 
 from __future__ import annotations
 

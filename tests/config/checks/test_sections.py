@@ -105,7 +105,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"trainer__micro_batch_tokens": 63}, "trainer.micro_batch_tokens: 63 is less than the longest sample (64"),
     (
         {"data__max_prompt_tokens": None, "trainer__micro_batch_tokens": 32},
-        "trainer.micro_batch_tokens: 32 leaves no room for a prompt beside responses of 32 tokens",
+        "trainer.micro_batch_tokens: 32 leaves no room for a prompt alongside responses of 32 tokens",
     ),
     (
         {"data__max_prompt_tokens": None, "agent__loop": "json:Loop"},

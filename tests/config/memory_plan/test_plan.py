@@ -146,8 +146,10 @@ def test_a_sync_needs_memory_beside_the_share_of_the_engine(published: Any) -> N
     layer = 128 * 3 * 768 * 2048 * 2
     assert (found.term("reload").bytes, found.term("reload").when) == (layer + layer // 4, "sync")
     assert found.total("generate") == pytest.approx(0.85 * 80 * GIB, rel=1e-6)
-    beside = found.term("forward").bytes + found.term("logits").bytes
-    assert found.total("sync") == found.total("generate") - beside + found.term("sync buckets").bytes + layer * 5 // 4
+    alongside = found.term("forward").bytes + found.term("logits").bytes
+    assert (
+        found.total("sync") == found.total("generate") - alongside + found.term("sync buckets").bytes + layer * 5 // 4
+    )
     with pytest.raises(ConfigError, match=r"rollout: .*in phase 'sync'.*lower rollout\.gpu_memory_utilization"):
         big(published, QWEN3_30B_A3B, rollout__gpu_memory_utilization=0.99)
 

@@ -201,7 +201,7 @@ def test_a_trainer_that_is_asked_to_publish_brings_back_the_only_replica() -> No
     run(scenario)
 
 
-class Beside:
+class Alongside:
     """A fleet of replicas 0 and 1, which work for a training group and for an evaluation, without end.
 
     Replacements come up as soon as `restart.go` is set, and end each response with their first token.
@@ -236,20 +236,20 @@ def check_continued(results: list[GenerateResult], lost: int, by: int) -> None:
 
 def test_training_and_an_evaluation_wait_for_the_last_replica_that_is_restarted() -> None:
     async def scenario() -> None:
-        beside = Beside()
-        training, evaluation = await beside.begin()
-        await beside.fleet.begin_sync()
-        for index, replica in beside.old.items():  # neither is asked for what the other one has lost
+        alongside = Alongside()
+        training, evaluation = await alongside.begin()
+        await alongside.fleet.begin_sync()
+        for index, replica in alongside.old.items():  # neither is asked for what the other one has lost
             refuse(replica)
-            await until(lambda index=index: index not in beside.fleet.serving)  # type: ignore[misc]
-        restarting = asyncio.create_task(beside.fleet.restart([0]))
-        await until(lambda: beside.restart.begun == [0])
-        beside.restart.go.set()
+            await until(lambda index=index: index not in alongside.fleet.serving)  # type: ignore[misc]
+        restarting = asyncio.create_task(alongside.fleet.restart([0]))
+        await until(lambda: alongside.restart.begun == [0])
+        alongside.restart.go.set()
         await restarting
         await asyncio.sleep(0.02)
         assert not training.done() and not evaluation.done()
-        beside.fleet.admit_joining()
-        assert beside.fleet.serving == [0]
+        alongside.fleet.admit_joining()
+        assert alongside.fleet.serving == [0]
         check_continued(await evaluation, lost=1, by=0)
         assert [result.replica for result in await training] == [0]
 
@@ -530,7 +530,7 @@ def test_an_engine_that_was_drained_is_replaced_when_the_trainer_restarts() -> N
 
 
 def test_a_replica_that_was_lost_and_serves_again_does_not_go_on_with_its_former_work() -> None:
-    """It has dropped that work, which is sent anew, to it or to another one."""
+    """It has dropped that work, which is sent again, to it or to another one."""
 
     async def scenario() -> None:
         gate, replicas = asyncio.Event(), {0: Paced(0, 0.01), 1: Paced(1, 0.01)}

@@ -739,7 +739,7 @@ async def test_a_trainer_whose_publication_would_not_help_is_not_asked_for_one(
 async def test_a_drain_does_not_wait_for_responses_that_wait_for_the_publication(
     local: LocalController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of an evaluation beside training, for example: all replicas are lost, and only the publication helps."""
+    """Those of an evaluation alongside training, for example: all replicas are lost, and only the publication helps."""
     monkeypatch.setattr(background, "LOOK_S", 0.01)
     ended: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Evaluations beside training: what the engines are asked, when the reports come, and what stops them."""
+"""Evaluations alongside training: what the engines are asked, when the reports come, and what stops them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_one_at_a_time(make: Any) -> None:
 async def test_one_that_does_not_end_is_named(make: Any) -> None:
     controller, _, _ = make()
     await controller.start_evaluation(4, "step_2")
-    with pytest.raises(RolloutError, match=r"waited 0 s .*evaluation 'step_2' beside training"):
+    with pytest.raises(RolloutError, match=r"waited 0 s .*evaluation 'step_2' alongside training"):
         await controller.take_evaluations(0.05)
 
 

@@ -131,7 +131,7 @@ async def saved(local: LocalController) -> None:
 async def test_the_journal_of_an_attempt_that_was_set_aside_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank died before the first checkpoint: the results are moved, and the surviving controller begins anew."""
+    """A rank died before the first checkpoint: the results are moved, and the surviving controller starts again."""
     local = controller(tmp_path, monkeypatch)
     await first_attempt(local, tmp_path)
     (tmp_path / JOURNAL_FILE).rename(tmp_path / "moved")

@@ -1,4 +1,4 @@
-"""A controller whose groups run in two workers: batches, failures, trainers that begin anew, publications."""
+"""A controller whose groups run in two workers: batches, failures, trainers that start again, publications."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_batch_that_does_not_come_says_which_worker_has_how_many_groups(
 def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that the workers have said of the history before is said again, and ends of other kinds beside it."""
+    """All that the workers have said of the history before is said again, and ends of other kinds alongside it."""
     local, crew = with_workers(tmp_path, monkeypatch)
     controller = local.controller
 

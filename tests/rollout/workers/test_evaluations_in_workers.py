@@ -156,7 +156,7 @@ def test_workers_make_the_responses_that_the_controller_makes() -> None:
 
 
 def test_the_controller_admits_their_requests() -> None:
-    """Beside training only so many reach the engines at a time, of a lower priority, wherever the loops are."""
+    """Alongside training only so many reach the engines at a time, of a lower priority, wherever the loops are."""
     for workers in (False, True):
         scene = Scene(workers=workers)
         scene.report(Share(asyncio.Semaphore(2), 7))

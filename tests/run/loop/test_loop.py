@@ -330,7 +330,7 @@ def test_an_evaluation_that_finds_no_engine_left_is_made_again_with_new_ones(mak
 def test_an_evaluation_that_loses_all_engines_again_and_again_ends_the_run(
     make_run: Callable[..., FakeRun], label: str
 ) -> None:
-    """A prompt that ends its engine would otherwise be sent to new engines for ever."""
+    """A prompt that ends its engine would otherwise be sent to new engines forever."""
     run = make_run(1)
     run.lost_before = {label: MOST_PUBLICATIONS}
     assert "record after at 1 of version 1: ['report of version 1']" in journal_of_training(run)

@@ -92,7 +92,9 @@ def test_ctrl_c_twice_in_a_running_rank(tmp_path: Path, what: str) -> None:
         process.kill()
     [ended] = process.stderr.read().splitlines()
     assert asked == "megarl: finishing the step, saving; again to abort\n"
-    assert ended == ("megarl: aborted by a second stop signal (SIGINT); the same command begins anew: nothing is saved")
+    assert ended == (
+        "megarl: aborted by a second stop signal (SIGINT); the same command starts again: nothing is saved"
+    )
     assert read_exit(tmp_path) == ExitRecord("failed", 0, "aborted by a second stop signal (SIGINT)")
 
 
@@ -166,7 +168,7 @@ def test_a_rank_that_starts_ends_with_the_first_signal(
     assert rank.codes == [1] and not rank.raised  # type: ignore[attr-defined]
     failed = f" (torchrun sends it also if another rank has failed: see {tmp_path / 'logs'})"
     why = f"{number.name} while the run was starting{failed if number == signal.SIGTERM else ''}"
-    assert said(rank) == f"megarl: {why}; the same command begins anew: nothing is saved\n"
+    assert said(rank) == f"megarl: {why}; the same command starts again: nothing is saved\n"
 
 
 def test_the_end_leaves_no_trace_in_a_directory_that_another_run_has_taken(tmp_path: Path, rank: StopSignals) -> None:

@@ -1,4 +1,4 @@
-"""The channel of a thread beside training, on two real ranks: it mixes with no other collective, and it always ends."""
+"""The channel of a thread during training, on two real ranks: it mixes with no other collective, and it always ends."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_the_record_has_the_keys_of_its_format(tmp_path: Path) -> None:
 
 
 def test_a_record_of_the_first_format_is_restored(tmp_path: Path) -> None:
-    """It says nothing about evaluations beside training, groups that were used again and alarms: there were none."""
+    """It says nothing about evaluations alongside training, groups that were used again and alarms: there were none."""
     session = session_of(tmp_path)
     session._cut_result_files = None
     session.checkpointer = SimpleNamespace(restore=lambda cut: json.loads(json.dumps(OLD_RECORD)))

@@ -143,7 +143,7 @@ def test_ranks_and_replays_get_what_auto_stands_for_and_the_pool_the_launchs_con
 def test_a_second_start_says_where_the_results_of_the_first_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run without a checkpoint begins anew, and its directory may hold hours of results."""
+    """A run without a checkpoint starts again, and its directory may hold hours of results."""
     shape = Path(__file__).parents[3] / "examples/rl/models/Qwen3-8B"
     chosen = config(shape, run__dir=str(tmp_path))
     plan = make_plan(chosen, device="cpu", files=False)

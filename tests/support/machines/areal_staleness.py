@@ -1,7 +1,7 @@
 """The answers of AReaL's `StalenessManager` to the events of small runs, and those runs.
 
 The answers of areal 1.0.4 are recorded in `excerpts/areal_staleness.json`. It is asked again in
-`make test-oracles` and wherever the package can be found; to record them anew:
+`make test-oracles` and wherever the package can be found; to record them again:
 
     tools/oracles.sh .oracles && MEGARL_ORACLES=.oracles python -m tests.support.machines.areal_staleness
 

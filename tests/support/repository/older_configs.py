@@ -24,7 +24,7 @@ RENAMED = {
         for rule in ("ess", "k3_kl", "ratio_tail", "logprob_gap", "replica_gap", "truncated", "no_signal", "entropy")
     },
 }
-# What a config of b761bc2e may say and one of this tree may not, beside names that are renamed.
+# What a config of b761bc2e may say and one of this tree may not, alongside names that are renamed.
 REMOVED_VALUES: dict[str, Any] = {
     "agent": {"act_attempts": 3},
     "checkpoint": {"keep_best_mode": "max"},

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _OPEN = {"wait", "acquire", "get", "join"}  # of an event, a lock, a queue, if they have no arguments
 _THREADS = {"to_thread", "run_in_executor"}
-# Of a thread, a process, a lock, an event, a queue, a future: without arguments they wait for ever.
+# Of a thread, a process, a lock, an event, a queue, a future: without arguments they wait forever.
 _BLOCKING = {"wait", "acquire", "get", "join", "communicate", "result"}
 _RECEIVING = {"accept", "recv", "recv_bytes"}  # of a connection, which has a time limit elsewhere if it has one
 _CALLS = ("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "ray.get",

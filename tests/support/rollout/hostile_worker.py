@@ -36,7 +36,7 @@ from tests.support.engines.fake_replicas import Method
 from tests.support.runs.run import tiny_config
 
 GROUPS = (3, 4)
-LOG_BYTES = 1 << 20  # after which the worker's log is begun anew
+LOG_BYTES = 1 << 20  # after which the worker's log is begun again
 LINE, LINES = "x" * 100_000, 100  # of a flood: ten times as much
 ENDS_S = 60.0  # what has been killed takes a moment to end; a child that waits would stay
 

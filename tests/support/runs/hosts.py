@@ -82,7 +82,7 @@ class Hosts:
         return found
 
     def call(self, index: int, *command: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-        """Run a command on host `index` beside its node's agent: with its processes, network, mounts and name."""
+        """Run a command on host `index` alongside its node's agent: with its processes, network, mounts and name."""
         agents = [each for each in self.processes(index) if "megarl.cluster.nodes.launcher" in each.cmdline()]
         enter = ["nsenter", "--target", str(agents[0].pid), "--mount", "--uts", "--net", "--pid"]
         return subprocess.run(

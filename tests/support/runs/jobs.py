@@ -30,7 +30,7 @@ TWO_HOSTS: dict[str, dict[str, Any]] = {
 
 
 def write_job(directory: Path, steps: int, **sections: dict[str, Any]) -> Path:
-    """A config of `steps` steps in `directory`, its run directory beside it; `sections` update whole sections.
+    """A config of `steps` steps in `directory`, its run directory alongside it; `sections` update whole sections.
 
     Its batches are kept, so that its groups can be counted again.
     """

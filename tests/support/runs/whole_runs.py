@@ -127,7 +127,7 @@ def longest_gap(records: Sequence[Mapping[str, Any]], since: int, at: float) -> 
 def start_seconds(run_dir: Path, pid: int, created: float) -> float:
     """Return the seconds from `created` until the replica of process `pid` joined; 0 if its events do not tell.
 
-    `created`: seconds since the epoch. An engine that starts beside training may be ready before that.
+    `created`: seconds since the epoch. An engine that starts alongside training may be ready before that.
     """
     for path in sorted((run_dir / "events").glob("replica-*.steps.*.jsonl")):
         header, *events = map(json.loads, path.read_text(encoding="utf-8").splitlines())

@@ -98,7 +98,7 @@ class Queue:
         with torch.no_grad():
             while (item := self._items.get()) is not None:
                 try:
-                    # Events are set even then, so that nobody waits for ever.
+                    # Events are set even then, so that nobody waits forever.
                     if not self._device.closed.is_set() or getattr(item, "__name__", "") == "set":
                         item()
                 except BaseException as error:

@@ -268,11 +268,11 @@ class FakeRun:
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.lost: dict[int, int] = {}  # steps for whose batch all replicas are found lost, and how often
         self.lost_before: dict[str, int] = {}  # evaluations that find all replicas lost, and how often
-        self.lost_beside: dict[str, int] = {}  # the same of evaluations beside training, while they are waited for
+        self.lost_beside: dict[str, int] = {}  # the same of evaluations alongside training, while they are waited for
         self.due: set[int] = set()
         self.reference_due: Callable[[int], bool] = lambda steps_done: False
         self.refreshed: list[int] = []  # the steps done when the reference was offered the policy's weights
-        self.evaluated = False  # an evaluation beside training has ended when it is asked for without waiting
+        self.evaluated = False  # an evaluation alongside training has ended when it is asked for without waiting
         self.failing_saves: set[int] = set()
         self.train: Callable[[], None] = lambda: None
         self.taking: Callable[[int], None] = lambda step: None  # before the batch of a step is taken

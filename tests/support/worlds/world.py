@@ -64,7 +64,7 @@ class World:
     def __init__(self, size: int, starter: Starter) -> None:
         self.size = size
         key = secrets.token_bytes(16)
-        # By default one rank may wait to be accepted; of eight at once, some would wait for ever.
+        # By default one rank may wait to be accepted; of eight at once, some would wait forever.
         listener = Listener((HOST, 0), backlog=size, authkey=key)
         listener._listener._socket.settimeout(CONNECT_TIMEOUT_S)  # type: ignore[attr-defined]
         self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)

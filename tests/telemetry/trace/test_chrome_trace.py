@@ -45,10 +45,10 @@ def test_units_share_lines_without_overlap(spans: list[tuple[int, int]], units: 
 
 def test_nested_spans_stay_on_one_line_and_units_that_follow_each_other_use_it_again() -> None:
     step = [(0, 100, "s", "step"), (0, 40, "s", "generate"), (40, 103, "s", "update"), (45, 60, "s", "mini_batch")]
-    placed = share_lines([*step, (150, 160, "t", "next"), (155, 170, "u", "beside")])
+    placed = share_lines([*step, (150, 160, "t", "next"), (155, 170, "u", "alongside")])
     assert {each.item: (each.line, each.end) for each in placed} == {
         "step": (0, 100), "generate": (0, 40), "update": (0, 100), "mini_batch": (0, 60), "next": (0, 160),
-        "beside": (1, 170),
+        "alongside": (1, 170),
     }  # fmt: skip
 
 

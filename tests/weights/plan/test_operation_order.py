@@ -62,7 +62,7 @@ def test_no_owner_needs_more_buffers_than_it_has(rows: list[tuple[int, int]]) ->
 
 @given(tensors)
 def test_what_is_staged_is_as_much_as_the_buffers_allow(rows: list[tuple[int, int]]) -> None:
-    """One buffer is left for the gather that runs beside a broadcast, unless every bucket has a buffer of its own."""
+    """One buffer is left for the gather that runs next to a broadcast, unless every bucket has a buffer of its own."""
     plan = plan_of(rows)
     order = schedule(plan)
     first = next(place for place, each in enumerate(order) if each.kind == "broadcast")

@@ -80,7 +80,7 @@ def test_replicas_that_join_and_leave_change_the_group_at_the_next_sync_only() -
     sender.publish(0)
     formed = sender._generation
     sender.publish(1)
-    assert sender._generation == formed, "the group was formed anew although nothing had changed"
+    assert sender._generation == formed, "the group was formed again although nothing had changed"
     new = pool.add("replica 2", workers=2)
     exporter.tensors = random_tensors(seed=1)
     sender.publish(2)

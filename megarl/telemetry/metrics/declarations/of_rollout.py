@@ -102,7 +102,7 @@ ROLLOUT = [
         "rollout/rebuilds",
         "times",
         "last",
-        "How often the pool has started controller and queue anew, because one of them had died.",
+        "How often the pool has started controller and queue again, because one of them had died.",
         faults=True,
     ),
     Metric(

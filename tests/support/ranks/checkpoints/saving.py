@@ -224,7 +224,7 @@ def refused_target(model_dir: Path, samples: list[TrainSample], root: Path) -> d
 
 
 def histories(model_dir: Path, samples: list[TrainSample], root: Path) -> dict[str, Any]:
-    """Steps 1..3 saved; then a resume from step 1 by its path, another one by `never`: steps there, what is beside."""
+    """Steps 1..3 saved; then a resume from step 1 by its path, another one by `never`: steps there, what is next to."""
     with run_under(model_dir, {}, root, checkpoint__keep_last=3) as (policy, checkpointer):
         for step in (1, 2, 3):
             update(policy, samples, 1)
