@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-oracles lint docs site clean \
         nightly nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning \
-        nightly-recipes nightly-faults nightly-stops nightly-environments nightly-kernels nightly-hosts nightly-slurm
+        nightly-recipes nightly-faults nightly-stops nightly-environments nightly-kernels nightly-upgrade nightly-hosts nightly-slurm
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -126,7 +126,7 @@ test-oracles: setup-test  ## Losses, advantages and corrections against verl's a
 	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms tests/rollout/test_against_areal.py
 
 # The full matrices and long runs, in parts meant for 30 minutes each.
-nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments nightly-kernels  ## All of the parts that follow but nightly-hosts and nightly-slurm.
+nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-faults nightly-stops nightly-environments nightly-kernels nightly-upgrade  ## All of the parts that follow but nightly-hosts and nightly-slurm.
 
 nightly-models: setup-test  ## Every family through every layout, loader, exporter and converter.
 	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert $(PARALLEL)
@@ -180,6 +180,14 @@ $(KERNELS_VENV)/.ready: requirements/gpu.lock
 	$(PYTHON) -m venv --clear $(KERNELS_VENV)
 	grep -E '^(triton|transformer-engine|packaging)==' requirements/gpu.lock | \
 	  $(KERNELS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r /dev/stdin
+	touch $@
+
+# It needs the repository's history.
+nightly-upgrade: setup-test $(VENV)/mcore-0.16.1/.ready  ## Runs of b761bc2e under Megatron-Core 0.16.1: equal, or they go on.
+	$(PY) -m tests.support.repository.compare_trees --before b761bc2e --packages $(VENV)/mcore-0.16.1 --jobs dense moe kept
+
+$(VENV)/mcore-0.16.1/.ready: $(VENV)/.ready
+	$(PIP) --upgrade --target $(@D) megatron-core==0.16.1
 	touch $@
 
 nightly-hosts: setup-test  ## Jobs on hosts of their own, which lose hosts and links (root, tools/cluster_tools.sh).

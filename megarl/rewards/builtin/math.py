@@ -14,7 +14,7 @@ import re
 from functools import cache, lru_cache
 from typing import Any
 
-from megarl.rewards.builtin.math_forms import Answer, sides, with_variable
+from megarl.rewards.builtin.math_forms import Answer, chosen, sides, with_variable
 from megarl.rewards.builtin.math_text import stated_answer
 from megarl.rewards.builtin.sympy_guard import is_too_large
 from megarl.rewards.types import RewardInput, RewardResult, judged_part
@@ -54,7 +54,9 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
     milliseconds for each. Raises ValueError if the reference cannot be parsed.
     """
     expected_text = _reference_text(reference)
-    expected, found = Answer.read(expected_text), Answer.read(answer)
+    expected, found = Answer.read(expected_text), Answer.read(chosen(answer, expected_text))
+    if expected.unit and found.unit and expected.unit != found.unit:
+        return found.name, False
     if found.decided and expected.decided:
         return found.name, found.says(expected)
     if is_too_large(expected.text) or is_too_large(found.text):
@@ -109,6 +111,8 @@ def _apart(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
     a, b = a.doit(), b.doit()
     if a == b:
         return False
+    if not (a.is_finite and b.is_finite):  # 1/0, or an infinity
+        return True
     if isinstance(a, Rational) and isinstance(b, Rational):
         return True
     difference, size = abs((a - b).evalf(30)), max(abs(a.evalf(30)), abs(b.evalf(30)))
@@ -118,7 +122,7 @@ def _apart(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
 def _contradicts_itself(text: str) -> bool:
     """Tell whether a chain such as 11 = 12 has two sides without a variable that differ."""
     parts = [side for side in sides(text) if _ARITHMETIC.fullmatch(side)]
-    values = [found[0] for side in parts if (found := _parse(side)) and getattr(found[0], "is_number", False)]
+    values = [found[0] for side in parts if (found := _parse(side)) and getattr(found[0], "is_finite", False)]
     rounded = any("." in side for side in parts)
     return any(
         bool(abs((value - values[-1]).evalf(30)) > (0.01 if rounded else _EXACT) * abs(values[-1].evalf()))

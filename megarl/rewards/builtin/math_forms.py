@@ -43,6 +43,7 @@ _WORD = re.compile(r"[a-zA-Z]{2,}")
 _NAMES = re.compile(  # words that are functions and constants
     "pi|theta|alpha|beta|gamma|delta|phi|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|sqrt|inf(?:ty|inity)?|oo|mod|and|or"
 )
+_SHORT_WORDS = frozenset(("yes", "no", "odd"))  # which no product of variables is
 _QUALIFIED = re.compile(
     r"\bor\s+(?:more|less|fewer)\b|\bat\s+(?:least|most)\b|\b(?:remainder|more|less|fewer|over|under)\b"
 )
@@ -53,6 +54,12 @@ _UNIT = (
     rf"(?:\\(?:text|mathrm|textnormal|mbox)\s*\{{[^{{}}]*\}}|(?:{_SHORT_UNITS})(?![a-zA-Z])"
     r"|(?<=[\s/])[mgshlL](?![a-zA-Z])|(?<=\s)[a-zA-Z]{4,})"
 )
+# Units that are compared where both answers have one.
+_MEASURE = re.compile(
+    r"(?:\d|[\s~{}/;,])(km|cm|mm|dm|m|kg|mg|g|ml|ft|in|lb|hr|min|sec|mph|kmh)s?\s*\}?(?:\s*\^\s*(?:\{\d\}|\d))?$",
+    re.IGNORECASE,
+)
+_CHOICE, _CHOSEN = re.compile(r"\(?([A-J])\)?"), re.compile(r"[{\s]*\(([A-J])\)\W*\w")
 _UNITS = re.compile(rf"(?:(?:\s|\\[,;: ]|~|/|\\cdot(?![a-zA-Z]))*{_UNIT}(?:\s*\^\s*(?:\{{-?\d\}}|\d))?)+$")
 
 
@@ -61,13 +68,14 @@ class Answer:
     r"""An answer as it is compared.
 
     `text`: clean LaTeX without a percent sign at its end. `literal`: its number, if it is written out. `verbatim`: what
-    is compared letter by letter, if algebra would misread it.
+    is compared letter by letter, if algebra would misread it. `unit`: that at its end, if it is known.
     """
 
     text: str
     percent: bool = False
     literal: Literal | None = None
     verbatim: str | None = None
+    unit: str | None = None
 
     @classmethod
     def read(cls, written: str) -> Answer:
@@ -78,8 +86,9 @@ class Answer:
         words = verbatim(text)
         if words is not None:
             return cls(text, verbatim=words)
+        unit = _MEASURE.search(text)
         text, percent = without_percent(without_units(text))
-        return cls(text, percent, literal(text))
+        return cls(text, percent, literal(text), unit=unit[1].lower() if unit is not None else None)
 
     @property
     def decided(self) -> bool:
@@ -122,6 +131,14 @@ class Literal:
     def divided(self, by: int) -> Literal:
         """Return the number divided by `by`."""
         return Literal(self.value / by, self.exact)
+
+
+def chosen(answer: str, reference: str) -> str:
+    r"""Return `C` for an answer such as `\textbf{(C) }12` where the reference is a letter alone, else the answer."""
+    if _CHOICE.fullmatch(clean(reference)) is None:
+        return answer
+    letter = _CHOSEN.match(_TEXT.sub(r"\1", clean(answer)))
+    return answer if letter is None else letter[1]
 
 
 def literal(text: str) -> Literal | None:
@@ -226,7 +243,7 @@ def _words(plain: str) -> str | None:
     """
     bare = re.sub(r"\\[a-zA-Z]+", " ", plain)
     found = [word for word in _WORD.findall(bare) if not _NAMES.fullmatch(word.lower())]
-    named = any(len(word) >= 4 or word != word.lower() for word in found)
+    named = any(len(word) >= 4 or word != word.lower() or word in _SHORT_WORDS for word in found)
     if not named or re.search(r"[=^_+*/<>\\{}|]", plain) or re.match(r"[-+]?[$€£¥]?[\d.]", plain):
         return None
     return " ".join(re.sub(r"[^\w\s-]", " ", plain.lower()).split())

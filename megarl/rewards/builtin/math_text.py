@@ -48,7 +48,7 @@ _SIGNS = {
 }  # fmt: skip
 _VULGAR = re.compile("[¼-¾⅐-⅞]")  # ½ and its kin: Unicode gives each its numerator and denominator
 
-_JOINS = frozenset(("and", "or", "percent", "pi"))
+_JOINS = frozenset(("and", "or", "percent", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "infinity"))
 _GAP = r"(?:\\[,;:! ]|~|\{,\}|\{\\,\}|,\\!|\\thinspace(?![a-zA-Z])|['\u2019])"
 _THOUSANDS = re.compile(rf"(?<![\d.,\w])[1-9]\d{{0,2}}(?:{_GAP}\s?\d{{3}})+(?!\d)")
 _WHOLE_THOUSANDS = re.compile(

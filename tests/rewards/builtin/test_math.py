@@ -329,3 +329,28 @@ def test_integers_that_are_written_in_another_way_are_left_to_math_verify() -> N
     assert compare("7", "07") == ("7", True)
     assert compare("1000", "1,000")[1]
     assert compare("7", "7.0")[1]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (r"\boxed{5\text{ km}}", r"5\text{ cm}", 0.0),  # units that both have
+        (r"\boxed{5\text{ km}}", "5 km", 1.0),
+        (r"\boxed{5\,\mathrm{cm}^2}", r"5\text{ cm}^2", 1.0),
+        (r"\boxed{5\text{ min}}", r"5\text{ mins}", 1.0),
+        (r"\boxed{5\text{ kilometers}}", "5 km", 1.0),  # only one of them is known
+        (r"\boxed{5}", "5 km", 1.0),
+        (r"\boxed{\text{Yes}}", "yes", 1.0),
+        (r"\boxed{\text{Yes}}", "no", 0.0),
+        (r"\boxed{\textbf{(C) }12}", "C", 1.0),  # a letter with what it stands for
+        (r"\boxed{\text{(C) } 12}", "(C)", 1.0),
+        (r"\boxed{\textbf{(B) }12}", "C", 0.0),
+        (r"\boxed{(A,B)}", "A", 0.0),
+        (r"\boxed{1/0}", "5", 0.0),  # no number, and no exception
+        (r"\boxed{1/0}", "1/0", 1.0),
+        ("The answer is sqrt(2)/2.", "sqrt(2)/2", 1.0),
+        ("The answer is 2 sqrt(3).", r"2\sqrt{3}", 1.0),
+    ],
+)
+def test_units_words_letters_and_what_is_no_number(response: str, answer: str, score: float) -> None:
+    assert math(RewardInput("", response, answer=answer)).score == score

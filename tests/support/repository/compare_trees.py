@@ -20,8 +20,9 @@ Each tree gets the names that it has for keys of the config (`older_configs.py`)
 steps of the quickstart's own job instead, with the model and the data of that directory. Exit status 1 names the first
 difference. MEGARL_CPU_MATMUL=torch, which the runs get, makes both trees use torch's own RMSNorm, SwiGLU and RoPE
 (`megarl/platforms/cpu_kernels.py`), and older ones torch's own float32 products, as trees did that know nothing of
-it. With `--ascending` both trees lay the sequences of a micro-batch in ascending order of their samples, as trees
-before 596367d did.
+it. With `--packages` the older tree imports other packages, such as the Megatron-Core it was locked with (`make
+nightly-upgrade`). With `--ascending` both trees lay the sequences of a micro-batch in ascending order of their samples,
+as trees before 596367d did.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from tests.support.runs.whole_runs import (
     wait_for,
 )
 
+PACKAGES = ".packages"  # a link in the older tree, if it has packages of its own
 STEPS, MIDDLE = 6, 3
 KEPT_STEPS = 20
 ASYNC = {"mode": "async", "sync_interval": 2, "max_staleness": 3}
@@ -93,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", required=True, metavar="COMMIT", help="the commit to compare this tree with")
     parser.add_argument("--quickstart", type=Path, metavar="ASSETS", help="compare the quickstart, with these assets")
     parser.add_argument("--jobs", nargs="+", choices=(*LAYOUTS, "async", "kept"), default=(*LAYOUTS, "async", "kept"))
+    parser.add_argument(
+        "--packages", type=Path, metavar="DIR", help="packages of the older tree, such as its Megatron-Core"
+    )
     parser.add_argument("--ascending", action="store_true", help="micro-batches have the order from before 596367d")
     options = parser.parse_args(arguments)
     with ExitStack() as stack:
@@ -102,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subprocess.run([*git, "add", "--quiet", "--detach", str(before), options.before], check=True)
         stack.callback(subprocess.run, [*git, "remove", "--force", str(before)], check=True)
         declare_entry_points(before)
+        if options.packages is not None:
+            (before / PACKAGES).symlink_to(options.packages.resolve())
         try:
             trees = {"before": before, "after": ROOT}
             if options.quickstart is not None:
@@ -257,7 +264,8 @@ def _train(root: Path, config: Mapping[str, Any], work: Path, *overrides: str, a
 
 
 def _variables(root: Path, work: Path, run_dir: Path) -> dict[str, str]:
-    return marked(run_dir, PYTHONPATH=f"{root}{os.pathsep}{work}", MEGARL_CPU_MATMUL="torch")
+    path = os.pathsep.join(map(str, (root, work, root / PACKAGES)))
+    return marked(run_dir, PYTHONPATH=path, MEGARL_CPU_MATMUL="torch")
 
 
 def _finish(root: Path, command: Sequence[str], work: Path, run_dir: Path) -> None:
