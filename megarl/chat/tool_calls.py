@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,12 +187,12 @@ def call_of(
     others = sorted(value.keys() - {name_key, arguments_key, "id", "type"})
     if others and arguments_key not in value:
         return malformed(body, f'it has "{others[0]}" instead of "{arguments_key}"')
-    arguments = value.get(arguments_key, {})
-    if isinstance(arguments, str):  # some models write the object as a JSON text, as in OpenAI's API
-        try:
+    arguments = value.get(arguments_key)
+    if isinstance(arguments, str):  # an object as a JSON text, as in OpenAI's API
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments, parse_constant=no_constant)
-        except (ValueError, RecursionError):
-            arguments = None
+    if arguments is None or arguments == "":  # of a tool without parameters
+        arguments = {}
     if not isinstance(arguments, dict):
         return malformed(body, f'"{arguments_key}" is no JSON object')
     if reason := unusable({name: arguments}):

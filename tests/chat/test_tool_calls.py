@@ -60,6 +60,12 @@ def test_a_turn_is_read(kind: ToolFormat, text: str, expected: ParsedTurn) -> No
     assert kind.parse(text) == expected
 
 
+@pytest.mark.parametrize("arguments", ["null", '""', '"null"', "{}", '"{}"'])
+def test_a_call_may_have_no_arguments(arguments: str) -> None:
+    found = HERMES.parse(hermes(f'{{"name": "now", "arguments": {arguments}}}'))
+    assert found == ParsedTurn("", (ToolCall("now", {}),))
+
+
 def test_an_object_that_names_a_tool_is_a_call_without_arguments() -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
     assert LLAMA.parse('{"name": "now"}', tools) == ParsedTurn("", (ToolCall("now", {}),))
