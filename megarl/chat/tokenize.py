@@ -234,15 +234,13 @@ class PromptEncoder:
         return self._text(with_harmless_tools(prompt.messages, self._specials), prompt.name, self._tools_of(prompt))
 
     def _text(self, messages: list[Message], what: str, tools: list[dict[str, Any]]) -> str:
-        from jinja2 import TemplateError
-
         try:
             return str(
                 self.tokenizer.apply_chat_template(
                     messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self.template_kwargs
                 )
             )
-        except (TemplateError, TypeError, ValueError, OverflowError) as error:  # {% include %} is a TypeError
+        except Exception as error:  # whatever the template's expressions raise
             raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error
 
 

@@ -186,7 +186,9 @@ def test_a_prompt_shows_the_tools_of_its_row() -> None:
         PromptEncoder(make_tokenizer(CHATML)).encode(own)
 
 
-@pytest.mark.parametrize("broken", ["{% include 'x' %}", "{{ messages + 1 }}", "{{ range(10 ** 9) | list }}"])
+@pytest.mark.parametrize(
+    "broken", ["{% include 'x' %}", "{{ messages + 1 }}", "{{ range(10 ** 9) | list }}", "{{ 1 // 0 }}"]
+)
 def test_a_template_that_cannot_be_rendered_is_named_with_its_prompt(broken: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = broken

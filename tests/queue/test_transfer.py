@@ -192,7 +192,7 @@ def test_a_look_at_the_queue_names_the_process_that_has_died_or_hangs(
     monkeypatch.setattr(transfer, "_RETRY_S", 0.001)
     server = QueueServer(Actor(controller), {"unit 0": Actor("well"), "unit 1": Actor(storage)})  # type: ignore[arg-type, dict-item]
     with nullcontext() if message is None else pytest.raises(RolloutError, match=message):
-        asyncio.run(server.check(0.05))
+        asyncio.run(server.check(60.0 if message is None else 0.05))
 
 
 @pytest.fixture(scope="module")

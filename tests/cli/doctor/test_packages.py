@@ -44,7 +44,7 @@ def test_two_owners_of_a_file_are_named(tmp_path: Path, second: str | None, leve
     [
         ({}, True, "ok", "does without it"),
         ({"flashinfer-cubin": "0.7", "flashinfer-jit-cache": "0.7+cu130"}, True, "ok", "precompiled"),
-        ({"flashinfer-cubin": "0.6.13"}, True, "fail", "flashinfer-cubin 0.6.13 alongside flashinfer-python 0.7"),
+        ({"flashinfer-cubin": "0.6.13"}, True, "fail", "flashinfer-cubin 0.6.13 next to flashinfer-python 0.7"),
         ({}, True, "warn", "compiles kernels at its start"),
         ({"flashinfer-cubin": "0.7"}, False, "warn", "flashinfer-jit-cache not installed: an engine compiles"),
         ({}, False, "warn", "and no nvcc"),

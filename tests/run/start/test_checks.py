@@ -87,9 +87,8 @@ def test_the_template_renders_each_set_with_its_own_variables(model: Path, data:
     assert problem.startswith("evaluation.sets.0: chat_template_kwargs: enable_thinking: no variable")
     template = model / "chat_template.jinja"
     template.write_text("{{ messages[0]['content'] + 1 }}")
-    assert problems_of(config(model, data, reward__function=SHARE, reward__trial_call=False)) == [
-        'data: the chat template fails with the first prompt: TypeError: can only concatenate str (not "int") to str'
-    ]
+    [problem] = problems_of(config(model, data, reward__function=SHARE, reward__trial_call=False))
+    assert problem.startswith(f"data: {data}:1: the chat template refuses its messages: can only concatenate")
 
 
 def test_a_dry_run_shows_what_the_model_and_the_reward_will_see_before_the_plan(
