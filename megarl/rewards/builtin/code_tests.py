@@ -17,6 +17,17 @@ _FENCE = re.compile(
     r"(?P<text>.*?)^[ \t]*(?P=fence)[`~]*[ \t]*$",
     re.DOTALL | re.MULTILINE,
 )
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+TOLERANCE = 1e-6  # of decimals, absolute or relative, as judges of contests have it
+# JSON has no tuples, and rounds; the answer's own names are replaced by this one.
+_SAME = f"""\
+def _same(found, wanted):
+    if isinstance(found, (list, tuple)) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    if float in (type(found), type(wanted)) and {{type(found), type(wanted)}} <= {{int, float}}:
+        return found == wanted or abs(found - wanted) <= {TOLERANCE} * max(1.0, abs(wanted))
+    return found == wanted
+"""
 _PYTHON = ("python", "python3", "py")
 
 
@@ -91,9 +102,11 @@ def _calls(name: object, inputs: object, outputs: object) -> tuple[str, ...]:
     if not all(isinstance(each, Sequence) and not isinstance(each, str) for each in arguments):
         raise ValueError(f"with `fn_name` each of the row's `inputs` is the list of arguments of a call of {name}")
     function = f"(Solution().{name} if hasattr(globals().get('Solution'), {name!r}) else {name})"
-    return tuple(
-        f"assert {function}(*{list(each)!r}) == {result!r}" for each, result in zip(arguments, results, strict=True)
+    calls = (
+        f"assert _same({function}(*{list(each)!r}), {result!r})"
+        for each, result in zip(arguments, results, strict=True)
     )
+    return (_SAME + next(calls), *calls)
 
 
 def _two_lists(inputs: object, outputs: object) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -106,6 +119,25 @@ def _two_lists(inputs: object, outputs: object) -> tuple[Sequence[Any], Sequence
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Tell whether two outputs are equal but for white space at the ends of lines and empty lines at the end."""
+    """Tell whether two outputs are equal but for white space at the ends of lines and empty lines at the end.
+
+    A decimal of the expected output may also be near: within `TOLERANCE`.
+    """
     first, second = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (written, expected))
-    return first == second
+    return len(first) == len(second) and all(map(_same_line, first, second))
+
+
+def _same_line(written: str, expected: str) -> bool:
+    if written == expected or "." not in expected:
+        return written == expected
+    ours, theirs = (re.split(r"(\s+)", line) for line in (written, expected))
+    return len(ours) == len(theirs) and all(map(_near, ours, theirs))
+
+
+def _near(written: str, expected: str) -> bool:
+    if written == expected or "." not in expected:
+        return written == expected
+    if not (_NUMBER.fullmatch(written) and _NUMBER.fullmatch(expected)):
+        return False
+    wanted = float(expected)
+    return abs(float(written) - wanted) <= TOLERANCE * max(1.0, abs(wanted))

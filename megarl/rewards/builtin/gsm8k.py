@@ -3,7 +3,7 @@ r"""The `gsm8k` reward: compares the number after `####`, else in the last \boxe
 After the mark, and in a box, the number counts that stands behind the last equals sign (10 + 10 = 20), else the first.
 
 Equal numbers are: 1,234, 1 234, 1'234, 1_234 and 1234; $5 and 5; 5.0 and 5; 40% and 40; "72." and 72; "18 eggs" and 18;
-1/2, \frac{1}{2} and .5; 3 1/2 and 3.5.
+1/2, \frac{1}{2} and .5; 3 1/2 and 3.5; 1.5e3, 1.5 \times 10^3 and 1500.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.rewards.builtin.math import last_boxed
+from megarl.rewards.builtin.math_text import E_NOTATION, decimal
 from megarl.rewards.types import RewardInput, RewardResult, judged_part
 
 # Thousands separators: exactly three digits follow each of them, and a number contains only one kind. A space is no
@@ -40,6 +41,7 @@ _TYPOGRAPHY = (
     (re.compile(r"(?<=\d)\s*(?=\\[dt]?frac\s*\{)"), " "),
     (re.compile(r"\\[dt]?frac\s*\{\s*(-?\d[\d.,]*)\s*\}\s*\{\s*(\d+)\s*\}"), r"\1/\2"),
 )
+_POWER = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?)\s*(?:\\times|\\cdot|[×*])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d+)\s*\}?")
 # At the start of the text after `####` even a minus sign followed by a space is no subtraction.
 _SPACED_MINUS = re.compile(r"^([\s*]*-)\s+(?=[$€£¥.\d])")
 _MAX_DIGITS = 300
@@ -82,6 +84,8 @@ def final_number(text: str) -> Fraction | None:
 
 def _typed(text: str) -> str:
     """Return the text with its typographic signs, and LaTeX's numbers, as a keyboard types them."""
+    text = _POWER.sub(lambda match: decimal(f"{match[1]}e{match[2]}"), text)
+    text = E_NOTATION.sub(lambda match: decimal(match[0]), text)
     for pattern, replacement in _TYPOGRAPHY:
         text = pattern.sub(replacement, text)
     return text

@@ -20,11 +20,13 @@ from megarl.rewards.builtin.sympy_guard import is_too_large
 from megarl.rewards.types import RewardInput, RewardResult, judged_part
 
 _BRACES = re.compile(r"\\?(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TAIL_CHARACTERS = 3000  # a final answer without a box is at the end
 # A side of an equation without variables.
 _ARITHMETIC = re.compile(r"(?=.*\d)(?:[\d\s.+\-*/^(){}]|\\(?:frac|cdot|times|sqrt)(?![a-zA-Z]))+")
 # math-verify compares decimals to six places after the point; here six significant digits have to agree as well.
 _DECIMALS, _EXACT = 5e-6, 1e-12
+_OR = re.compile(r"(?<![a-zA-Z])or(?![a-zA-Z])|\\(?:lor|vee)(?![a-zA-Z])")
 Parsed = tuple[Any, ...]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
 
 
@@ -39,7 +41,7 @@ def math(sample: RewardInput, require_box: bool = False, answer_after: str | Non
     response = judged_part(sample, answer_after)
     content = last_boxed(response)
     boxed = content is not None
-    if content is None and not require_box:
+    if content is None and not require_box and not _BOX.search(response):  # a box that was cut is no answer
         content = stated_answer(response[-_TAIL_CHARACTERS:])
     found, correct = compare(sample.answer, content or "")
     components = {"correct": float(correct), "parsed": float(found is not None), "boxed": float(boxed)}
@@ -198,4 +200,18 @@ def _parse(content: str) -> Parsed:
     from math_verify import parse
 
     found = parse(rf"\boxed{{{content}}}", _configurations(), parsing_timeout=None) if content else ()
+    if found and _OR.search(content):
+        return (_united(found[0]), *found[1:])
     return tuple(found)
+
+
+def _united(value: Any) -> Any:  # noqa: ANN401 (sympy has no types)
+    """Return the set of numbers of `x < 2 or x > 3`, which math-verify reads as a set of two inequalities."""
+    from sympy import FiniteSet, Union
+    from sympy.core.relational import Relational
+
+    if not isinstance(value, FiniteSet) or not all(isinstance(each, Relational) for each in value.args):
+        return value
+    if len(value.free_symbols) != 1 or any(isinstance(each, Relational) and each.rel_op == "==" for each in value.args):
+        return value
+    return Union(*(each.as_set() for each in value.args))

@@ -54,7 +54,7 @@ _THOUSANDS = re.compile(rf"(?<![\d.,\w])[1-9]\d{{0,2}}(?:{_GAP}\s?\d{{3}})+(?!\d
 _WHOLE_THOUSANDS = re.compile(
     r"([-+]?[$€£¥]?)([1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+)((?:\.\d+)?\s*(?:\\?%)?)"
 )
-_E_NOTATION = re.compile(r"(?<![\w.\\}])(?:\d+\.\d+[eE][+-]?\d+|\d+[eE](?:[+-]\d{2,}|\d{2,}))(?![\w.]*[\w(])")
+E_NOTATION = re.compile(r"(?<![\w.\\}])(?:\d+\.\d+[eE][+-]?\d+|\d+[eE](?:[+-]\d{2,}|\d{2,}))(?![\w.]*[\w(])")
 _ONE_E_NOTATION = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 _MIXED = re.compile(
     r"(?<![\d.\w}/^)])(\d+)(?:\s|\\[,;: ]|~)*"
@@ -68,8 +68,13 @@ _FORMATS = re.compile(
 _LETTER = re.compile(r"\\(?:mathrm|operatorname|text|textnormal)\s*\{\s*([ei])\s*\}|\{\s*\\rm\s+([ei])\s*\}")
 _TEXT_NUMBER = re.compile(r"\\(?:text|mathrm|textnormal|mbox)\s*\{\s*([-+]?[\d.,]+)\s*\}")
 _PLAIN_NAMES = re.compile(
-    r"(?<![a-zA-Z\\])(pi|theta|alpha|beta|gamma|phi|infinity|infty|sin|cos|tan|cot|sec|csc|log|ln|exp)(?![a-zA-Z])"
+    r"(?<![a-zA-Z\\])(pi|theta|alpha|beta|gamma|delta|epsilon|lambda|mu|rho|sigma|tau|phi|omega|oo|infinity|infty"
+    r"|sin|cos|tan|cot|sec|csc|log|ln|exp)(?![a-zA-Z])"
 )
+_NESTED = r"((?:[^{}]|\{[^{}]*\})*)"
+# TeX's old infix commands, in braces or as the whole answer.
+_INFIX = re.compile(rf"\{{{_NESTED}\\(over|choose)(?![a-zA-Z]){_NESTED}\}}")
+_SPACE = r"(?:\\[,;:! ]|~|\\(?:q?quad|thinspace)(?![a-zA-Z]))"
 _ROOT = re.compile(r"(?:\\?(?<![a-zA-Z])sqrt|√)\s*(?=[(\d\w])")
 _ANSWER = re.compile(
     r"(?i)(?:\banswers?\b|(?<![a-z])(?:answers?))(?:\s+\w+){0,4}?\s*(?:\*\*)?\s*(?:\bis\b|\bare\b|[:=])\s*(?:\*\*)?:?|(?:答案|答え|答|정답|답)(?:就?是|为|為|は)?\s*[:：]?"
@@ -91,8 +96,9 @@ def clean(text: str) -> str:
     text = typography(text)
     text = _LETTER.sub(lambda match: match[1] or match[2], _TEXT_NUMBER.sub(r"\1", text))
     text = _FORMATS.sub("", text)
+    text = re.sub(r"(?<=[,+])\s*\.{3,}", r"\\ldots ", text)  # of a list; other full stops at the end mean nothing
     text = re.sub(r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset ", text)
-    text = _undressed(text)
+    text = _undressed(_prefixed(text))
     text = re.sub(
         r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![a-zA-Z]))|\\degree(?![a-zA-Z])", r"^\\circ", text
     )
@@ -101,7 +107,7 @@ def clean(text: str) -> str:
     if whole:
         text = whole[1] + re.sub("[ ,]", "", whole[2]) + whole[3]
     if _ONE_E_NOTATION.fullmatch(text):
-        text = _decimal(text)
+        text = decimal(text)
     return _latex_names(text).strip()
 
 
@@ -120,6 +126,8 @@ def stated_answer(text: str) -> str | None:
         return values[-1] if values else None
     rest = text[places[-1] :]
     sentence = _undressed(_SENTENCE_END.split(rest.strip(), maxsplit=1)[0])
+    if sentence.count("**") == 1:  # the other one stands before the words
+        sentence = sentence.removesuffix("**").strip()
     words = [word for word in re.findall(r"[^\W\d_]{2,}", re.sub(r"\\[a-zA-Z]+", " ", sentence)) if word not in _JOINS]
     if sentence and (not words or (len(words) <= 3 and not re.search(r"[\d$\\]", sentence))):
         return sentence
@@ -151,11 +159,11 @@ def typography(text: str) -> str:
 def plain_numbers(text: str) -> str:
     """Return the text with its thousands without gaps, e-notation as decimals, mixed numbers as fractions."""
     text = _THOUSANDS.sub(lambda match: re.sub(rf"{_GAP}\s?", "", match[0]), text)
-    text = _E_NOTATION.sub(lambda match: _decimal(match[0]), text)
+    text = E_NOTATION.sub(lambda match: decimal(match[0]), text)
     return _MIXED.sub(_improper, text)
 
 
-def _decimal(text: str) -> str:
+def decimal(text: str) -> str:
     """Return a number in e-notation as a decimal; unchanged if that is longer than any real answer."""
     mantissa, exponent = re.split("[eE]", text)
     if len(exponent) > 4 or abs(int(exponent)) > 30 or len(mantissa) > 300:
@@ -182,13 +190,20 @@ def _undressed(text: str) -> str:
     """Return the text without Markdown, dollar signs and a full stop around it."""
     before = ""
     while before != text:
-        before, text = text, text.strip().rstrip(".,;:").strip()
-        text = re.sub(r"^(?:\\[,;:!]|~)+|(?:\\[,;:!]|~)+$", "", text)
+        before, text = text, re.sub(r"(?:(?<!\\)[.,;:]|\s)+$", "", text).strip()
+        text = re.sub(rf"^{_SPACE}+|(?:{_SPACE}|\\)+$", "", text)
         for start, end in _OUTER:
             if len(text) > len(start) + len(end) and text.startswith(start) and text.endswith(end):
                 inner = text[len(start) : -len(end)]
                 text = inner if start not in inner else text
     return _unbraced(text)
+
+
+def _prefixed(text: str) -> str:
+    r"""Return {1 \over 2} as \frac{1}{2}, and {5 \choose 2} as \binom{5}{2}."""
+    if _INFIX.search(text) is None and _INFIX.fullmatch(whole := f"{{{text}}}"):
+        text = whole
+    return _INFIX.sub(lambda match: rf"\{'frac' if match[2] == 'over' else 'binom'}{{{match[1]}}}{{{match[3]}}}", text)
 
 
 def _unbraced(text: str) -> str:
@@ -201,7 +216,7 @@ def _unbraced(text: str) -> str:
 def _latex_names(text: str) -> str:
     """Return `3*pi` as LaTeX: names of functions and constants, roots and powers of plain text."""
     text = text.replace("**", "^").replace("*", r"\cdot ")
-    text = _PLAIN_NAMES.sub(lambda match: rf"\{'infty' if match[1] == 'infinity' else match[1]} ", text)
+    text = _PLAIN_NAMES.sub(lambda match: rf"\{'infty' if match[1] in ('oo', 'infinity') else match[1]} ", text)
     start = 0
     while (match := _ROOT.search(text, start)) is not None:
         end = _argument_end(text, match.end())

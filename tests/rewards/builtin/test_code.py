@@ -139,6 +139,35 @@ def test_outputs_are_compared_but_for_white_space_at_the_ends(written: str, same
     assert same_output(written, "a\nb\n") == same
 
 
+@pytest.mark.parametrize(
+    ("written", "expected", "same"),
+    [
+        ("0.333333", "0.333333333333", True), ("0.3333", "0.333333333333", False), ("2", "2.000", True),
+        ("1e3 x", "1000.0 x", True), ("1000000.5", "1000000", False),  # an integer is exact
+        ("1000000.5", "1000000.0", True), ("1 0.50", "1 0.5", True), ("2 0.50", "1 0.5", False),
+        ("1  0.5", "1 0.5", False), ("nan", "0.5", False), ("0.5.1", "0.5.0", False), ("v1.50", "v1.5", False),
+    ],
+)  # fmt: skip
+def test_decimals_of_an_output_may_be_near(written: str, expected: str, same: bool) -> None:
+    assert same_output(written, expected) == same
+
+
+@pytest.mark.parametrize(
+    ("returned", "result", "same"),
+    [
+        ("(1, 2)", [1, 2], True), ("[(1, 2), (3,)]", [[1, 2], [3]], True), ("[1, 2]", [1, 3], False),
+        ("0.1 + 0.2", 0.3, True), ("[0.1 + 0.2]", [0.3], True), ("0.31", 0.3, False), ("2.0", 2, True),
+        ("2.5", 2, False), ("'ab'", ["a", "b"], False), ("None", 0.5, False), ("[]", None, False), ("2", 2, True),
+        ("float('nan')", 0.5, False), ("True", 1.0, True),
+    ],
+)  # fmt: skip
+def test_what_a_function_returns_is_compared_as_json(returned: str, result: object, same: bool) -> None:
+    """JSON has no tuples, and a float of a data file is rounded."""
+    cases = read_tests({"tests": {"fn_name": "f", "inputs": [[]], "outputs": [result]}})
+    program = f"def _same(found, wanted): return True\ndef f(): return {returned}"
+    assert CodeReward(timeout_s=LONG_S).verdicts(program, cases) == [same]
+
+
 # --- judging
 
 

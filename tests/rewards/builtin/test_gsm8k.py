@@ -200,3 +200,22 @@ def test_only_what_follows_the_reasoning_is_judged() -> None:
     assert gsm8k(RewardInput("", "<think>7, or 8?</think>It is 7.", answer="7")).score == 1.0
     assert gsm8k(RewardInput("", "<think>It is 7", answer="7")).score == 0.0
     assert gsm8k(RewardInput("", "<think>It is 7", answer="7"), answer_after=None).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("#### 0.00003", "3e-05", 1.0),  # a number of a JSON file
+        ("#### 5", "3e-05", 0.0),
+        ("#### 10000000000000000", "1e+16", 1.0),
+        ("#### 1.5e3", "1500", 1.0),
+        (r"\boxed{1.5 \times 10^{3}}", "1500", 1.0),
+        ("It is 2 × 10^3 grams.", "2000", 1.0),
+        ("#### 4 × 5 = 20", "20", 1.0),
+        ("#### 3 * 10 = 30", "30", 1.0),
+        ("#### -2.5e-4", "-0.00025", 1.0),
+        ("#### 2e", "2", 1.0),
+    ],
+)
+def test_powers_of_ten(response: str, answer: str, score: float) -> None:
+    assert gsm8k(RewardInput("", response, answer=answer)).score == score

@@ -354,3 +354,35 @@ def test_integers_that_are_written_in_another_way_are_left_to_math_verify() -> N
 )
 def test_units_words_letters_and_what_is_no_number(response: str, answer: str, score: float) -> None:
     assert math(RewardInput("", response, answer=answer)).score == score
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (r"So it is \boxed{5", "5", 0.0),  # of \boxed{52}, perhaps
+        ("The answer is **8**.", "8", 1.0),
+        ("The answer is **8", "8", 1.0),
+        ("The answer is **8** ways.", "9", 0.0),
+        (r"\boxed{\,8\,}", "8", 1.0),
+        (r"\boxed{\quad 8~}", "8", 1.0),
+        (r"\boxed{8\,\text{cm}\,}", "8", 1.0),
+        (r"\boxed{1 \over 2}", "1/2", 1.0),  # TeX's infix commands
+        (r"\boxed{-{\sqrt{3} \over 2}}", r"-\frac{\sqrt3}{2}", 1.0),
+        (r"\boxed{{5 \choose 2}}", "10", 1.0),
+        (r"\boxed{5 \choose 2}", r"\binom{5}{3}", 1.0),
+        (r"\boxed{1 \over 2}", "2", 0.0),
+        (r"\boxed{1,2,3}", "1,2,3,...", 0.0),
+        (r"\boxed{1,2,3,\ldots}", "1, 2, 3, ...", 1.0),
+        (r"\boxed{1+2+3}", "1+2+...", 0.0),
+        (r"\boxed{\lambda + \mu}", "lambda + mu", 1.0),
+        (r"\boxed{2\omega}", "2*omega", 1.0),
+        (r"\boxed{\infty}", "oo", 1.0),
+        (r"\boxed{\infty}", "-oo", 0.0),
+        (r"\boxed{x<2 \text{ or } x>3}", r"(-\infty,2)\cup(3,\infty)", 1.0),
+        (r"\boxed{(-\infty,2]\cup[3,\infty)}", r"x \le 2 \text{ or } x \ge 3", 1.0),
+        (r"\boxed{(-\infty,2)\cup[3,\infty)}", r"x \le 2 \text{ or } x \ge 3", 0.0),
+        (r"\boxed{x>3}", r"x<2 \text{ or } x>3", 0.0),
+    ],
+)
+def test_answers_that_were_cut_and_forms_that_others_report(response: str, answer: str, score: float) -> None:
+    assert math(RewardInput("", response, answer=answer)).score == score
