@@ -13,9 +13,8 @@ import pytest
 from megarl.cli import main
 from megarl.cli import train as train_command
 from megarl.cluster.nodes.__main__ import main as launch_step
-from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
 from megarl.common.process.processes import ProcessId
-from megarl.common.rundir.run_lock import Holder, Sighting, claim
+from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, Sighting, claim
 from megarl.run.start import main as trainer
 from tests.support.checkout import ROOT
 from tests.support.checkpoints.tree import tree_of

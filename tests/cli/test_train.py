@@ -15,7 +15,9 @@ from megarl.checkpoint.convert import cli as command_line
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.cli import main
 from megarl.common.rundir.run_files import ExitRecord, write_exit
+from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 from megarl.config.derived import pools
+from megarl.config.loading.load import load_config
 from megarl.run.start import main as rank_main
 from tests.support.checkout import ROOT
 from tests.support.checkpoints.sample_checkpoints import make_checkpoint
@@ -35,6 +37,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(os, "execv", become)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(RUN_DIR_VARIABLE, "")
     path = tmp_path / "run.yaml"
     data = write_problems(tmp_path / "p.jsonl", 64)
     # Imported, and not called: what its calls do is for other tests.
@@ -52,6 +55,7 @@ def test_it_becomes_torchrun_with_the_ranks_of_the_config(config: Path) -> None:
     torchrun = ["-m", "megarl.cluster.torchrun.run", "--rdzv-backend", "megarl", "--log-dir", "/dev/null"]
     torchrun += ["--shutdown-timeout", "900"]
     assert arguments == [*torchrun, "--nproc-per-node", "2", "-m", "megarl", "train", *given]
+    assert os.environ[RUN_DIR_VARIABLE] == str(load_config(config).run_dir.resolve())  # for what only torchrun sees
 
 
 def test_a_mistake_is_one_message_and_nothing_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

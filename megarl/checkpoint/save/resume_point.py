@@ -28,9 +28,9 @@ from megarl.checkpoint.save.resume import (
     contradictions,
     refusal,
 )
-from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
 from megarl.common.files import write_json
 from megarl.common.process.processes import ProcessId
+from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE
 from megarl.common.trust.object_collectives import TEXT, Codec, all_gather, broadcast, codec_of, sendable
 from megarl.config.schema import Config
 

@@ -15,8 +15,8 @@ from megarl.cli.doctor.report import Finding
 from megarl.common import megatron_versions
 
 LOCKS = Path(__file__).resolve().parents[3] / "requirements"
-# Packages that every run needs; torch and vLLM depend on the device path and are checked separately.
 NEVER_IMPORTED = ("build_backend.py",)  # FlashInfer's and torch-c-dlpack-ext's, by which they build themselves
+# Packages that every run needs; torch and vLLM depend on the device path and are checked separately.
 ESSENTIAL = ("megatron-core", "ray", "TransferQueue", "transformers", "tokenizers", "tensordict", "math-verify")
 
 

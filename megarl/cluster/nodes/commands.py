@@ -16,9 +16,6 @@ from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 from megarl.config.schema import Config
 from megarl.config.schema.job import LaunchConfig, TimeoutsConfig
 
-# Environment variable of the ranks: set if a node's agent has started them, to the id of its launch.
-LAUNCH_ID_VARIABLE = "MEGARL_LAUNCH_ID"
-
 ENTRY = "examples/rl/train_rl.py"
 
 # What is passed to hosts that are reached by ssh, besides the variables to which the config refers.

@@ -31,7 +31,7 @@ from megarl.common.process.processes import (
     still_alive,
     sweep,
 )
-from megarl.common.rundir.run_lock import Holder, other_holder
+from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, other_holder
 from megarl.rollout.engine.placement import visible_devices
 
 # Finds processes that have been stopped (SIGSTOP) for a long time.
@@ -135,7 +135,7 @@ class NodeProcesses:
             endpoint=endpoint, address=address, entry=launch.entry,
             config_file=str(Path(launch.directory) / "config.yaml"),
         )  # fmt: skip
-        environment = {**os.environ, commands.LAUNCH_ID_VARIABLE: launch.launch_id}
+        environment = {**os.environ, LAUNCH_ID_VARIABLE: launch.launch_id}
         environment |= commands.torchrun_environment(launch.run_dir)
         environment.setdefault("OMP_NUM_THREADS", "1")
         if launch.cuda:

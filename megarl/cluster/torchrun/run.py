@@ -17,7 +17,9 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.run import main
 
 from megarl.cluster.torchrun.entry import register
+from megarl.common.process.processes import ProcessId
 from megarl.common.rundir import run_files
+from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, other_holder
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 
 # The report of ranks that have failed, as torchrun gives it: without what the ranks have reported themselves.
@@ -51,11 +53,14 @@ def tell_failure(error: ChildFailedError) -> int:
 def record_failure(reason: str) -> None:
     """Put what only torchrun's agent knows in front of the reason in exit.json, if the run's directory is known.
 
-    The other ranks of a killed one report only that a connection was closed.
+    The other ranks of a killed one report only that a connection was closed. Not if another run holds the directory.
     """
     if not (directory := os.environ.get(RUN_DIR_VARIABLE)):
         return
     run_dir = Path(directory)
+    mine = Holder.here("torchrun", ProcessId.own(), os.environ.get(LAUNCH_ID_VARIABLE))
+    if other_holder(run_dir, mine) is not None:
+        return
     try:
         before = run_files.read_exit(run_dir)
         if before is None or before.status == "failed":

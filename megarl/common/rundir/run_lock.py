@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 CLAIM_FILE = "claim.json"
 RENEW_S = 2.0
+# Environment variable of the ranks: set if a node's agent has started them, to the id of its launch.
+LAUNCH_ID_VARIABLE = "MEGARL_LAUNCH_ID"
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, TextIO
 from megarl.checkpoint.format.manifest import already_finished
 from megarl.checkpoint.save.directory import continues_history
 from megarl.checkpoint.save.resume_point import config_of_this_start
-from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
 from megarl.common.errors import ConfigError
 from megarl.common.process.memory_tuning import begin_start
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir import run_files
-from megarl.common.rundir.run_lock import Holder, RunClaim
+from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, RunClaim
 from megarl.config.derived.staleness import pace_of
 from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
 from megarl.config.loading.load import load_config, to_yaml

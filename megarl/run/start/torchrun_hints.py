@@ -8,11 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
 from megarl.cluster.torchrun import NAME, SERVED_BY_VARIABLE
 from megarl.common.clocks import GRACE_S
 from megarl.common.process.processes import ProcessId
-from megarl.common.rundir.run_lock import Holder, RunClaim, await_claim, claim
+from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, RunClaim, await_claim, claim
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 
 # The claim of trainer ranks on RUN_DIR: no rank writes there before its run holds it.

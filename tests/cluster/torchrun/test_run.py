@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from megarl.cli.train import TORCHRUN
 from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
+from megarl.cluster.torchrun.run import record_failure
+from megarl.common.process.processes import ProcessId
 from megarl.common.rundir import run_files
+from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, claim
+from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 from megarl.common.trust.signed_store import serve_store
 from tests.support.checkout import ROOT, environment
 from tests.support.waiting import wait_until
@@ -46,8 +51,8 @@ def test_a_rank_that_fails_is_told_once(tmp_path: Path, how: str, code: int, tol
     run_files.write_exit(tmp_path, CLOSED)  # as another rank has
     done = subprocess.run(
         [sys.executable, *TORCHRUN, "--nproc-per-node", "2", str(script), how],
-        cwd=ROOT, env=environment(TMPDIR=str(temporary), MEGARL_RUN_DIR=str(tmp_path)), capture_output=True, text=True,
-        timeout=300, check=False,
+        cwd=ROOT, env=environment(TMPDIR=str(temporary), **{RUN_DIR_VARIABLE: str(tmp_path)}), capture_output=True,
+        text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == code
     assert re.fullmatch(told, done.stderr), done.stderr
@@ -58,6 +63,21 @@ def test_a_rank_that_fails_is_told_once(tmp_path: Path, how: str, code: int, tol
         assert re.fullmatch(r"rank 0 was killed by SIGKILL .*ended: Connection closed by peer", record.reason)
     else:
         assert record == CLOSED
+
+
+def test_the_record_of_another_run_that_holds_the_directory_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `--force`: a rank of the run that has lost the directory is killed later."""
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
+    run_files.write_exit(tmp_path, CLOSED)
+    held = claim(tmp_path, Holder.here("another run", ProcessId.of(os.getppid())), node_s=1.0)
+    record_failure("rank 0 was killed")
+    assert run_files.read_exit(tmp_path) == CLOSED
+    held.release()
+    record_failure("rank 0 was killed")
+    assert run_files.read_exit(tmp_path) == replace(CLOSED, reason=f"rank 0 was killed: {CLOSED.reason}")
 
 
 STOPPED = """

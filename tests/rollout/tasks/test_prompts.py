@@ -395,7 +395,8 @@ def test_a_reward_sees_whether_the_template_has_opened_the_reasoning(tmp_path: P
     given = template.read_text()
     assert "add_generation_prompt" in given
     template.write_text(given + ("{% if add_generation_prompt %}<think>\n{% endif %}" if opened else ""))
-    source = PromptSource(config(tmp_path, model))
-    drawn = source.draw(0)
-    assert drawn.reward_input("7", [1], "stop").prompt_end.endswith("<think>\n") == opened
-    assert drawn.reward_input("7", [1], "stop").prompt_end in source.tokenizer.decode(drawn.ids)
+    held = {"sets": [{"name": "held", "path": str(write_problems(tmp_path / "held.jsonl", 4))}]}
+    source = PromptSource(config(tmp_path, model, evaluation=held))
+    for drawn in (source.draw(0), source.eval_sets()[0].problems[0]):
+        seen = drawn.reward_input("7", [1], "stop").prompt_end
+        assert seen.endswith("<think>\n") == opened and seen in source.tokenizer.decode(drawn.ids)

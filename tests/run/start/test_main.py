@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megarl import platforms
-from megarl.cluster.nodes.commands import LAUNCH_ID_VARIABLE
 from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
 from megarl.common.process import processes
 from megarl.common.rundir.run_files import read_exit
+from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE
 from megarl.config.loading.load import load_config
 from megarl.config.memory_plan.plan import make_plan
 from megarl.platforms import Platform
