@@ -120,7 +120,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        # Made again for each file, because a pickle can change the attributes of a class that it names.
+        # New for each file, because a pickle can change the attributes of a class that it names.
         self._known: dict[tuple[str, str], object] = {pair: type(pair[1], (_Record,), {}) for pair in _RECORDS}
         self._known |= {("torch", name): getattr(torch, name) for name in _DTYPES}
         self._known |= {

@@ -123,7 +123,7 @@ def name_shared_memory() -> None:
     """Let the names of this process's semaphores and shared memory, and its children's semaphores, tell their run.
 
     Does nothing outside a run. multiprocessing has no public way: the prefix of semaphores is part of the process's
-    configuration, which its children inherit; that of shared memory belongs to a module, in each process again.
+    configuration, which its children inherit; that of shared memory belongs to a module, and is set in each process.
     """
     directory = os.environ.get(VARIABLE)
     if directory is not None:

@@ -75,7 +75,7 @@ class ServingController(PoolController):
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     async def _renew(self) -> None:
-        """Let replicas serve that were lost or added, as a publication would: sound ones at once, others again."""
+        """Let replicas serve that were lost or added, as a publication would: sound ones at once, others restarted."""
         try:
             await self._fleet.begin_sync()
             broken = [index for index in self._fleet.lost if not self._fleet.table[index].coming]
