@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cli.standalone import interrupted_once
+from megarl.cli.standalone import ANY_STOP, interrupted_once
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +78,7 @@ def _watch(watch: RunWatch, console: Console, interval_s: float) -> None:
     from megarl.cli.top.screen import Screen
 
     try:
-        with interrupted_once((signal.SIGTERM, signal.SIGHUP)):
+        with interrupted_once((*ANY_STOP, signal.SIGHUP)):
             first = Screen(watch.look(), live=True)
             with _keys() as pressed, Live(first, console=console, screen=True, auto_refresh=False) as live:
                 while not END_KEYS & set(pressed(interval_s)):

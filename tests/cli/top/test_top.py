@@ -264,8 +264,9 @@ def test_it_ends_cleanly_and_leaves_the_terminal_as_it_was(run_dir: Path, end: s
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (30, 100))
     before = termios.tcgetattr(theirs)
+    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]  # as a shell does for what it starts in the background
     process = subprocess.Popen(
-        ["setsid", "--ctty", sys.executable, "-m", "megarl", "top", str(run_dir), "--interval", "0.2"],
+        ["setsid", "--ctty", *ignoring, sys.executable, "-m", "megarl", "top", str(run_dir), "--interval", "0.2"],
         stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT,
         env={**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from megarl.cli.train import TORCHRUN
 from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
-from megarl.cluster.torchrun.run import record_failure
+from megarl.cluster.torchrun import run as agent
 from megarl.common.process.processes import ProcessId
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, claim
@@ -73,11 +74,25 @@ def test_the_record_of_another_run_that_holds_the_directory_stays(
     monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
     run_files.write_exit(tmp_path, CLOSED)
     held = claim(tmp_path, Holder.here("another run", ProcessId.of(os.getppid())), node_s=1.0)
-    record_failure("rank 0 was killed")
+    agent.record_failure("rank 0 was killed")
     assert run_files.read_exit(tmp_path) == CLOSED
     held.release()
-    record_failure("rank 0 was killed")
+    agent.record_failure("rank 0 was killed")
     assert run_files.read_exit(tmp_path) == replace(CLOSED, reason=f"rank 0 was killed: {CLOSED.reason}")
+
+
+def test_a_strangers_state_is_the_reason_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> None:
+        raise RendezvousStateError(rendezvous.FOREIGN_STATE)
+
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(agent, "main", refused)
+    monkeypatch.setattr(agent, "quieten_torchrun", lambda: None)
+    assert agent.run() == 1
+    assert capsys.readouterr().err == f"megarl: {rendezvous.FOREIGN_STATE}\n"
+    assert run_files.read_exit(tmp_path) == run_files.ExitRecord("failed", 0, rendezvous.FOREIGN_STATE)
 
 
 STOPPED = """
