@@ -4,13 +4,15 @@ A start claims the directory before it moves or writes anything in it. It is ref
 holder runs: on the same host that is its process, on another one its heartbeat, the file's modification time. One whose
 process is gone, or whose heartbeat is older than `timeouts.node_s`, loses its claim to the next start.
 
-The file is created with O_EXCL, so one start alone has it. Whoever takes a claim over first moves the old one aside: a
-holder that finds another claim than its own (`RunClaim.renew`) was suspended, or lost it to `--force`, and ends. Times
+The file is created with O_EXCL and taken over under a lock on it, so one start alone has it. A holder that finds
+another claim than its own (`RunClaim.renew`) was suspended, or lost it to `--force`, and ends. Times
 are those of the file system, because the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import platform
@@ -18,9 +20,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -171,8 +173,9 @@ def claim(
                 return RunClaim(run_dir, mine)
             if not force:
                 _await_silence(run_dir, seen, node_s, say)
-            _move_aside(run_dir, seen)
-            taken = seen
+            if _take_over(run_dir, mine, seen, node_s):
+                taken = seen
+                break
         if force and taken is not None and not taken.has_ended():
             _await_end(run_dir, taken, node_s, say)
     except OSError as error:
@@ -225,17 +228,41 @@ def _create(run_dir: Path, mine: Holder) -> bool:
     return True
 
 
-def _move_aside(run_dir: Path, dead: Sighting) -> None:
-    """Remove the claim that was judged, and no other: one that a third start has made since is put back."""
-    aside = run_dir / f".{CLAIM_FILE}.{platform.node()}.{os.getpid()}.{threading.get_ident()}"
+def _take_over(run_dir: Path, mine: Holder, judged: Sighting, node_s: float) -> bool:
+    """Replace the claim that was judged by `mine`. Return False if it is another one by now, or gone.
+
+    Starts that judge one claim at the same moment take turns by a lock on its file, and the first one replaces that
+    file: nobody sees the directory without a claim. Where files cannot be locked, a start that loses the race finds
+    out by `RunClaim.renew`. Raises ConfigError if another start holds the lock for `node_s`.
+    """
+    path, deadline = run_dir / CLAIM_FILE, time.monotonic() + node_s
     try:
-        os.rename(run_dir / CLAIM_FILE, aside)
+        file = path.open("r+b")  # NFS gives an exclusive lock only to who may write
     except FileNotFoundError:
-        return  # another start has done it
-    if Sighting.of(run_dir, aside.name) != dead:
-        with suppress(FileExistsError):
-            os.link(aside, run_dir / CLAIM_FILE)  # the same file, which its start may still be writing
-    aside.unlink(missing_ok=True)
+        return False
+    with file:
+        while not _locked(file):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    [
+                        f"run.dir: waited {node_s:.0f} s (timeouts.node_s) for another start that takes "
+                        f"{run_dir} over; end that start, or remove {path}"
+                    ]
+                )
+            time.sleep(RENEW_S / 40)
+        if Sighting.of(run_dir) != judged:
+            return False
+        replace_file(path, msgspec.json.encode(mine))
+        return True
+
+
+def _locked(file: IO[bytes]) -> bool:
+    """Lock `file` until it is closed; return False if another process or thread has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
 
 
 def other_holder(run_dir: Path, mine: Holder) -> Holder | None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
@@ -260,23 +261,70 @@ def test_a_failing_file_system_costs_no_claim(
     assert caplog.text.count("Stale file handle") == 1
 
 
-def test_a_start_that_judged_a_dead_run_does_not_remove_the_claim_of_the_start_before_it(
+def test_a_start_that_judged_a_dead_run_leaves_the_claim_of_the_start_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
-    """Both find a dead run's claim; one has taken over when the other moves the file aside."""
+    """Both find a dead run's claim; one has taken over when the other gets its turn."""
     make(tmp_path, replace(OWN, process=ProcessId(1, -1)))
     first = Holder.here("first", ProcessId.of(other().pid))
-    move = claims._move_aside
+    lock = claims._locked
 
-    def after_the_first(run_dir: Path, dead: Sighting) -> None:
-        monkeypatch.setattr(claims, "_move_aside", move)
-        claim(run_dir, first, NODE_S)
-        move(run_dir, dead)
+    def after_the_first(file: IO[bytes]) -> bool:
+        monkeypatch.setattr(claims, "_locked", lock)
+        claim(tmp_path, first, NODE_S)
+        return lock(file)
 
-    monkeypatch.setattr(claims, "_move_aside", after_the_first)
+    monkeypatch.setattr(claims, "_locked", after_the_first)
     with pytest.raises(ConfigError, match="in use by first"):
         claim(tmp_path, OWN, NODE_S)
     assert holder_of(tmp_path) == first and [path.name for path in tmp_path.iterdir()] == [CLAIM_FILE]
+
+
+def test_a_directory_is_never_without_a_claim_while_it_changes_hands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    """A third start that comes in the middle of a take-over waits its turn, and is refused."""
+    make(tmp_path, replace(OWN, process=ProcessId(1, -1)))
+    first = Holder.here("first", ProcessId.of(other().pid))
+    refused: list[ConfigError] = []
+
+    def third() -> None:
+        with pytest.raises(ConfigError) as info:
+            claim(tmp_path, OWN, NODE_S)
+        refused.append(info.value)
+
+    started = threading.Thread(target=third)
+    real = claims.replace_file
+
+    def replace_late(path: Path, content: bytes) -> None:
+        started.start()
+        assert not claims._create(tmp_path, OWN)
+        real(path, content)
+
+    monkeypatch.setattr(claims, "replace_file", replace_late)
+    claim(tmp_path, first, NODE_S)
+    started.join(timeout=60)
+    assert len(refused) == 1 and "in use by first" in str(refused[0]) and holder_of(tmp_path) == first
+
+
+def test_a_start_that_holds_the_lock_too_long_is_named(tmp_path: Path, clock: Clock) -> None:
+    make(tmp_path, replace(OWN, process=ProcessId(1, -1)))
+    with (tmp_path / CLAIM_FILE).open("r+b") as file:
+        assert claims._locked(file)
+        with pytest.raises(ConfigError, match=r"waited 30 s \(timeouts.node_s\) for another start .*remove .*claim"):
+            claim(tmp_path, OWN, NODE_S)
+    claim(tmp_path, OWN, NODE_S)
+    assert holder_of(tmp_path) == OWN
+
+
+def test_a_file_system_without_locks_costs_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(claims.fcntl, "flock", unsupported)
+    make(tmp_path, replace(OWN, process=ProcessId(1, -1)))
+    claim(tmp_path, OWN, NODE_S)
+    assert holder_of(tmp_path) == OWN
 
 
 def test_only_a_known_holder_that_is_another_run_is_another_holder(tmp_path: Path) -> None:
