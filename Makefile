@@ -46,7 +46,7 @@ $(VENV)/.ready: requirements/cpu.lock pyproject.toml
 	$(PIP) --no-build-isolation -e .
 	touch $@
 
-setup-environments: $(ENV_VENV)/.ready  ## Make .venv-environments from requirements/environments.lock (docs/environments.md).
+setup-environments: $(ENV_VENV)/.ready  ## Make .venv-environments from requirements/environments.lock (docs/rollout/environments.md).
 
 $(ENV_VENV)/.ready: requirements/environments.lock
 	@echo "setting up $(ENV_VENV) from requirements/environments.lock (about a minute)"
@@ -207,7 +207,7 @@ lint: setup-test  ## ruff, mypy, the layers (import-linter), and what the tree, 
 	$(PY) -m tools.docs --check
 	$(PY) -m pytest tests/test_*.py -n 2
 
-docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and docs/images.
+docs: setup  ## Regenerate docs/images and the pages of docs/reference that are made from the code.
 	$(PY) -m tools.docs
 	$(PY) -m tools.images
 

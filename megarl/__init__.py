@@ -1,4 +1,4 @@
-"""megarl: reinforcement learning of language models at scale. This module is its public API (docs/api.md).
+"""megarl: reinforcement learning of language models at scale. This module is its public API (docs/reference/api.md).
 
 The names are loaded when they are first used. Those of `_LIGHT` import none of torch, Ray and vLLM, so that a reward
 function or an agent loop of a user's is tested in a moment.

@@ -1,4 +1,4 @@
-"""docs/reliability.md against its tests: each one that it names exists."""
+"""docs/reference/faults.md against its tests: each one that it names exists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def references_of(cell: str) -> list[tuple[Path, str]]:
 
 
 def documented() -> Iterator[tuple[Path, str]]:
-    for line in (ROOT / "docs" / "reliability.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "reference" / "faults.md").read_text().splitlines():
         if line.startswith("| "):
             yield from references_of(line.rsplit(" | ", 1)[-1])
 

@@ -12,13 +12,16 @@ import pytest
 from megarl.telemetry.sinks.prometheus_names import all_names
 from tests.support.checkout import ROOT
 from tools.docs import __main__ as command
+from tools.docs.commands_page import ORDER, commands_page
 from tools.docs.grafana import dashboard
+from tools.docs.metrics_page import CORE, metrics_page
+from tools.images.drawings import IMAGES, drawings
 
 FUNCTIONS = {"time", "on", "label_values"}
 
 
 def panels() -> list[dict[str, Any]]:
-    return list(json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"])
+    return list(json.loads((ROOT / "docs" / "reference" / "grafana.json").read_text())["panels"])
 
 
 def queries() -> list[tuple[str, str]]:
@@ -39,6 +42,18 @@ def test_pages_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFix
     assert command.main(["--out", str(tmp_path)]) == 0
     assert command.main(["--out", str(tmp_path), "--check"]) == 0
     assert "up to date" in capsys.readouterr().out
+
+
+def test_the_first_metrics_are_declared_once() -> None:
+    assert len(CORE) == len(set(CORE)) == 25
+    assert all(f"| `{name}`" in metrics_page() for name in CORE)
+
+
+def test_every_command_has_a_section_with_its_arguments() -> None:
+    page = commands_page()
+    commands = re.findall(r"^##+ `megarl (.*)`$", page, re.MULTILINE)
+    assert {*ORDER, "convert", "convert verify", "pool drain"} <= {*commands} and len(commands) == len({*commands})
+    assert "| `--resume auto\\|PATH\\|never` |" in page
 
 
 def test_the_parser_of_this_test_finds_names() -> None:
@@ -106,3 +121,8 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         assert not cells & taken and all(0 <= x < 24 for x, _ in cells), panel["title"]
         taken |= cells
         assert len({target["refId"] for target in panel.get("targets", ())}) == len(panel.get("targets", ()))
+
+
+def test_the_pictures_are_those_of_their_sources() -> None:
+    made = drawings()
+    assert {name: (IMAGES / name).read_text() for name in made} == made, "run `python -m tools.images`"

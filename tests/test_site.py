@@ -61,7 +61,7 @@ HOST = "https://host.example/megarl"
     [
         ("[a](../SECURITY.md#sandbox)", f"[a]({HOST}/blob/main/SECURITY.md#sandbox)"),
         ("[a](../examples/rl) ![b](../LICENSE)", f"[a]({HOST}/tree/main/examples/rl) ![b]({HOST}/blob/main/LICENSE)"),
-        ("[a](async.md) [b](../docs/async.md) [c](../gone.md)", None),
+        ("[a](async.md) [b](../docs/training/async.md) [c](../gone.md)", None),
         ("`[a](../Makefile)`, ``[a](../Makefile) ` ``", None),
         ("```\n[a](../Makefile)\n```\n", None),
         ("~~~\n```\n[a](../LICENSE)\n~~~\n[a](../LICENSE)",

@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "train",
         help="start a run on this machine: torchrun with as many ranks as the config has trainer GPUs",
         description="Check the config, then start torchrun with `trainer.gpus` ranks, which start the rollout pool. "
-        "The same as examples/rl/train_rl.py under torchrun. Several machines: megarl launch.",
+        "The same as torchrun --rdzv-backend megarl with examples/rl/train_rl.py. Several machines: megarl launch.",
         epilog="example: megarl train --config examples/rl/configs/quickstart_cpu.yaml run.steps=10",
     )
     add_run_arguments(parser)

@@ -1,4 +1,4 @@
-"""Finds modules under the names that they had in 0.1.0: those of docs/api.md, and those that a config can name."""
+"""Finds modules under their names in 0.1.0: those of docs/reference/api.md, and those that a config can name."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Verifiers:
             self._told_parts = True
             logger.warning(
                 "sample %d:%d became %d rows: the environment has restarted a dialogue, or verifiers has tokenized an "
-                "earlier turn again; see docs/environments.md on renderer_config. This is logged once",
+                "earlier turn again; see docs/rollout/environments.md on renderer_config. This is logged once",
                 ctx.group_id, ctx.sample_index, len(rows),
             )  # fmt: skip
         return rows

@@ -118,7 +118,7 @@ class Alarm:
         steps = "in this step" if self.steps == 1 else f"for {self.steps} steps"
         return (
             f"alarm {self.rule.name}{of}: {self.value:.4g} is {self.rule.side} {self.rule.threshold:g} {steps} "
-            f"(docs/monitor.md#{self.rule.name})"
+            f"(docs/observability/monitor.md#{self.rule.name})"
         )
 
 

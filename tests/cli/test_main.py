@@ -15,7 +15,7 @@ from megarl.run.start import main as rank_main
 from tests.support.checkout import ROOT
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import tree, write_problems
-from tools.docs.options import configuration_page
+from tools.docs.options import keys_page
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +67,15 @@ def test_the_readmes_commands_are_parsed() -> None:
             assert command[0] == "megarl"
 
 
-ACTIVATION, ASSETS = ". .venv/bin/activate", "python -m examples.quickstart --out runs/quickstart/assets"
+ACTIVATION, ASSETS = ". .venv", "python -m examples.quickstart --out runs/quickstart/assets"
 
 
 def pages_of_newcomers() -> list[str]:
-    """The pages before there is a run of one's own: those of steps 1 to 4 of the home page, and those next to docs/."""
-    steps = re.findall(r"^\| [1-4] \|.*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
-    pages = [f"docs/{name}" for step in steps for name in re.findall(r"\]\((\w+\.md)\)", step)]
-    assert len(steps) == 4 and len(pages) >= 10
-    return ["README.md", "CONTRIBUTING.md", "examples/tutorials/README.md", *pages]
+    """The guides of the home page, and the pages next to docs/."""
+    rows = re.findall(r"^\| \d+ \| .*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    guides = [f"docs/{name}" for row in rows[1:] for name in re.findall(r"\| \[[^]]*\]\((\w+\.md)\)", row)]
+    assert len(rows) == 10 and len(guides) == 9, "the first one is the home page itself"
+    return ["README.md", "CONTRIBUTING.md", "examples/tutorials/README.md", *guides]
 
 
 def unprepared(text: str) -> list[str]:
@@ -100,7 +100,7 @@ def test_a_newcomers_commands_work_as_pasted(page: str) -> None:
 def test_every_key_is_in_the_reference() -> None:
     from megarl.config.loading.load import walk_keys
 
-    page = configuration_page()
+    page = keys_page()
     assert all(f"`{key.rsplit('.', 1)[-1]}`" in page or f"## `{key}`" in page for key in walk_keys())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.common.moved import MOVED
 
-# The names of docs/api.md, where it had them in 0.1.0.
+# The names of docs/reference/api.md, where it had them in 0.1.0.
 PUBLIC = {
     "megarl.algorithms.contract": ["check_advantage", "check_loss"],
     "megarl.algorithms.group_rewards": ["Advantages", "GroupRewards"],

@@ -1,4 +1,4 @@
-"""docs/async.md: its numbers are those of the modes, and its commands are accepted."""
+"""docs/training/async.md: its numbers are those of the modes, and its commands are accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.config.loading.load import load_config
 from megarl.config.schema import Config
 from tests.support.checkout import ROOT
 
-PAGE = (ROOT / "docs/async.md").read_text()
+PAGE = (ROOT / "docs/training/async.md").read_text()
 QUICKSTART = ROOT / "examples/rl/configs/quickstart_cpu.yaml"
 COMMANDS = re.findall(r"^megarl (train .*?[^\\])$", PAGE, re.DOTALL | re.MULTILINE)
 

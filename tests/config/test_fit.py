@@ -148,4 +148,4 @@ def test_the_figures_of_the_recipes_page_are_those_of_the_plan(path: Path) -> No
         f"| `{path.stem}` | {found.config.trainer.token_limit} | {0 if kind == 'none' else kind} of {layers} "
         f"| {peaks[0]:.1f} | {peaks[1]:.1f} |"
     )
-    assert row in (ROOT / "docs/recipes.md").read_text().splitlines()
+    assert row in (ROOT / "docs/scaling/recipes.md").read_text().splitlines()

@@ -16,7 +16,7 @@ from tests.support.trainer.configs import tree
 OTHERS = {"scrape_configs"}  # Prometheus'
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
-    for page in sorted(ROOT.glob("docs/*.md"))
+    for page in sorted(ROOT.glob("docs/**/*.md"))
     for number, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
 ]
 

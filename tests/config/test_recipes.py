@@ -68,7 +68,7 @@ def test_a_twin_keeps_every_kind_of_parallelism_and_of_penalty(name: str, tmp_pa
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_asynchronous_recipe_waits_for_no_group_without_end(name: str) -> None:
-    """Three times what the longest response takes at 30 tokens per second, as docs/recipes.md says."""
+    """Three times what the longest response takes at 30 tokens per second, as docs/scaling/recipes.md says."""
     whole = config_of(recipe(name))
     deadline = whole.rollout.group_deadline_s
     assert pace_of(whole).runs_ahead and deadline is not None

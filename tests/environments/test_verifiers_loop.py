@@ -62,14 +62,21 @@ def test_the_environment_of_the_config(tmp_path: Path) -> None:
 
 
 def test_the_configs_of_the_page_have_arguments_that_there_are() -> None:
-    page = (ROOT / "docs/environments.md").read_text()
+    page = (ROOT / "docs/rollout/environments.md").read_text()
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
-    loops = [block["agent"] for block in blocks if block.get("agent", {}).get("loop") == LOOP]
-    tasksets = {loop["kwargs"]["taskset"] for loop in loops}
-    assert tasksets == {"gym_tasks", "gsm8k_tasks", "echo_v1", "counter_tool_v1", "textarena"}
+    loops = [block["agent"]["kwargs"] for block in blocks if block.get("agent", {}).get("loop") == LOOP]
+    rows = re.findall(r"^\| `(\w+)` \| .* \| `(\{.*\})` \|$", page, re.MULTILINE)
+    loops += [{"taskset": name, **yaml.safe_load(kwargs)} for name, kwargs in rows]
+    assert {loop["taskset"] for loop in loops} == {
+        "gym_tasks",
+        "gsm8k_tasks",
+        "echo_v1",
+        "counter_tool_v1",
+        "textarena",
+    }
     clients = set()
     for loop in loops:
-        bound = inspect.signature(Verifiers).bind(**loop["kwargs"])
+        bound = inspect.signature(Verifiers).bind(**loop)
         bound.apply_defaults()
         given = {name: bound.arguments[name] for name in ("client", "renderer", "renderer_config")}
         assert client_problem(**given) is None

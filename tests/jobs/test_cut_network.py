@@ -62,7 +62,7 @@ def test_a_network_that_is_cut_for_30_s_costs_time_and_for_ever_is_named(two_hos
 
 
 def ends_within_the_bound(process: subprocess.Popen[bytes], log: Path) -> None:
-    """The job names who could not reach whom within what docs/reliability.md promises, and then ends.
+    """The job names who could not reach whom within what docs/reference/faults.md promises, and then ends.
 
     Ray 2.60.0 notices a connection that is silently gone by gRPC's time-outs, of 300 s at most. From then on it may be
     cut for `rpc_s`, however long Ray needs to report each further attempt.

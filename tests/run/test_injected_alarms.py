@@ -1,4 +1,4 @@
-"""Faults that are put into a step of a real policy raise the alarm that docs/monitor.md promises, and no other one."""
+"""Faults that are put into a step of a real policy raise the alarm of docs/observability/monitor.md, and no other."""
 
 from __future__ import annotations
 

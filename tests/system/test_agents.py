@@ -35,7 +35,7 @@ MEAN, MAX = 1e-5, 1e-4
 
 
 def test_a_loop_a_tool_data_sets_and_rewards_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The examples of docs/environments.md, on a random model, with the engine's log-probs against the trainer's.
+    """The examples of docs/rollout.md, on a random model, with the engine's log-probs against the trainer's.
 
     The data sets, rewards and the function as a tool are those of the tutorials. Two agent workers run the loops.
     """

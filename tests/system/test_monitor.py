@@ -54,7 +54,7 @@ def test_an_alarm_that_stops_the_run_saves_first_and_is_no_quiet_success(tmp_pat
     assert run.code != 0 and len(run.metrics) == 1
     record = json.loads((run.directory / "exit.json").read_text())
     assert record["status"] == "failed" and "alarm truncated: " in record["reason"]
-    assert "alarm truncated: " in run.output and "docs/monitor.md#truncated" in run.output
+    assert "alarm truncated: " in run.output and "docs/observability/monitor.md#truncated" in run.output
     assert (run.directory / "checkpoints" / "iter_0000001").is_dir()
     assert list((run.directory / "failed_batch").glob("step_000001.*"))
     assert_nothing_left(run.directory)

@@ -38,7 +38,7 @@ def give_template(model: Path) -> None:
 
 
 def config_of(directory: Path, steps: int, **kwargs: Any) -> dict[str, Any]:
-    """The config of docs/environments.md on a random model, with tasks from the exporter. `kwargs`: of the loop."""
+    """The config of docs/rollout/environments.md on a random model, with exported tasks. `kwargs`: of the loop."""
     config = tiny_config(directory, steps=steps)
     give_template(directory / "model")
     for name, skip, count in (("train", 0, 48), ("heldout", 48, 8)):

@@ -50,8 +50,8 @@ def test_an_alarm_says_what_when_and_where_to_read_on() -> None:
         monitor.judge([Reading("ess", 0.25)])
     found = monitor.judge([Reading("ess", 0.25), Reading("replica_gap", 31.5, 1), Reading("replica_gap", 1.0, 0)])
     assert [each.text for each in found] == [
-        "alarm ess: 0.25 is below 0.5 for 3 steps (docs/monitor.md#ess)",
-        "alarm replica_gap of replica 1: 31.5 is above 4 in this step (docs/monitor.md#replica_gap)",
+        "alarm ess: 0.25 is below 0.5 for 3 steps (docs/observability/monitor.md#ess)",
+        "alarm replica_gap of replica 1: 31.5 is above 4 in this step (docs/observability/monitor.md#replica_gap)",
     ]
     assert monitor.active == [("ess", RUN), ("replica_gap", 1)]
 

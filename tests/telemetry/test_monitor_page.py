@@ -1,4 +1,4 @@
-"""The table of docs/monitor.md is that of the code: every rule with its threshold, patience and default action."""
+"""The table of the monitor's page is that of the code: every rule with its threshold, patience and default action."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megarl.config.schema.monitor import RULES, AlarmAction, MonitorConfig, ReplicaAction
 from megarl.run.loop.monitor import rules_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "observability" / "monitor.md").read_text(encoding="utf-8")
 
 
 class ShownRule(NamedTuple):

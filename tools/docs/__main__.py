@@ -1,4 +1,4 @@
-"""`python -m tools.docs` writes docs/configuration.md, docs/metrics.md and docs/grafana.json, made from the code."""
+"""`python -m tools.docs` writes the pages of docs/reference/ that are made from the code, and the dashboard."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import argparse
 import sys
 from pathlib import Path
 
+from tools.docs.commands_page import commands_page
+from tools.docs.events_page import events_page
 from tools.docs.grafana import dashboard
 from tools.docs.metrics_page import metrics_page
-from tools.docs.options import configuration_page
+from tools.docs.options import keys_page
+
+PAGES = {
+    "keys.md": keys_page,
+    "metrics.md": metrics_page,
+    "commands.md": commands_page,
+    "events.md": events_page,
+    "grafana.json": dashboard,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write the files that differ from the code, or with `--check` name them; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("docs/reference"), help="directory (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file is out of date")
     options = parser.parse_args(argv)
-    made = {"configuration.md": configuration_page(), "metrics.md": metrics_page(), "grafana.json": dashboard()}
+    made = {name: page() for name, page in PAGES.items()}
     stale = [path for name in made if not _holds(path := options.out / name, made[name])]
     if not options.check:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana, docs/grafana.json, made from a table of panels. Pure.
+"""The dashboard for Grafana, docs/reference/grafana.json, made from a table of panels. Pure.
 
 The table names metrics as they are declared; `prometheus_names` knows what they are called in Prometheus.
 """

@@ -1,4 +1,4 @@
-"""Generates docs/configuration.md from the config classes and the list of reserved Megatron fields."""
+"""Generates docs/reference/keys.md from the config classes and the list of reserved Megatron fields."""
 
 from __future__ import annotations
 
@@ -19,68 +19,24 @@ from megarl.config.loading.load import section_of
 from megarl.config.megatron.reserved import RESERVED
 from megarl.config.schema import Config
 
-_HEAD = """# Configuration
+_HEAD = """# Configuration keys
 
 <!-- Generated from the config classes in megarl/config/ by `make docs`; do not edit. -->
 
-A run is described by one YAML file. Every key can also be given on the command line as `section.key=value`; the value
-is read as YAML, and a later one overrides an earlier one. Relative paths start at the current directory. An unknown
-key, a wrong type, an impossible layout or a plan that does not fit into the GPUs is an error that names the key and the
-fix, before any process starts:
-
-    megarl plan --config run.yaml trainer.optimizer.lr=1e-5    # the resolved config and the plan; nothing starts
-
-A key without a default is required. Sections may be left out if all their keys have defaults. `basic` keys come first:
-most runs need no others.
+Every key of a config, by section. [Configuration](../configuration.md) explains how a config works and shows the keys
+that most runs set. Those are marked `basic` and come first; the others are `expert`. A key without a default is
+required. A section may be left out if all its keys have defaults.
 """
 
 _TAIL = """
-## Secrets
+## Fields of Megatron-Core that megarl sets
 
-A config is written to `RUN_DIR/config.yaml`, into checkpoints and to the experiment tracker. So it names a secret and
-does not hold it: `{env: NAME}`, a mapping with this one key, stands for the value of the environment variable NAME.
-
-```yaml
-reward:
-  function: judge:score
-  kwargs:
-    api_key: {env: JUDGE_KEY}
-```
-
-This works inside `reward.kwargs` (also those of single sets), `agent.kwargs`, `tools[].kwargs`,
-`data.curriculum.kwargs`, `rollout.engine_kwargs` and `teachers[].engine_kwargs`, at any depth. The process that calls
-the function reads the variable; every copy of the config holds the reference. A variable that is not set is an error
-before anything starts, and so is a string whose name says that it is a secret (`api_key`, `password`, `hf_token`,
-...). Weights & Biases reads its key from `WANDB_API_KEY`, MLflow its credentials from `MLFLOW_TRACKING_USERNAME` and
-the like; no key of the config holds them. Launch scripts pass these variables to all nodes through SLURM's
-environment or the standard input of ssh, never on a command line. `launch.runtime_env` may set them too; make such a
-file readable by its owner only.
-
-## Python code that comes with a model
-
-`trust_remote_code` of transformers and vLLM is always false, and `rollout.engine_kwargs` cannot set it: the supported
-families need no code of their own.
-
-## Passing fields to Megatron-Core
-
-`megatron.transformer`, `megatron.optimizer` and `megatron.ddp` take named fields of Megatron-Core's
-`TransformerConfig`, `OptimizerConfig` and `DistributedDataParallelConfig`. Names and types are checked against the
-installed version before anything starts. For example:
-
-```yaml
-megatron:
-  transformer:
-    moe_router_load_balancing_type: aux_loss
-    moe_aux_loss_coeff: 1.0e-3
-  ddp:
-    overlap_param_gather: false
-```
-
-These fields are set by megarl itself and refused here:
+[`megatron.transformer`, `megatron.optimizer` and `megatron.ddp`](../configuration.md#passing-fields-to-megatron-core)
+refuse these fields, because megarl sets them itself:
 """
 
 
-def configuration_page() -> str:
+def keys_page() -> str:
     """Return the whole page in Markdown."""
     parts = [_HEAD]
     for name in ordered(Config):

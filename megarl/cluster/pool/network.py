@@ -64,7 +64,7 @@ def one_node_environment(ray: RayConfig) -> dict[str, str]:
     if (nodes := os.environ.get("GROUP_WORLD_SIZE", "1")) != "1":
         raise ValueError(
             f"torchrun was started on {nodes} nodes without megarl's node agents, which is not supported; "
-            "start the run with `megarl launch` (docs/launch.md)"
+            "start the run with `megarl launch` (docs/scaling.md)"
         )
     found = network_environment(LOOPBACK, interface_of(LOOPBACK), several=False, chosen=False)
     return {name: value for name, value in found.items() if name not in os.environ}

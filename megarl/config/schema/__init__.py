@@ -1,7 +1,7 @@
 """The typed configuration of a run: every key with its unit and meaning.
 
 These classes check single values; conditions on several sections (layouts, overlapping pools, sizes that must divide)
-are in `checks.py`. `docs/configuration.md` is generated from these classes.
+are in `checks.py`. `docs/reference/keys.md` is generated from these classes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModelConfig(Section):
     path: Path = Field(
         ...,
         description="Hugging Face directory (config.json, safetensors, tokenizer), or a Megatron checkpoint "
-        "(docs/converter.md).",
+        "(docs/checkpoints.md).",
     )
     shape: Path | None = Field(
         None,
@@ -218,8 +218,8 @@ class RolloutConfig(Section):
         0,
         ge=0,
         description="Processes alongside the pool that run the agent loops, with their tools and rewards "
-        "(docs/environments.md); 0: the controller's own process does. For agents that call tools, one for each 1,000 "
-        "to 5,000 trajectories in flight.",
+        "(docs/rollout.md#agent-workers); 0: the controller's own process does. For agents that call tools, one for "
+        "each 1,000 to 5,000 trajectories in flight.",
     )
     report_interval_s: float = Field(
         5.0,
@@ -338,7 +338,7 @@ class Config(Section):
     megatron: MegatronConfig = MegatronConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teachers: list[TeacherConfig] = Field(
-        default_factory=list, description="Teachers of on-policy distillation (docs/distillation.md)."
+        default_factory=list, description="Teachers of on-policy distillation (docs/training.md#distillation)."
     )
     algorithm: AlgorithmConfig = AlgorithmConfig()
     batch: BatchConfig

@@ -42,7 +42,7 @@ class ToolConfig(Section):
 
 
 class AgentConfig(Section):
-    """The agent loop of all data sets, and the bounds of one trajectory (docs/environments.md)."""
+    """The agent loop of all data sets, and the bounds of one trajectory (docs/rollout.md)."""
 
     loop: str = Field(
         SINGLE_TURN,

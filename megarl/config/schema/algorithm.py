@@ -95,13 +95,13 @@ class AlgorithmConfig(Section):
     advantage: str = Field(
         "grpo",
         description="The advantage: a name from the table below, or one's own as package.module:function "
-        "(docs/algorithms.md).",
+        "(docs/training.md).",
     )
     advantage_options: Passed = Field(default_factory=dict, description="Options of the advantage, by the table below.")
     loss: str = Field(
         "ppo",
         description="The policy loss: a name from the table below, or one's own as package.module:function "
-        "(docs/algorithms.md).",
+        "(docs/training.md).",
     )
     loss_options: Passed = Field(default_factory=dict, description="Options of the loss, by the table below.")
     ce: CrossEntropyConfig = CrossEntropyConfig()

@@ -67,7 +67,7 @@ class TrainSetConfig(PromptSetConfig):
 
 
 class CurriculumConfig(Section):
-    """A function that changes the weights of the sets while the run goes on (docs/data.md)."""
+    """A function that changes the weights of the sets while the run goes on (docs/training.md#several-data-sets)."""
 
     function: str | None = Field(None, description="Import path `package.module:function`; null = constant weights.")
     kwargs: Passed = Field(default_factory=dict, description="As `reward.kwargs`, for this function.")
@@ -94,7 +94,7 @@ class DataConfig(Section):
     demonstration_field: str | None = Field(
         None,
         description="A field with a response that the model learns as it is (supervised fine-tuning, by the loss term "
-        "`ce`): no engine generates for such a prompt and nothing is scored (docs/distillation.md). null: the model "
+        "`ce`): no engine generates for such a prompt and nothing is scored (docs/training.md). null: the model "
         "answers itself.",
     )
     teacher: str | None = Field(

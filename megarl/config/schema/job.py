@@ -126,7 +126,7 @@ class TimeoutsConfig(Section):
 
 
 class GatewayConfig(Section):
-    """The gateway: one URL in front of the pool, for harnesses that are not part of megarl; see docs/gateway.md."""
+    """The gateway: one URL in front of the pool, for harnesses of one's own; see docs/rollout/gateway.md."""
 
     enabled: bool = Field(False, description="Serve the pool of the run by HTTP; `RUN_DIR/gateway.json` has the URL.")
     port: int = Field(0, ge=0, le=65535, description="Port; 0 = a free one, which stays the same for the whole run.")

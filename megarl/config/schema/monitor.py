@@ -1,4 +1,4 @@
-"""The section `monitor`: which values raise an alarm, and what the alarm does (docs/monitor.md)."""
+"""The section `monitor`: which values raise an alarm, and what the alarm does (docs/observability/monitor.md)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RULES: dict[RuleName, RuleDefaults] = {
 class RuleConfig(Section):
     """One rule: `ess`, `k3_kl`, `ratio_tail`, `logprob_gap`, `replica_gap`, `truncated`, `no_signal` or `entropy`.
 
-    docs/monitor.md has the meaning and the defaults of each; a key that is not set keeps its default.
+    docs/observability/monitor.md has the meaning and the defaults of each; a key that is not set keeps its default.
     """
 
     threshold: float = Field(description="Alarm beyond it; the rule says on which side.")
@@ -57,7 +57,7 @@ class RuleConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Alarms on what each step measures, and what they do (docs/monitor.md)."""
+    """Alarms on what each step measures, and what they do (docs/observability/monitor.md)."""
 
     rules: dict[RuleName, RuleConfig] = Field(
         default_factory=dict,

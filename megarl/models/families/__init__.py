@@ -1,4 +1,4 @@
-"""The supported model families. A new family is one file of declarations, listed here; docs/families.md shows how."""
+"""The supported model families. A new family is a file of declarations, listed here (docs/development.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor of a run: judges every step and does what its alarms ask for (docs/monitor.md).
+"""The monitor of a run: judges every step and does what its alarms ask for (docs/observability/monitor.md).
 
 Every rank judges the same numbers and comes to the same alarms, so nothing is exchanged for them. Rules that skip the
 batch or stop the run are judged before the first update changes a weight, all others after the last one.

@@ -58,7 +58,7 @@ def name_of(metric: Metric) -> PrometheusName:
     unit = _UNIT_WORDS.get(metric.unit, (metric.unit,))
     if unit and not any(f"_{word}_" in f"_{words}_" for word in unit):
         words = f"{words}_{unit[0]}"
-    text = f"{metric.meaning} {metric.name} in docs/metrics.md; unit: {metric.unit}."
+    text = f"{metric.meaning} {metric.name} in docs/reference/metrics.md; unit: {metric.unit}."
     return PrometheusName(PREFIX + words, tuple(_PLACEHOLDER.findall(metric.name)), text)
 
 

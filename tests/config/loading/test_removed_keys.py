@@ -150,7 +150,8 @@ def test_verls_quota_is_the_decimal_that_the_config_says(interval: int, thousand
 )  # fmt: skip
 def test_a_value_that_verl_could_not_have_hides_no_message(given: str) -> None:
     [told] = problems_of(apply_overrides(tree("model"), [f"algorithm.{given}"]))
-    assert told == f"algorithm.{given.partition('=')[0]}: no such key; docs/async.md has a table of verl's names"
+    key = f"algorithm.{given.partition('=')[0]}"
+    assert told == f"{key}: no such key; docs/training/async.md has a table of verl's names"
 
 
 def test_sections_that_are_none_hide_no_message() -> None:

@@ -183,7 +183,7 @@ def test_a_warning_is_said_once_while_it_lasts() -> None:
     run = Made(monitor__rules__ess={"patience": 2})
     counts = [run.step(n, compared={"ess": 0.2})[1]["monitor/alarms"] for n in range(4)]
     assert counts == [0, 1, 1, 1] and len(run.said) == 1
-    assert run.said[0] == "alarm ess: 0.2 is below 0.3 for 2 steps (docs/monitor.md#ess)"
+    assert run.said[0] == "alarm ess: 0.2 is below 0.3 for 2 steps (docs/observability/monitor.md#ess)"
 
 
 @pytest.mark.parametrize(("action", "error"), [("skip", AlarmSkipsStep), ("stop", AlarmStopsRun)])

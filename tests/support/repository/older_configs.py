@@ -1,6 +1,6 @@
 """One config for two trees: the names that its keys have in each, and the keys that only one of them has.
 
-A tree is known by its docs/configuration.md, which lists its keys; so nothing here depends on its modules.
+A tree is known by its page that lists all keys; so nothing here depends on its modules.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ REMOVED_VALUES: dict[str, Any] = {
     "monitor": {"entropy": {"threshold": 0.001, "patience": 4, "action": "warn"}},
     "door": {"enabled": True, "max_sessions": 100},
 }
+# The page that lists the keys of a tree: its name today, and in older trees.
+PAGES = ("docs/reference/keys.md", "docs/configuration.md")
 _HEADING, _ROW = re.compile(r"^## `([\w.\[\]]+)`"), re.compile(r"^\| `(\w+)` \|")
 
 
 def keys_of(root: Path) -> set[str]:
     """Return the sections and the dotted keys of a tree, by its page; none if it has no such page."""
-    page, keys, section = root / "docs/configuration.md", set(), ""
-    for line in page.read_text().splitlines() if page.is_file() else ():
+    keys, section = set(), ""
+    pages = [path for name in PAGES if (path := root / name).is_file()]
+    for line in pages[0].read_text().splitlines() if pages else ():
         if heading := _HEADING.match(line):
             section = heading[1].replace("[]", "")
             keys.add(section)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.telemetry.trace.files import EventTail, Rollback, event_files, read_events
-from megarl.telemetry.trace.kinds import FAULTS, KINDS, UndeclaredEvent
+from megarl.telemetry.trace.kinds import UndeclaredEvent
 from megarl.telemetry.trace.lines import CONTROLLER, rank_process
 from tests.support.telemetry.event_runs import UNIX, SimulatedClock, event_writer
 
@@ -156,25 +154,3 @@ def test_parts_rotate_and_every_event_is_in_one_of_them(tmp_path: Path) -> None:
     assert len(files) > 3 and [name.number for name in files] == list(range(len(files)))
     read = [each.step for each in read_events(tmp_path, {"batch_taken"})]
     assert read == list(range(6000)) and not writer.lost
-
-
-def documented_rows(heading: str) -> list[list[str]]:
-    """Return the cells of the table of docs/observability.md with this line of headings."""
-    lines = iter((Path(__file__).parents[3] / "docs" / "observability.md").read_text().splitlines())
-    assert heading in lines and set(next(lines)) <= set("|-")
-    return [[cell.strip() for cell in line[1:-1].split("|")] for line in takewhile(lambda x: x.startswith("|"), lines)]
-
-
-def test_the_documentation_has_every_event_with_its_stream_and_arguments() -> None:
-    rows = documented_rows("| event | stream | line | meaning | arguments |")
-    documented = {name: (row[1], quoted(row[4])) for row in rows for name in quoted(row[0])}
-    assert documented == {name: (kind.stream, [arg for arg, _ in kind.args]) for name, kind in KINDS.items()}
-
-
-def test_the_documentation_has_every_kind_of_fault() -> None:
-    assert {quoted(name)[0]: meaning for name, meaning in documented_rows("| kind | meaning |")} == FAULTS
-
-
-def quoted(cell: str) -> list[str]:
-    """Return the names in backquotes."""
-    return re.findall(r"`([^`]+)`", cell)

@@ -1,4 +1,4 @@
-"""Declares every metric of megarl once; `docs/metrics.md` is generated from the tables of these files."""
+"""Declares every metric of megarl once; `docs/reference/metrics.md` is generated from the tables of these files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GROUPS: dict[str, str] = {
     "agent": "Agents: their turns and their calls of tools; none with `agent.loop: single_turn`.",
     "policy": "The update, over every trained response token of the step.",
     "correction": "Importance weights and masks of the token losses, over every trained token, masked ones included, "
-    "if there is a correction (`algorithm.correction`, docs/corrections.md).",
+    "if there is a correction ([`algorithm.correction`](../training/async.md#corrections)).",
     "mismatch": "Engine against trainer, before the first update of the step: log-probs of the same tokens, under the "
     "same weights with `admission.mode: sync`, otherwise under weights that may be `rollout/version_lag_max` updates "
     "apart.",
-    "monitor": "Alarms and what they did ([monitor](monitor.md)).",
+    "monitor": "Alarms and what they did ([the monitor](../observability/monitor.md)).",
     "sync": "Weight sync from trainer to engines.",
     "time": "Seconds of the step by phase; phases do not overlap and add up to `time/step`.",
     "perf": "Speed and memory.",
