@@ -1,4 +1,4 @@
-"""`python -m tools.docs` writes the pages of docs/reference/ that are made from the code, and the dashboard."""
+"""`python -m tools.docs` writes the pages of docs/ that are made from the code, and the dashboard."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from tools.docs.metrics_page import metrics_page
 from tools.docs.options import keys_page
 
 PAGES = {
-    "keys.md": keys_page,
-    "metrics.md": metrics_page,
-    "commands.md": commands_page,
-    "events.md": events_page,
-    "grafana.json": dashboard,
+    "reference/keys.md": keys_page,
+    "reference/metrics.md": metrics_page,
+    "reference/commands.md": commands_page,
+    "reference/events.md": events_page,
+    "reference/grafana.json": dashboard,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write the files that differ from the code, or with `--check` name them; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/reference"), help="directory (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file is out of date")
     options = parser.parse_args(argv)
-    made = {name: page() for name, page in PAGES.items()}
-    stale = [path for name in made if not _holds(path := options.out / name, made[name])]
-    if not options.check:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for path in stale:
-            path.write_text(made[path.name], encoding="utf-8")
+    made = {options.out / name: page() for name, page in PAGES.items()}
+    stale = [path for path, text in made.items() if not _holds(path, text)]
+    for path in () if options.check else stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(made[path], encoding="utf-8")
     verb = "out of date (run make docs)" if options.check else "written"
     sys.stdout.write("".join(f"{path}: {verb}\n" for path in stale) or "docs are up to date\n")
     return 1 if stale and options.check else 0
