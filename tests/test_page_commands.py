@@ -136,7 +136,7 @@ def test_a_command_of_a_page_is_accepted(command: str, capsys: pytest.CaptureFix
     "wrong",
     ["megarl trian --config my.yaml", "megarl train --confg my.yaml", "megarl top", "make quickstrat",
      "megarl train --config examples/rl/configs/quickstart_cpu.yaml run.stepz=3", "python -m examples.quickstrat",
-     "torchrun --rdzv-backend megarl -m megarl replay --steps 5", "launch/locall.sh C", "frobnicate"],
+     "torchrun --rdzv-backend megarl -m megarl replay --steps 5", "tools/gone C", "frobnicate"],
 )  # fmt: skip
 def test_a_wrong_command_is_found(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((SystemExit, AssertionError, ValueError)):
