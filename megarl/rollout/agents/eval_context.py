@@ -11,7 +11,7 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rewards.builtin.gsm8k import final_number
 from megarl.rewards.builtin.math import last_boxed
 from megarl.rewards.types import RewardOutcome, Turn
-from megarl.rollout.agents.context import SampleContext
+from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.trajectory_builder import sample_rows
 from megarl.rollout.engine.messages import GenerateResult
 
@@ -25,8 +25,8 @@ class EvaluatedResponse:
     versions: frozenset[int]
 
 
-class EvalContext(SampleContext):
-    """Implements `AgentContext` for one response to a held-out problem. Nothing of it is kept for a resume."""
+class EvalContext(AgentContext):
+    """The context of one response to a held-out problem. Nothing of it is kept for a resume."""
 
     _text, _outcome, _turns = "", RewardOutcome(0.0), tuple[Turn, ...]()
 

@@ -13,7 +13,6 @@ from megarl.common.errors import RequestFailed, RolloutError, ToolFailed, Trajec
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.context import SampleContext
 from megarl.rollout.agents.eval_context import EvalContext, EvaluatedResponse
 from megarl.rollout.agents.loop_run import LoopRun
 from megarl.rollout.agents.trajectory_builder import failed_trajectory, sample_rows
@@ -86,7 +85,7 @@ class LoopHost:
         job = run.job
         loop = Demonstrate() if job.prompt.demonstrations else self.loop
         toolbox = self._toolboxes.get(job.prompt.dataset)
-        contexts = [SampleContext(run, index, toolbox, self.rewards, self._decoder) for index in job.samples]
+        contexts = [AgentContext(run, index, toolbox, self.rewards, self._decoder) for index in job.samples]
         results = await _ended([_run_sample(loop, each) for each in contexts], run, loop)
         rows = [row for each, made in zip(contexts, results, strict=True) for row in sample_rows(made, *each.place)]
         return await self._taught(_of_set(rows, job.prompt.dataset), run)
@@ -120,7 +119,7 @@ class LoopHost:
         return rows
 
 
-async def _run_sample(loop: AgentLoop, context: SampleContext) -> LoopResult:
+async def _run_sample(loop: AgentLoop, context: AgentContext) -> LoopResult:
     try:
         result = await loop.run(context)
     except TrajectoryFull as full:  # of this sample alone; those alongside it may have had shorter ones

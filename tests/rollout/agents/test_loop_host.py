@@ -14,8 +14,7 @@ from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
 from megarl.data.demonstrations import ShownResponse
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.context import FROZEN_BYTES
+from megarl.rollout.agents.agent_loop import FROZEN_BYTES, AgentContext, AgentLoop
 from megarl.rollout.agents.loop_host import failed_group
 from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.engine.engine_load import EngineLoad
