@@ -61,7 +61,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
-    "rollout/transport/batch_decoder.py:BatchDecoder._decode": "`BatchDecoder.text`, timeouts.rpc_s",
+    "rollout/transport/gather.py:BatchDecoder._decode": "`BatchDecoder.text`, timeouts.rpc_s",
     "rollout/transport/gather.py:Replay.take": "whoever takes, timeouts.rpc_s after it is due",
     "rollout/transport/rpc.py:RpcClient.call": "`ReplicaClient.call`, the time limit of each call",
     "rollout/transport/link.py:LinkClient._take": "whoever gives the actor something to do, or closes the link",
@@ -81,9 +81,9 @@ BOUNDED_ELSEWHERE = {
     "gateway/text.py:ModelText._run": "the thread, which renders or reads one request of bounded size",
     "environments/env_client.py:EnvironmentClient.close": "the task, which was cancelled",
     "environments/env_client.py:EnvironmentClient._ask": "`health`, or the time limit of an attempt in the harness",
-    "environments/env_server.py:EnvironmentServer.close": "the process, which was killed",
-    "environments/env_server.py:EnvironmentServer._connected": "whoever holds the lock, START_S",
-    "environments/env_server.py:EnvironmentServer._tell_end": "nobody but `close`, which kills the process",
+    "environments/env_client.py:EnvironmentServer.close": "the process, which was killed",
+    "environments/env_client.py:EnvironmentServer._connected": "whoever holds the lock, START_S",
+    "environments/env_client.py:EnvironmentServer._tell_end": "nobody but `close`, which kills the process",
     "sandbox/runner.py:Sandbox.run": "the program, its time limit",
     "tools/process_tool.py:ProcessTool.close": "`ProcessTool._end`, CLOSE_S and JOIN_S",
     "tools/process_worker.py:_awaited": "the process that has called, which kills this one at the tool's time limit",
@@ -94,7 +94,7 @@ BOUNDED_ELSEWHERE = {
 # How many of them these functions have; the others have one.
 SEVERAL_WAITS = {
     "gateway/actor.py:GatewayActor.start": 2,
-    "environments/env_server.py:EnvironmentServer.close": 2,
+    "environments/env_client.py:EnvironmentServer.close": 2,
     "rollout/orchestrator/controller.py:RolloutController.start": 2,
     "rollout/orchestrator/controller.py:RolloutController.shutdown": 2,
     "rollout/orchestrator/evaluator.py:Evaluator.run": 2,

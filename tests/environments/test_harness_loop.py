@@ -29,7 +29,7 @@ from megarl.environments.verifiers_loop import Verifiers
 from megarl.gateway.request_fields import SessionTerms, read_terms
 from megarl.gateway.token_file import write_gateway_file, write_token
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.agents.loop_host import find_loop
 from megarl.rollout.agents.trajectory_builder import sample_rows
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest

@@ -12,7 +12,7 @@ from megarl.config.derived.staleness import Pace
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.resume import kept_groups
-from megarl.rollout.resume.retention import Retention
+from megarl.rollout.resume.kept_groups import Retention
 from tests.support.machines.resume_machine import ResumeMachine, run_with_crashes
 
 ResumeMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

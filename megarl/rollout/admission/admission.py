@@ -43,8 +43,7 @@ from typing import Any
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission_log import Event, held_steps
 from megarl.rollout.admission.counters import Counters, Taken, check_ends, check_numbers, check_uses
-from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
-from megarl.rollout.admission.reusable_groups import ReplayUse, ReusableGroups
+from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups, ReplayUse, ReusableGroups
 
 
 class Admission:

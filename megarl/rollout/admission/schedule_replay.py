@@ -18,7 +18,7 @@ from megarl.queue.trajectory import SampleTag
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import Event
 from megarl.rollout.admission.counters import Taken
-from megarl.rollout.admission.reusable_groups import ReplayUse
+from megarl.rollout.admission.groups_in_flight import ReplayUse
 
 
 class ScheduleMismatch(ValueError):  # noqa: N818

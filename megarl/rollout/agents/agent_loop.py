@@ -17,15 +17,14 @@ from megarl.config.schema.agent import LOOP_TURNS
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rewards.worker_pool import RewardPool
-from megarl.rollout.agents.batch_stats import BatchStats
+from megarl.rollout.agents.batch_stats import BatchStats, TrajectoryTimes
 from megarl.rollout.agents.loop_run import LoopRun
-from megarl.rollout.agents.sample_times import TrajectoryTimes
 from megarl.rollout.agents.trajectory_builder import defect
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
-from megarl.rollout.resume.loop_records import INTERRUPTED, CallRecord, FrozenLoop, call_digest
+from megarl.rollout.resume.group_progress import INTERRUPTED, CallRecord, FrozenLoop, call_digest
 from megarl.rollout.tasks.toolbox import Toolbox
-from megarl.rollout.transport.batch_decoder import BatchDecoder
+from megarl.rollout.transport.gather import BatchDecoder
 from megarl.telemetry.trace import events
 from megarl.tools.tool import Tool, ToolAnswer
 

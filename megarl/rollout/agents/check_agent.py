@@ -15,7 +15,7 @@ from megarl.config.checks.agent import tool_lists
 from megarl.config.derived.datasets import all_sets
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN, ToolConfig
-from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.agents.loop_host import find_loop
 from megarl.rollout.tasks.toolbox import close_tools, make_tool, make_toolbox
 from megarl.tools.tool import Tool, schema_of
 

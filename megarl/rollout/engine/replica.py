@@ -25,9 +25,8 @@ from megarl.common.process.output import redirect_output
 from megarl.common.process.processes import ProcessId, die_with
 from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.schema import Config, TimeoutsConfig
-from megarl.rollout.engine.activity import ReplicaActivity
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
-from megarl.rollout.engine.engine_load import EngineMonitor, build_monitored
+from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
 from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.engine.continuation import ResponsesSoFar
-from megarl.rollout.engine.request_context import RequestContext
+from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.replica_table import Lease, ReplicaTable
 from megarl.rollout.fleet.router import Router

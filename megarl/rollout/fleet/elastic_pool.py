@@ -18,8 +18,8 @@ from megarl.common.errors import NoPlace, RolloutError
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, replica_name, restart_replica
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.replica_client import ReplicaClient
 from megarl.rollout.fleet.replica_table import Replica, State
+from megarl.rollout.transport.rpc import ReplicaClient
 from megarl.telemetry.trace import events
 
 if TYPE_CHECKING:

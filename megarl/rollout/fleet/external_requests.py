@@ -21,9 +21,8 @@ from functools import partial
 from typing import Literal
 
 from megarl.common.errors import RequestFailed, RolloutError, clear_text
-from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline, RequestContext
 from megarl.rollout.engine.messages import GenerateRequest
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart, tokens_from
 from megarl.rollout.fleet.calls import CallTerms
 from megarl.rollout.fleet.engine_pool import EnginePool

@@ -26,14 +26,13 @@ from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.agents.batch_stats import BusyClock
-from megarl.rollout.agents.loop_host import LoopHost
+from megarl.rollout.agents.loop_host import LoopHost, SingleTurn, find_loop
 from megarl.rollout.agents.loop_run import RunningGroups
-from megarl.rollout.agents.loops import SingleTurn, find_loop
 from megarl.rollout.engine.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, HeldDevices
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
 from megarl.rollout.fleet.elastic_pool import attach_fleet
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
+from megarl.rollout.fleet.engine_pool import RequestCoalescer
 from megarl.rollout.orchestrator.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.orchestrator.failover import Committed, Failover
 from megarl.rollout.orchestrator.pool_controller import PoolController
@@ -41,7 +40,7 @@ from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.orchestrator.step_batches import StepBatches, StepEnds
 from megarl.rollout.resume.journal import RolloutJournal
-from megarl.rollout.resume.retention import History
+from megarl.rollout.resume.kept_groups import History
 from megarl.rollout.tasks.prompts import PromptSource, reward_pool
 from megarl.rollout.transport import background
 from megarl.rollout.transport.background import BackgroundTasks

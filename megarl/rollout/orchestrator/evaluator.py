@@ -20,10 +20,9 @@ from megarl.evaluation.accuracy import ScoredResponse
 from megarl.evaluation.harness import Mode, SetReport, evaluate_set
 from megarl.rollout.agents.loop_host import LoopHost
 from megarl.rollout.agents.loop_run import EvalPlace, LoopJob, LoopRun
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
-from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
+from megarl.rollout.fleet.engine_pool import EnginePool, RequestCoalescer
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.rollout.tasks.prompts import EvalSet, PromptSource, PromptTask
 from megarl.rollout.transport import background

@@ -21,8 +21,7 @@ from megarl.config.derived.datasets import HeldOutSet, TrainSet, held_out_sets, 
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.models.hf.read_config import load_info
-from megarl.rollout.agents.loop_host import LoopHost
-from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.agents.loop_host import LoopHost, find_loop
 from megarl.rollout.engine.placement import ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers

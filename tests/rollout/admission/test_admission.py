@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
-from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
-from megarl.rollout.admission.reusable_groups import ReplayUse, ReusableGroups
+from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups, ReplayUse, ReusableGroups
 from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from tests.support.machines.admission_machine import AdmissionMachine
 from tests.support.machines.admission_states import explore, steps_without_room

@@ -13,10 +13,9 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents import agent_loop
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.agents.tool_agent import finish
-from megarl.rollout.resume.group_progress import UnfinishedGroup
-from megarl.rollout.resume.loop_records import FrozenLoop
+from megarl.rollout.resume.group_progress import FrozenLoop, UnfinishedGroup
 from tests.support.agents.frozen_agents import Stopped
 from tests.support.agents.scripted_agents import (
     Counter,

@@ -15,11 +15,10 @@ from megarl.config.schema import Config
 from megarl.data.demonstrations import ShownResponse
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import FROZEN_BYTES, AgentContext, AgentLoop
-from megarl.rollout.agents.loop_host import failed_group
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn, failed_group
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
 from tests.support.rollout.fake_rollout import VERSION, FakeBatcher, FakeRewards, FakeSource
 from tests.support.rollout.group_runner import GroupRunner

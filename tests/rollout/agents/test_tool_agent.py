@@ -277,7 +277,7 @@ def test_whatever_a_model_writes_as_an_argument_can_be_frozen(config: Config, va
 
     from megarl.chat.tool_calls import HERMES
     from megarl.rollout.agents.tool_states import RequestedCall
-    from megarl.rollout.resume.loop_records import call_digest
+    from megarl.rollout.resume.group_progress import call_digest
 
     text = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
     [call] = HERMES.parse(text).calls

@@ -14,8 +14,8 @@ import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray i
 
 from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet.engine_pool import EnginePool
 from tests.support.engines.versioned_engines import VersionedEngine, of_length, settle
 

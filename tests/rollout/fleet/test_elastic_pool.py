@@ -14,10 +14,10 @@ import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray i
 
 from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.engine.replica import EndedReplica, ReplicaStatus
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet import elastic_pool
 from megarl.rollout.fleet.elastic_pool import ElasticPool
 from megarl.rollout.fleet.engine_pool import EnginePool

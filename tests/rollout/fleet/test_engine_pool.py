@@ -16,13 +16,12 @@ from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline, RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.replica_client import as_rollout_error
+from megarl.rollout.transport.rpc import as_rollout_error
 from tests.support.checkout import ROOT
 from tests.support.engines.fake_replicas import (
     FakeReplica,

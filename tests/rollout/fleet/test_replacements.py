@@ -13,9 +13,8 @@ from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.agents.trajectory_builder import defect
-from megarl.rollout.engine.continuation import MOST_ATTEMPTS, GroupDeadline
+from megarl.rollout.engine.continuation import MOST_ATTEMPTS, GroupDeadline, RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet import engine_pool as fleet_module
 from megarl.rollout.fleet.engine_pool import EnginePool, all_attempts_s

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from megarl.rollout.agents.batch_stats import BusyClock
-from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline, RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
+from megarl.rollout.fleet.engine_pool import RequestCoalescer
 
 SPEC = SamplingSpec(4, 1.0, (2,))
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.common.errors import NoReplicaLeft, ReplicaFailed
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet.replica_table import Lease, Replica, ReplicaTable, State
 from megarl.rollout.fleet.router import (
     DECREASE,

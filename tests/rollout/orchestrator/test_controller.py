@@ -22,9 +22,9 @@ from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest
 from megarl.rollout.orchestrator import prompt_groups
 from megarl.rollout.orchestrator.failover import Failover

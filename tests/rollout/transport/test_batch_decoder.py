@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.transport.batch_decoder import BatchDecoder
+from megarl.rollout.transport.gather import BatchDecoder
 
 
 class Texts:

@@ -15,13 +15,13 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
+from megarl.rollout.fleet.engine_pool import RequestCoalescer
+from megarl.rollout.resume.group_progress import FrozenLoop
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
-from megarl.rollout.resume.loop_records import FrozenLoop
 from megarl.rollout.transport.link import Parcel
 from megarl.rollout.workers.messages import Ended, Frozen, SentFailure
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of

@@ -17,10 +17,10 @@ from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.loop_run import EVAL_SEED_OFFSET
 from megarl.rollout.agents.tool_agent import ToolAgent
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.orchestrator.evaluator import Share, evaluate_on_fleet
-from megarl.rollout.resume.loop_records import INTERRUPTED
+from megarl.rollout.resume.group_progress import INTERRUPTED
 from megarl.rollout.tasks.prompts import EvalSet, PromptTask
 from megarl.rollout.workers.messages import Start
 from megarl.rollout.workers.worker_pool import MOST_LOST

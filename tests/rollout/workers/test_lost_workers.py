@@ -16,9 +16,9 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents import loop_run
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.agents.tool_agent import ToolAgent
-from megarl.rollout.resume.loop_records import INTERRUPTED
+from megarl.rollout.resume.group_progress import INTERRUPTED
 from megarl.rollout.workers import worker_pool
 from tests.support.agents.frozen_agents import GROUP, TURNS, interrupted_books, undisturbed
 from tests.support.agents.scripted_agents import Counter, KeepingRewards, ScriptedBatcher, agent_runner, toolbox_of

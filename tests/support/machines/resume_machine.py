@@ -21,9 +21,8 @@ from megarl.rollout.resume.journal_records import (
     read_head,
     spans_of,
 )
-from megarl.rollout.resume.kept_groups import KeptGroup, KeptGroups, Superseded
+from megarl.rollout.resume.kept_groups import History, KeptGroup, KeptGroups, Retention, Superseded
 from megarl.rollout.resume.lineage import INITIAL, Lineage, next_epoch
-from megarl.rollout.resume.retention import History, Retention
 from tests.support.machines.admission_machine import paces
 
 
