@@ -20,7 +20,7 @@ def loops_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     own_time.install(monkeypatch)
 
 
-class FakeClient:
+class Writer(QueueWriter):
     """Notes the keys of each put."""
 
     def __init__(self) -> None:
@@ -42,17 +42,12 @@ def group(number: int) -> list[Trajectory]:
 
 
 @pytest.fixture
-def client() -> FakeClient:
-    return FakeClient()
-
-
-@pytest.fixture
-def writer(client: FakeClient) -> QueueWriter:
-    return QueueWriter(client)  # type: ignore[arg-type]
+def writer() -> Writer:
+    return Writer()
 
 
 def test_groups_that_finish_soon_after_a_put_share_the_next_one(
-    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 0.2)
 
@@ -63,12 +58,10 @@ def test_groups_that_finish_soon_after_a_put_share_the_next_one(
         return time.monotonic() - began
 
     assert asyncio.run(run()) >= 0.2
-    assert client.puts == [["0:0"], ["1:0", "2:0"]]
+    assert writer.puts == [["0:0"], ["1:0", "2:0"]]
 
 
-def test_the_last_group_is_put_at_once_with_those_that_wait(
-    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_group_is_put_at_once_with_those_that_wait(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 60.0)
 
     async def run() -> None:
@@ -80,12 +73,10 @@ def test_the_last_group_is_put_at_once_with_those_that_wait(
             await writer.put_group(group(3))
 
     asyncio.run(run())
-    assert client.puts == [["0:0"], ["1:0", "2:0"], ["3:0"]]
+    assert writer.puts == [["0:0"], ["1:0", "2:0"], ["3:0"]]
 
 
-def test_groups_that_are_cleared_while_they_wait_are_not_put(
-    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_that_are_cleared_while_they_wait_are_not_put(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 0.1)
 
     async def run() -> None:
@@ -97,12 +88,10 @@ def test_groups_that_are_cleared_while_they_wait_are_not_put(
         await writer.put_group(group(2))
 
     asyncio.run(run())
-    assert client.puts == [["0:0"], ["2:0"]]
+    assert writer.puts == [["0:0"], ["2:0"]]
 
 
-def test_a_caller_whose_rows_are_cleared_does_not_wait_on(
-    client: FakeClient, writer: QueueWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_whose_rows_are_cleared_does_not_wait_on(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PUT_INTERVAL_S", 0.1)
 
     async def run() -> None:
@@ -115,18 +104,18 @@ def test_a_caller_whose_rows_are_cleared_does_not_wait_on(
                 await waiting
 
     asyncio.run(run())
-    assert client.puts == [["0:0"]]
+    assert writer.puts == [["0:0"]]
 
 
-def test_a_cancelled_clear_leaves_the_put_that_is_in_progress(client: FakeClient, writer: QueueWriter) -> None:
+def test_a_cancelled_clear_leaves_the_put_that_is_in_progress(writer: Writer) -> None:
     async def run() -> None:
         go_on = asyncio.Event()
 
         async def slow(keys: list[str], fields: Any, tags: Any) -> None:
             await go_on.wait()
-            client.puts.append(keys)
+            writer.puts.append(keys)
 
-        client.put = slow  # type: ignore[method-assign]
+        writer.put = slow  # type: ignore[method-assign]
         writing = asyncio.create_task(writer.put_group(group(0)))
         await asyncio.sleep(0.01)
         clearing = asyncio.create_task(writer.clear_all())
@@ -138,4 +127,4 @@ def test_a_cancelled_clear_leaves_the_put_that_is_in_progress(client: FakeClient
             await writing
 
     asyncio.run(run())
-    assert client.puts == [["0:0"]]
+    assert writer.puts == [["0:0"]]

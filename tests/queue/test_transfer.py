@@ -363,7 +363,7 @@ def test_every_socket_of_the_actors_refuses_a_stranger(queue: dict[str, Any], tm
 def test_another_partition_has_its_own_rows(queue: dict[str, Any]) -> None:
     writer, reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
     other_writer, other_reader = QueueWriter.attach(**queue), QueueReader.attach(**queue)
-    other_writer._client.partition = other_reader.partition = "run.1"
+    other_writer.partition = other_reader.partition = "run.1"
     asyncio.run(writer.put_group(group(1, [2, 2])))
     keys = ["1:0", "1:1"]
     with pytest.raises(KeyError, match="2 of 2 rows"):

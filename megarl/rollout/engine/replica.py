@@ -200,7 +200,7 @@ class EngineReplica:
         self._calls_of_link = RpcServer(lambda method, args: getattr(self, method)(*args)).link
         self._requests: EngineRequests
         self._failed: str | None = None
-        self._weights = WeightState(reads_weights(self.config))
+        self._weights = WeightState(reads_weights(self.config.rollout, self.config.model.path))
         self._version: str | None = None  # the label of what is generated now
         self._activity = ReplicaActivity(index)
         self._monitor = EngineMonitor(heard=self._activity.step)
