@@ -31,7 +31,6 @@ from megarl.rollout.agents.loop_run import RunningGroups
 from megarl.rollout.engine.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, HeldDevices
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
-from megarl.rollout.fleet.elastic_pool import attach_fleet
 from megarl.rollout.fleet.engine_pool import RequestCoalescer
 from megarl.rollout.orchestrator.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.orchestrator.failover import Committed, Failover
@@ -106,17 +105,16 @@ class RolloutController(PoolController):
         shares = config.rollout.agent_workers + 1
         self._rewards = reward_pool(config, partial(write_notice, self.run_dir), shares=shares)
         # Slow calls run in threads, outside the event loop.
-        self._queue, self._source, self._loop, fleet, _ = await asyncio.gather(
+        self._queue, self._source, self._loop, *_ = await asyncio.gather(
             # This actor owns them because its process imports the queue's library in any case.
             asyncio.to_thread(
                 start_run_queue, self.spec, config.queue.storage_units, timeouts.engine_start_s, self.partition
             ),
             asyncio.to_thread(PromptSource, config),
             asyncio.to_thread(find_loop, config.agent),
-            attach_fleet(self.spec, config, wait=not self._replaces),
+            self._attach_fleet(),
             self._rewards.start(),
         )
-        self._begin_with(fleet)
         self._coalescer = RequestCoalescer(self._fleet, clock=self._engine_time)
         self._running = RunningGroups(
             config, self._source, self._coalescer.generate, self.partition,
