@@ -55,7 +55,7 @@ def rooms(run: CapacityRun, kind: type[Admission] = Admission) -> Iterator[int]:
             assert admission.replace(group, [started[group]])
         elif name == "train":
             assert admission.batch(step) is not None
-            filtered = len(admission.replaced(step))
+            filtered = len(admission.taken(step).replaced)
             admission.commit(step, trained=run.groups, filtered=filtered, dropped_stale=0, failed=0)
             step += 1
         elif name == "version":

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.placement import HeldDevices
-from megarl.rollout.fleet.calls import GROUP_TERMS, Call, CallRunner, CallTerms, RunningCalls
+from megarl.rollout.fleet.calls import GROUP_TERMS, CallRunner, CallTerms
 from megarl.rollout.fleet.replica_table import Replica, ReplicaTable
 from megarl.rollout.fleet.router import PublicationHold, Router
 from megarl.rollout.fleet.speed import rate_metrics
@@ -79,8 +79,7 @@ class EnginePool:
         # For as long as running responses may take to end, and then a weight sync with all its attempts.
         self._hold = PublicationHold(timeouts.generate_s + replacement_s)
         self._router = Router(self.table, self._hold, replacement_s)
-        self._calls = RunningCalls()
-        self._runner = CallRunner(self.table, self._router, self._calls, timeouts, self._report_interval_s)
+        self._calls = CallRunner(self.table, self._router, timeouts, self._report_interval_s)
 
     def client(self, index: int, actor: ActorHandle) -> ReplicaClient:
         """Return what calls the actor of a replica."""
@@ -154,10 +153,7 @@ class EnginePool:
         one is coming, RolloutError if the group fails by its deadline, if no replica has room within
         `timeouts.generate_s`, or if one that works has not ended them within that time.
         """
-        call = Call(ResponsesSoFar(requests, context.tokens), background, terms)
-        with self._calls.of(call):
-            await self._runner.run(call, context)
-            return call.responses.results()
+        return await self._calls.run(context, requests, background, terms)
 
     @property
     def report_bound_s(self) -> float:

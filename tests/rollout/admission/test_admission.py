@@ -432,7 +432,7 @@ def test_replaced_groups_are_filtered_by_the_next_step_and_part_of_the_history()
     counters = admission.counters
     assert (counters.in_flight, counters.replaced, counters.ready) == (1, 2, 1) and counters.balanced
     admission.finish(3, True, [0])
-    assert admission.batch(0) == ([0, 3], []) and admission.replaced(0) == [1, 2]
+    assert admission.batch(0) == ([0, 3], []) and admission.taken(0).replaced == [1, 2]
     assert admission.counters.taken == 4 and admission.counters.replaced == 0
     before = admission.state_dict()
     with pytest.raises(ValueError, match=r"do not account for its 4 groups, 0 of them failed .* 2 were replaced"):
@@ -471,7 +471,7 @@ def test_a_commit_names_exactly_the_groups_that_its_step_has_taken(
     assert admission.replace(1, [0]) and admission.admit() == [3]
     for group in (0, 2, 3):
         admission.finish(group, group != 2, [0])
-    assert admission.batch(0) == ([0, 3], [2]) and admission.replaced(0) == [1]
+    assert admission.batch(0) == ([0, 3], [2]) and admission.taken(0).replaced == [1]
     whole = {"trained": [0, 3], "filtered": [1], "dropped_stale": [], "failed": [2], **ended}
     numbers = {"trained": 2, "filtered": 1, "dropped_stale": 0, "failed": 1}
     if message is None:
@@ -503,7 +503,7 @@ def reusing(**options: Any) -> Admission:
     assert admission.admit() == [0, 1, 2, 3]  # eight fit the bound, but not if each is used twice
     for group in (0, 1, 2):
         admission.finish(group, True, [0])
-    assert admission.batch(0) == ([0, 1], []) and admission.reused(0) == []
+    assert admission.batch(0) == ([0, 1], []) and sorted(admission.taken(0).reused) == []
     admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[1, 0])
     return admission
 
@@ -511,7 +511,7 @@ def reusing(**options: Any) -> Admission:
 def test_a_step_is_filled_up_with_groups_that_were_trained_before() -> None:
     admission = reusing()
     assert admission.counters.reusable == 2 and admission.take_released() == []
-    assert admission.batch(1) == ([2], []) and admission.reused(1) == [0]
+    assert admission.batch(1) == ([2], []) and sorted(admission.taken(1).reused) == [0]
     assert admission.unsettled == [2, 3], "a group that is used again has ended"
     ends = {"trained": 1, "filtered": 0, "dropped_stale": 0, "failed": 0}
     with pytest.raises(ValueError, match="step 1 took 1 groups to train them again, not 0"):
@@ -540,7 +540,7 @@ def test_a_step_whose_only_new_group_has_failed_is_not_filled_up() -> None:
     admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[0, 1])
     assert admission.counters.reusable == 2 and admission.batch(1) is None
     admission.finish(3, True, [0])
-    assert admission.batch(1) == ([3], [2]) and admission.reused(1) == []
+    assert admission.batch(1) == ([3], [2]) and sorted(admission.taken(1).reused) == []
 
 
 def test_without_replay_every_group_leaves_the_queue_when_its_step_is_committed() -> None:
@@ -655,7 +655,7 @@ def test_no_group_is_started_for_a_step_after_the_last(
             group = data.draw(st.sampled_from(sorted(admission.in_flight)))
             if not (data.draw(st.booleans()) and admission.replace(group, [step])):
                 admission.finish(group, True, [step])
-        replaced = len(admission.replaced(step))
+        replaced = len(admission.taken(step).replaced)
         admission.commit(step, trained=len(taken[0]), filtered=replaced, dropped_stale=0, failed=0)
         assert admission.admit() == [] or step + 1 < steps
     counters = admission.counters

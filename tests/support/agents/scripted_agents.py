@@ -125,9 +125,10 @@ class OneProblem:
 
 
 def toolbox_of(*tools: Any, **bounds: Any) -> Toolbox:
-    from megarl.chat.tool_calls import HERMES
 
-    return Toolbox.of(Dialogue(TOKENIZER, [END]), AgentConfig(loop="tool_agent", **bounds), tools, HERMES)
+    return Toolbox(
+        Dialogue(TOKENIZER, [END]), AgentConfig(loop="tool_agent", **bounds), {each.name: each for each in tools}
+    )
 
 
 def agent_runner(

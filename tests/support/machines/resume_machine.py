@@ -222,7 +222,7 @@ class ResumeMachine(RuleBasedStateMachine):
             assert far <= self.pace.max_staleness, "the bound is passed"
             self.trained.append(group)
             self.once[group] = nodes
-        reused = self.admission.reused(self.step)
+        reused = sorted(self.admission.taken(self.step).reused)
         for group in reused:
             assert group in self.once, "a group is used again that an attempt before has trained, or too often"
             far = max(self.weights.distance(node, last) for node in self.once.pop(group))
