@@ -62,7 +62,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
     "rollout/transport/gather.py:BatchDecoder._decode": "`BatchDecoder.text`, timeouts.rpc_s",
-    "rollout/transport/gather.py:Replay.take": "whoever takes, timeouts.rpc_s after it is due",
+    "rollout/transport/link.py:LinkServer.take": "whoever takes, timeouts.rpc_s after it is due",
     "rollout/transport/rpc.py:RpcClient.call": "`ReplicaClient.call`, the time limit of each call",
     "rollout/transport/link.py:LinkClient._take": "whoever gives the actor something to do, or closes the link",
     "rollout/transport/link.py:LinkClient._give": "whoever holds the lock, timeouts.rpc_s",
@@ -75,7 +75,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/workers/worker_loops.py:WorkerRun.persist": "`RolloutJournal.persist`, timeouts.rpc_s",
     "rollout/workers/worker_loops.py:WorkerRun.generate": "the fleet in the controller, which has bounds of its own",
     "gateway/app.py:GatewayRoutes._stream": "the task, which was cancelled",
-    "gateway/pool_client.py:ControllerClient._send": "nobody: it waits for requests of clients",
+    "gateway/pool_client.py:ControllerClient.run": "nobody: it waits for the loss of the controller",
     "gateway/actor.py:GatewayActor.start": "the supervisor's gateway keeper, its time for a start",
     "gateway/actor.py:GatewayActor._find_controller": "`ControllerClient._connect`, timeouts.rpc_s",
     "gateway/text.py:ModelText._run": "the thread, which renders or reads one request of bounded size",

@@ -61,9 +61,9 @@ def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
 
 def test_requests_of_one_turn_share_a_call(gateways) -> None:
     gateway = gateways(count)
-    before = gateway.call(lambda parts: parts.controller.calls)
+    wait_until(lambda: gateway.call(lambda parts: parts.controller.calls) == 1, 60, "the link to the controller")
     generate(gateway, [10], max_tokens=3, n=50)
-    assert gateway.call(lambda parts: parts.controller.calls) == before + 1
+    assert gateway.call(lambda parts: parts.controller.calls) == 2
     assert len(gateway.call(lambda parts: parts.replicas[0].asked)) == 50
 
 

@@ -19,7 +19,8 @@ from megarl.rollout.engine.placement import engine_needs, free_places
 from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, create_replica, restart_replica, start_replica
 from megarl.rollout.fleet.elastic_pool import ElasticPool, ReplicaReport, find_replicas
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, ExternalRequests
+from megarl.rollout.fleet.external_requests import ExternalDrop, ExternalNews, ExternalRequest, ExternalRequests
+from megarl.rollout.transport.link import Parcel
 from megarl.rollout.transport.rpc import AnsweredCalls
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import CONTROLLER
@@ -89,17 +90,13 @@ class PoolController:
             raise RolloutError("the rollout controller is still starting")
         return self._external_requests
 
-    async def begin_external(self, gateway: str, requests: list[ExternalRequest], dropped: list[str]) -> None:
-        """Begin to work on requests of the gateway, and stop working on those with the names `dropped`.
+    async def give(self, number: int, messages: Sequence[ExternalRequest | ExternalDrop], link: str) -> None:
+        """Take requests of the gateway, see `LinkServer.give`. Admission neither counts them nor waits for them."""
+        await self._external.link.give(number, messages, link)
 
-        Admission, if there is one, neither counts them nor waits for them.
-        """
-        self._external.begin(gateway, requests)
-        self._external.drop(gateway, dropped)
-
-    async def take_external(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
-        """Wait for news of the gateway's requests; see `ExternalRequests.take`."""
-        return await self._external.take(gateway, seen, wait_s)
+    async def take(self, seen: int, wait_s: float, link: str) -> Parcel[ExternalNews]:
+        """Return news of the gateway's requests, see `LinkServer.take`."""
+        return await self._external.link.take(seen, wait_s, link)
 
     async def list_replicas(self) -> tuple[list[ReplicaReport], int]:
         """Return the state of every replica, and how many are missing because there is no room for them."""

@@ -38,22 +38,6 @@ class Turn(Generic[Asked, Answer]):
         return (await asyncio.shield(self.task))[position]  # the others wait on if this one is cancelled
 
 
-class Replay(Generic[Answer]):
-    """Keeps the last thing that was taken, by its number, until whoever takes has it: the answer may have been lost."""
-
-    def __init__(self, nothing: Answer) -> None:
-        self._number, self._last = 0, nothing
-        self._taking = asyncio.Lock()
-
-    async def take(self, seen: int, more: Callable[[], Awaitable[Answer]]) -> tuple[int, Answer]:
-        """Return the number and the thing after number `seen`; `more` returns what is new, if that is not the last."""
-        async with self._taking:
-            if seen == self._number:
-                self._last = await more()
-                self._number += 1
-            return self._number, self._last
-
-
 class Sized(Protocol):
     """Anything that is sent."""
 

@@ -25,7 +25,7 @@ from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
-from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest
+from megarl.rollout.fleet.external_requests import ExternalNews, ExternalRequest
 from megarl.rollout.orchestrator import prompt_groups
 from megarl.rollout.orchestrator.failover import Failover
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
@@ -785,13 +785,14 @@ def external(name: str) -> ExternalRequest:
     return ExternalRequest(GenerateRequest(name, [7, 7], SamplingSpec(4, 1.0, (2,))), name, 60.0)
 
 
-async def external_tokens(local: LocalController, name: str, seen: int) -> ExternalReport:
-    """Wait for the end of a request of the gateway."""
-    while True:
-        report = await local.controller.take_external("gateway", seen, WAIT_S)
+async def external_ends(local: LocalController, *names: str, seen: int = 0) -> dict[str, ExternalNews]:
+    """Wait for the ends of requests of the gateway."""
+    ends: dict[str, ExternalNews] = {}
+    while set(names) - ends.keys():
+        report = await local.controller.take(seen, WAIT_S, "gateway")
         seen = report.number
-        if name in report.news and report.news[name].ended:
-            return report
+        ends |= {each.name: each for each in report.messages if each.ended}
+    return ends
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -800,14 +801,13 @@ async def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_dro
 ) -> None:
     """Admission counts none of them."""
     controller = local.controller
-    await controller.begin_external("gateway", [external("early")], [])
+    await controller.give(1, [external("early")], "gateway")
     await asyncio.sleep(0)
     assert "early" not in local.fleet.sent
     await controller.set_version(0, admit=False)
-    report = await external_tokens(local, "early", 0)
-    assert report.news["early"].part.response_ids == [9, 9]
+    assert (await external_ends(local, "early"))["early"].part.response_ids == [9, 9]
     local.fleet.held.add("held")
-    await controller.begin_external("gateway", [external("held")], [])
+    await controller.give(2, [external("held")], "gateway")
     while "held" not in local.fleet.sent:
         await asyncio.sleep(0)
     local.fleet.held.clear()
@@ -815,23 +815,21 @@ async def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_dro
         await controller.take_over(Failover(None, version=0, announced=1))
     else:
         await controller.begin(None)
-    await controller.begin_external("gateway", [external("later")], [])
+    await controller.give(3, [external("later")], "gateway")
     assert "later" not in local.fleet.sent and len(local.fleet.sent["held"]) == 1
     await controller.set_version(1, admit=False)
-    ended: dict[str, list[int]] = {}
-    while {"held", "later"} - ended.keys():
-        report = await controller.take_external("gateway", report.number, WAIT_S)
-        ended |= {name: news.part.response_ids for name, news in report.news.items() if news.ended}
-    assert ended == {"held": [9, 9], "later": [9, 9]}
+    seen = controller._external.link._taken
+    ended = await external_ends(local, "held", "later", seen=seen)
+    assert {name: news.part.response_ids for name, news in ended.items()} == {"held": [9, 9], "later": [9, 9]}
     assert (await controller.counters()).admitted == 0
 
 
 async def test_a_new_controller_serves_the_gateway_with_the_weights_that_the_engines_have(
     local: LocalController,
 ) -> None:
-    await local.controller.begin_external("gateway", [external("open")], [])
+    await local.controller.give(1, [external("open")], "gateway")
     await local.controller.take_over(Failover(None, version=0))
-    assert (await external_tokens(local, "open", 0)).news["open"].part.response_ids == [9, 9]
+    assert (await external_ends(local, "open"))["open"].part.response_ids == [9, 9]
 
 
 async def test_a_controller_that_starts_refuses_the_gateway_for_now(
@@ -839,4 +837,4 @@ async def test_a_controller_that_starts_refuses_the_gateway_for_now(
 ) -> None:
     local.controller._external_requests = None
     with pytest.raises(RolloutError, match="still starting"):
-        await local.controller.begin_external("gateway", [], [])
+        await local.controller.give(1, [], "gateway")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from megarl.rollout.transport import gather
-from megarl.rollout.transport.gather import Outbox, Replay, gathering_s
+from megarl.rollout.transport.gather import Outbox, gathering_s
+from megarl.rollout.transport.link import LinkServer
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,17 @@ def test_what_is_left_over_is_no_full_call() -> None:
 
 def test_what_was_lost_on_its_way_is_given_again_and_nothing_twice() -> None:
     async def scenario() -> None:
-        replay: Replay[str] = Replay("")
-        letters = iter("abc")
+        async def receive(messages: Sequence[object]) -> None: ...
 
-        async def more() -> str:
-            await asyncio.sleep(0)
-            return next(letters)
-
-        assert await asyncio.gather(*(replay.take(0, more) for _ in range(3))) == [(1, "a")] * 3
-        assert await replay.take(0, more) == (1, "a")
-        assert await replay.take(1, more) == (2, "b")
-        waiting = asyncio.ensure_future(replay.take(2, asyncio.Event().wait))  # type: ignore[arg-type]
+        server: LinkServer[Message] = LinkServer(receive, int, 0.0)
+        server.outbox.put(Message(1))
+        first, *again = await asyncio.gather(*(server.take(0, 1.0) for _ in range(3)))
+        assert (first.number, first.messages) == (1, (Message(1),)) and again == [first] * 2
+        waiting = asyncio.ensure_future(server.take(1, 60.0))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert await replay.take(1, more) == (2, "b") and await replay.take(2, more) == (3, "c")
+        server.outbox.put(Message(2))
+        assert await server.take(0, 1.0) == first and (await server.take(1, 1.0)).messages == (Message(2),)
 
     asyncio.run(scenario())
