@@ -100,10 +100,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     run(tmp_path, scenario, "broken")
 
 
-def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        spec = EnvironmentSpec(tmp_path / "python", {})
-        with pytest.raises(RolloutError, match=r"cannot be started: .* run make setup-environments"):
-            await EnvironmentServer(spec, tmp_path / "log", "t").run(REQUEST)
-
-    asyncio.run(scenario())
+async def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
+    spec = EnvironmentSpec(tmp_path / "python", {})
+    with pytest.raises(RolloutError, match=r"cannot be started: .* run make setup-environments"):
+        await EnvironmentServer(spec, tmp_path / "log", "t").run(REQUEST)

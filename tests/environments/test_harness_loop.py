@@ -447,12 +447,9 @@ def test_a_client_without_headers_names_its_session_in_the_url(gateway: StandInG
     assert row.status == "ok" and len(row.response_ids) == 4
 
 
-def test_a_gateway_that_stays_away_is_named(tmp_path: Path) -> None:
-    async def wait() -> None:
-        await gateway_client.wait_for_gateway(tmp_path, 0.1)
-
+async def test_a_gateway_that_stays_away_is_named(tmp_path: Path) -> None:
     with pytest.raises(GatewayLost, match="waited 0 s for the gateway of the run to be open again: FileNotFoundError"):
-        asyncio.run(wait())
+        await gateway_client.wait_for_gateway(tmp_path, 0.1)
     with pytest.raises(GatewayLost, match="the address of the gateway cannot be read"):
         gateway_client.GatewayClient(tmp_path)
 

@@ -39,7 +39,7 @@ def test_requests_go_on_at_a_new_controller(gateways) -> None:
         assert later.result(60)["choices"][0]["token_ids"] == [31, 32, 33]
 
 
-def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
+async def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
     """Ray may not answer while it has lost the controller's node."""
     searches: list[str] = []
 
@@ -51,11 +51,8 @@ def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
             await asyncio.Event().wait()
         return found
 
-    async def scenario() -> None:
-        async with asyncio.timeout(30):
-            assert await ControllerClient("gateway", find, 0.1)._connect() is found
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(30):
+        assert await ControllerClient("gateway", find, 0.1)._connect() is found
     assert len(searches) == 2
 
 

@@ -111,7 +111,7 @@ class Trainer:
         await self.local.controller.commit(step, **vars(outcome), trained_groups=trained_groups)
 
 
-def test_trainer_and_controller_agree_on_every_use(
+async def test_trainer_and_controller_agree_on_every_use(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = local_controller(config, tmp_path, monkeypatch)
@@ -121,17 +121,14 @@ def test_trainer_and_controller_agree_on_every_use(
         await asyncio.sleep(draw.uniform(0.5, 1.5) * GENERATION_S)
         return await answer(context, requests, **options)
 
-    async def scenario() -> None:
-        local.fleet.generate = generate  # type: ignore[method-assign]
-        async with asyncio.timeout(60):
-            await trainer.run()
-        await asyncio.sleep(0.05)  # the rows of the last step are removed by a task
-        counters = await local.controller.counters()
-        told = {name: getattr(counters, name) for name in trainer.totals}
-        assert told == trainer.totals and counters.balanced
-        assert (counters.in_flight, counters.ready, counters.reusable) == (0, 0, 0) and not local.queue.rows
-
-    asyncio.run(scenario())
+    local.fleet.generate = generate  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
+        await trainer.run()
+    await asyncio.sleep(0.05)  # the rows of the last step are removed by a task
+    counters = await local.controller.counters()
+    told = {name: getattr(counters, name) for name in trainer.totals}
+    assert told == trainer.totals and counters.balanced
+    assert (counters.in_flight, counters.ready, counters.reusable) == (0, 0, 0) and not local.queue.rows
     assert trainer.totals["reused"] > 0 and trainer.totals["trained"] + trainer.totals["reused"] == 3 * STEPS
     assert trainer.totals["dropped_stale"] == 0 and max(trainer.uses.values()) in (2, 3)
     assert sum(trainer.uses.values()) == 3 * STEPS and len(trainer.uses) == trainer.totals["trained"]

@@ -54,20 +54,17 @@ def test_a_failure_reaches_all_of_its_call_and_no_other() -> None:
     assert all(isinstance(error, ValueError) for error in failed)
 
 
-def test_one_that_is_cancelled_does_not_disturb_the_others() -> None:
-    async def run() -> str:
-        texts = Texts()
-        texts.go.clear()
-        decoder = BatchDecoder(texts, 10.0)
-        cancelled, other = (asyncio.create_task(decoder.text([number])) for number in (1, 2))
-        await asyncio.sleep(0.01)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        texts.go.set()
-        return await other
-
-    assert asyncio.run(run()) == "2"
+async def test_one_that_is_cancelled_does_not_disturb_the_others() -> None:
+    texts = Texts()
+    texts.go.clear()
+    decoder = BatchDecoder(texts, 10.0)
+    cancelled, other = (asyncio.create_task(decoder.text([number])) for number in (1, 2))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    texts.go.set()
+    assert (await other) == "2"
 
 
 def test_an_executor_that_refuses_leaves_nobody_waiting() -> None:
@@ -86,16 +83,13 @@ def test_an_executor_that_refuses_leaves_nobody_waiting() -> None:
     assert all(isinstance(error, RuntimeError) for error in failed)
 
 
-def test_a_thread_that_does_not_answer_is_an_error_after_the_bound_that_says_who_waited() -> None:
-    async def run() -> None:
-        texts = Texts()
-        texts.go.clear()
-        decoder = BatchDecoder(texts, 0.05)
-        message = r"a response of 3 tokens waited 0.05 s \(timeouts.rpc_s\) for a thread of the controller to decode it"
-        try:
-            with pytest.raises(RolloutError, match=message):
-                await decoder.text([1, 2, 3])
-        finally:
-            texts.go.set()
-
-    asyncio.run(run())
+async def test_a_thread_that_does_not_answer_is_an_error_after_the_bound_that_says_who_waited() -> None:
+    texts = Texts()
+    texts.go.clear()
+    decoder = BatchDecoder(texts, 0.05)
+    message = r"a response of 3 tokens waited 0.05 s \(timeouts.rpc_s\) for a thread of the controller to decode it"
+    try:
+        with pytest.raises(RolloutError, match=message):
+            await decoder.text([1, 2, 3])
+    finally:
+        texts.go.set()

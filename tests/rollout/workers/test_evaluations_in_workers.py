@@ -228,23 +228,19 @@ def test_a_mistake_of_the_loop_ends_the_evaluation_with_its_own_words(workers: b
     assert not scene.crew.pool._runs
 
 
-def test_an_evaluation_that_is_given_up_leaves_nothing_in_the_workers() -> None:
+async def test_an_evaluation_that_is_given_up_leaves_nothing_in_the_workers() -> None:
     scene = Scene()
     held = asyncio.Event()
     scene.pool.point = held.wait
-
-    async def scenario() -> None:
-        pool = scene.crew.pool
-        evaluation = asyncio.ensure_future(scene.evaluate())
-        while len(scene.pool.sent) < RESPONSES:
-            await asyncio.sleep(0)
-        assert "agent worker 0 has 0 groups and 5 responses of an evaluation" in pool.waiting()
-        close, pool.close = pool.close, nothing  # type: ignore[method-assign]
-        evaluation.cancel()
-        await asyncio.wait({evaluation})
-        assert not pool._runs
-        while any(worker.loops._runs for worker in scene.crew.made):
-            await asyncio.sleep(0.01)
-        await close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    pool = scene.crew.pool
+    evaluation = asyncio.ensure_future(scene.evaluate())
+    while len(scene.pool.sent) < RESPONSES:
+        await asyncio.sleep(0)
+    assert "agent worker 0 has 0 groups and 5 responses of an evaluation" in pool.waiting()
+    close, pool.close = pool.close, nothing  # type: ignore[method-assign]
+    evaluation.cancel()
+    await asyncio.wait({evaluation})
+    assert not pool._runs
+    while any(worker.loops._runs for worker in scene.crew.made):
+        await asyncio.sleep(0.01)
+    await close()

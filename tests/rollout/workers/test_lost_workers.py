@@ -209,7 +209,9 @@ class DiesTwice:
         return await SingleTurn().run(ctx)
 
 
-def test_the_deadline_of_a_group_counts_from_its_start_in_the_first_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_deadline_of_a_group_counts_from_its_start_in_the_first_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loop = DiesTwice()
     for module in (worker_pool, loop_run):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: loop.now))
@@ -218,16 +220,12 @@ def test_the_deadline_of_a_group_counts_from_its_start_in_the_first_worker(monke
         batch={"groups": 1, "samples_per_group": 2},
         rollout={"agent_workers": 2, "group_deadline_s": 1000.0},
     )
-
-    async def scenario() -> None:
-        parts: list[Any] = [FakeSource(), FakeBatcher().generate, FakeRewards()]
-        crew = loop.crew = Crew(config, GroupRunner(config, loop, *parts))
-        await crew.pool.start()
-        await crew.run(GROUP)
-        assert [start.deadline and start.deadline.at for _, start in crew.starts_of(GROUP)] == [1000.0, 300.0, 0.0]
-        await crew.pool.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    parts: list[Any] = [FakeSource(), FakeBatcher().generate, FakeRewards()]
+    crew = loop.crew = Crew(config, GroupRunner(config, loop, *parts))
+    await crew.pool.start()
+    await crew.run(GROUP)
+    assert [start.deadline and start.deadline.at for _, start in crew.starts_of(GROUP)] == [1000.0, 300.0, 0.0]
+    await crew.pool.close()
     # A worker counts from when it has the message, on a clock that goes on.
     for seen, left in zip(loop.left, [1000.0, 300.0, 0.0], strict=True):
         assert left - 60.0 < seen <= left
