@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megarl.config.schema.agent import AgentConfig
 from megarl.environments.env_client import TraceSoFar
 from megarl.environments.harness_loop import SampleFailed
-from megarl.environments.verifiers_loop import Verifiers, client_problem, reward_of
+from megarl.environments.verifiers_loop import Verifiers, reward_of
 from megarl.rollout.agents.loop_host import find_loop
-from tests.support.checkout import ROOT
 
 LOOP = "megarl.environments.verifiers_loop:Verifiers"
 
@@ -59,22 +55,6 @@ def test_the_environment_of_the_config(tmp_path: Path) -> None:
         "taskset": {"seed": 3, "id": "mine"},
     }
     assert loop._spec.variables == {"NLTK_DATA": "/data"}
-
-
-def test_the_configs_of_the_page_have_arguments_that_there_are() -> None:
-    page = (ROOT / "docs/environments.md").read_text()
-    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
-    loops = [block["agent"] for block in blocks if block.get("agent", {}).get("loop") == LOOP]
-    tasksets = {loop["kwargs"]["taskset"] for loop in loops}
-    assert tasksets == {"gym_tasks", "gsm8k_tasks", "echo_v1", "counter_tool_v1", "textarena"}
-    clients = set()
-    for loop in loops:
-        bound = inspect.signature(Verifiers).bind(**loop["kwargs"])
-        bound.apply_defaults()
-        given = {name: bound.arguments[name] for name in ("client", "renderer", "renderer_config")}
-        assert client_problem(**given) is None
-        clients.add(given["client"])
-    assert clients == {"eval", "train"}
 
 
 def test_what_the_client_of_verifiers_is_told(tmp_path: Path) -> None:

@@ -62,15 +62,3 @@ def test_requests_of_one_turn_share_a_call(gateways) -> None:
     generate(gateway, [10], max_tokens=3, n=50)
     assert gateway.call(lambda parts: parts.controller.calls) == 2
     assert len(gateway.call(lambda parts: parts.replicas[0].asked)) == 50
-
-
-def test_a_lost_replica_costs_nothing_but_time(gateways) -> None:
-    gateway = gateways(count, count=2)
-    first = gateway.call(lambda parts: parts.replicas[0])
-    first.pause_after = 50
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(generate, gateway, [10], max_tokens=100)
-        wait_until(lambda: not first.going.is_set(), 60, "half of the response")
-        gateway.call(lambda parts: setattr(parts.replicas[0], "dead", True))
-        assert asked.result(60)["choices"][0]["token_ids"] == [4 + (6 + i) % 90 for i in range(1, 101)]
-    assert gateway.call(lambda parts: parts.fleet.serving) == [1]

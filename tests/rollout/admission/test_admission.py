@@ -371,19 +371,6 @@ def test_a_commit_names_exactly_the_groups_that_its_step_has_taken(
     assert admission.counters.taken == 4 and admission.counters.settled == 0, "nothing is settled"
 
 
-def test_beyond_the_limit_a_group_without_signal_is_queued() -> None:
-    admission = Admission(1, SYNC, refill=1)
-    admission.set_version(0)
-    admission.admit()
-    assert admission.replace(0, [0])
-    assert admission.admit() == [1] and not admission.replace(1, [0])
-    admission.finish(1, True, [0])
-    assert admission.batch(0) == ([1], [])
-    admission.commit(0, trained=0, filtered=2, dropped_stale=0, failed=0)
-    admission.set_version(1)
-    assert admission.admit() == [2] and admission.replace(2, [1])  # the limit is one of each step
-
-
 def reusing(**options: Any) -> Admission:
     """Steps of two groups; 0 and 1 were trained by step 0, 2 is ready, and 3 is in flight."""
     admission = Admission(2, Pace(max_staleness=3), max_uses=2, **options)
@@ -418,30 +405,6 @@ def test_a_step_is_filled_up_with_groups_that_were_trained_before() -> None:
     assert admission.take_released() == [0] and admission.take_released() == []  # used twice
 
 
-def test_a_step_whose_only_new_group_has_failed_is_not_filled_up() -> None:
-    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
-    admission.set_version(0)
-    assert admission.admit() == [0, 1, 2, 3]
-    for group in (0, 1, 2):
-        admission.finish(group, group != 2, [0])
-    assert admission.batch(0) == ([0, 1], [])
-    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[0, 1])
-    assert admission.counters.reusable == 2 and admission.batch(1) is None
-    admission.finish(3, True, [0])
-    assert admission.batch(1) == ([3], [2]) and sorted(admission.taken(1).reused) == []
-
-
-def test_without_replay_every_group_leaves_the_queue_when_its_step_is_committed() -> None:
-    admission = Admission(2, Pace(max_staleness=1))
-    admission.set_version(0)
-    for group in admission.admit():
-        admission.finish(group, ok=group != 1)
-    admission.batch(0)
-    assert admission.take_released() == []
-    admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=1, trained_groups=[0])
-    assert admission.take_released() == [0, 1] and admission.counters.reusable == 0
-
-
 def test_a_resume_uses_no_group_again_that_the_history_has_settled() -> None:
     admission = reusing()
     admission.batch(1)
@@ -456,13 +419,6 @@ def test_a_resume_uses_no_group_again_that_the_history_has_settled() -> None:
     old = {key: value for key, value in admission.state_dict().items() if key != "reused"}
     resumed.load_state_dict(old)  # of a checkpoint of before
     assert resumed.counters.reused == 0
-
-
-def test_groups_that_are_generated_before_a_resume_are_kept_beyond_those_that_would_start() -> None:
-    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
-    admission.set_version(0)
-    assert admission.room == 4
-    assert len(admission.keep({group: {0} for group in range(9)})) == 8 and admission.room == 0
 
 
 @pytest.mark.parametrize(
@@ -522,21 +478,6 @@ def test_no_group_is_started_for_a_step_after_the_last(
     counters = admission.counters
     assert counters.trained == groups * steps and counters.admitted == counters.trained + counters.filtered
     assert not admission.in_flight and admission.room == 0
-
-
-def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
-    admission = Admission(2, Pace(max_staleness=1))
-    admission.set_version(0)
-    assert admission.admit() == [0, 1, 2, 3]
-    for group in (0, 3):
-        admission.finish(group, ok=True)
-    assert admission.batch(0) == ([0, 3], [])
-    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
-    admission.finish(1, ok=True)
-    resumed = Admission(2, Pace(max_staleness=1))
-    resumed.load_state_dict(admission.state_dict())
-    resumed.set_version(1)
-    assert resumed.admit() == [1, 2, 4, 5]
 
 
 def test_versions_are_not_steps() -> None:

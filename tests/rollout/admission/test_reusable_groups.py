@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.schema import Config
@@ -22,37 +21,6 @@ from tests.support.rollout.fake_rollout import LocalController, local_controller
 from tests.support.trainer.configs import config as config_of
 
 USES = st.dictionaries(st.integers(0, 20), st.builds(ReplayUse, st.integers(-3, 3), st.integers(1, 4)), max_size=8)
-
-
-def holding(uses: dict[int, ReplayUse], max_uses: int = 5) -> ReusableGroups:
-    groups = ReusableGroups(max_uses)
-    for group, use in uses.items():
-        assert groups.keep(group, use)
-    return groups
-
-
-@given(uses=USES, max_uses=st.integers(1, 5))
-def test_a_group_is_kept_until_it_has_been_used_as_often_as_it_may(uses: dict[int, ReplayUse], max_uses: int) -> None:
-    groups = ReusableGroups(max_uses)
-    for group, use in uses.items():
-        assert groups.keep(group, use) is (use.uses < max_uses)
-    assert groups.take(99) == {group: use for group, use in uses.items() if use.uses < max_uses}
-    assert len(groups) == 0 and ReplayUse(3).again == ReplayUse(3, 2)
-
-
-@given(uses=USES, number=st.integers(0, 9))
-def test_the_least_used_and_oldest_are_taken_first(uses: dict[int, ReplayUse], number: int) -> None:
-    groups = holding(uses)
-    order = sorted(uses, key=lambda group: (uses[group].uses, uses[group].oldest, group))
-    assert list(groups.take(number)) == order[:number]
-    assert set(groups.take(99)) == set(order[number:])
-
-
-@given(uses=USES, oldest=st.integers(-3, 4))
-def test_groups_that_are_too_old_are_dropped(uses: dict[int, ReplayUse], oldest: int) -> None:
-    groups = holding(uses)
-    assert set(groups.drop(lambda version: version >= oldest)) == {g for g, use in uses.items() if use.oldest < oldest}
-    assert set(groups.take(99)) == {g for g, use in uses.items() if use.oldest >= oldest}
 
 
 def test_a_group_is_used_at_least_once() -> None:

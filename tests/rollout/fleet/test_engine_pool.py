@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import time
 from typing import Any
@@ -22,7 +21,6 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, Samp
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.rpc import as_rollout_error
-from tests.support.checkout import ROOT
 from tests.support.engines.fake_replicas import (
     FakeReplica,
     HoldingReplica,
@@ -397,24 +395,6 @@ async def test_reset_replaces_what_cannot_serve() -> None:
     fleet.admit_joining()
     assert fleet.serving == [0, 1]
     assert answered(await fleet.generate(RequestContext("a", home=1), requests(0))) == ["1:0.0", "1:0.1"] and new.served
-
-
-def replicas_of_the_config_are_read(source: str) -> bool:
-    """True if the code has an expression that ends in `rollout.replicas`."""
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "replicas" and ast.unparse(node.value).endswith("rollout")
-        for node in ast.walk(ast.parse(source))
-    )
-
-
-def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config() -> None:
-    """Replicas join and leave: whoever needs their number while a run goes on asks the fleet."""
-    package = ROOT / "megarl"
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
-             if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
-    planning = {"config/memory_plan/plan.py", "config/derived/pools.py", "config/checks/telemetry.py"}
-    assert found == planning | {"rollout/fleet/elastic_pool.py", "cluster/pool/actors.py", "cli/serve.py"}
-    assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")
 
 
 async def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuses_the_next_sync() -> None:

@@ -102,15 +102,6 @@ def test_a_lost_replica_gets_nothing_and_comes_back_idle() -> None:
     assert routed.load == {0: 0, 1: 3} and routed.assign("b", 1) == 0
 
 
-def test_without_a_replica_nothing_is_assigned() -> None:
-    routed = Routed(1)
-    routed.assign("a", 4)
-    routed.lose(0)
-    assert routed.assign("a", 1) is None and routed.assign("b", 1, number=3) is None and routed.load == {}
-    routed.bring(0)
-    assert routed.assign("a", 1) == 0 and routed.load == {0: 1}
-
-
 @given(replicas=st.integers(1, 5), work=events)
 def test_a_number_alone_decides_where_a_group_goes(replicas: int, work: list[tuple[int, int]]) -> None:
     routed = Routed(replicas, slack=0)

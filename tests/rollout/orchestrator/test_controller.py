@@ -91,14 +91,6 @@ async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: Loca
     await local.controller.shutdown()
 
 
-async def test_wrong_numbers_are_refused_and_settle_nothing(local: LocalController) -> None:
-    await local.controller.set_version(0)
-    await local.controller.wait_batch(0, WAIT_S)
-    with pytest.raises(ValueError, match="do not account for its 3 groups"):
-        await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
-    assert (await local.controller.counters()).taken == GROUPS and len(local.queue.rows) == GROUPS * SAMPLES
-
-
 class FailsInGroup1:
     """Fails in one sample of group 1, after another sample of that group has been answered."""
 

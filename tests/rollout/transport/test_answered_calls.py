@@ -47,16 +47,6 @@ async def test_a_failure_is_an_answer() -> None:
             await calls.answer("a", run)
 
 
-async def test_the_latest_answers_are_kept_and_older_calls_run_again() -> None:
-    counter, calls = Counter(), AnsweredCalls(kept=3)
-    counter.go.set()
-    for number in range(1, 11):
-        assert await calls.answer(f"{number}", counter.add) == number
-    for number in (8, 9, 10):
-        assert await calls.answer(f"{number}", counter.add) == number
-    assert await calls.answer("1", counter.add) == 11
-
-
 async def test_only_so_many_answers_are_kept_and_no_running_call_is_forgotten() -> None:
     counter, calls = Counter(), AnsweredCalls(kept=3)
     slow = asyncio.create_task(calls.answer("slow", counter.add))

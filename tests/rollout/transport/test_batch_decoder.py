@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -65,22 +64,6 @@ async def test_one_that_is_cancelled_does_not_disturb_the_others() -> None:
         await cancelled
     texts.go.set()
     assert (await other) == "2"
-
-
-def test_an_executor_that_refuses_leaves_nobody_waiting() -> None:
-    async def run() -> list[str | BaseException]:
-        executor = ThreadPoolExecutor(1)
-        asyncio.get_running_loop().set_default_executor(executor)
-        decoder = BatchDecoder(Texts(), 10.0)
-        cancelled, *others = (asyncio.create_task(decoder.text([number])) for number in (1, 2, 3))
-        executor.shutdown()
-        asyncio.get_running_loop().call_soon(cancelled.cancel)
-        async with asyncio.timeout(10):
-            return list(await asyncio.gather(*others, return_exceptions=True))
-
-    failed = asyncio.run(run())
-    assert len(failed) == 2 and all("cannot schedule new futures" in str(error) for error in failed)
-    assert all(isinstance(error, RuntimeError) for error in failed)
 
 
 async def test_a_thread_that_does_not_answer_is_an_error_after_the_bound_that_says_who_waited() -> None:
