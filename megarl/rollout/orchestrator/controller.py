@@ -20,6 +20,7 @@ from typing import Any, Unpack
 from megarl.common.process.memory_tuning import collect_for_loops, exempt_present_objects
 from megarl.common.rundir.notices import write_notice
 from megarl.config.derived.staleness import pace_of
+from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
@@ -137,7 +138,9 @@ class RolloutController(PoolController):
         self._host = LoopHost(
             self._loop, self._rewards, self._source.decode_all, timeout_s=timeouts.rpc_s,
             toolboxes=self._source.toolboxes, eval_toolboxes=self._source.eval_toolboxes,
-            teachers=attach_teachers(config, self.spec.namespace) if self._workers is None else None,
+            teachers=None if self._workers else attach_teachers(
+                teachers_by_set(config), self.spec.namespace, timeouts.generate_s, by_group=config.run.deterministic
+            ),
         )  # fmt: skip
         self._join()
         exempt_present_objects()

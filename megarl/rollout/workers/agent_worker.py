@@ -18,6 +18,7 @@ from megarl.common.process.output import redirect_output
 from megarl.common.rundir.notices import write_notice
 from megarl.config.checks.sections import max_sequence_tokens
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, held_out_sets, train_sets
+from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.models.hf.read_config import load_info
@@ -114,7 +115,10 @@ class AgentWorker:
         host = LoopHost(
             loop, self._rewards, texts.decoder.texts, timeout_s=config.timeouts.rpc_s,
             toolboxes=texts.training, eval_toolboxes=texts.held_out,
-            teachers=attach_teachers(config, self.spec.pool.namespace),
+            teachers=attach_teachers(
+                teachers_by_set(config), self.spec.pool.namespace, config.timeouts.generate_s,
+                by_group=config.run.deterministic,
+            ),
         )  # fmt: skip
         self._loops = WorkerLoops(host, self._rewards.waiting)
         self._passing = asyncio.create_task(self._loops.pass_on())
