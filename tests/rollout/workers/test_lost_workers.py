@@ -128,22 +128,13 @@ def test_a_worker_dies_at_any_point(at: int) -> None:
         assert contents(rows) == EXPECTED["rows"]
     assert [len(group) for group in scene.queue.groups] == [2], "once in the queue"
     asked = [request.request_id for request, *_ in scene.batcher.asked]
-    assert len(asked) == len(set(asked)), "no engine is asked twice for one name"
+    assert len(asked) == len(set(asked)) == 8, "no engine is asked twice for one name"
     assert not any(scene.crew.pool._loops.values()), "a worker counts as busy with loops that it has not"
 
 
 def test_the_points_are_in_all_phases() -> None:
     """While an engine works, in calls of both kinds, before a reward, and while rows are written to the queue."""
     assert POINTS > 50
-
-
-def test_what_engines_had_made_of_a_turn_is_not_made_again() -> None:
-    """The request stays open while the worker is replaced; the next worker gets its response."""
-    for at in range(3):
-        scene = Scene(at)
-        scene.outcome()
-        turns = [request.request_id for request, *_ in scene.batcher.asked]
-        assert len(turns) == 8 and len(scene.crew.starts_of(GROUP)) == 2
 
 
 def test_a_worker_that_does_not_answer_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
