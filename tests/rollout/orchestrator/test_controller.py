@@ -597,10 +597,11 @@ async def test_the_commit_of_a_trainer_that_has_gone_changes_nothing_for_the_nex
     assert (await local.controller.counters()).admitted == 0
 
 
-async def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
-    local: LocalController, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("helps", ["the end of the run", "the publication"])
+async def test_a_drain_does_not_wait_for_responses_that_will_not_come(
+    local: LocalController, monkeypatch: pytest.MonkeyPatch, helps: str
 ) -> None:
-    """It may wait for a long response; the failure of a group meanwhile ends the run at once."""
+    """A group's failure ends the run at once; and if all replicas are lost, an evaluation waits for the publication."""
     monkeypatch.setattr(background, "LOOK_S", 0.01)
     ended: list[str] = []
 
@@ -611,13 +612,19 @@ async def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
             ended.append("drain")
 
     local.fleet.drain = drain  # type: ignore[method-assign]
-    local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
+    await local.controller.begin(None)
     draining = asyncio.create_task(local.controller.drain())
     await asyncio.sleep(0.03)
     assert not draining.done()
-    await local.controller.set_version(0)
-    with pytest.raises(NoReplicaLeft, match="replica 0 died"):
-        await draining
+    async with asyncio.timeout(WAIT_S):
+        if helps == "the publication":
+            local.fleet.needs_publication = "replica 0 has died"
+            await draining
+        else:
+            local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
+            await local.controller.set_version(0)
+            with pytest.raises(NoReplicaLeft, match="replica 0 died"):
+                await draining
     await asyncio.sleep(0)
     assert ended == ["drain"]
 
@@ -726,31 +733,6 @@ async def test_a_trainer_whose_publication_would_not_help_is_not_asked_for_one(
         await controller.wait_batch(0, 0.1)
     assert fleet.publishes == [False]
     await controller.shutdown()
-
-
-async def test_a_drain_does_not_wait_for_responses_that_wait_for_the_publication(
-    local: LocalController, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of an evaluation alongside training, for example: all replicas are lost, and only the publication helps."""
-    monkeypatch.setattr(background, "LOOK_S", 0.01)
-    ended: list[str] = []
-
-    async def drain(timeout_s: float) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("drain")
-
-    local.fleet.drain = drain  # type: ignore[method-assign]
-    await local.controller.begin(None)
-    draining = asyncio.create_task(local.controller.drain())
-    await asyncio.sleep(0.03)
-    assert not draining.done()
-    local.fleet.needs_publication = "replica 0 has died"
-    async with asyncio.timeout(WAIT_S):
-        await draining
-    await asyncio.sleep(0)
-    assert ended == ["drain"]
 
 
 async def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: LocalController) -> None:
