@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 from megarl.common.process.memory_tuning import collect_for_loops, exempt_present_objects
 from megarl.common.rundir.notices import write_notice
+from megarl.config.derived.datasets import reward_functions
 from megarl.config.derived.staleness import pace_of
 from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema.agent import SHIPPED_LOOPS
@@ -104,7 +105,10 @@ class RolloutController(PoolController):
         started = time.monotonic()
         config, timeouts = self.config, self.config.timeouts
         shares = config.rollout.agent_workers + 1
-        self._rewards = reward_pool(config, partial(write_notice, self.run_dir), shares=shares)
+        self._rewards = reward_pool(
+            reward_functions(config), config.reward, timeouts.engine_start_s,
+            partial(write_notice, self.run_dir), shares=shares,
+        )  # fmt: skip
         # Slow calls run in threads, outside the event loop.
         self._queue, self._source, self._loop, *_ = await asyncio.gather(
             # This actor owns them because its process imports the queue's library in any case.

@@ -17,7 +17,7 @@ from megarl.common.process.memory_tuning import begin_start, collect_for_loops, 
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir.notices import write_notice
 from megarl.config.checks.sections import max_sequence_tokens
-from megarl.config.derived.datasets import HeldOutSet, TrainSet, held_out_sets, train_sets
+from megarl.config.derived.datasets import HeldOutSet, TrainSet, held_out_sets, reward_functions, train_sets
 from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
@@ -106,8 +106,9 @@ class AgentWorker:
         """Load tokenizer, tools and loop, start the reward processes."""
         config = self.config
         self._rewards = reward_pool(
-            config, partial(write_notice, self.run_dir), shares=config.rollout.agent_workers + 1
-        )
+            reward_functions(config), config.reward, config.timeouts.engine_start_s,
+            partial(write_notice, self.run_dir), shares=config.rollout.agent_workers + 1,
+        )  # fmt: skip
         loop, texts, _ = await asyncio.gather(
             asyncio.to_thread(find_loop, config.agent), asyncio.to_thread(self._texts), self._rewards.start()
         )
