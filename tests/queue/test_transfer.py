@@ -1,12 +1,11 @@
 """Trajectories through a real TransferQueue: bit-exact, unpadded, bounded, separated by partition.
 
-A group of which nothing was generated, and declared streams, go through the recorded batches and the step's plan too.
+A group of which nothing was generated goes through the recorded batches and the step's plan too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -307,33 +306,6 @@ def test_a_group_of_which_nothing_was_generated(ends: Ends, tmp_path: Path, comp
     assert (line["prompt"], line["response"], line["versions"]) == ("", "", [])
     assert (line["status"], line["failure"]) == ("failed", "replica 0 refused a request")
     asyncio.run(writer.clear(keys))
-
-
-def test_declared_streams_of_every_dtype_arrive_and_missing_ones_are_filled(ends: Ends, tmp_path: Path) -> None:
-    exact: dict[str, list[float]] = {
-        "test_weight": [0.5, -0.0, 1e-40],
-        "test_expert": [2**62 + 1, -1, 0],
-        "test_flag": [True, False, True],
-    }
-    full, part = (
-        Trajectory(3, i, [1], [4, 5, 6], [-1.0] * 3, (VersionSpan(0, 0, 3),), "stop", 0.0, streams=streams)
-        for i, streams in enumerate((exact, {"test_expert": [7, 8, 9]}))
-    )
-    rows = [full, part, failed_trajectory(3, 2, "lost")]
-    writer, reader = ends
-    with declared(*EVERY_DTYPE):
-        asyncio.run(writer.put_group(rows))
-        back = reader.fetch([row.key for row in rows])
-        write_batch(tmp_path, 0, 0, back)
-        recorded = read_batch(tmp_path, 0).trajectories
-    filled = {"test_weight": [1.0] * 3, "test_expert": [7, 8, 9], "test_flag": [True] * 3}
-    for found in (back, recorded):
-        assert [row.streams for row in found[1:]] == [filled, {name: [] for name in exact}]
-        float32 = torch.tensor(exact["test_weight"]).tolist()
-        assert found[0].streams == exact | {"test_weight": float32}
-        assert math.copysign(1, found[0].streams["test_weight"][1]) == -1
-        assert [type(values[0]) for values in found[0].streams.values()] == [float, int, bool]
-    asyncio.run(writer.clear([row.key for row in rows]))
 
 
 def test_every_socket_of_the_actors_refuses_a_stranger(queue: dict[str, Any], tmp_path: Path) -> None:

@@ -132,11 +132,6 @@ def test_a_worker_dies_at_any_point(at: int) -> None:
     assert not any(scene.crew.pool._loops.values()), "a worker counts as busy with loops that it has not"
 
 
-def test_the_points_are_in_all_phases() -> None:
-    """While an engine works, in calls of both kinds, before a reward, and while rows are written to the queue."""
-    assert POINTS > 50
-
-
 def test_a_worker_that_does_not_answer_in_time_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rollout.transport.link.POLL_S", 0.1)
     scene = Scene(rpc_s=0.5)
