@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from megarl.sandbox.availability import sandbox_problem
 from tests.support.attacks.escape_attempts import SHOWN
 from tests.support.checkout import ROOT
 from tests.support.repository.needs import SANDBOX, need
+from tests.support.waiting import end_other_tasks
 from tests.support.worlds.world import Starter, World
 
 # Deadlines of single examples would fail at random on a busy machine. make nightly-properties takes the full profile.
@@ -25,6 +28,7 @@ hypothesis.settings.register_profile("full", deadline=None, max_examples=200)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("ci")
 
+BOUND_S = 240.0  # of a coroutine; in a time of its own, what waits in vain reaches it at once
 LONG_S = 1800  # of a whole run; the timeout of pyproject.toml holds for the other tests
 
 # The files of each suite that take longest, longest first: one of them begun last would leave the other worker idle.
@@ -65,6 +69,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(LONG_S))
     ranks = {ROOT / name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, within BOUND_S."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def bounded() -> None:
+        async with asyncio.timeout(BOUND_S):
+            await pyfuncitem.obj(**given)
+        await end_other_tasks()  # what these begin at their end would be in a loop that is closed
+
+    asyncio.run(bounded())
+    return True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -20,7 +20,7 @@ from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import PPOOptions, ppo
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ MOVED = {
     "megarl.rewards.math": "megarl.rewards.builtin.math",
     "megarl.rollout.agents.demonstrate": "megarl.rollout.agents.loop_host",
     "megarl.rollout.agents.finish": "megarl.rollout.agents.tool_agent",
-    "megarl.rollout.agents.single_turn": "megarl.rollout.agents.loops",
+    "megarl.rollout.agents.single_turn": "megarl.rollout.agents.loop_host",
     "megarl.rollout.requests": "megarl.rollout.engine.messages",
     "megarl.telemetry.event_files": "megarl.telemetry.trace.files",
     "megarl.weights.vllm_plugin": "megarl.weights.receive.vllm_plugin",

@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 import logging
-import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,6 +26,7 @@ from megarl.environments.gateway_client import AttemptLost, GatewayClient, Gatew
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
 from megarl.gateway.request_fields import RUN_SESSIONS, SessionTerms
 from megarl.queue.trajectory import Trajectory
+from megarl.rewards.registry import as_result
 from megarl.rewards.types import RewardOutcome, RewardResult, Turn
 from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.trajectory_builder import defect, failed_trajectory, row_of
@@ -169,15 +169,10 @@ def outcome_of(returned: object) -> RewardOutcome | None:
     """Return what `act` has returned as a reward; None if the reward function has to tell it. Raises ValueError."""
     if returned is None:
         return None
-    result = returned if isinstance(returned, RewardResult) else None
-    score = returned if result is None else result.score
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        raise ValueError(f"it returned {returned!r}; return None, a finite number, or a RewardResult")
-    if result is None:
-        return RewardOutcome(float(score))
-    components = {name: float(value) for name, value in result.components.items()}
-    by_turn = tuple(float(value) for value in result.turn_rewards)
-    return RewardOutcome(float(score), components, answer=result.answer, turn_rewards=by_turn)
+    try:
+        return RewardOutcome(**vars(as_result("a bool" if isinstance(returned, bool) else returned)))
+    except ValueError as error:
+        raise ValueError(f"it returned {returned!r}; return None, a finite number, or a RewardResult") from error
 
 
 async def trajectories(ctx: AgentContext, turns: Sequence[SessionTurn], end: ActEnd) -> list[Trajectory]:

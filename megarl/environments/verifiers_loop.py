@@ -16,8 +16,13 @@ import aiohttp
 
 from megarl.common.errors import RolloutError
 from megarl.config.schema.agent import ACT_TIMEOUT_S
-from megarl.environments.env_client import EnvironmentFailed, TraceSoFar
-from megarl.environments.env_server import TOKEN_VARIABLE, EnvironmentServer, EnvironmentSpec
+from megarl.environments.env_client import (
+    TOKEN_VARIABLE,
+    EnvironmentFailed,
+    EnvironmentServer,
+    EnvironmentSpec,
+    TraceSoFar,
+)
 from megarl.environments.gateway_client import CALL_S, GatewayClient
 from megarl.environments.harness_loop import Harness, SampleFailed
 from megarl.queue.trajectory import Trajectory

@@ -166,16 +166,15 @@ class GatewayRoutes:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await _body(request)
         with self._exchange(request) as exchange:
-            asked = read_token_request(body, self._limits, exchange.id)
-            self._check_model(asked.model)
-            exchange.id, session = asked.request_id, exchange.session
-            exchange.begin(
-                asked.prompt_ids, asked.sampling, None if session is None else session.continued_by(asked.prompt_ids)
-            )
+            asked, sampling, choice = read_token_request(body, self._limits, exchange.id)
+            self._check_model(asked.model or None)
+            exchange.id, session, prompt_ids = asked.request_id or "", exchange.session, asked.token_ids
+            exchange.begin(prompt_ids, choice, None if session is None else session.continued_by(prompt_ids))
             parts = await exchange.results()
             for response, part in zip(exchange.responses, parts, strict=True):
                 exchange.record(response, part)
-            return _json(token_answer(asked, self._models[0], parts, exchange.fields()))
+            logprobs = sampling.logprobs is not None
+            return _json(token_answer(asked, self._models[0], parts, exchange.fields(), logprobs=logprobs))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)

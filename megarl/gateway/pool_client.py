@@ -1,7 +1,7 @@
-"""The way from the gateway to the rollout controller: requests that share a turn of the event loop share one Ray call.
+"""The way from the gateway to the rollout controller, whose messages share few Ray calls (`rollout/transport/link.py`).
 
-One further call waits for news of all open requests. If the controller dies, the supervisor starts another one under
-the same name; the client finds it and begins there what was open, each response from the tokens that it has.
+If the controller dies, the supervisor starts another one under the same name; the client finds it and begins there what
+was open, each response from the tokens that it has.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from megarl.gateway.request_fields import ApiError, not_generated
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
-from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, Failure
-from megarl.rollout.transport.link import fate_of_actor, own_text
+from megarl.rollout.fleet.external_requests import ExternalDrop, ExternalNews, ExternalRequest, Failure
+from megarl.rollout.transport.link import LinkClient, LinkLost, Parcel, own_text
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 10.0  # the longest time that the controller lets the gateway wait for news
 RETRY_S = 0.5
 MOST_OPEN = 16_384  # responses under way: 2,000 sessions with eight each
 # The controller's own message comes first: it knows for whom the request waits.
@@ -79,9 +79,7 @@ class ControllerClient:
         self._gateway, self._find, self._rpc_s = gateway, find, rpc_s
         self._open: dict[str, Generation] = {}
         self._numbers = itertools.count()
-        self._unsent: list[str] = []
-        self._dropped: list[str] = []
-        self._some = asyncio.Event()
+        self._link: LinkClient[ExternalRequest | ExternalDrop] | None = None
         self._lost_at: float | None = time.monotonic()
 
     @property
@@ -104,65 +102,51 @@ class ControllerClient:
 
     def drop(self, generation: Generation) -> None:
         """Stop working on a request; nothing happens if it has ended."""
-        if self._open.pop(generation.name, None) is not None:
-            self._dropped.append(generation.name)
-            self._some.set()
+        if self._open.pop(generation.name, None) is not None and self._link is not None:
+            self._link.send(ExternalDrop(generation.name))
 
     async def run(self) -> None:
-        """Bring requests to the controller and receive news until cancelled; find the next one when it has died."""
+        """Bring requests to the controller and receive news until cancelled; find the next one when it is lost.
+
+        Everything that is open is begun there under new names: engines may still work on the requests of before.
+        """
         while True:
             controller = await self._connect()
-            async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(self._send(controller))
-                await self._receive(controller)
-                sending.cancel()
+            lost: asyncio.Future[LinkLost] = asyncio.get_running_loop().create_future()
+            self._link = LinkClient(
+                "the rollout controller", controller, self._rpc_s, self._receive, lost.set_result, int,
+                gather_s=0.0, link=uuid.uuid4().hex, who="the gateway",
+            )  # fmt: skip
+            self._link.send(ExternalDrop(""))  # by which the controller knows the link
+            generations = list(self._open.values())
+            self._open.clear()
+            self._add(generations)
+            self._link.open()
+            try:
+                error = await lost
+            finally:
+                self._link.close()
+                self._link = None
+            self._lost_at = self._lost_at or time.monotonic()
+            logger.warning("%s; %d requests wait for it, or for another one", error, len(self._open))
+            await asyncio.sleep(RETRY_S)
 
     def _add(self, generations: list[Generation]) -> None:
         """Give requests names that no controller has heard, and send them."""
         for each in generations:
             each.name = f"{self._gateway}/{next(self._numbers)}"
             self._open[each.name] = each
-            self._unsent.append(each.name)
-        self._some.set()
+            if self._link is not None:
+                self._link.send(self._wanted(each.name))
 
     async def _connect(self) -> Any:  # noqa: ANN401  # an actor's handle
-        """Return the controller. Everything that is open is begun there under new names.
-
-        The engines may still work on the requests of a controller that has died.
-        """
+        """Return the controller."""
         while True:
             try:
                 async with asyncio.timeout(self._rpc_s):
-                    controller = await self._find()
+                    return await self._find()
             except Exception as error:
-                logger.info("the rollout controller is not reached yet: %s", _line(error))
-                await asyncio.sleep(RETRY_S)
-                continue
-            generations = list(self._open.values())
-            for known in (self._open, self._unsent, self._dropped):
-                known.clear()
-            self._add(generations)
-            return controller
-
-    async def _send(self, controller: Any) -> None:  # noqa: ANN401  # an actor's handle
-        """Send what came in a turn of the event loop; again if the call may not have arrived."""
-        while True:
-            await self._some.wait()
-            self._some.clear()
-            names, dropped = [each for each in self._unsent if each in self._open], list(self._dropped)
-            self._unsent.clear()
-            self._dropped.clear()
-            if not names and not dropped:  # they have ended before they were sent
-                continue
-            try:
-                wanted = [self._wanted(each) for each in names]
-                async with asyncio.timeout(self._rpc_s):
-                    await controller.begin_external.remote(self._gateway, wanted, dropped)
-            except Exception as error:
-                logger.warning("%d requests are sent to the controller again: %s", len(names), _line(error))
-                self._unsent += names
-                self._dropped += dropped
-                self._some.set()
+                logger.info("the rollout controller is not reached yet: %s", own_text(error) or type(error).__name__)
                 await asyncio.sleep(RETRY_S)
 
     def _wanted(self, name: str) -> ExternalRequest:
@@ -177,37 +161,13 @@ class ControllerClient:
             deadline=None if deadline is None else deadline.sent(now),
         )
 
-    async def _receive(self, controller: Any) -> None:  # noqa: ANN401  # an actor's handle
-        """Receive news of all requests until the controller has died."""
-        seen = 0
-        while True:
-            try:
-                async with asyncio.timeout(POLL_S + self._rpc_s):
-                    report: ExternalReport = await controller.take_external.remote(self._gateway, seen, POLL_S)
-            except Exception as error:
-                self._lost_at = self._lost_at or time.monotonic()
-                await asyncio.sleep(RETRY_S)
-                if fate_of_actor(error) == "died":
-                    logger.warning("the rollout controller has died: %d requests wait for another one", len(self._open))
-                    return
-                logger.warning("the rollout controller does not answer and is asked again: %s", _line(error))
-                continue
-            self._lost_at = None
-            if report.number != seen:
-                seen = report.number
-                self._note(report)
-
-    def _note(self, report: ExternalReport) -> None:
-        for name, news in report.news.items():
-            if (generation := self._open.get(name)) is None:
+    async def _receive(self, report: Parcel[ExternalNews]) -> None:
+        self._lost_at = None
+        for news in report.messages:
+            if (generation := self._open.get(news.name)) is None:
                 continue
             generation.part = join_parts(generation.part, news.part)
             if news.ended:
                 generation.replica, generation.failure, generation.error = news.replica, news.failure, news.error
-                del self._open[name]
+                del self._open[news.name]
             generation.news.set()
-
-
-def _line(error: BaseException) -> str:
-    """Return what an actor raised in one line."""
-    return own_text(error) or type(error).__name__

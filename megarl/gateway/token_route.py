@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -53,19 +52,9 @@ class TokenSampling(SamplingFields):
     stop: str | list[str] = ""
 
 
-@dataclass(frozen=True)
-class TokenRequest:
-    """Holds a request for responses to a prompt of token ids. `model`: None if it names none."""
-
-    request_id: str
-    model: str | None
-    prompt_ids: list[int]
-    sampling: SamplingChoice
-    logprobs: bool
-    return_prompt: bool
-
-
-def read_token_request(body: Mapping[str, Any], limits: ModelLimits, new_id: str) -> TokenRequest:
+def read_token_request(
+    body: Mapping[str, Any], limits: ModelLimits, new_id: str
+) -> tuple[TokenFields, TokenSampling, SamplingChoice]:
     """Read a request. `new_id`: its id if it names none. Raises ApiError naming the field that is wrong."""
     given = read_fields(body, TokenFields, ignored=_IGNORED)
     if not given.token_ids:
@@ -82,27 +71,21 @@ def read_token_request(body: Mapping[str, Any], limits: ModelLimits, new_id: str
     if (sampling.logprobs or 0) > 1:
         raise refused("sampling_params.logprobs", "the gateway returns the log-prob of the sampled token only; use 1")
     prompt_ids = check_tokens("token_ids", given.token_ids, limits)
-    return TokenRequest(
-        request_id=new_id if given.request_id is None else given.request_id,
-        model=given.model or None,
-        prompt_ids=prompt_ids,
-        sampling=sampling.choice(limits, len(prompt_ids), "sampling_params"),
-        logprobs=sampling.logprobs is not None,
-        return_prompt=given.return_token_ids,
-    )
+    given.request_id = new_id if given.request_id is None else given.request_id
+    return given, sampling, sampling.choice(limits, len(prompt_ids), "sampling_params")
 
 
 def token_answer(
-    request: TokenRequest, model: str, parts: Sequence[ResponsePart], session: Mapping[str, Any]
+    request: TokenFields, model: str, parts: Sequence[ResponsePart], session: Mapping[str, Any], *, logprobs: bool
 ) -> dict[str, Any]:
     """Return the answer to a request whose responses have ended. `session`: what is said about its session."""
     return {
         "request_id": request.request_id,
         "model": model,
         "created": int(time.time()),
-        "choices": [_choice(index, part, request.logprobs) for index, part in enumerate(parts)],
-        "usage": usage_of(len(request.prompt_ids), parts),
-        "prompt_token_ids": request.prompt_ids if request.return_prompt else None,
+        "choices": [_choice(index, part, logprobs) for index, part in enumerate(parts)],
+        "usage": usage_of(len(request.token_ids), parts),
+        "prompt_token_ids": request.token_ids if request.return_token_ids else None,
         "session": session.get("session"),
     }
 

@@ -281,7 +281,7 @@ class _Client:
         meta = await self._client.async_kv_retrieve_meta(keys=keys, partition_id=self.partition, create=False)
         return list(meta.custom_meta) if meta.size else []
 
-    async def clear(self, keys: list[str]) -> None:
+    async def remove(self, keys: list[str]) -> None:
         meta = await self._client.async_kv_retrieve_meta(keys=keys, partition_id=self.partition, create=False)
         if meta.size > 0:
             await self._client.async_clear_samples(meta)
@@ -305,26 +305,16 @@ class _Put:
         self.due = asyncio.Event()
 
 
-class QueueWriter:
+class QueueWriter(_Client):
     """The controller's side of the queue; it writes every finished prompt group as a whole, in one batched put.
 
     Groups that finish soon after a put began share the next one. A put takes some milliseconds and involves three
     processes, whatever its size: of one group of 16 it costs twice as much per row as of four.
     """
 
-    def __init__(self, client: _Client) -> None:
-        self._client = client
-        self._next: _Put | None = None  # takes further groups
-        self._writing: asyncio.Task[None] | None = None
-        self._next_at = 0.0
-
-    @classmethod
-    def attach(cls, partition: str, *, namespace: str, timeout_s: float, who: str = "") -> QueueWriter:
-        """Connect to the queue of `partition`; raises TimeoutError if it does not exist in time.
-
-        `who`: the name of this process in messages; by default its pid.
-        """
-        return cls(_Client.attach(partition, namespace=namespace, timeout_s=timeout_s, who=who))
+    _next: _Put | None = None  # takes further groups
+    _writing: asyncio.Task[None] | None = None
+    _next_at = 0.0
 
     async def put_group(self, trajectories: Sequence[Trajectory], *, more: bool = False) -> None:
         """Write all samples of a group, including failed ones; raises TimeoutError after the writer's `timeout_s`.
@@ -345,19 +335,19 @@ class QueueWriter:
     async def _write(self, put: _Put, before: asyncio.Task[None] | None) -> None:
         """Write some groups in one put, when the one before has ended and this one is due."""
         if before is not None:
-            await asyncio.wait([before], timeout=self._client.timeout_s)
+            await asyncio.wait([before], timeout=self.timeout_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._next_at - time.monotonic()):
                 await put.due.wait()
         self._next, self._writing = None, put.task
         self._next_at = time.monotonic() + PUT_INTERVAL_S
         fields, tags = join_rows(put.rows)
-        written = self._client.put([row.key for row in put.rows], fields, tags)
-        await self._client.submit(written, f"take {len(put.rows)} rows")
+        written = self.put([row.key for row in put.rows], fields, tags)
+        await self.submit(written, f"take {len(put.rows)} rows")
 
     async def clear(self, keys: Sequence[str]) -> None:
         """Remove rows; unknown keys are ignored."""
-        await self._client.submit(self._client.clear(list(keys)), f"clear {len(keys)} rows")
+        await self.submit(self.remove(list(keys)), f"clear {len(keys)} rows")
 
     async def settle(self) -> None:
         """Wait for the end of a put that is in progress. Cancels those calls of `put_group` that are in none yet."""
@@ -365,7 +355,7 @@ class QueueWriter:
             self._next.task.cancel()
             self._next = None
         if self._writing is not None:
-            await asyncio.wait([self._writing], timeout=self._client.timeout_s)
+            await asyncio.wait([self._writing], timeout=self.timeout_s)
 
     async def clear_all(self) -> None:
         """Remove every row, including those of a put that is in progress.
@@ -373,13 +363,9 @@ class QueueWriter:
         Cancels the calls of `put_group` whose rows are not in a put yet.
         """
         await self.settle()
-        keys = await self._client.submit(self._client.tags(), "list its rows")
+        keys = await self.submit(self.tags(), "list its rows")
         if keys:
             await self.clear(list(keys))
-
-    def close(self) -> None:
-        """Close the connections to the queue; its rows stay."""
-        self._client.close()
 
 
 class QueueReader(_Client):

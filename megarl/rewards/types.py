@@ -75,21 +75,17 @@ class RewardResult:
 
 
 @dataclass(frozen=True)
-class RewardOutcome:
+class RewardOutcome(RewardResult):
     """The reward of one sample; `error` is None, or tells why there is none.
 
     `score` is then `reward.on_error`, and 0 with `drop`, where `dropped` is true: the sample must not be trained on.
-    `redone`: how often it was scored again because its process had ended. `turn_rewards`: as `RewardResult` has them.
+    `redone`: how often it was scored again because its process had ended.
     """
 
-    score: float
-    components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     reason: ErrorReason | None = None
-    answer: str | None = None
     dropped: bool = False
     redone: int = 0
-    turn_rewards: tuple[float, ...] = ()
 
 
 RewardFunction = Callable[[RewardInput], RewardResult]

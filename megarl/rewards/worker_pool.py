@@ -23,8 +23,7 @@ from dataclasses import replace
 from megarl.common.errors import RolloutError
 from megarl.common.process.child_process import StartError
 from megarl.common.values import GIB
-from megarl.rewards.failures import Failures
-from megarl.rewards.process import RewardAnswer, RewardProcess
+from megarl.rewards.process import Failures, RewardAnswer, RewardProcess
 from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardOutcome, RewardSpec
 
 log = logging.getLogger(__name__)

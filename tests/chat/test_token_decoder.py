@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -49,14 +48,6 @@ def test_texts_are_those_of_the_tokenizer_without_special_tokens(sequences: list
     for each in (tokenizer, cleaning, Shouting(tokenizer_object=raw)):
         expected = [each.decode(ids, skip_special_tokens=True) for ids in sequences]
         assert TokenDecoder(each).texts(sequences) == expected
-
-
-@pytest.mark.parametrize("own", [PreTrainedTokenizerFast, Shouting])
-def test_special_tokens_are_left_out(own: Any) -> None:
-    tokenizer = own(tokenizer_object=make_tokenizer().backend_tokenizer)
-    ids = tokenizer("<|im_start|>two words<|im_end|>")["input_ids"]
-    [text] = TokenDecoder(tokenizer).texts([ids])
-    assert text == ("TWO WORDS" if own is Shouting else "two words")
 
 
 def test_a_thread_decodes_while_the_tokenizer_encodes() -> None:

@@ -16,14 +16,14 @@ import torch
 from megarl.common.process.processes import ProcessId, descendants, is_alive
 from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.replica import replica_name, restart_replica
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.replica_client import ReplicaClient
 from megarl.rollout.fleet.router import FULL
+from megarl.rollout.transport.rpc import ReplicaClient
 from tests.support.pool.pool import TestPool, start_pool
 from tests.support.pool.pool_checks import check_rows, command_of, inside, process_of, reference_logprobs, serve
 from tests.support.waiting import wait_until

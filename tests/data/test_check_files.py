@@ -175,20 +175,6 @@ def test_a_command_tells_them_before_anything_starts(
     assert [line.partition(": ")[0] for line in printed.out.splitlines()] == [f"{data}:{n}" for n in (9, "11:27", 13)]
 
 
-def test_a_dry_run_says_that_there_are_more_rows_than_it_has_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, data, path = make_tiny_model(tmp_path / "model"), tmp_path / "long.jsonl", tmp_path / "run.yaml"
-    data.write_text(write_problems(tmp_path / "good.jsonl", 8).read_text() + BAD)
-    path.write_text(json.dumps(tree(model, data, run__dir=str(tmp_path / "run"))))
-    monkeypatch.setattr(check_files, "MOST_ROWS", 8)
-    for command in (["plan"], ["train", "--dry-run"]):
-        capsys.readouterr()
-        assert main.main([*command, "--config", str(path)]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert told.endswith(f"note: {data}: the first 8 rows were checked; megarl plan --all-mistakes reads all")
-
-
 @pytest.mark.slow
 def test_the_list_may_end_before_its_reader_has_read_it(tmp_path: Path) -> None:
     model, data, path = make_tiny_model(tmp_path / "model"), tmp_path / "bad.jsonl", tmp_path / "run.yaml"

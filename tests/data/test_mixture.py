@@ -41,15 +41,6 @@ def test_each_set_has_its_share_of_every_prefix_and_its_draws_in_order(weights: 
     assert [count for count, weight in zip(drawn, weights, strict=True) if not weight and count] == []
 
 
-@given(st.integers(1, 20), st.integers(1, 20), SEEDS)
-def test_whole_periods_are_exact(a: int, b: int, seed: int) -> None:
-    """Weights a : b give exactly a and b of every a + b consecutive groups."""
-    mixed = mixture([a / 100, b / 100], seed)
-    for start in (0, 7, 10**12):
-        counts = Counter(mixed.at(group)[0] for group in range(start, start + a + b))
-        assert (counts[0], counts[1]) == (a, b)
-
-
 @given(st.lists(st.tuples(st.integers(1, 60), WEIGHTS.filter(lambda w: len(w) == 3)), max_size=5), SEEDS)
 def test_changes_of_the_weights_keep_the_draws_in_order_and_survive_a_resume(
     changes: list[tuple[int, list[float]]], seed: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,21 @@ def message(kind: str, content: Any) -> Frames:
     return [kind.encode(), msgpack.packb(content)]
 
 
-def run(tmp_path: Path, answer: Any, scenario: Callable[[EnvironmentClient, StandInServer], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        address = f"ipc://{tmp_path}/s"
-        server, client = StandInServer(address, answer), EnvironmentClient(address)
-        try:
-            async with asyncio.timeout(30):
-                await scenario(client, server)
-        finally:
-            await client.close()
-            server.close()
-
-    asyncio.run(bounded())
+Answer = Callable[[str, Any], list[Frames]]
 
 
-def test_the_traces_of_a_run_are_put_together_from_its_deltas(tmp_path: Path) -> None:
+@contextlib.asynccontextmanager
+async def connected(tmp_path: Path, answer: Answer) -> AsyncIterator[tuple[EnvironmentClient, StandInServer]]:
+    address = f"ipc://{tmp_path}/s"
+    server, client = StandInServer(address, answer), EnvironmentClient(address)
+    try:
+        yield client, server
+    finally:
+        await client.close()
+        server.close()
+
+
+async def test_the_traces_of_a_run_are_put_together_from_its_deltas(tmp_path: Path) -> None:
     repaired = {"trace": "t", "links": {0: [{}]}, "nodes": [{}], "set": {"ok": True, "rewards": {"r": {"score": 1.0}}}}
     gone = [{"trace": "u", "open": {"id": "u"}, "nodes": [{}]}, {"trace": "u", "discard": True}]
 
@@ -71,64 +72,53 @@ def test_the_traces_of_a_run_are_put_together_from_its_deltas(tmp_path: Path) ->
         assert method == "run" and content == REQUEST
         return [message("delta", each) for each in (OPEN, *gone, repaired)] + [message("reply", END)]
 
-    async def scenario(client: EnvironmentClient, server: StandInServer) -> None:
-        first, second = await asyncio.gather(client.run(REQUEST), client.run(REQUEST))
-        for [trace] in (first, second):
+    async with connected(tmp_path, answer) as (client, _):
+        for [trace] in await asyncio.gather(client.run(REQUEST), client.run(REQUEST)):
             assert (trace.nodes, trace.calls, trace.values["ok"]) == (3, 1, True)
             assert trace.values["rewards"] == {"r": {"score": 1.0}}
 
-    run(tmp_path, answer, scenario)
 
-
-def test_a_run_of_which_a_piece_is_missing_has_failed(tmp_path: Path) -> None:
-    async def scenario(client: EnvironmentClient, server: StandInServer) -> None:
-        with pytest.raises(EnvironmentFailed, match="of trace t 2 nodes and 1 calls arrived, but it has 3 nodes"):
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        (
+            [message("delta", OPEN), message("reply", END)],
+            "of trace t 2 nodes and 1 calls arrived, but it has 3 nodes",
+        ),
+        ([message("reply", END)], "of trace t nothing arrived"),
+        ([message("reply", {"success": False, "error": "ValidationError: no prompt"})], "ValidationError: no prompt"),
+    ],
+)
+async def test_a_run_that_is_refused_or_of_which_a_piece_is_missing_has_failed(
+    tmp_path: Path, answers: list[Frames], problem: str
+) -> None:
+    async with connected(tmp_path, lambda method, content: answers) as (client, _):
+        with pytest.raises(EnvironmentFailed, match=problem):
             await client.run(REQUEST)
-        server.answer = lambda method, content: [message("reply", END)]
-        with pytest.raises(EnvironmentFailed, match="of trace t nothing arrived"):
-            await client.run(REQUEST)
-
-    run(tmp_path, lambda method, content: [message("delta", OPEN), message("reply", END)], scenario)
-
-
-def test_a_refused_run_tells_the_server_s_reason(tmp_path: Path) -> None:
-    async def scenario(client: EnvironmentClient, server: StandInServer) -> None:
-        with pytest.raises(EnvironmentFailed, match="ValidationError: no prompt"):
-            await client.run(REQUEST)
-
-    run(
-        tmp_path,
-        lambda method, content: [message("reply", {"success": False, "error": "ValidationError: no prompt"})],
-        scenario,
-    )
 
 
 @pytest.mark.parametrize(
     "bad", [[b"delta", b"\xc1"], [b"delta", msgpack.packb({"nodes": []})], [b"reply", msgpack.packb(7)]]
 )
-def test_a_message_that_cannot_be_read_ends_its_own_run_only(tmp_path: Path, bad: Frames) -> None:
+async def test_a_message_that_cannot_be_read_ends_its_own_run_only(tmp_path: Path, bad: Frames) -> None:
     def answer(method: str, content: Any) -> list[Frames]:
         return [bad] if content["model"] == "bad" else [message("reply", {"success": True, "traces": []})]
 
-    async def scenario(client: EnvironmentClient, server: StandInServer) -> None:
+    async with connected(tmp_path, answer) as (client, _):
         with pytest.raises(EnvironmentFailed, match="cannot be read"):
             await client.run(REQUEST | {"model": "bad"})
         assert await client.run(REQUEST) == []
 
-    run(tmp_path, answer, scenario)
 
-
-def test_frames_that_belong_to_nobody_are_dropped(tmp_path: Path) -> None:
-    async def scenario(client: EnvironmentClient, server: StandInServer) -> None:
+async def test_frames_that_belong_to_nobody_are_dropped(tmp_path: Path) -> None:
+    reply = message("reply", {"success": True})
+    async with connected(tmp_path, lambda method, content: [[b"delta"], [], reply, reply]) as (client, _):
         assert await client.run(REQUEST) == []
         assert await client.health(30.0)
 
-    reply = message("reply", {"success": True})
-    run(tmp_path, lambda method, content: [[b"delta"], [], reply, reply], scenario)
 
-
-def test_a_cancelled_run_is_cancelled_at_the_server(tmp_path: Path) -> None:
-    async def scenario(client: EnvironmentClient, server: StandInServer) -> None:
+async def test_a_cancelled_run_is_cancelled_at_the_server(tmp_path: Path) -> None:
+    async with connected(tmp_path, lambda method, content: []) as (client, server):
         running = asyncio.create_task(client.run(REQUEST))
         while not server.asked:
             await asyncio.sleep(0.01)
@@ -140,11 +130,9 @@ def test_a_cancelled_run_is_cancelled_at_the_server(tmp_path: Path) -> None:
         [(name, _, _), (_, method, content)] = server.asked
         assert (method, content) == ("cancel", {"request_id": name})
 
-    run(tmp_path, lambda method, content: [], scenario)
 
-
-def test_runs_of_a_server_that_has_died_are_lost(tmp_path: Path) -> None:
-    async def scenario(client: EnvironmentClient, server: StandInServer) -> None:
+async def test_runs_of_a_server_that_has_died_are_lost(tmp_path: Path) -> None:
+    async with connected(tmp_path, lambda method, content: []) as (client, server):
         running = asyncio.create_task(client.run(REQUEST))
         while not server.asked:
             await asyncio.sleep(0.01)
@@ -155,5 +143,3 @@ def test_runs_of_a_server_that_has_died_are_lost(tmp_path: Path) -> None:
         nobody = EnvironmentClient(f"ipc://{tmp_path}/nobody")
         assert not await nobody.health(0.05)
         await nobody.close()
-
-    run(tmp_path, lambda method, content: [], scenario)

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import RolloutError
-from megarl.environments import env_server
-from megarl.environments.env_client import EnvironmentLost
-from megarl.environments.env_server import TOKEN_VARIABLE, EnvironmentServer, EnvironmentSpec
+from megarl.environments import env_client
+from megarl.environments.env_client import TOKEN_VARIABLE, EnvironmentLost, EnvironmentServer, EnvironmentSpec
 from tests.support.checkout import ROOT
 
 REQUEST = {"task_data": {}, "client": {}, "model": "m", "sampling": {}}
@@ -23,7 +22,7 @@ REQUEST = {"task_data": {}, "client": {}, "model": "m", "sampling": {}}
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env_server, "PROGRAM", ROOT / "tests/support/agents/environment_program.py")
+    monkeypatch.setattr(env_client, "PROGRAM", ROOT / "tests/support/agents/environment_program.py")
     monkeypatch.setenv("A_SECRET_OF_THE_RUN", "1")
 
 
@@ -101,10 +100,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     run(tmp_path, scenario, "broken")
 
 
-def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        spec = EnvironmentSpec(tmp_path / "python", {})
-        with pytest.raises(RolloutError, match=r"cannot be started: .* run make setup-environments"):
-            await EnvironmentServer(spec, tmp_path / "log", "t").run(REQUEST)
-
-    asyncio.run(scenario())
+async def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
+    spec = EnvironmentSpec(tmp_path / "python", {})
+    with pytest.raises(RolloutError, match=r"cannot be started: .* run make setup-environments"):
+        await EnvironmentServer(spec, tmp_path / "log", "t").run(REQUEST)

@@ -29,7 +29,7 @@ from megarl.environments.verifiers_loop import Verifiers
 from megarl.gateway.request_fields import SessionTerms, read_terms
 from megarl.gateway.token_file import write_gateway_file, write_token
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.agents.loop_host import find_loop
 from megarl.rollout.agents.trajectory_builder import sample_rows
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest
@@ -447,12 +447,9 @@ def test_a_client_without_headers_names_its_session_in_the_url(gateway: StandInG
     assert row.status == "ok" and len(row.response_ids) == 4
 
 
-def test_a_gateway_that_stays_away_is_named(tmp_path: Path) -> None:
-    async def wait() -> None:
-        await gateway_client.wait_for_gateway(tmp_path, 0.1)
-
+async def test_a_gateway_that_stays_away_is_named(tmp_path: Path) -> None:
     with pytest.raises(GatewayLost, match="waited 0 s for the gateway of the run to be open again: FileNotFoundError"):
-        asyncio.run(wait())
+        await gateway_client.wait_for_gateway(tmp_path, 0.1)
     with pytest.raises(GatewayLost, match="the address of the gateway cannot be read"):
         gateway_client.GatewayClient(tmp_path)
 

@@ -15,7 +15,7 @@ from megarl.config.schema.agent import AgentConfig
 from megarl.environments.env_client import TraceSoFar
 from megarl.environments.harness_loop import SampleFailed
 from megarl.environments.verifiers_loop import Verifiers, client_problem, reward_of
-from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.agents.loop_host import find_loop
 from tests.support.checkout import ROOT
 
 LOOP = "megarl.environments.verifiers_loop:Verifiers"

@@ -42,14 +42,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(correct, data):
     assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(expected, abs=1e-12)
 
 
-def test_pass_at_k_exact_values():
-    assert pass_at_k(4, 1, 1) == 0.25
-    assert pass_at_k(4, 1, 2) == 0.5
-    assert pass_at_k(4, 4, 3) == 1.0
-    assert pass_at_k(4, 0, 4) == 0.0
-    assert pass_at_k(200, 3, 100) == pytest.approx(1 - (100 * 99 * 98) / (200 * 199 * 198))
-
-
 @pytest.mark.parametrize("arguments", [(4, 5, 1), (4, 1, 0), (4, 1, 5), (4, -1, 1)])
 def test_pass_at_k_refuses_the_impossible(arguments):
     with pytest.raises(ValueError, match="pass@"):
@@ -74,24 +66,6 @@ def test_majority_is_the_vote_over_all_responses(pairs):
         rate[answer] = sum(judged) / len(judged)
     answers, correct = [answer for answer, _ in pairs], [ok for _, ok in pairs]
     assert majority_vote(answers, correct) == pytest.approx(vote(pairs, rate), abs=1e-12)
-
-
-@settings(deadline=None)
-@given(responses, st.randoms())
-def test_majority_does_not_depend_on_order(pairs, random):
-    shuffled = random.sample(pairs, len(pairs))
-    assert majority_vote(*zip(*pairs)) == pytest.approx(majority_vote(*zip(*shuffled)), abs=1e-12)
-
-
-def test_majority_exact_values():
-    assert majority_vote(["1", "2", "2"], [True, False, False]) == 0.0
-    assert majority_vote(["1", "2", "2"], [False, True, True]) == 1.0
-    assert majority_vote(["1", "2"], [True, False]) == 0.5  # a tie
-    assert majority_vote([None, None, "7"], [False, False, True]) == 1.0  # the others abstain
-    assert majority_vote([None, None], [False, False]) == 0.0
-    # AIME-like: 64 samples, many distinct answers.
-    answers = ["right"] * 10 + [str(i) for i in range(54)]
-    assert majority_vote(answers, [a == "right" for a in answers]) == 1.0
 
 
 def test_majority_refuses_bad_input():

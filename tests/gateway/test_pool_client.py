@@ -39,7 +39,7 @@ def test_requests_go_on_at_a_new_controller(gateways) -> None:
         assert later.result(60)["choices"][0]["token_ids"] == [31, 32, 33]
 
 
-def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
+async def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
     """Ray may not answer while it has lost the controller's node."""
     searches: list[str] = []
 
@@ -51,29 +51,14 @@ def test_a_search_for_the_controller_that_does_not_end_is_made_again() -> None:
             await asyncio.Event().wait()
         return found
 
-    async def scenario() -> None:
-        async with asyncio.timeout(30):
-            assert await ControllerClient("gateway", find, 0.1)._connect() is found
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(30):
+        assert await ControllerClient("gateway", find, 0.1)._connect() is found
     assert len(searches) == 2
 
 
 def test_requests_of_one_turn_share_a_call(gateways) -> None:
     gateway = gateways(count)
-    before = gateway.call(lambda parts: parts.controller.calls)
+    wait_until(lambda: gateway.call(lambda parts: parts.controller.calls) == 1, 60, "the link to the controller")
     generate(gateway, [10], max_tokens=3, n=50)
-    assert gateway.call(lambda parts: parts.controller.calls) == before + 1
+    assert gateway.call(lambda parts: parts.controller.calls) == 2
     assert len(gateway.call(lambda parts: parts.replicas[0].asked)) == 50
-
-
-def test_a_lost_replica_costs_nothing_but_time(gateways) -> None:
-    gateway = gateways(count, count=2)
-    first = gateway.call(lambda parts: parts.replicas[0])
-    first.pause_after = 50
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(generate, gateway, [10], max_tokens=100)
-        wait_until(lambda: not first.going.is_set(), 60, "half of the response")
-        gateway.call(lambda parts: setattr(parts.replicas[0], "dead", True))
-        assert asked.result(60)["choices"][0]["token_ids"] == [4 + (6 + i) % 90 for i in range(1, 101)]
-    assert gateway.call(lambda parts: parts.fleet.serving) == [1]

@@ -4,6 +4,7 @@ all."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,11 +45,8 @@ def model(directory: Path, calls: str) -> Path:
 
 
 def format_of(directory: Path, **settings: Any) -> ToolFormat:
-    text = ModelText(directory, (2,), **settings)
-    try:
+    with contextlib.closing(ModelText(directory, (2,), **settings)) as text:
         return asyncio.run(text.tool_format())
-    finally:
-        text.close()
 
 
 def test_hermes_takes_the_place_of_no_calls_only(tmp_path: Path) -> None:
@@ -63,8 +61,7 @@ def test_hermes_takes_the_place_of_no_calls_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_whose_calls_cannot_be_read_are_refused_and_use_up_no_request(tmp_path: Path, stream: bool) -> None:
     """A chat without tools is answered in the same session, which may make one request."""
-    gateway = StandInGateway(model(tmp_path, UNKNOWN), lambda request: [40, 41, 2])
-    try:
+    with contextlib.closing(StandInGateway(model(tmp_path, UNKNOWN), lambda request: [40, 41, 2])) as gateway:
         sampling = {"max_tokens": 2, "temperature": 1.0, "stop_token_ids": [2]}
         opening = {"sampling": sampling, "most_turns": 1}
         httpx.put(f"{gateway.url}/v1/sessions/s", json=opening, headers=HEADERS, timeout=60).raise_for_status()
@@ -72,19 +69,14 @@ def test_tools_whose_calls_cannot_be_read_are_refused_and_use_up_no_request(tmp_
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
         assert gateway.call(lambda parts: parts.replicas[0].asked) == []
         assert post(gateway, "/in/s/v1/chat/completions", CHAT).status_code == 200
-    finally:
-        gateway.close()
 
 
 def test_a_call_of_name_and_json_is_one_of_the_answer(tmp_path: Path) -> None:
     said = '<c>add<s>{"a": 1}</c><c>add<s>{"a": 2}</c>'
     directory = model(tmp_path, NAMED)
     ids = [*load_tokenizer(directory)(said, add_special_tokens=False)["input_ids"], 2]
-    gateway = StandInGateway(directory, lambda request: ids)
-    try:
+    with contextlib.closing(StandInGateway(directory, lambda request: ids)) as gateway:
         [choice] = post(gateway, "/v1/chat/completions", CHAT | {"tools": [TOOL]}).json()["choices"]
-    finally:
-        gateway.close()
     calls = [call["function"] for call in choice["message"]["tool_calls"]]
     assert calls == [{"name": "add", "arguments": f'{{"a": {number}}}'} for number in (1, 2)]
     assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"

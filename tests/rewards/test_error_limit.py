@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.failures import WINDOW, Failures
+from megarl.rewards.process import WINDOW, Failures
 
 
 @given(st.lists(st.booleans(), max_size=200), st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.integers(1, 80))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -92,12 +93,11 @@ def test_memory_is_limited_and_the_worker_that_is_full_is_replaced() -> None:
 
     A replaced worker starts within the time of its sample, so the pool has more of it than that of the other tests.
     """
-    pool = make_reward_pool(f"{MODULE}:hostile", timeout_s=PATIENT_S, on_error="drop", memory_gib=1.0)
-    asyncio.run(pool.start())
-    try:
+    with contextlib.closing(
+        make_reward_pool(f"{MODULE}:hostile", timeout_s=PATIENT_S, on_error="drop", memory_gib=1.0)
+    ) as pool:
+        asyncio.run(pool.start())
         outcomes = run(pool, "allocate", "ok 2", "leak 3", "leak 4", "leak 5", "leak 6")
-    finally:
-        pool.close()
     assert [each.score for each in outcomes] == [0.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert outcomes[0].reason == "memory" and "1 GiB (reward.memory_gib)" in str(outcomes[0].error)
     assert sum(each.redone for each in outcomes[1:]) >= 1
@@ -151,19 +151,17 @@ def test_the_first_failure_is_reported_with_the_traceback_and_the_limit_ends_the
 
 
 def test_a_function_that_never_returns_ends_the_pool_by_name() -> None:
-    pool = make_reward_pool(f"{MODULE}:by_response", timeout_s=0.3, max_error_share=0.5, min_errors=3, workers=2)
-    try:
+    with contextlib.closing(
+        make_reward_pool(f"{MODULE}:by_response", timeout_s=0.3, max_error_share=0.5, min_errors=3, workers=2)
+    ) as pool:
         futures = [pool.submit(RewardInput("", "hang")) for _ in range(6)]
         failed = [error for future in futures if (error := future.exception(timeout=60)) is not None]
         assert failed and all("by_response' failed for 3 of the latest 3 samples" in str(each) for each in failed)
         assert "timeout: no reward after 0.3 s" in str(failed[0])
-    finally:
-        pool.close()
 
 
 def test_who_waits_is_told_for_which_function() -> None:
-    pool = make_reward_pool(f"{MODULE}:by_response", timeout_s=60.0)
-    try:
+    with contextlib.closing(make_reward_pool(f"{MODULE}:by_response", timeout_s=60.0)) as pool:
         asyncio.run(pool.start())
         assert pool.waiting() == ""
         pool.submit(RewardInput("", "hang"))
@@ -171,15 +169,10 @@ def test_who_waits_is_told_for_which_function() -> None:
         wait_until(lambda: "is running" in pool.waiting(), 60, "the first sample to be sent")
         assert pool.waiting().startswith("; 2 samples wait for their reward; reward function")
         assert "by_response' is running" in pool.waiting()
-    finally:
-        pool.close()
 
 
 def test_a_component_whose_name_no_metric_can_have_is_refused() -> None:
-    pool = make_reward_pool(f"{MODULE}:slashed")
-    try:
+    with contextlib.closing(make_reward_pool(f"{MODULE}:slashed")) as pool:
         (outcome,) = run(pool, "x")
         assert outcome.reason == "invalid"
         assert "component 'format/ok'" in str(outcome.error) and "'format_ok'" in str(outcome.error)
-    finally:
-        pool.close()

@@ -105,24 +105,18 @@ def test_a_hang_holds_up_nobody_on_the_other_worker(pool: RewardPool) -> None:
 @pytest.mark.slow
 def test_samples_after_a_hang_in_the_same_batch_are_still_judged() -> None:
     """One worker, batches of many: the hanging one is found among them, the rest goes to the replacement."""
-    pool = make_reward_pool(FUNCTION, workers=1, timeout_s=TIMEOUT_S)
-    pool._sample_seconds = 1e-4  # as after many cheap samples
-    try:
+    with contextlib.closing(make_reward_pool(FUNCTION, workers=1, timeout_s=TIMEOUT_S)) as pool:
+        pool._sample_seconds = 1e-4  # as after many cheap samples
         outcomes = run(pool, *(["ok 1"] * 10), "hang", *(["ok 2"] * 10), "crash", *(["ok 3"] * 10))
         assert [o.score for o in outcomes] == [1.0] * 10 + [0.0] + [2.0] * 10 + [0.0] + [3.0] * 10
         assert Counter(o.reason for o in outcomes) == {None: 30, "timeout": 1, "crash": 1}
-    finally:
-        pool.close()
 
 
 @pytest.mark.slow
 def test_the_limit_is_per_sample_not_per_batch() -> None:
-    pool = make_reward_pool(FUNCTION, workers=1, timeout_s=3.0)
-    pool._sample_seconds = 1e-4
-    try:
+    with contextlib.closing(make_reward_pool(FUNCTION, workers=1, timeout_s=3.0)) as pool:
+        pool._sample_seconds = 1e-4
         assert [o.score for o in run(pool, *["sleep 0.3"] * 12)] == [1.0] * 12
-    finally:
-        pool.close()
 
 
 @pytest.mark.slow
@@ -157,13 +151,10 @@ def test_a_killed_worker_is_replaced(pool: RewardPool) -> None:
 
 
 def test_a_stopped_worker_is_waited_for_no_longer_than_for_a_reward() -> None:
-    process = RewardProcess([RewardSpec(FUNCTION)], 120.0)
-    try:
+    with contextlib.closing(RewardProcess([RewardSpec(FUNCTION)], 120.0)) as process:
         process.wait_ready()
         os.kill(process._child.pid, signal.SIGSTOP)
         assert "did not take its samples within 0.2 s" in process.send([(1, bytes(1 << 24))], 0.2)
-    finally:
-        process.close()
 
 
 class EndsWhenSent:
@@ -190,26 +181,20 @@ def test_a_process_that_ends_whenever_it_is_sent_samples_is_not_replaced_for_eve
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megarl.rewards.worker_pool.RewardProcess", EndsWhenSent)
-    pool = make_reward_pool(FUNCTION, workers=1)
-    pool._sample_seconds = 1e-4
-    try:
+    with contextlib.closing(make_reward_pool(FUNCTION, workers=1)) as pool:
+        pool._sample_seconds = 1e-4
         for outcome in run(pool, "ok", "ok"):
             assert outcome.reason == "crash" and str(outcome.error).endswith("the latest: exit code 9")
         assert EndsWhenSent.started <= 2 * MAX_NOT_TAKEN + 1
-    finally:
-        pool.close()
 
 
 def test_an_error_in_the_pool_itself_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before anything was sent."""
-    pool = make_reward_pool(FUNCTION, workers=1)
-    asyncio.run(pool.start())
-    monkeypatch.setattr(pool, "_run", lambda *of: 1 / 0)
-    try:
+    with contextlib.closing(make_reward_pool(FUNCTION, workers=1)) as pool:
+        asyncio.run(pool.start())
+        monkeypatch.setattr(pool, "_run", lambda *of: 1 / 0)
         with pytest.raises(RewardPoolError, match="ZeroDivisionError"):
             run(pool, "ok", "ok")
-    finally:
-        pool.close()
 
 
 def test_an_abandoned_sample_is_not_judged() -> None:
@@ -244,15 +229,12 @@ def test_an_abandoned_sample_is_not_judged() -> None:
     ],
 )
 def test_a_function_that_cannot_work_is_found_at_the_start(function: str, kwargs: dict, message: str) -> None:
-    pool = make_reward_pool(function, kwargs, workers=1)
-    try:
+    with contextlib.closing(make_reward_pool(function, kwargs, workers=1)) as pool:
         with pytest.raises(ValueError) as caught:
             asyncio.run(pool.start())
         assert message in str(caught.value)
         with pytest.raises(RewardPoolError):
             run(pool, "ok")
-    finally:
-        pool.close()
 
 
 def test_what_another_process_cannot_receive_is_found_at_once() -> None:
@@ -333,9 +315,8 @@ def test_one_pool_runs_the_functions_of_several_sets() -> None:
         assert asyncio.run(score()) == [1.0, 0.0, 1.0, 3.0] and len(worker_pids(pool)) == 1
     finally:
         pool.close()
-    broken = RewardPool([RewardSpec("gsm8k"), RewardSpec(f"{MODULE}:nothing", {}, "data.sets.1.reward")], **options)
-    try:
+    with contextlib.closing(
+        RewardPool([RewardSpec("gsm8k"), RewardSpec(f"{MODULE}:nothing", {}, "data.sets.1.reward")], **options)
+    ) as broken:
         with pytest.raises(ValueError, match=r"data\.sets\.1\.reward: reward\.function .* has no attribute 'nothing'"):
             asyncio.run(broken.start())
-    finally:
-        broken.close()

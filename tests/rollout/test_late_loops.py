@@ -18,10 +18,10 @@ from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.engine import continuation
 from megarl.rollout.engine.continuation import GroupDeadline
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
+from megarl.rollout.fleet.engine_pool import RequestCoalescer
 from megarl.rollout.transport import background
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeBatcher, FakeRewards, FakeSource, local_controller

@@ -100,9 +100,9 @@ class Accounts:
         taken = self.admission.batch(number)
         assert taken is not None
         ok, failed = taken
-        reused = self.admission.reused(number)
+        reused = sorted(self.admission.taken(number).reused)
         tags = [tag for group in sorted([*ok, *failed, *reused]) for tag in self.tags[group]]
-        replaced = self.admission.replaced(number)
+        replaced = self.admission.taken(number).replaced
         plan = plan_step(tags, self.config, dp_size=2, version=number, replaced=replaced, reused=reused)
         if skips and (skipped := plan.skipped()) is not None:
             plan = skipped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -18,11 +19,10 @@ LONG_S = 120.0
 
 
 def run(program: str, *packages: str) -> RunResult:
-    sandbox = Sandbox(Limits(timeout_s=LONG_S, cpu_s=60, memory_mib=1024), slots=1, packages=packages)
-    try:
+    with contextlib.closing(
+        Sandbox(Limits(timeout_s=LONG_S, cpu_s=60, memory_mib=1024), slots=1, packages=packages)
+    ) as sandbox:
         return sandbox.run_now(program)
-    finally:
-        sandbox.close()
 
 
 def test_numpy_and_sympy_compute() -> None:

@@ -172,19 +172,15 @@ def test_runs_are_bounded_and_the_others_wait_their_turn(sandbox: Sandbox) -> No
     assert asyncio.run(many()) == [f"{number}\n" for number in range(12)]
 
 
-def test_a_wait_for_a_place_is_bounded_and_named() -> None:
+async def test_a_wait_for_a_place_is_bounded_and_named() -> None:
     busy = Sandbox(Limits(timeout_s=LONG_S, cpu_s=30), slots=1, queue_s=0.5)
-
-    async def second() -> None:
-        first = asyncio.ensure_future(busy.run("import time; time.sleep(1000)"))
-        await eventually(lambda: bool(sandboxes_of(os.getpid())))
-        with pytest.raises(SandboxBusyError, match=r"waited 0\.5 s for one of the 1 places"):
-            await busy.run("print(1)")
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-
-    asyncio.run(second())
+    first = asyncio.ensure_future(busy.run("import time; time.sleep(1000)"))
+    await eventually(lambda: bool(sandboxes_of(os.getpid())))
+    with pytest.raises(SandboxBusyError, match=r"waited 0\.5 s for one of the 1 places"):
+        await busy.run("print(1)")
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
     busy.close()
     assert sandboxes_of(os.getpid()) == []
 
@@ -200,43 +196,32 @@ def gone(name: str) -> None:
     wait_until(lambda: not processes_with(name), LONG_S, f"the end of process {name}")
 
 
-def test_a_cancelled_run_leaves_nothing(sandbox: Sandbox) -> None:
+async def test_a_cancelled_run_leaves_nothing(sandbox: Sandbox) -> None:
     name = unique_name()
-
-    async def cancelled() -> None:
-        run = asyncio.ensure_future(sandbox.run(NAMED.format(name=name) + "import time; time.sleep(1000)"))
-        await eventually(lambda: bool(processes_with(name)))
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-
-    asyncio.run(cancelled())
+    run = asyncio.ensure_future(sandbox.run(NAMED.format(name=name) + "import time; time.sleep(1000)"))
+    await eventually(lambda: bool(processes_with(name)))
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
     gone(name)
 
 
-def test_close_ends_what_runs(sandbox: Sandbox) -> None:
+async def test_close_ends_what_runs(sandbox: Sandbox) -> None:
     name = unique_name()
-
-    async def closed() -> None:
-        run = asyncio.ensure_future(sandbox.run(NAMED.format(name=name) + "import time; time.sleep(1000)"))
-        await eventually(lambda: bool(processes_with(name)))
-        await asyncio.to_thread(sandbox.close)
-        assert processes_with(name) == []
-        with pytest.raises(SandboxError):
-            await run
-
-    asyncio.run(closed())
+    run = asyncio.ensure_future(sandbox.run(NAMED.format(name=name) + "import time; time.sleep(1000)"))
+    await eventually(lambda: bool(processes_with(name)))
+    await asyncio.to_thread(sandbox.close)
+    assert processes_with(name) == []
+    with pytest.raises(SandboxError):
+        await run
 
 
-def test_runs_that_wait_when_the_sandbox_is_closed_are_told(sandbox: Sandbox) -> None:
-    async def waiting() -> None:
-        runs = [asyncio.ensure_future(sandbox.run("import time; time.sleep(1000)")) for _ in range(5)]
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(sandbox.close)
-        results = await asyncio.gather(*runs, return_exceptions=True)
-        assert [type(result) for result in results] == [SandboxError] * 5
-
-    asyncio.run(waiting())
+async def test_runs_that_wait_when_the_sandbox_is_closed_are_told(sandbox: Sandbox) -> None:
+    runs = [asyncio.ensure_future(sandbox.run("import time; time.sleep(1000)")) for _ in range(5)]
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(sandbox.close)
+    results = await asyncio.gather(*runs, return_exceptions=True)
+    assert [type(result) for result in results] == [SandboxError] * 5
 
 
 def test_nothing_is_left_when_the_process_that_uses_the_sandbox_is_killed() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.cluster.pool.pool_process import read_state
 from megarl.queue.dump import read_batch
-from megarl.rollout.resume.loop_records import INTERRUPTED
+from megarl.rollout.resume.group_progress import INTERRUPTED
 from megarl.telemetry.trace.files import read_events
 from tests.support.models.calling_model import teach_calls
 from tests.support.pool.leftovers import assert_nothing_left, of_private_directory

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.common.trust.run_secret import run_secret
 from megarl.queue.dump import DumpedBatch, read_batch
-from megarl.rollout.agents.sample_times import PARTS
+from megarl.rollout.agents.batch_stats import PARTS
 from megarl.telemetry.trace.files import read_events
 from tests.support.attacks.open_sockets import check_on_loopback
 from tests.support.pool.leftovers import assert_nothing_left

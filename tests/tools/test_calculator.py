@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from examples.rl.tools.calculator import CalculationError, Calculator, calculate
@@ -48,18 +46,14 @@ def test_what_is_not_computed(expression: str, told: str) -> None:
         calculate(expression)
 
 
-def test_the_tool() -> None:
+async def test_the_tool() -> None:
     tool = Calculator()
-
-    async def calls() -> None:
-        answer = await tool.call({"expression": "6 * 7"}, timeout_s=60.0)
-        assert (answer.text, answer.error) == ("42", False)
-        for wrong in ({}, {"expression": 5}, {"expression": "1", "more": 1}, {"expression": "1/0"}):
-            answer = await tool.call(wrong, timeout_s=60.0)
-            assert answer.error and answer.text.startswith("error: ")
-        await tool.close()
-
-    asyncio.run(calls())
+    answer = await tool.call({"expression": "6 * 7"}, timeout_s=60.0)
+    assert (answer.text, answer.error) == ("42", False)
+    for wrong in ({}, {"expression": 5}, {"expression": "1", "more": 1}, {"expression": "1/0"}):
+        answer = await tool.call(wrong, timeout_s=60.0)
+        assert answer.error and answer.text.startswith("error: ")
+    await tool.close()
     assert schema_of(tool)["function"]["parameters"]["required"] == ["expression"]
 
 

@@ -64,13 +64,9 @@ def test_one_object_in_another_process_answers_all_calls(make: Made) -> None:
     assert len(call(tool, "long").text) <= 1_000_000
 
 
-def test_calls_run_at_once(make: Made) -> None:
+async def test_calls_run_at_once(make: Made) -> None:
     tool = make()
-
-    async def many() -> list[ToolAnswer]:
-        return await asyncio.gather(*(tool.call({"how": "slow"}, timeout_s=LONG_S) for _ in range(200)))
-
-    answers = asyncio.run(many())
+    answers = await asyncio.gather(*(tool.call({"how": "slow"}, timeout_s=LONG_S) for _ in range(200)))
     assert len({pid_of(each) for each in answers}) == 1 and len(answers) == 200
     assert make.noted().index("slow ended") > 10, "they wait for each other"
 
@@ -195,17 +191,13 @@ def test_a_closed_tool_has_closed_its_object_and_has_no_processes(make: Made) ->
     assert call(tool, "x") == ToolAnswer("error: misbehaving: it is closed", error=True)
 
 
-def test_calls_that_are_open_when_the_tool_is_closed_end(make: Made) -> None:
+async def test_calls_that_are_open_when_the_tool_is_closed_end(make: Made) -> None:
     tool = make(idempotent=True)  # which must not begin again
-
-    async def close_meanwhile() -> ToolAnswer:
-        running = asyncio.ensure_future(tool.call({"how": "wait"}, timeout_s=LONG_S))
-        while not make.path.exists():
-            await asyncio.sleep(0.01)
-        await tool.close()
-        return await running
-
-    answer = asyncio.run(close_meanwhile())
+    running = asyncio.ensure_future(tool.call({"how": "wait"}, timeout_s=LONG_S))
+    while not make.path.exists():
+        await asyncio.sleep(0.01)
+    await tool.close()
+    answer = await running
     assert answer.error and "closed" in answer.text
     assert make.noted() == ["wait", "closed"]
 
@@ -238,13 +230,9 @@ def test_a_class_that_cannot_be_made(name: str, kind: type[Exception], told: str
     assert not {each.pid for each in psutil.Process(os.getpid()).children(recursive=True)} - before
 
 
-def test_it_works_in_any_event_loop_and_thread(make: Made) -> None:
+async def test_it_works_in_any_event_loop_and_thread(make: Made) -> None:
     tool = make()
     answers: list[ToolAnswer] = []
-
-    async def from_thread() -> None:
-        work: Callable[[], None] = lambda: answers.append(call(tool, "there"))  # noqa: E731
-        await asyncio.gather(asyncio.to_thread(work), asyncio.to_thread(work))
-
-    asyncio.run(from_thread())
+    work: Callable[[], None] = lambda: answers.append(call(tool, "there"))  # noqa: E731
+    await asyncio.gather(asyncio.to_thread(work), asyncio.to_thread(work))
     assert len({pid_of(each) for each in answers}) == 1 and len(answers) == 2

@@ -139,18 +139,14 @@ def test_a_long_answer_is_cut(make: Callable[..., ProcessTool]) -> None:
 
 
 @pytest.mark.slow
-def test_calls_wait_for_a_process_only_within_their_time(make: Callable[..., ProcessTool]) -> None:
+async def test_calls_wait_for_a_process_only_within_their_time(make: Callable[..., ProcessTool]) -> None:
     tool = make("misbehave")
-
-    async def two() -> ToolAnswer:
-        first = asyncio.ensure_future(tool.call({"how": "hang"}, timeout_s=LONG_S))
-        await asyncio.sleep(0)
-        second = await tool.call({"how": "x"}, timeout_s=0.5)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        return second
-
-    answer = asyncio.run(two())
+    first = asyncio.ensure_future(tool.call({"how": "hang"}, timeout_s=LONG_S))
+    await asyncio.sleep(0)
+    answer = await tool.call({"how": "x"}, timeout_s=0.5)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
     assert answer.error and "none of its 1 processes became free in 0.5 s" in answer.text
-    assert call(tool, how="next").text.startswith("next by")  # the cancelled call gave its process up
+    answer = await tool.call({"how": "next"}, timeout_s=LONG_S)
+    assert answer.text.startswith("next by"), "the cancelled call gave its process up"

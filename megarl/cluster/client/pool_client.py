@@ -207,13 +207,13 @@ class PoolClient:
     def drain(self) -> None:
         """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
         bound = self.timeouts.generate_s + CALL_MARGIN_S
-        self._call("drain", (), {}, bound, note=lambda _: self._record.drained())
+        self._call("drain", (), {}, bound, note=lambda _: self._record.note(admits=False))
 
     def announce(self, version: int) -> None:
         """Report that engines are about to be given `version`, which their tokens may carry from now on."""
 
         def note(answer: None) -> None:
-            self._record.announced(version)
+            self._record.note(announced=version)
             self._syncing = threading.get_ident()
 
         self._call("announce", (version,), {}, self.timeouts.rpc_s, note=note)
@@ -231,7 +231,7 @@ class PoolClient:
 
     def admit(self, needed: int) -> Counters:
         """Start every group that the published version allows. `needed`: the step for whose batch the trainer waits."""
-        note = lambda _: self._record.admitted(needed)  # noqa: E731
+        note = lambda _: self._record.note(admits=True, needed=needed)  # noqa: E731
         counters: Counters = self._call("admit", (needed,), {}, self.timeouts.rpc_s, note=note)[0]
         return counters
 
@@ -308,7 +308,7 @@ class PoolClient:
 
     def start_evaluation(self, version: int, label: str) -> None:
         """Begin to evaluate every held-out set alongside training. Every replica serves `version` now."""
-        note = lambda _: self._record.evaluating(label)  # noqa: E731
+        note = lambda _: self._record.note(evaluation=label)  # noqa: E731
         self._call("start_evaluation", (version, label), {}, self.timeouts.rpc_s, note=note)
 
     def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:

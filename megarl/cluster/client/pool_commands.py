@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -23,14 +23,6 @@ from megarl.config.schema.job import TimeoutsConfig
 MARGIN_S = 30.0  # by which a command's own bounds end before the wait for its answer
 
 Action = Literal["list", "drain", "undrain", "remove", "add"]
-# The method of the controller that does it.
-METHODS: Mapping[Action, str] = {
-    "list": "list_replicas",
-    "drain": "drain_replica",
-    "undrain": "undrain_replica",
-    "remove": "remove_replica",
-    "add": "add_replicas",
-}
 
 
 def ask_pool(
@@ -59,11 +51,11 @@ def ask_pool(
         raise ConfigError([f"{error}; run the command on a host of the run, such as {handle.host}"]) from error
     import ray
 
-    arguments = () if action == "list" else (number,)
+    method, arguments = ("list_replicas", ()) if action == "list" else ("change_pool", (action, number))
     try:
         controller = ray.get_actor(CONTROLLER, namespace=handle.namespace)
         answer = call_once(
-            controller, METHODS[action], arguments, {}, timeout_s=bound_s, reach_s=config.timeouts.rpc_s,
+            controller, method, arguments, {}, timeout_s=bound_s, reach_s=config.timeouts.rpc_s,
             check=handle.check_parts,
         )  # fmt: skip
     except ray.exceptions.GetTimeoutError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.client.connection import ConnectionCut, call_once
 from megarl.common.errors import PoolEnded, ReplicaFailed
-from megarl.rollout.fleet.replica_client import as_rollout_error
+from megarl.rollout.transport.rpc import as_rollout_error
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

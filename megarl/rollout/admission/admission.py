@@ -43,8 +43,7 @@ from typing import Any
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission_log import Event, held_steps
 from megarl.rollout.admission.counters import Counters, Taken, check_ends, check_numbers, check_uses
-from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
-from megarl.rollout.admission.reusable_groups import ReplayUse, ReusableGroups
+from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups, ReplayUse, ReusableGroups
 
 
 class Admission:
@@ -252,7 +251,7 @@ class Admission:
     def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
         """Take the new groups of `step`: (trainable, failed), each sorted; None while they are not ready.
 
-        They are ready when enough groups are finished, or can be filled up with groups that are used again (`reused`),
+        They are ready when enough groups are finished, or can be filled up with groups that are used again,
         and none is in flight whose last step this is. Without `needed` nothing is filled up: the trainer has other
         work. A second call for the same step returns the same groups. Raises ValueError for a step out of order.
         """
@@ -269,8 +268,8 @@ class Admission:
         self._taken[step] = Taken(ok, failed, sorted(self._replaced), oldest, reused)
         self._replaced = []
         self._released += self._reusable.drop(self._usable)
-        event = {"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self.replaced(step)}
-        self._record(event | self._if_reusing(reused=self.reused(step)))
+        event = {"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self._taken[step].replaced}
+        self._record(event | self._if_reusing(reused=sorted(reused)))
         return ok, failed
 
     def _fills_up(self, missing: int) -> bool:
@@ -281,25 +280,17 @@ class Admission:
         """
         return not self._taken and self._ready.any_ok and len(self._reusable) >= missing
 
-    def reused(self, step: int) -> list[int]:
-        """Return the groups, sorted, that `step` trains again. Raises KeyError as `replaced` does."""
-        return sorted(self._taken[step].reused)
-
     def take_released(self) -> list[int]:
         """Return the groups, sorted, whose rows no step needs any more; each group of the queue once."""
         released, self._released = sorted(self._released), []
         return released
 
     def taken(self, step: int) -> Taken:
-        """Return what `step` has taken. Raises KeyError as `replaced` does."""
-        return self._taken[step]
-
-    def replaced(self, step: int) -> list[int]:
-        """Return the groups, sorted, that were replaced before `step` was taken; its commit settles them as filtered.
+        """Return what `step` has taken; its commit settles the replaced groups as filtered.
 
         Raises KeyError if the step was not taken, or is committed.
         """
-        return self._taken[step].replaced
+        return self._taken[step]
 
     def awaited(self, step: int) -> list[int]:
         """Return the groups in flight, sorted, of which `step` must wait for at least one more. Empty: for none.

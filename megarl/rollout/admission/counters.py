@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.rollout.admission.reusable_groups import ReplayUse
+from megarl.rollout.admission.groups_in_flight import ReplayUse
 
 
 @dataclass(frozen=True)

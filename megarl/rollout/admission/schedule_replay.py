@@ -18,7 +18,7 @@ from megarl.queue.trajectory import SampleTag
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import Event
 from megarl.rollout.admission.counters import Taken
-from megarl.rollout.admission.reusable_groups import ReplayUse
+from megarl.rollout.admission.groups_in_flight import ReplayUse
 
 
 class ScheduleMismatch(ValueError):  # noqa: N818
@@ -153,9 +153,9 @@ class _Replay:
         step = event["step"]
         taken = self.admission.batch(step)
         _same(f"batch of step {step} (trainable, failed)", (event["ok"], event["failed"]), taken)
-        _same(f"groups replaced before step {step}", event["replaced"], self.admission.replaced(step))
+        _same(f"groups replaced before step {step}", event["replaced"], self.admission.taken(step).replaced)
         reused = event.get("reused", [])
-        _same(f"groups that step {step} uses again", reused, self.admission.reused(step))
+        _same(f"groups that step {step} uses again", reused, sorted(self.admission.taken(step).reused))
         pace = self.admission.pace
         self.batches[step] = ScheduledBatch(step, event["ok"], event["failed"], event["replaced"], pace, reused=reused)
 

@@ -1,53 +1,95 @@
-"""The protocols of an agent loop and of the context that it runs in."""
+"""An agent loop, and its context, which counts its requests and calls, bounds them, and records what a resume uses."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
+from megarl.common.errors import RolloutError, ToolFailed, TrajectoryFull
+from megarl.common.values import changed
+from megarl.config.schema.agent import LOOP_TURNS
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, Turn
+from megarl.rewards.worker_pool import RewardPool
+from megarl.rollout.agents.batch_stats import BatchStats, TrajectoryTimes
+from megarl.rollout.agents.loop_run import LoopRun
+from megarl.rollout.agents.trajectory_builder import defect
 from megarl.rollout.engine.continuation import GroupDeadline
-from megarl.rollout.engine.messages import GenerateResult
-from megarl.rollout.tasks.prompts import PromptTask
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.resume.group_progress import INTERRUPTED, CallRecord, FrozenLoop, call_digest
 from megarl.rollout.tasks.toolbox import Toolbox
-from megarl.tools.tool import ToolAnswer
+from megarl.rollout.transport.gather import BatchDecoder
+from megarl.telemetry.trace import events
+from megarl.tools.tool import Tool, ToolAnswer
 
 LoopState = TypeVar("LoopState")
 
+MOST_NAME_CHARACTERS = 64  # of a tool's name in an event
+GRACE_S = 90.0  # beyond its time, after which a call is given up; a tool may let calls wait for a place first
+FROZEN_BYTES = 8 << 20  # of a loop's state, as JSON
 
-class AgentContext(Protocol):
+
+class AgentContext:
     """One sample of one prompt group, and the services that its loop may use."""
 
-    group_id: int
-    sample_index: int
-    prompt: PromptTask
+    def __init__(
+        self, run: LoopRun, sample_index: int, toolbox: Toolbox | None, rewards: RewardPool, decoder: BatchDecoder
+    ) -> None:
+        self.prompt, self.group_id, self.sample_index = run.job.prompt, run.job.group, sample_index
+        self._run, self._progress, self._toolbox = run, run.progress, toolbox
+        self._rewards, self._decoder = rewards, decoder
+        self._requests = self._calls = 0
+        self._replica: int | None = None  # of the last response
+        self._results: dict[int, GenerateResult] = {}  # of this attempt
+        self.times = TrajectoryTimes(self.group_id, sample_index, time.monotonic())
 
     @property
-    def rng(self) -> random.Random:
-        """Seeded by the run's seed, the group and the sample: a loop that draws from nothing else is reproducible."""
-        ...
+    def place(self) -> tuple[int, int]:
+        """The group and the index of the sample."""
+        return self.group_id, self.sample_index
 
     @property
-    def toolbox(self) -> Toolbox:
-        """The tools, the dialogue and the bounds of the prompt's data set."""
-        ...
+    def stats(self) -> BatchStats:
+        """The measurements to add to."""
+        return self._run.stats
 
     @property
     def deadline(self) -> GroupDeadline | None:
         """The time at which the responses of the group, and then its loops, have to end; None if there is none."""
-        ...
+        return self._run.deadline
 
     @property
     def trains(self) -> bool:
         """True for a sample of the run's groups, False for a response of an evaluation."""
-        ...
+        return self._run.job.evaluated is None
 
     @property
     def seed(self) -> int | None:
         """The seed of the first request of the sample; None for a greedy response."""
-        ...
+        return self._run.job.seed_of(self.sample_index, 0)
+
+    @property
+    def turns(self) -> int:
+        """The number of requests that the loop has made."""
+        return self._requests
+
+    @cached_property
+    def rng(self) -> random.Random:
+        """Seeded by the run's seed, the group and the sample: a loop that draws from nothing else is reproducible."""
+        return random.Random(request_seed(self._run.job.seed, self.group_id, self.sample_index))
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """The tools, the dialogue and the bounds of the prompt's data set. Raises RolloutError for a single turn."""
+        if self._toolbox is None:
+            raise RolloutError("agent.loop: single_turn has no toolbox; name the loop that needs it in the config")
+        return self._toolbox
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
         """Sample the model's continuation of `token_ids` with the sampling of the prompt's set.
@@ -60,7 +102,108 @@ class AgentContext(Protocol):
         RolloutError if no replica is left, none has room within `timeouts.generate_s`, or its group is failed at
         its deadline.
         """
-        ...
+        self._check_room(token_ids)
+        turn, self._requests = self._requests, self._requests + 1
+        request = self._request(token_ids, turn)
+        if max_tokens is not None and max_tokens < request.sampling.max_tokens:
+            request = changed(request, sampling=changed(request.sampling, max_tokens=max_tokens))
+        self._progress.begin(request, (self.sample_index, turn))
+        begin = time.monotonic()
+        result = self._results[turn] = await self._run.generate(request, (self.sample_index, turn), self._replica)
+        stats = self.stats
+        stats.generate_seconds.append(result.seconds)
+        stats.continued += result.lost_replicas > 0
+        stats.cut += result.cut
+        self._note_turn(turn, result, begin)
+        self._replica = result.replica if result.replica >= 0 else self._replica
+        return result
+
+    def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
+        """Return request number `turn` with the sampling of the prompt's set."""
+        job = self._run.job
+        return GenerateRequest(
+            request_id=f"{job.name}-{self.sample_index}-{turn}",
+            prompt_ids=list(token_ids),
+            sampling=self.prompt.sampling,
+            seed=job.seed_of(self.sample_index, turn),
+            priority=0 if job.evaluated is None else job.evaluated.priority,
+        )
+
+    def _check_room(self, token_ids: Sequence[int]) -> None:
+        if self._toolbox is None:  # a single response, whose prompt was checked
+            return
+        most, turns = self._toolbox.max_model_len, self._toolbox.bounds.max_turns or LOOP_TURNS
+        if most is not None and len(token_ids) >= most:
+            told = f"the prompt of request {self._requests} of sample {self.group_id}:{self.sample_index} has"
+            raise TrajectoryFull(f"{told} {len(token_ids)} tokens; with one of a response it may have {most}")
+        if self._requests >= turns:
+            told = f"sample {self.group_id}:{self.sample_index} has made {turns} requests"
+            raise TrajectoryFull(f"{told}, and may make no more (agent.max_turns)")
+
+    def _note_turn(self, turn: int, result: GenerateResult, begin: float) -> None:
+        end = time.monotonic()
+        self.times.add_turn(result, end - begin)
+        if self.trains:
+            version = result.versions[-1].version if result.versions else None
+            decode_s = max(0.0, result.seconds - result.queue_s - result.prefill_s)
+            events.record(
+                "turn", begin, end, group=self.group_id, sample=self.sample_index,
+                replica=result.replica, version=version, args={
+                    "turn": turn, "tokens": len(result.response_ids),
+                    "queue_s": round(max(0.0, end - begin - result.seconds) + result.queue_s, 4),
+                    "prefill_s": round(result.prefill_s, 4), "decode_s": round(decode_s, 4),
+                },
+            )  # fmt: skip
+
+    def finished(self, turn: int) -> GenerateResult:
+        """Return the result of request number `turn` of this sample, of this attempt or one before.
+
+        Raises RolloutError if there is none that has ended.
+        """
+        if turn in self._results:
+            return self._results[turn]
+        part = self._progress.finished((self.sample_index, turn))
+        if part is None or part.finish_reason is None:
+            name = f"{self.group_id}:{self.sample_index}"
+            raise RolloutError(f"sample {name} was to go on after turn {turn}, of which no response is kept")
+        ids, logprobs = part.response_ids, part.logprobs
+        return GenerateResult(f"turn {turn}", ids, logprobs, part.versions, part.finish_reason, -1)
+
+    @property
+    def _loop(self) -> FrozenLoop:
+        return self._progress.loops.get(self.sample_index) or FrozenLoop()
+
+    def freeze(self, state: object) -> None:
+        """Keep the loop's state: a dataclass that msgspec can write as JSON.
+
+        A run that resumes begins the loop again, and `frozen` gives it this state; requests and calls are counted from
+        here then. A loop that freezes nothing is run from its beginning: it gets the same responses and answers, as far
+        as it asks for the same. Raises ValueError for a state of more than 8 MiB, and TypeError for one that msgspec
+        cannot write.
+        """
+        content = msgspec.json.encode(state)
+        if len(content) > FROZEN_BYTES:
+            raise ValueError(
+                f"the state that the loop of sample {self.group_id}:{self.sample_index} freezes has {len(content)} "
+                f"bytes of JSON; {FROZEN_BYTES} at most, because each change of it is sent and written"
+            )
+        text = content.decode()
+        self._progress.record(self.sample_index, self._loop.freeze(text, self._requests, self._calls))
+
+    def frozen(self, kind: type[LoopState]) -> LoopState | None:
+        """Return what the loop has frozen last in an attempt before; None in the first one.
+
+        Raises RolloutError for a state of another loop.
+        """
+        loop = self._loop
+        if not loop.state:
+            return None
+        try:
+            state = msgspec.json.decode(loop.state, type=kind)
+        except msgspec.MsgspecError as error:
+            raise RolloutError(f"the frozen state of a loop is no {kind.__name__}: {error}") from error
+        self._requests, self._calls = loop.requests, loop.begun_calls
+        return state
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool; its answer, at most `agent.max_tool_output_chars` long, may be an error.
@@ -70,27 +213,32 @@ class AgentContext(Protocol):
         attempt before is not made again. Raises RolloutError if the tool itself fails, or its intent cannot be
         recorded.
         """
-        ...
-
-    def freeze(self, state: object) -> None:
-        """Keep the loop's state: a dataclass that msgspec can write as JSON.
-
-        A run that resumes begins the loop again, and `frozen` gives it this state; requests and calls are counted from
-        here then. A loop that freezes nothing is run from its beginning: it gets the same responses and answers, as far
-        as it asks for the same. Raises ValueError for a state of more than 8 MiB.
-        """
-        ...
-
-    def frozen(self, kind: type[LoopState]) -> LoopState | None:
-        """Return what the loop has frozen last in an attempt before; None in the first one."""
-        ...
-
-    def finished(self, turn: int) -> GenerateResult:
-        """Return the result of request number `turn` of this sample, of this attempt or one before.
-
-        Raises RolloutError if there is none that has ended.
-        """
-        ...
+        number, self._calls = self._calls, self._calls + 1
+        digest = call_digest(tool, arguments)
+        known, found = self._loop.known(number, digest), self.toolbox.tools.get(tool)
+        if known is not None and known.text is not None:
+            return ToolAnswer(known.text, known.error)
+        if known is not None and found is not None and not found.idempotent:
+            return self._answered(number, CallRecord(digest, INTERRUPTED, error=True))
+        if found is None:
+            names = ", ".join(self.toolbox.tools) or "none"
+            return self._answered(number, CallRecord(digest, f"there is no tool {tool!r}; there are: {names}", True))
+        if reason := self._used_up(number):
+            return self._answered(number, CallRecord(digest, reason, error=True))
+        self._record(number, CallRecord(digest))
+        if not found.idempotent:
+            await self._run.persist()
+        started = time.monotonic()
+        answer = await self._timed(found, arguments, self._left_s())
+        ended = time.monotonic()
+        seconds = ended - started
+        self.times.tool_s += seconds
+        if self.trains:
+            events.record(
+                "tool", started, ended, group=self.group_id, sample=self.sample_index,
+                args={"tool": tool[:MOST_NAME_CHARACTERS], "error": int(answer.error)},
+            )  # fmt: skip
+        return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds))
 
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """Score a response with the reward function; None if the response failed and is not scored.
@@ -99,11 +247,88 @@ class AgentContext(Protocol):
 
         `turns`: the whole trajectory, for functions that look at it. The response that is judged is `result` alone.
         """
-        ...
+        if defect(result):
+            return None
+        _, outcome = await self._judged(result, turns)
+        return outcome
+
+    async def _judged(self, result: GenerateResult, turns: Sequence[Turn]) -> tuple[str, RewardOutcome]:
+        """Return the text of a response and what the reward function says of it."""
+        text = await self._decoder.text(result.response_ids)
+        started = time.monotonic()
+        reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
+        if turns:
+            reward_input = changed(reward_input, turns=tuple(turns))
+        outcome: RewardOutcome = await self._rewards.score(reward_input, self.prompt.reward)
+        stats, ended = self.stats, time.monotonic()
+        stats.reward_seconds.append(ended - started)
+        self.times.reward_s += ended - started
+        if self.trains:
+            events.record(
+                "reward", started, ended, group=self.group_id, sample=self.sample_index,
+                args={"error": int(outcome.error is not None)},
+            )  # fmt: skip
+        if outcome.error is not None:
+            stats.reward_errors[outcome.reason or "error"] += 1  # the pool reports them
+        stats.rewards_redone += outcome.redone
+        return text, outcome
+
+    def note_times(self) -> None:
+        """Take note of where the time of the sample went, at its end."""
+        times, now = self.times, time.monotonic()
+        times.end(now, time.time())
+        self.stats.note_times(times)
+        events.record(
+            "trajectory", times.began, now, group=self.group_id, sample=self.sample_index, replica=times.replica,
+            args=times.args(),
+        )  # fmt: skip
 
     def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
         """Measure a loop that ends: its turns, the calls that could not be read, and an answer that did not fit."""
-        ...
+        self.stats.turns.append(turns)
+        self.stats.malformed_calls += malformed
+        self.stats.overflows += overflow
+
+    def _used_up(self, number: int) -> str:
+        bounds = self.toolbox.bounds
+        if number >= bounds.max_tool_calls:
+            return f"no call is left of {bounds.max_tool_calls}; answer without a tool"
+        if self._left_s() <= 0:
+            return "no time is left for tools; answer without one"
+        return ""
+
+    def _left_s(self) -> float:
+        """Return the seconds that a call may take now."""
+        bounds = self.toolbox.bounds
+        left = bounds.max_tool_seconds - sum(call.seconds for call in self._loop.calls.values())
+        if self.deadline is not None:
+            left = min(left, self.deadline.at - time.monotonic())
+        return min(left, bounds.tool_timeout_s)
+
+    async def _timed(self, tool: Tool, arguments: Mapping[str, Any], limit_s: float) -> ToolAnswer:
+        try:
+            async with asyncio.timeout(limit_s + GRACE_S) as limit:
+                answer: object = await tool.call(arguments, timeout_s=limit_s)
+        except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return ToolAnswer(f"the tool has not answered within {limit_s:.3g} s", error=True)
+            raise ToolFailed(f"the tool {tool.name!r} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(answer, ToolAnswer):
+            raise ToolFailed(f"the tool {tool.name!r} has to return a ToolAnswer, not {type(answer).__name__}")
+        return answer
+
+    def _answered(self, number: int, call: CallRecord) -> ToolAnswer:
+        assert call.text is not None
+        text = self.toolbox.shortened(call.text)  # errors too: they repeat what the model wrote
+        self._record(number, changed(call, text=text))
+        self.stats.tool_calls += 1
+        self.stats.tool_errors += call.error
+        if call.seconds:  # else it was not made
+            self.stats.tool_seconds.append(call.seconds)
+        return ToolAnswer(text, call.error)
+
+    def _record(self, number: int, call: CallRecord) -> None:
+        self._progress.record(self.sample_index, self._loop.record(number, call))
 
 
 class AgentLoop(Protocol):

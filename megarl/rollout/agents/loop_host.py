@@ -1,26 +1,120 @@
-"""The loop host: runs agent loops in its process, which is the controller's or an agent worker's."""
+"""The loop host: finds the loop of a config and runs it in this process, the controller's or an agent worker's."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 from megarl.common.errors import RequestFailed, RolloutError, ToolFailed, TrajectoryFull
+from megarl.common.imports import imported
+from megarl.common.trust.secret_references import resolved
+from megarl.config.schema.agent import HARNESS, SINGLE_TURN, TOOL_AGENT, AgentConfig
+from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.queue.trajectory import Trajectory
+from megarl.rewards.builtin.gsm8k import final_number
+from megarl.rewards.builtin.math import last_boxed
+from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.context import SampleContext
-from megarl.rollout.agents.eval_context import EvalContext, EvaluatedResponse
 from megarl.rollout.agents.loop_run import LoopRun
-from megarl.rollout.agents.trajectory_builder import failed_trajectory, sample_rows
+from megarl.rollout.agents.tool_agent import ToolAgent
+from megarl.rollout.agents.trajectory_builder import failed_trajectory, sample_rows, trajectory
+from megarl.rollout.engine.messages import GenerateResult
 from megarl.rollout.engine.teachers.teacher_client import Teachers
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.transport.background import CANCEL_S
-from megarl.rollout.transport.batch_decoder import BatchDecoder
+from megarl.rollout.transport.gather import BatchDecoder
+
+# The context of an agent loop that answers a held-out problem, and what an evaluation keeps of its end.
+
+
+@dataclass(frozen=True)
+class EvaluatedResponse:
+    """The end of a loop in an evaluation. `record`: its line of `eval_LABEL.jsonl`; `versions`: of its tokens."""
+
+    scored: ScoredResponse
+    record: dict[str, Any]
+    versions: frozenset[int]
+
+
+class EvalContext(AgentContext):
+    """The context of one response to a held-out problem. Nothing of it is kept for a resume."""
+
+    _text, _outcome, _turns = "", RewardOutcome(0.0), tuple[Turn, ...]()
+
+    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
+        """See `AgentContext.judge`."""
+        self._turns = tuple(turns)
+        self._text, self._outcome = await self._judged(result, turns)
+        return self._outcome
+
+    async def ended(self, made: Trajectory | Sequence[Trajectory]) -> EvaluatedResponse:
+        """Return the end of the loop; of several trajectories the longest one is reported."""
+        rows = sample_rows(made, *self.place)
+        longest = max(rows, key=lambda row: len(row.response_ids))
+        versions = frozenset(span.version for row in rows for span in row.versions if span.version >= 0)
+        return EvaluatedResponse(self._scored(longest), await self._line(longest), versions)
+
+    def _scored(self, row: Trajectory) -> ScoredResponse:
+        """Return what the report needs of the trajectory that the loop has returned."""
+        failure = None
+        error = self._outcome.error
+        if row.status == "failed" and row.failure != error:  # that of a reward that drops its sample
+            failure = SampleFailure("generation", row.failure)
+        elif error is not None:
+            failure = SampleFailure("reward", error)
+        return ScoredResponse(
+            score=row.reward,
+            answer=answer_of(self._text, self._outcome),
+            tokens=len(row.response_ids),
+            truncated=row.finish_reason == "length",
+            failure=failure,
+        )
+
+    async def _line(self, row: Trajectory) -> dict[str, Any]:
+        """Return the line of `eval_LABEL.jsonl`; `response` is the model's last turn."""
+        place = self._run.job.evaluated
+        assert place is not None
+        turns = {"turns": [asdict(turn) for turn in self._turns]} if self._toolbox is not None else {}  # of an agent
+        return {
+            "index": place.index,
+            "mode": place.mode,
+            "sample": place.sample,
+            "prompt": await self._decoder.text(self.prompt.ids),
+            "response": self._text,
+            **turns,
+            "reference": self.prompt.answer,
+            "score": row.reward,
+            "components": row.reward_components,
+            "error": self._outcome.error,
+            "finish_reason": row.finish_reason,
+            "response_tokens": len(row.response_ids),
+            "versions": [[span.version, span.start, span.end] for span in row.versions],
+        }
+
+
+def answer_of(text: str, outcome: RewardOutcome) -> str | None:
+    """Return the final answer as a string for voting; None if there is none.
+
+    It is the answer that the reward function judged; for a function that does not return its answer, what is boxed,
+    else the last number. None if the function failed or could not parse an answer.
+    """
+    if outcome.answer is not None:
+        return outcome.answer
+    if outcome.error is not None or outcome.components.get("parsed", 1.0) == 0.0:
+        return None
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return "".join(boxed.split())
+    number = final_number(text)
+    return None if number is None else str(number)
+
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +180,7 @@ class LoopHost:
         job = run.job
         loop = Demonstrate() if job.prompt.demonstrations else self.loop
         toolbox = self._toolboxes.get(job.prompt.dataset)
-        contexts = [SampleContext(run, index, toolbox, self.rewards, self._decoder) for index in job.samples]
+        contexts = [AgentContext(run, index, toolbox, self.rewards, self._decoder) for index in job.samples]
         results = await _ended([_run_sample(loop, each) for each in contexts], run, loop)
         rows = [row for each, made in zip(contexts, results, strict=True) for row in sample_rows(made, *each.place)]
         return await self._taught(_of_set(rows, job.prompt.dataset), run)
@@ -120,7 +214,7 @@ class LoopHost:
         return rows
 
 
-async def _run_sample(loop: AgentLoop, context: SampleContext) -> LoopResult:
+async def _run_sample(loop: AgentLoop, context: AgentContext) -> LoopResult:
     try:
         result = await loop.run(context)
     except TrajectoryFull as full:  # of this sample alone; those alongside it may have had shorter ones
@@ -174,3 +268,42 @@ def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list
 def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
     """Return the trajectories with the name of their data set; there is none if the run has only one."""
     return [replace(row, dataset=dataset) for row in rows] if dataset else rows
+
+
+# The agent loop of single-turn tasks: one response to the prompt, scored once.
+
+
+class SingleTurn:
+    """Samples one response and scores it."""
+
+    async def run(self, ctx: AgentContext) -> Trajectory:
+        """Return the trajectory of one response."""
+        result = await ctx.generate(ctx.prompt.ids)
+        outcome = await ctx.judge(result)
+        return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, result, outcome)
+
+
+def find_loop(agent: AgentConfig) -> AgentLoop:
+    """Return the loop `single_turn`, `tool_agent`, `harness`, or an instance of the class `package.module:Class`.
+
+    Raises ValueError that tells what is wrong with the path, the arguments or the class.
+    """
+    if agent.loop in (SINGLE_TURN, TOOL_AGENT):
+        return SingleTurn() if agent.loop == SINGLE_TURN else ToolAgent()
+    if agent.loop == HARNESS:
+        # A layer above this one, found like a loop of the user's.
+        made: Any = importlib.import_module("megarl.environments.harness_loop").Harness.of(agent)
+        return cast(AgentLoop, made)
+    found: Any = imported(agent.loop, "agent.loop:")
+    if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
+        raise ValueError(f"agent.loop: {agent.loop!r} must be a class with a method `async def run(self, ctx)`")
+    try:
+        made = found(**resolved(agent.kwargs, "agent.kwargs"))
+    except TypeError as error:
+        raise ValueError(f"agent.loop: {agent.loop!r} cannot be made with agent.kwargs: {error}") from error
+    except ValueError:  # it says itself which argument is wrong
+        raise
+    except Exception as error:
+        raise ValueError(f"agent.loop: {agent.loop!r} failed with {type(error).__name__}: {error}") from error
+    loop: AgentLoop = made
+    return loop

@@ -11,9 +11,8 @@ from megarl.config.schema import Config
 from megarl.evaluation.harness import Mode
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.batch_stats import BatchStats
-from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.continuation import Generate, GroupDeadline, RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
-from megarl.rollout.engine.request_context import Generate, RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
 from megarl.rollout.tasks.prompts import EvalSet, PromptSource, PromptTask

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -226,3 +226,24 @@ class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
             responses.cut()
             return
         raise responses.unfinished_at(f"at the group's deadline of {self.seconds:g} s (rollout.group_deadline_s)")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """Goes with a request from its loop to the replica. Requests with the same prefix have the same context.
+
+    `prefix`: such requests share the beginning of their prompts and go to one replica; None shares nothing. `home`: a
+    number that alone determines the replica. `near`: a replica that has the prefix in its cache (see `Router.assign`).
+    `deadline`: when the responses have to end. `tokens`: those that responses have already, by request id; they are
+    continued, and it is kept up to date.
+    """
+
+    prefix: Hashable = None
+    home: int | None = None
+    near: int | None = None
+    deadline: GroupDeadline | None = None
+    tokens: MutableMapping[str, ResponsePart] | None = None
+
+
+Generate = Callable[[GenerateRequest, RequestContext], Coroutine[Any, Any, GenerateResult]]
+"""The way of a request to the engines (`RequestCoalescer.generate`)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megarl.common.process.memory_tuning import begin_start, end_start
@@ -55,11 +56,8 @@ def start_engines_fast() -> None:
 CPU_BATCHED_TOKENS = 8192
 
 
-def engine_dtype(config: Config) -> str:
-    """Return the dtype of the engines: `rollout.dtype`, or the trainer's precision for `auto`."""
-    if config.rollout.dtype != "auto":
-        return config.rollout.dtype
-    return {"bf16": "bfloat16", "fp32": "float32"}[config.trainer.precision]
+# The dtype of engines by the trainer's precision, where `rollout.dtype` is `auto`.
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None) -> dict[str, Any]:
@@ -77,7 +75,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "model": str(hf_files(config.model.path)),
         "tensor_parallel_size": rollout.tensor_parallel,
         "distributed_executor_backend": "mp" if rollout.tensor_parallel > 1 else single,
-        "dtype": engine_dtype(config),
+        "dtype": _DTYPES[config.trainer.precision] if rollout.dtype == "auto" else rollout.dtype,
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": not cuda,
         "max_model_len": rollout.max_model_len or max_model_len,
@@ -88,7 +86,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "enable_prefix_caching": True,
         "seed": config.run.seed,
     }
-    if not reads_weights(config):
+    if not reads_weights(rollout, config.model.path):
         arguments["load_format"] = "dummy"
     if cuda and rollout.tensor_parallel > 1 and not _has_flashinfer_kernels():
         # On Hopper and Blackwell vLLM 0.32 (config/vllm.py:171) fuses all-reduce and norm by FlashInfer, which without
@@ -107,12 +105,12 @@ def _has_flashinfer_kernels() -> bool:
     return declared or importlib.util.find_spec("flashinfer_cubin") is not None
 
 
-def reads_weights(config: Config) -> bool:
+def reads_weights(rollout: RolloutConfig, model: Path) -> bool:
     """Tell whether engines read the model's weights when they start; otherwise the first weight sync brings them.
 
     vLLM cannot read a Megatron checkpoint.
     """
-    return config.rollout.load_weights and megatron_step(config.model.path) is None
+    return rollout.load_weights and megatron_step(model) is None
 
 
 def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:

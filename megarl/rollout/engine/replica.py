@@ -25,9 +25,8 @@ from megarl.common.process.output import redirect_output
 from megarl.common.process.processes import ProcessId, die_with
 from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.schema import Config, TimeoutsConfig
-from megarl.rollout.engine.activity import ReplicaActivity
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
-from megarl.rollout.engine.engine_load import EngineMonitor, build_monitored
+from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
 from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
@@ -201,7 +200,7 @@ class EngineReplica:
         self._calls_of_link = RpcServer(lambda method, args: getattr(self, method)(*args)).link
         self._requests: EngineRequests
         self._failed: str | None = None
-        self._weights = WeightState(reads_weights(self.config))
+        self._weights = WeightState(reads_weights(self.config.rollout, self.config.model.path))
         self._version: str | None = None  # the label of what is generated now
         self._activity = ReplicaActivity(index)
         self._monitor = EngineMonitor(heard=self._activity.step)

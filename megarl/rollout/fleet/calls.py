@@ -10,18 +10,17 @@ works on it, or from its first reported token if no replica does because one was
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.engine.continuation import ResponsesSoFar
-from megarl.rollout.engine.request_context import RequestContext
+from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.replica_table import Lease, ReplicaTable
 from megarl.rollout.fleet.router import Router
@@ -70,26 +69,33 @@ class Call:
         return self.terms.foreign and not self.terms.of_group
 
 
-class RunningCalls:
-    """All calls of the fleet, and the wait for the end of those that are running."""
+class CallRunner:
+    """Places calls on replicas that serve and follows their reports.
 
-    def __init__(self) -> None:
+    A replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
+    it has reported. If none is left, they wait for a replacement that is coming. A request that an engine refuses says
+    nothing about the engine.
+    """
+
+    def __init__(self, table: ReplicaTable, router: Router, timeouts: TimeoutsConfig, report_interval_s: float) -> None:
+        self._table, self._router, self._timeouts = table, router, timeouts
+        self._report_interval_s = report_interval_s
         self._calls: set[Call] = set()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # set when a call has ended, or may not be running any more
+        self._stopping: set[asyncio.Task[None]] = set()
 
-    @contextlib.contextmanager
-    def of(self, call: Call) -> Iterator[None]:
-        """Know a call during the block."""
+    async def run(
+        self, context: RequestContext, requests: Sequence[GenerateRequest], background: bool, terms: CallTerms
+    ) -> list[GenerateResult]:
+        """See `EnginePool.generate`."""
+        call = Call(ResponsesSoFar(requests, context.tokens), background, terms)
         self._calls.add(call)
         try:
-            yield
+            await self._finish(call, context)
+            return call.responses.results()
         finally:
             self._calls.discard(call)
-            self.changed()
-
-    def changed(self) -> None:
-        """Let `end` look again, because a call that a replica has left may not be running any more."""
-        self._changed.set()
+            self._changed.set()
 
     def on(self, replica: int) -> int:
         """Return the number of unfinished responses on which a replica works, those that it gives up included."""
@@ -107,43 +113,18 @@ class RunningCalls:
                 async with asyncio.timeout(until - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
-                raise _not_ended(running, timeout_s) from None
+                left: Counter[str] = Counter()
+                for call in running:
+                    where = "no replica" if call.replica is None else f"replica {call.replica}"
+                    left[where] += len(call.responses.unfinished)
+                by_name = ", ".join(f"{name}: {number}" for name, number in sorted(left.items()))
+                raise RolloutError(
+                    f"a publication waited {timeout_s:.0f} s (timeouts.generate_s) for {left.total()} running requests "
+                    f"to end (rollout.partial_rollout: false): {by_name}"
+                ) from None
 
-
-def _not_ended(running: list[Call], timeout_s: float) -> RolloutError:
-    left: Counter[str] = Counter()
-    for call in running:
-        left["no replica" if call.replica is None else f"replica {call.replica}"] += len(call.responses.unfinished)
-    by_name = ", ".join(f"{name}: {number}" for name, number in sorted(left.items()))
-    return RolloutError(
-        f"a publication waited {timeout_s:.0f} s (timeouts.generate_s) for {left.total()} running requests to end "
-        f"(rollout.partial_rollout: false): {by_name}"
-    )
-
-
-class CallRunner:
-    """Places calls on replicas that serve and follows their reports.
-
-    A replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
-    it has reported. If none is left, they wait for a replacement that is coming. A request that an engine refuses says
-    nothing about the engine.
-    """
-
-    def __init__(
-        self,
-        table: ReplicaTable,
-        router: Router,
-        calls: RunningCalls,
-        timeouts: TimeoutsConfig,
-        report_interval_s: float,
-    ) -> None:
-        """`calls`: those that are run, which learn when a replica has left one."""
-        self._table, self._router, self._calls, self._timeouts = table, router, calls, timeouts
-        self._report_interval_s = report_interval_s
-        self._stopping: set[asyncio.Task[None]] = set()
-
-    async def run(self, call: Call, context: RequestContext) -> None:
-        """Bring every response of a call to its end. Errors are those of `EnginePool.generate`."""
+    async def _finish(self, call: Call, context: RequestContext) -> None:
+        """Bring every response of a call to its end."""
         responses, deadline = call.responses, context.deadline
         timeout_s = math.inf if call.background or call.terms.foreign else self._timeouts.generate_s
         while responses.unfinished:
@@ -168,7 +149,7 @@ class CallRunner:
                 logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, known, error)
             finally:
                 call.replica = None
-                self._calls.changed()
+                self._changed.set()
 
     async def _serve(self, context: RequestContext, lease: Lease, call: Call, timeout_s: float) -> None:
         """Have a replica work on the unfinished responses, which are placed on it, until all have ended.

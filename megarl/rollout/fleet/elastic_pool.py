@@ -11,46 +11,22 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import NoPlace, RolloutError
-from megarl.config.schema import Config, TimeoutsConfig
-from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, replica_name, restart_replica
+from megarl.config.schema import TimeoutsConfig
+from megarl.rollout.engine.replica import EndedReplica, replica_name
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.replica_client import ReplicaClient
 from megarl.rollout.fleet.replica_table import Replica, State
+from megarl.rollout.transport.rpc import ReplicaClient
 from megarl.telemetry.trace import events
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-# Finds the actors of a run's replicas, which the supervisor creates, and makes the run's fleet of them.
 
-
-async def attach_fleet(spec: ReplicaSpec, config: Config, *, wait: bool = True) -> EnginePool:
-    """Wait until the replicas of the run's start exist; without `wait`, one that does not exist has ended.
-
-    Raises RolloutError naming the first that does not within `timeouts.engine_start_s`.
-    """
-    timeouts = config.timeouts
-    replicas = await _find_replicas(spec.namespace, config.rollout.replicas, timeouts.engine_start_s, wait)
-    logs = Path(spec.run_dir) / "logs"
-    fleet = EnginePool(
-        replicas,
-        timeouts,
-        lambda index, old: restart_replica(spec, index, old, timeouts),
-        lambda index: f"see {logs / f'replica-{index}.log'}",
-        report_interval_s=config.rollout.report_interval_s,
-        sync_restarts=config.weight_sync.restarts,
-    )
-    if not wait:
-        fleet.table.leave_out(int(path.stem.removeprefix("replica-")) for path in logs.glob("replica-*.log"))
-    return fleet
-
-
-async def _find_replicas(namespace: str, count: int, start_s: float, wait: bool) -> dict[int, Any]:
-    """Return the actors of the run's start, by index."""
+async def find_replicas(namespace: str, count: int, start_s: float, wait: bool) -> dict[int, Any]:
+    """Return the actors of the run's start, by index. Without `wait`, one that does not exist has ended."""
     import ray
 
     replicas: dict[int, Any] = {}

@@ -13,19 +13,28 @@ from typing import TYPE_CHECKING, Any
 from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.engine.continuation import ResponsesSoFar
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.placement import HeldDevices
-from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.calls import GROUP_TERMS, Call, CallRunner, CallTerms, RunningCalls
-from megarl.rollout.fleet.replica_client import ReplicaClient, as_rollout_error
+from megarl.rollout.fleet.calls import GROUP_TERMS, CallRunner, CallTerms
 from megarl.rollout.fleet.replica_table import Replica, ReplicaTable
 from megarl.rollout.fleet.router import PublicationHold, Router
 from megarl.rollout.fleet.speed import rate_metrics
+from megarl.rollout.transport.rpc import ReplicaClient, as_rollout_error
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+
+import time
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+
+from megarl.rollout.agents.batch_stats import BusyClock
+from megarl.rollout.transport.background import cancel_all
+from megarl.rollout.transport.gather import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +79,7 @@ class EnginePool:
         # For as long as running responses may take to end, and then a weight sync with all its attempts.
         self._hold = PublicationHold(timeouts.generate_s + replacement_s)
         self._router = Router(self.table, self._hold, replacement_s)
-        self._calls = RunningCalls()
-        self._runner = CallRunner(self.table, self._router, self._calls, timeouts, self._report_interval_s)
+        self._calls = CallRunner(self.table, self._router, timeouts, self._report_interval_s)
 
     def client(self, index: int, actor: ActorHandle) -> ReplicaClient:
         """Return what calls the actor of a replica."""
@@ -145,10 +153,7 @@ class EnginePool:
         one is coming, RolloutError if the group fails by its deadline, if no replica has room within
         `timeouts.generate_s`, or if one that works has not ended them within that time.
         """
-        call = Call(ResponsesSoFar(requests, context.tokens), background, terms)
-        with self._calls.of(call):
-            await self._runner.run(call, context)
-            return call.responses.results()
+        return await self._calls.run(context, requests, background, terms)
 
     @property
     def report_bound_s(self) -> float:
@@ -300,3 +305,68 @@ class EnginePool:
 def all_attempts_s(timeouts: TimeoutsConfig, sync_restarts: int) -> float:
     """Return the seconds that all attempts at a weight sync can take, with a restart between two of them."""
     return (sync_restarts + 1) * timeouts.weight_sync_s + sync_restarts * timeouts.engine_start_s
+
+
+# Gathering of requests: those made in one turn of the event loop share one Ray call.
+#
+# A Ray call costs as much time as 50 short tokens.
+
+
+class RequestCoalescer:
+    """Takes single requests and sends those that share a turn of the event loop and a prefix in one call."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        chunk: int | None = None,
+        in_turn: bool = False,
+        background: bool = False,
+        clock: BusyClock | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`chunk`: the most requests in one call (None: no bound). `clock` records when calls are sent and answered.
+
+        `in_turn`: calls without a home go to the replicas in turn instead of by load. `background`: see
+        `EnginePool.generate`.
+        """
+        self._pool, self._chunk, self._in_turn, self._clock, self._now = pool, chunk, in_turn, clock, now
+        self._background = background
+        self._turns: dict[tuple[Hashable, int | None], Turn[GenerateRequest, GenerateResult]] = {}
+        self._tasks: set[asyncio.Task[Sequence[GenerateResult]]] = set()
+        self._calls = 0
+
+    async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
+        """Return the response to one request. Raises what the pool raised for the call that carried the request."""
+        key = context.prefix, context.home
+        turn = self._turns.get(key)
+        if turn is None or not turn.open or len(turn.joined) == self._chunk:
+            if context.prefix is None:
+                context = replace(context, prefix=request.request_id)
+            if context.home is None and self._in_turn:
+                context = replace(context, home=self._calls)
+            turn = self._turns[key] = Turn(partial(self._call, key, self._calls, context))
+            self._calls += 1
+            self._tasks.add(turn.task)
+            turn.task.add_done_callback(self._tasks.discard)
+        return await turn.join(request)
+
+    async def cancel(self) -> None:
+        """Cancel every open call, and every `generate` that waits for one. Raises as `cancel_all`."""
+        await cancel_all(self._tasks, "calls to engines")
+
+    async def _call(
+        self, key: tuple[Hashable, int | None], number: int, context: RequestContext, requests: list[GenerateRequest]
+    ) -> Sequence[GenerateResult]:
+        if (last := self._turns.get(key)) is not None and not last.open:
+            del self._turns[key]
+        seconds = 0.0
+        if self._clock is not None:
+            self._clock.enter(number, self._now())
+        try:
+            results = await self._pool.generate(context, requests, background=self._background)
+            seconds = max(result.seconds for result in results)
+            return results
+        finally:
+            if self._clock is not None:
+                self._clock.leave(number, self._now(), seconds)

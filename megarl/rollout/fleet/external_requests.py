@@ -4,31 +4,26 @@ They go through the fleet like those of training groups, so they wait out a publ
 replica is lost; admission knows nothing of them. Some are of the run's own groups, whose samples a harness acts for:
 these have the group's deadline, and a publication that lets responses end waits for them.
 
-The gateway begins many in one call. One call of the gateway waits for news of all of them: a call per response would
-cost more than a short response. News are repeated until the gateway has asked for the next ones, so an answer that is
-lost on its way loses no token.
+Their messages share few calls (`transport/link.py`): a call per response would cost more than a short response.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from megarl.common.errors import RequestFailed, RolloutError, clear_text
-from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline, RequestContext
 from megarl.rollout.engine.messages import GenerateRequest
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart, tokens_from
 from megarl.rollout.fleet.calls import CallTerms
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.background import cancel_all
-from megarl.rollout.transport.gather import Replay
+from megarl.rollout.transport.link import LinkServer
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +50,19 @@ class ExternalRequest:
     of_group: bool = False
     deadline: GroupDeadline | None = None
 
+    @property
+    def size(self) -> int:
+        """About how many numbers it has."""
+        return len(self.request.prompt_ids)
+
+
+@dataclass(frozen=True)
+class ExternalDrop:
+    """Nobody waits any more for the request of a name. One that is not known, or has ended, is ignored."""
+
+    name: str
+    size = 1
+
 
 @dataclass(frozen=True)
 class ExternalNews:
@@ -63,6 +71,7 @@ class ExternalNews:
     `replica`: the one that ended it, -1 before; `error`: the message of a failure.
     """
 
+    name: str
     part: ResponsePart
     replica: int = -1
     failure: Failure = ""
@@ -74,47 +83,38 @@ class ExternalNews:
         return self.part.finish_reason is not None or bool(self.failure)
 
 
-@dataclass(frozen=True)
-class ExternalReport:
-    """The news of all requests, by request id. `number` counts the reports of one gateway."""
+class _Open(dict[str, ResponsePart]):
+    """A request, and by its name the tokens so far. `tell`: called with it when it has more.
 
-    number: int
-    news: dict[str, ExternalNews]
+    `until`: by `time.monotonic`; `told`: tokens that were in earlier news; `end`: without the tokens; `waits`: it has
+    news that no call has taken.
+    """
 
+    size = 64  # of its news, as they are on average
 
-class _Tokens(dict[str, ResponsePart]):
-    """The tokens of one request, which tells its owner when they change."""
-
-    def __init__(self, name: str, so_far: ResponsePart, changed: set[str], wake: asyncio.Event) -> None:
-        super().__init__({name: so_far})
-        self._changed, self._wake = changed, wake
+    def __init__(self, request: ExternalRequest, now: float, tell: Callable[[_Open], object]) -> None:
+        self.name = request.request.request_id
+        super().__init__({self.name: request.so_far})
+        self.request, self._tell = request, tell
+        self.until, self.told, self.waits = now + request.timeout_s, len(request.so_far.response_ids), False
+        self.deadline = None if request.deadline is None else request.deadline.received(now)
+        self.end: ExternalNews | None = None
+        self.task: asyncio.Task[None] | None = None
 
     def __setitem__(self, name: str, part: ResponsePart) -> None:
         super().__setitem__(name, part)
         # The end is told with the result, which also says why a response was given up.
         if part.finish_reason is None and part.response_ids:
-            self._changed.add(name)
-            self._wake.set()
-
-
-@dataclass
-class _Open:
-    request: ExternalRequest
-    tokens: _Tokens
-    until: float  # time.monotonic
-    told: int  # tokens that were in earlier news
-    deadline: GroupDeadline | None = None
-    end: ExternalNews | None = None  # without the tokens
-    task: asyncio.Task[None] | None = None
+            self._tell(self)
 
     @property
     def part(self) -> ResponsePart:
         """The tokens so far."""
-        return self.tokens[self.request.request.request_id]
+        return self[self.name]
 
 
 class ExternalRequests:
-    """Holds the requests of the run's gateway. Those of a gateway that was replaced are dropped.
+    """Holds the requests of the run's gateway, which come by `link`. Those of a gateway that was replaced are dropped.
 
     `serve` lets them go to the replicas, `hold` keeps them back while a trainer or a new controller makes the engines
     drop their requests; what they had reported is kept, and continued.
@@ -123,63 +123,20 @@ class ExternalRequests:
     def __init__(self, fleet: EnginePool, *, serves: bool) -> None:
         """`serves`: the replicas have weights already."""
         self._fleet = fleet
-        self._gateway = ""
         self._open: dict[str, _Open] = {}
-        self._changed: set[str] = set()
-        self._wake = asyncio.Event()
-        self._replay: Replay[dict[str, ExternalNews]] = Replay({})
         self._serves = asyncio.Event()
         if serves:
             self._serves.set()
+        self.link: LinkServer[Any] = LinkServer(self._receive, int, 0.0, begun=self.close, pack=self._news)
 
-    def begin(self, gateway: str, requests: Sequence[ExternalRequest]) -> None:
-        """Begin to work on requests; one that is known is not begun again. `gateway`: the name of the gateway's
-        process."""
-        self._greet(gateway)
-        for each in requests:
-            name = each.request.request_id
-            if name in self._open:
-                continue
-            tokens = _Tokens(name, each.so_far, self._changed, self._wake)
-            now = time.monotonic()
-            deadline = None if each.deadline is None else each.deadline.received(now)
-            opened = _Open(each, tokens, now + each.timeout_s, len(each.so_far.response_ids), deadline)
-            self._open[name] = opened
-            self._start(opened)
-
-    def drop(self, gateway: str, names: Collection[str]) -> None:
-        """Stop working on requests. Those that are not known, or have ended, are ignored."""
-        self._greet(gateway)
-        for name in names:
-            self._drop(name)
-
-    def _drop_all(self) -> None:
-        for name in list(self._open):
-            self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        if (found := self._open.pop(name, None)) is not None and found.task is not None:
-            found.task.cancel()
-
-    async def take(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
-        """Wait for news, `wait_s` at most, and return them. `seen`: the number of the last report that the gateway
-        has."""
-        self._greet(gateway)
-        number, news = await self._replay.take(seen, partial(self._collect, gateway, wait_s))
-        return ExternalReport(number, news) if gateway == self._gateway else ExternalReport(seen, {})
-
-    async def _collect(self, gateway: str, wait_s: float) -> dict[str, ExternalNews]:
-        """Wait for news, `wait_s` at most, and return those since the report before."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while not self._changed and gateway == self._gateway:
-                    self._wake.clear()
-                    await self._wake.wait()
-        if gateway != self._gateway:
-            return {}
-        news = {name: each for name in self._changed if (each := self._news(name)) is not None}
-        self._changed.clear()
-        return news
+    async def _receive(self, messages: Sequence[ExternalRequest | ExternalDrop]) -> None:
+        for each in messages:
+            if isinstance(each, ExternalRequest):
+                opened = _Open(each, time.monotonic(), self._tell)
+                self._open[opened.name] = opened
+                self._start(opened)
+            elif (found := self._open.pop(each.name, None)) is not None and found.task is not None:
+                found.task.cancel()
 
     async def hold(self) -> None:
         """Keep all requests back until `serve`. When this returns, none is on its way to a replica."""
@@ -196,15 +153,10 @@ class ExternalRequests:
 
     def close(self) -> None:
         """Drop everything."""
-        self._drop_all()
-
-    def _greet(self, gateway: str) -> None:
-        if gateway == self._gateway:
-            return
-        self._drop_all()
-        self._gateway, self._replay = gateway, Replay({})
-        self._changed.clear()
-        self._wake.set()
+        for each in self._open.values():
+            if each.task is not None:
+                each.task.cancel()
+        self._open.clear()
 
     def _start(self, opened: _Open) -> None:
         opened.task = asyncio.get_running_loop().create_task(self._run(opened))
@@ -213,7 +165,7 @@ class ExternalRequests:
         """Bring a request to its end, whatever it is. A cancelled one has none."""
         asked = opened.request
         terms = CallTerms(foreign=True, of_group=asked.of_group, report_interval_s=asked.interval_s)
-        context = RequestContext(asked.prefix, None, asked.replica, opened.deadline, opened.tokens)
+        context = RequestContext(asked.prefix, None, asked.replica, opened.deadline, opened)
         failure: Failure = ""
         error, replica = "", -1
         try:
@@ -234,14 +186,14 @@ class ExternalRequests:
             if not isinstance(broken, RolloutError):
                 logger.exception("request %s", asked.request.request_id)
             failure, error = "unavailable", clear_text(broken)
-        self._end(opened, ExternalNews(ResponsePart(), replica, failure, error))
+        opened.end = ExternalNews(opened.name, ResponsePart(), replica, failure, error)
+        self._tell(opened)
 
-    def _end(self, opened: _Open, end: ExternalNews) -> None:
-        name = opened.request.request.request_id
-        opened.end = end
-        if self._open.get(name) is opened:
-            self._changed.add(name)
-            self._wake.set()
+    def _tell(self, opened: _Open) -> None:
+        """Let the next call have the news of a request, all since the call before."""
+        if not opened.waits and self._open.get(opened.name) is opened:
+            opened.waits = True
+            self.link.outbox.put(opened)
 
     def _late(self, opened: _Open) -> str:
         tokens, serving = len(opened.part.response_ids), self._fleet.serving
@@ -252,14 +204,13 @@ class ExternalRequests:
             f"it had {tokens} tokens; {where}"
         )
 
-    def _news(self, name: str) -> ExternalNews | None:
+    def _news(self, opened: _Open) -> ExternalNews:
         """Return what is new of a request; one that has ended is forgotten."""
-        if (opened := self._open.get(name)) is None:
-            return None
+        opened.waits = False
         part, known = opened.part, opened.told
         opened.told = len(part.response_ids)
         new = tokens_from(part, known)
         if opened.end is None:
-            return ExternalNews(new)
-        del self._open[name]
-        return ExternalNews(new, opened.end.replica, opened.end.failure, opened.end.error)
+            return ExternalNews(opened.name, new)
+        self._open.pop(opened.name, None)
+        return replace(opened.end, part=new)

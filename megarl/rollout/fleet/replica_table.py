@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.common.errors import NoReplicaLeft, ReplicaFailed
-from megarl.rollout.fleet.replica_client import ReplicaClient
 from megarl.rollout.fleet.speed import Progress, Work
+from megarl.rollout.transport.rpc import ReplicaClient
 from megarl.telemetry.trace import events
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from megarl.common.errors import RolloutError
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet.replica_table import Lease, Replica, ReplicaTable
 
 logger = logging.getLogger(__name__)

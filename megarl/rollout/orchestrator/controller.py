@@ -19,21 +19,21 @@ from typing import Any, Unpack
 
 from megarl.common.process.memory_tuning import collect_for_loops, exempt_present_objects
 from megarl.common.rundir.notices import write_notice
+from megarl.config.derived.datasets import reward_functions
 from megarl.config.derived.staleness import pace_of
+from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.evaluation.harness import SetReport
 from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.agents.batch_stats import BusyClock
-from megarl.rollout.agents.loop_host import LoopHost
+from megarl.rollout.agents.loop_host import LoopHost, SingleTurn, find_loop
 from megarl.rollout.agents.loop_run import RunningGroups
-from megarl.rollout.agents.loops import SingleTurn, find_loop
 from megarl.rollout.engine.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, HeldDevices
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
-from megarl.rollout.fleet.elastic_pool import attach_fleet
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
+from megarl.rollout.fleet.engine_pool import RequestCoalescer
 from megarl.rollout.orchestrator.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.orchestrator.failover import Committed, Failover
 from megarl.rollout.orchestrator.pool_controller import PoolController
@@ -41,7 +41,7 @@ from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.orchestrator.step_batches import StepBatches, StepEnds
 from megarl.rollout.resume.journal import RolloutJournal
-from megarl.rollout.resume.retention import History
+from megarl.rollout.resume.kept_groups import History
 from megarl.rollout.tasks.prompts import PromptSource, reward_pool
 from megarl.rollout.transport import background
 from megarl.rollout.transport.background import BackgroundTasks
@@ -105,19 +105,21 @@ class RolloutController(PoolController):
         started = time.monotonic()
         config, timeouts = self.config, self.config.timeouts
         shares = config.rollout.agent_workers + 1
-        self._rewards = reward_pool(config, partial(write_notice, self.run_dir), shares=shares)
+        self._rewards = reward_pool(
+            reward_functions(config), config.reward, timeouts.engine_start_s,
+            partial(write_notice, self.run_dir), shares=shares,
+        )  # fmt: skip
         # Slow calls run in threads, outside the event loop.
-        self._queue, self._source, self._loop, fleet, _ = await asyncio.gather(
+        self._queue, self._source, self._loop, *_ = await asyncio.gather(
             # This actor owns them because its process imports the queue's library in any case.
             asyncio.to_thread(
                 start_run_queue, self.spec, config.queue.storage_units, timeouts.engine_start_s, self.partition
             ),
             asyncio.to_thread(PromptSource, config),
             asyncio.to_thread(find_loop, config.agent),
-            attach_fleet(self.spec, config, wait=not self._replaces),
+            self._attach_fleet(),
             self._rewards.start(),
         )
-        self._begin_with(fleet)
         self._coalescer = RequestCoalescer(self._fleet, clock=self._engine_time)
         self._running = RunningGroups(
             config, self._source, self._coalescer.generate, self.partition,
@@ -140,7 +142,9 @@ class RolloutController(PoolController):
         self._host = LoopHost(
             self._loop, self._rewards, self._source.decode_all, timeout_s=timeouts.rpc_s,
             toolboxes=self._source.toolboxes, eval_toolboxes=self._source.eval_toolboxes,
-            teachers=attach_teachers(config, self.spec.namespace) if self._workers is None else None,
+            teachers=None if self._workers else attach_teachers(
+                teachers_by_set(config), self.spec.namespace, timeouts.generate_s, by_group=config.run.deterministic
+            ),
         )  # fmt: skip
         self._join()
         exempt_present_objects()

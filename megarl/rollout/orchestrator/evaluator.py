@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +20,9 @@ from megarl.evaluation.accuracy import ScoredResponse
 from megarl.evaluation.harness import Mode, SetReport, evaluate_set
 from megarl.rollout.agents.loop_host import LoopHost
 from megarl.rollout.agents.loop_run import EvalPlace, LoopJob, LoopRun
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
-from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
+from megarl.rollout.fleet.engine_pool import EnginePool, RequestCoalescer
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.rollout.tasks.prompts import EvalSet, PromptSource, PromptTask
 from megarl.rollout.transport import background
@@ -37,14 +36,6 @@ PRIORITY = 1  # of its requests; those of training have 0, which comes first
 CHUNK = 32  # requests in one call of the fleet
 
 
-@dataclass(frozen=True)
-class Share:
-    """The share of an evaluation alongside training: so many requests at once in the engines, of a lower priority."""
-
-    at_once: asyncio.Semaphore
-    priority: int
-
-
 async def evaluate_on_fleet(
     eval_set: EvalSet,
     pool: EnginePool,
@@ -54,13 +45,14 @@ async def evaluate_on_fleet(
     version: int,
     tag: str,
     in_turn: bool = False,
-    share: Share | None = None,
+    share: asyncio.Semaphore | None = None,
 ) -> SetReport:
     """Sample greedy and sampled responses to every problem, score them, and fill `eval_set.records`.
 
     `workers`: those that run the loops; None: `host` does. `tag` makes the request ids unique. `in_turn`: requests go
-    to the replicas in turn instead of by load. `share`: for an evaluation alongside training. Seeds depend on (seed,
-    problem, sample) only, so the same problems are sampled with the same seeds before and after training.
+    to the replicas in turn instead of by load. `share`: how many requests of an evaluation alongside training are in
+    the engines at once; they have a lower priority. Seeds depend on (seed, problem, sample) only, so the same problems
+    are sampled with the same seeds before and after training.
     """
     coalescer = RequestCoalescer(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
     eval_set.records.clear()
@@ -70,11 +62,11 @@ async def evaluate_on_fleet(
         """The controller admits the requests, wherever the loops are."""
         if share is None:
             return await coalescer.generate(request, context)
-        async with share.at_once:
+        async with share:
             return await coalescer.generate(request, context)
 
     async def respond(problem: PromptTask, index: int, mode: Mode, sample: int) -> ScoredResponse:
-        place = EvalPlace(index, mode, sample, tag, 0 if share is None else share.priority)
+        place = EvalPlace(index, mode, sample, tag, 0 if share is None else PRIORITY)
         run = LoopRun(LoopJob.of_response(eval_set, problem, place), generate)
         try:
             ended = await (workers or host).respond(run)
@@ -93,13 +85,6 @@ async def evaluate_on_fleet(
     eval_set.records.sort(key=lambda record: (record["index"], record["mode"], record["sample"]))
     # Engines that have read the weights from files do not know a version.
     return replace(report, oldest=min(seen, default=version), newest=max(seen, default=version))
-
-
-def record_lines(eval_sets: Sequence[EvalSet]) -> Iterator[str]:
-    """Yield one JSON line per response, for people to read."""
-    for eval_set in eval_sets:
-        for record in eval_set.records:
-            yield json.dumps({"set": eval_set.name, **record}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -176,7 +161,7 @@ class Evaluator:
             raise ValueError(f"evaluation {label!r} cannot start while {self._running!r} is running")
         at_once = max(len(self._fleet.serving) * self._max_num_seqs // SHARE, 1)
         self._running = label
-        self._tasks.start(self._in_background(version, label, Share(asyncio.Semaphore(at_once), PRIORITY)))
+        self._tasks.start(self._in_background(version, label, asyncio.Semaphore(at_once)))
 
     async def take(
         self, wait_s: float, needs_publication: Callable[[], str] = lambda: ""
@@ -207,14 +192,14 @@ class Evaluator:
         self._running = None
         self._finished.clear()
 
-    async def _in_background(self, version: int, label: str, share: Share) -> None:
+    async def _in_background(self, version: int, label: str, share: asyncio.Semaphore) -> None:
         try:
             reports = await self.run(version, label, share)
         finally:
             self._running = None
         self._finished.append(FinishedEvaluation(label, reports, version))
 
-    async def run(self, version: int, label: str, share: Share | None = None) -> list[SetReport]:
+    async def run(self, version: int, label: str, share: asyncio.Semaphore | None = None) -> list[SetReport]:
         """Evaluate the weights of `version`, which all replicas serve; without a label, write no file."""
         eval_sets = await asyncio.to_thread(self._source.eval_sets)
         reports = [
@@ -233,7 +218,10 @@ class Evaluator:
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with temporary.open("wb") as file:  # data may have what UTF-8 cannot represent
-                file.writelines(line.encode("utf-8", "replace") + b"\n" for line in record_lines(eval_sets))
+                for each in eval_sets:
+                    for record in each.records:
+                        line = json.dumps({"set": each.name, **record}, ensure_ascii=False)
+                        file.write(line.encode("utf-8", "replace") + b"\n")
             temporary.replace(path)
         except OSError as error:
             temporary.unlink(missing_ok=True)

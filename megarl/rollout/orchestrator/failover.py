@@ -59,25 +59,13 @@ class TrainerRecord:
         """Begin with a history that the trainer resumes, and forget everything else."""
         self.now, self._taken = Failover(history), {}
 
-    def drained(self) -> None:
-        """Note that no response is under way; none begins before the next publication is complete."""
-        self._change(admits=False)
-
-    def announced(self, version: int) -> None:
-        """Note that a weight sync is about to begin."""
-        self._change(announced=version)
-
     def published(self, version: int, admits: bool) -> None:
         """Note that a weight sync is complete."""
         if self.now is None:
             return
         history = self.now.history
         base = self.now.base or (version, 0 if history is None else int(history["admission"]["steps"]))
-        self._change(version=version, base=base, announced=None, admits=admits)
-
-    def admitted(self, needed: int) -> None:
-        """Note that groups may start, and for which step's batch the trainer waits."""
-        self._change(admits=True, needed=needed)
+        self.note(version=version, base=base, announced=None, admits=admits)
 
     def taken(self, batch: BatchReady) -> None:
         """Note a batch that was given to the trainer, but is not read yet."""
@@ -88,27 +76,24 @@ class TrainerRecord:
         if self.now is None:
             return
         held = {batch.step: batch for batch in (*self.now.held, self._taken.pop(step))}
-        self._change(held=tuple(held[each] for each in sorted(held)))
+        self.note(held=tuple(held[each] for each in sorted(held)))
 
     def committed(self, step: int, history: dict[str, Any]) -> None:
         """Note the history after the commit of a step."""
         self._taken.pop(step, None)
         if self.now is not None:
-            self._change(history=history, held=tuple(batch for batch in self.now.held if batch.step != step))
-
-    def evaluating(self, label: str) -> None:
-        """Note an evaluation that goes on alongside training."""
-        self._change(evaluation=label)
+            self.note(history=history, held=tuple(batch for batch in self.now.held if batch.step != step))
 
     def evaluated(self, labels: Sequence[str]) -> None:
         """Note which evaluations have ended."""
         if self.now is not None and self.now.evaluation in labels:
-            self._change(evaluation=None)
+            self.note(evaluation=None)
 
     def lost(self) -> None:
         """Forget the batches that were not read: the new controller takes others."""
         self._taken.clear()
 
-    def _change(self, **changes: Any) -> None:  # noqa: ANN401  # fields of Handover, each of a type of its own
+    def note(self, **changes: Any) -> None:  # noqa: ANN401  # fields of Failover, each of a type of its own
+        """Note what has changed; `announced`: a weight sync is about to begin."""
         if self.now is not None:
             self.now = replace(self.now, **changes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.common.errors import RolloutError
 from megarl.common.process.memory_tuning import begin_start
@@ -16,10 +16,11 @@ from megarl.common.process.output import redirect_output
 from megarl.common.rundir.notices import write_notice
 from megarl.config.schema import Config
 from megarl.rollout.engine.placement import engine_needs, free_places
-from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, create_replica, start_replica
-from megarl.rollout.fleet.elastic_pool import ElasticPool, ReplicaReport
+from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, create_replica, restart_replica, start_replica
+from megarl.rollout.fleet.elastic_pool import ElasticPool, ReplicaReport, find_replicas
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest, ExternalRequests
+from megarl.rollout.fleet.external_requests import ExternalDrop, ExternalNews, ExternalRequest, ExternalRequests
+from megarl.rollout.transport.link import Parcel
 from megarl.rollout.transport.rpc import AnsweredCalls
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import CONTROLLER
@@ -49,16 +50,27 @@ class PoolController:
         """Call a method once, however often a caller that had lost the connection sends the same `key`."""
         return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
-    def _begin_with(self, fleet: EnginePool) -> None:
-        """Begin with the fleet of the run; the gateway's requests wait until its engines serve."""
-        self._fleet = fleet
-        self.elastic = self._elastic_pool()
-        self._external_requests = ExternalRequests(fleet, serves=False)
+    async def _attach_fleet(self) -> None:
+        """Wait for the replicas of the run's start; in place of another controller, one that does not exist has ended.
 
-    def _elastic_pool(self) -> ElasticPool:
+        The supervisor creates their actors. The gateway's requests wait until the engines serve. Raises RolloutError
+        naming the first that does not exist within `timeouts.engine_start_s`.
+        """
         import ray
 
-        timeouts, needs = self.config.timeouts, engine_needs(self.config.rollout.tensor_parallel, cuda=self.spec.cuda)
+        rollout, timeouts, wait = self.config.rollout, self.config.timeouts, not self._replaces
+        replicas = await find_replicas(self.spec.namespace, rollout.replicas, timeouts.engine_start_s, wait)
+        logs = self.run_dir / "logs"
+        self._fleet = EnginePool(
+            replicas,
+            timeouts,
+            lambda index, old: restart_replica(self.spec, index, old, timeouts),
+            lambda index: f"see {logs / f'replica-{index}.log'}",
+            report_interval_s=rollout.report_interval_s,
+            sync_restarts=self.config.weight_sync.restarts,
+        )
+        if not wait:
+            self._fleet.table.leave_out(int(path.stem.removeprefix("replica-")) for path in logs.glob("replica-*.log"))
 
         async def start(index: int, placed: Callable[[], object]) -> ActorHandle:
             return await start_replica(create_replica(self.spec, index), index, timeouts, placed=placed)
@@ -67,8 +79,9 @@ class PoolController:
             if not isinstance(replica, EndedReplica):
                 ray.kill(replica)
 
-        notify = partial(write_notice, self.run_dir)
-        return ElasticPool(self._fleet, timeouts, start, end, partial(free_places, needs), notify)
+        needs, notify = engine_needs(rollout.tensor_parallel, cuda=self.spec.cuda), partial(write_notice, self.run_dir)
+        self.elastic = ElasticPool(self._fleet, timeouts, start, end, partial(free_places, needs), notify)
+        self._external_requests = ExternalRequests(self._fleet, serves=False)
 
     @property
     def _external(self) -> ExternalRequests:
@@ -77,34 +90,19 @@ class PoolController:
             raise RolloutError("the rollout controller is still starting")
         return self._external_requests
 
-    async def begin_external(self, gateway: str, requests: list[ExternalRequest], dropped: list[str]) -> None:
-        """Begin to work on requests of the gateway, and stop working on those with the names `dropped`.
+    async def give(self, number: int, messages: Sequence[ExternalRequest | ExternalDrop], link: str) -> None:
+        """Take requests of the gateway, see `LinkServer.give`. Admission neither counts them nor waits for them."""
+        await self._external.link.give(number, messages, link)
 
-        Admission, if there is one, neither counts them nor waits for them.
-        """
-        self._external.begin(gateway, requests)
-        self._external.drop(gateway, dropped)
-
-    async def take_external(self, gateway: str, seen: int, wait_s: float) -> ExternalReport:
-        """Wait for news of the gateway's requests; see `ExternalRequests.take`."""
-        return await self._external.take(gateway, seen, wait_s)
+    async def take(self, seen: int, wait_s: float, link: str) -> Parcel[ExternalNews]:
+        """Return news of the gateway's requests, see `LinkServer.take`."""
+        return await self._external.link.take(seen, wait_s, link)
 
     async def list_replicas(self) -> tuple[list[ReplicaReport], int]:
         """Return the state of every replica, and how many are missing because there is no room for them."""
         return await self.elastic.reports(), self._fleet.table.missing
 
-    async def drain_replica(self, index: int) -> str:
-        """Give a replica no more work. Raises RolloutError if that cannot be."""
-        return await self.elastic.drain(index)
-
-    async def undrain_replica(self, index: int) -> str:
-        """Let a drained replica serve again, after the next publication. Raises RolloutError if it is not drained."""
-        return await self.elastic.undrain(index)
-
-    async def remove_replica(self, index: int) -> str:
-        """Drain a replica and end its engine. Raises RolloutError if that cannot be."""
-        return await self.elastic.remove(index)
-
-    async def add_replicas(self, count: int) -> str:
-        """Start further engines, which join with the next publication. Raises RolloutError if that cannot be."""
-        return await self.elastic.add(count)
+    async def change_pool(self, action: Literal["drain", "undrain", "remove", "add"], number: int) -> str:
+        """Do a command of `megarl pool` by the method of `ElasticPool`. Raises RolloutError if that cannot be."""
+        done: str = await getattr(self.elastic, action)(number)
+        return done

@@ -30,8 +30,7 @@ from megarl.rollout.agents.loop_run import LoopRun, RunningGroups
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal import RolloutJournal
-from megarl.rollout.resume.kept_groups import KeptGroup
-from megarl.rollout.resume.retention import History
+from megarl.rollout.resume.kept_groups import History, KeptGroup
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.transport.background import BackgroundTasks
 from megarl.telemetry.trace import events

@@ -50,11 +50,10 @@ def ready_batch(
     `queued`: the keys of the rows that each finished group has in the queue. `metrics`: what was measured of the batch.
     `rewards`: returns those of groups, for the curriculum.
     """
-    taken = admission.batch(step)
-    if taken is None:
+    if admission.batch(step) is None:
         raise ValueError(f"the groups of step {step} are not ready")
-    counters, groups, replaced = admission.counters, sorted(taken[0] + taken[1]), admission.replaced(step)
-    reused = admission.reused(step)
+    taken, counters = admission.taken(step), admission.counters
+    groups, replaced, reused = sorted(taken.ok + taken.failed), taken.replaced, sorted(taken.reused)
     shares: dict[str, float] = {}
     if admission.refill:
         finished = len(replaced) + len(groups)
@@ -77,6 +76,6 @@ def ready_batch(
         groups=groups,
         replaced=replaced,
         reused=reused,
-        taken=admission.taken(step),
+        taken=taken,
         rewards=rewards([*groups, *replaced]),
     )

@@ -15,7 +15,6 @@ from megarl.common.errors import RolloutError
 from megarl.common.process.memory_tuning import collect_rarely, exempt_present_objects
 from megarl.common.rundir.notices import write_notice
 from megarl.rollout.engine.replica import ReplicaSpec
-from megarl.rollout.fleet.elastic_pool import attach_fleet
 from megarl.rollout.fleet.replica_table import State
 from megarl.rollout.orchestrator.pool_controller import PoolController
 from megarl.telemetry.trace import events
@@ -43,7 +42,7 @@ class ServingController(PoolController):
         Raises RolloutError naming a replica that does not come up.
         """
         started = time.monotonic()
-        self._begin_with(await attach_fleet(self.spec, self.config, wait=not self._replaces))
+        await self._attach_fleet()
         self._fleet.expect_publication(True)  # requests wait for a replica that is replaced
         if self._replaces:  # the engines work for a controller that has died
             await self._fleet.take_over(in_sync=False)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NotRequired, TypedDict, Unpack
 
 from megarl.common.errors import BatchNotReady, RolloutError
-from megarl.rollout.agents.batch_stats import BusyClock
+from megarl.rollout.agents.batch_stats import BusyClock, TrajectoryTimes
 from megarl.rollout.agents.loop_run import RunningGroups
-from megarl.rollout.agents.sample_times import TrajectoryTimes
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded, ready_batch

@@ -34,9 +34,8 @@ from megarl.rollout.resume.journal_records import (
     newest_version,
     read_head,
 )
-from megarl.rollout.resume.kept_groups import KeptGroup, KeptGroups, Superseded
+from megarl.rollout.resume.kept_groups import History, KeptGroup, KeptGroups, Retention, Superseded
 from megarl.rollout.resume.lineage import INITIAL, Lineage, lineage_content, next_epoch, read_lineage
-from megarl.rollout.resume.retention import History, Retention
 from megarl.rollout.tasks.prompts import PromptSource, PromptTask
 
 logger = logging.getLogger(__name__)

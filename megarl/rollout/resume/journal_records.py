@@ -19,9 +19,8 @@ import msgspec
 from megarl.common.values import packed
 from megarl.queue.trajectory import COLUMN_CODES, Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.resume.group_progress import BegunResponse, RequestPlace, UnfinishedGroup
+from megarl.rollout.resume.group_progress import BegunResponse, FrozenLoop, RequestPlace, UnfinishedGroup
 from megarl.rollout.resume.lineage import Lineage, lineage_content, read_lineage
-from megarl.rollout.resume.loop_records import FrozenLoop
 
 _HEAD = struct.Struct("<I")  # bytes of the head
 _TEXTS = ("failure", "reward_error", "dataset")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -45,20 +45,23 @@ if TYPE_CHECKING:
 # The reward processes of one process of the rollout side: of the controller, or of an agent worker.
 
 
-def reward_pool(config: Config, report: Callable[[str], None], *, shares: int = 1) -> RewardPool:
-    """Return the pool of the config's reward functions, not started.
+def reward_pool(
+    functions: Mapping[str, RewardConfig], reward: RewardConfig, start_timeout_s: float,
+    report: Callable[[str], None], *, shares: int = 1,
+) -> RewardPool:  # fmt: skip
+    """Return the pool of the functions by their keys, not started.
 
     `report`: see `RewardPool`. `shares`: the processes among which `reward.workers` are divided; each has at least one.
     """
     return RewardPool(
-        [RewardSpec(each.function, each.kwargs, key) for key, each in reward_functions(config).items()],
-        workers=max(1, config.reward.workers // shares),
-        timeout_s=config.reward.timeout_s,
-        on_error=config.reward.on_error,
-        start_timeout_s=config.timeouts.engine_start_s,
-        memory_gib=config.reward.memory_gib,
-        max_error_share=config.reward.max_error_share,
-        min_errors=config.reward.min_errors,
+        [RewardSpec(each.function, each.kwargs, key) for key, each in functions.items()],
+        workers=max(1, reward.workers // shares),
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+        start_timeout_s=start_timeout_s,
+        memory_gib=reward.memory_gib,
+        max_error_share=reward.max_error_share,
+        min_errors=reward.min_errors,
         report=report,
     )
 

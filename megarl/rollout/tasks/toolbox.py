@@ -51,18 +51,6 @@ class Toolbox:
     run_dir: Path | None = None
     max_model_len: int | None = None
 
-    @classmethod
-    def of(
-        cls, dialogue: Dialogue, bounds: AgentConfig, tools: Sequence[Tool], tool_format: ToolFormat,
-        run_dir: Path | None = None, max_model_len: int | None = None,
-    ) -> Toolbox:  # fmt: skip
-        """Return the box of these tools. Raises ValueError if two have the same name."""
-        names = [tool.name for tool in tools]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"several tools are called {repeated[0]!r}; give all but one a `name` of their own")
-        by_name = dict(zip(names, tools, strict=True))
-        return cls(dialogue, bounds, by_name, tool_format, run_dir, max_model_len)
-
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools as chat templates and OpenAI's API take them."""
@@ -138,13 +126,19 @@ def make_toolbox(
     max_model_len: int | None = None,
     run_dir: Path | None = None,
 ) -> Toolbox:
-    """Return the toolbox of a set with these tools. Raises ValueError if the chat template cannot be used with them."""
+    """Return the toolbox of a set with these tools.
+
+    Raises ValueError if two have the same name, or if the chat template cannot be used with them.
+    """
+    names = [tool.name for tool in tools]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several tools are called {repeated[0]!r}; give all but one a `name` of their own")
     kwargs = chosen.data.chat_template_kwargs
     dialogue = Dialogue(tokenizer, stop_token_ids, kwargs)
     if agent.loop == TOOL_AGENT:
         dialogue.check(tools=bool(tools))
     form = tool_format(agent.tool_format, tokenizer, kwargs) if tools else HERMES
-    return Toolbox.of(dialogue, agent, tools, form, run_dir, max_model_len)
+    return Toolbox(dialogue, agent, dict(zip(names, tools, strict=True)), form, run_dir, max_model_len)
 
 
 def make_tool(chosen: ToolConfig, key: str) -> Tool:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from megarl.common.errors import RolloutError
+
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
@@ -34,22 +36,6 @@ class Turn(Generic[Asked, Answer]):
         position = len(self.joined)
         self.joined.append(asked)
         return (await asyncio.shield(self.task))[position]  # the others wait on if this one is cancelled
-
-
-class Replay(Generic[Answer]):
-    """Keeps the last thing that was taken, by its number, until whoever takes has it: the answer may have been lost."""
-
-    def __init__(self, nothing: Answer) -> None:
-        self._number, self._last = 0, nothing
-        self._taking = asyncio.Lock()
-
-    async def take(self, seen: int, more: Callable[[], Awaitable[Answer]]) -> tuple[int, Answer]:
-        """Return the number and the thing after number `seen`; `more` returns what is new, if that is not the last."""
-        async with self._taking:
-            if seen == self._number:
-                self._last = await more()
-                self._number += 1
-            return self._number, self._last
 
 
 class Sized(Protocol):
@@ -136,3 +122,38 @@ class Outbox(Generic[Sent]):
         self._size = 0
         self._some.clear()
         self._full.clear()
+
+
+# Decoding of responses: those that end in one turn of the event loop are decoded together, in another thread.
+#
+# Decoding takes longer than all else that is done for a response, and the library lets other threads run meanwhile.
+
+
+class BatchDecoder:
+    """Collects token ids for the function `decode_all`, which returns their texts in order."""
+
+    def __init__(self, decode_all: Callable[[Sequence[Sequence[int]]], list[str]], timeout_s: float) -> None:
+        """`timeout_s`: the longest time that a text may take, `timeouts.rpc_s` of the config."""
+        self._decode_all, self._timeout_s = decode_all, timeout_s
+        self._turn: Turn[Sequence[int], str] | None = None
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids.
+
+        Raises what `decode_all` raises for the turn's token ids, and RolloutError if no text comes in time.
+        """
+        if self._turn is None or not self._turn.open:
+            self._turn = Turn(self._decode)
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await self._turn.join(ids)
+        except TimeoutError as error:
+            if not limit.expired():  # `decode_all` has raised it
+                raise
+            raise RolloutError(
+                f"a response of {len(ids)} tokens waited {self._timeout_s:g} s (timeouts.rpc_s) for a thread of the "
+                "controller to decode it; give that process more of a core, or raise the bound"
+            ) from error
+
+    async def _decode(self, sequences: list[Sequence[int]]) -> list[str]:
+        return await asyncio.get_running_loop().run_in_executor(None, self._decode_all, sequences)

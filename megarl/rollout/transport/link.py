@@ -1,4 +1,4 @@
-"""Small messages between the controller and an actor, in both directions, which share few Ray calls.
+"""Small messages between a process and an actor, in both directions, which share few Ray calls.
 
 One call gives the actor messages, another one waits for its own. At most one of each kind is under way, so messages
 arrive in their order, and those that come while a call is under way share the next one. A call that may have been lost
@@ -13,14 +13,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.transport.gather import GATHER_S, Outbox, Replay, Sent
+from megarl.rollout.transport.gather import GATHER_S, Outbox, Sent
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 2.0  # the longest time for which an actor without messages lets the controller wait
+Received = TypeVar("Received")
+
+POLL_S = 2.0  # the longest time for which an actor without messages lets the other side wait
 RETRY_S = 0.5  # until an actor that cannot be reached is called again
 
 
@@ -46,11 +48,11 @@ def own_text(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Parcel(Generic[Sent]):
+class Parcel(Generic[Received]):
     """Messages of an actor. `number` counts up. `waiting`: what the actor waits for, the end of a sentence."""
 
     number: int
-    messages: tuple[Sent, ...] = ()
+    messages: tuple[Received, ...] = ()
     waiting: str = ""
 
 
@@ -60,16 +62,22 @@ class LinkServer(Generic[Sent]):
     def __init__(
         self, receive: Callable[[Sequence[Any]], Awaitable[None]], under_way: Callable[[], int],
         gather_s: float | None = None, waiting: Callable[[], str] = str,
+        begun: Callable[[], object] = lambda: None, pack: Callable[[Sent], Any] = lambda message: message,
     ) -> None:  # fmt: skip
-        """`receive`: takes the messages of a call. `under_way`, `gather_s`: see `Outbox`. `waiting`: see `Parcel`."""
-        self._receive, self._waiting = receive, waiting
+        """`receive`: takes the messages of a call. `under_way`, `gather_s`: see `Outbox`. `waiting`: see `Parcel`.
+
+        `begun`: called when a new link has begun. `pack`: returns what is sent of a message of the outbox when it goes.
+        """
+        self._receive, self._waiting, self._begun, self._pack = receive, waiting, begun, pack
         self._new_outbox = partial(Outbox[Sent], under_way, GATHER_S if gather_s is None else gather_s)
         self._begin("")
 
     def _begin(self, link: str) -> None:
         self._link, self._given = link, 0
         self.outbox: Outbox[Sent] = self._new_outbox()
-        self._replay: Replay[list[Sent]] = Replay([])
+        self._taking = asyncio.Lock()
+        self._taken, self._last = 0, tuple[Any, ...]()  # kept until the link has them: their call may have been lost
+        self._begun()
 
     async def give(self, number: int, messages: Sequence[Any], link: str = "") -> None:
         """Take messages. `number`: of the call; one that was made twice counts once. `link`: the id of the link."""
@@ -79,40 +87,41 @@ class LinkServer(Generic[Sent]):
             self._given = number
             await self._receive(messages)
 
-    async def take(self, seen: int, wait_s: float, link: str = "") -> Parcel[Sent]:
+    async def take(self, seen: int, wait_s: float, link: str = "") -> Parcel[Any]:
         """Return messages: at once if there are any, after `wait_s` at the latest.
 
         `seen`: the number of the last ones that the link has; later ones were lost on their way, and are repeated.
         Raises RolloutError if another link has begun.
         """
-        if link != self._link:
-            raise RolloutError("another controller uses this actor")
-        number, messages = await self._replay.take(seen, partial(self.outbox.take, wait_s))
-        if link != self._link:
-            raise RolloutError("another controller has begun to use this actor")
-        return Parcel(number, tuple(messages), self._waiting())
+        async with self._taking:
+            messages = await self.outbox.take(wait_s) if link == self._link and seen == self._taken else None
+            if link != self._link:
+                raise RolloutError("another controller, or gateway, uses this actor")
+            if messages is not None:
+                self._last, self._taken = tuple(self._pack(each) for each in messages), seen + 1
+            return Parcel(self._taken, self._last, self._waiting())
 
 
 class LinkClient(Generic[Sent]):
-    """The controller's side: sends messages and hands the actor's on, from `open` to `close` or to its loss."""
+    """The other side: sends messages and hands the actor's on, from `open` to `close` or to its loss."""
 
     def __init__(
         self, name: str, actor: Any, rpc_s: float, receive: Callable[[Parcel[Any]], Awaitable[None]],  # noqa: ANN401  # Ray does not know the methods of actors
         lost: Callable[[LinkLost], object], under_way: Callable[[], int], *, gather_s: float = GATHER_S,
-        link: str = "", polls: Callable[[], bool] = lambda: True,
+        link: str = "", polls: Callable[[], bool] = lambda: True, who: str = "the controller",
     ) -> None:  # fmt: skip
         """`actor`: has the methods `give` and `take` of its `LinkServer`. `name`: of the actor, in messages.
 
         `rpc_s`: how long an answer may be late. `lost` is called once, with what has happened. `under_way`, `gather_s`:
-        see `Outbox`. `link`: an id, for an actor that another controller may have used. `polls`: whether the actor may
-        have something to say to what it was given.
+        see `Outbox`. `link`: an id, for an actor that another process may have used. `polls`: whether the actor may
+        have something to say to what it was given. `who`: this side, in messages.
         """
         self._name, self.actor, self._rpc_s, self._receive, self._lost = name, actor, rpc_s, receive, lost
         self._outbox: Outbox[Sent] = Outbox(under_way, gather_s)
         self._link = (link,) if link else ()
         self._given, self._is_known = 0, not link  # the actor knows a link by what it is given
         self._giving = asyncio.Lock()
-        self._polls, self._given_some = polls, asyncio.Event()
+        self._polls, self._given_some, self._who = polls, asyncio.Event(), who
         self._drops = 0
         self.waiting = ""  # see `Parcel`
         self._tasks: list[asyncio.Task[None]] = []
@@ -187,7 +196,7 @@ class LinkClient(Generic[Sent]):
                     return await getattr(self.actor, method).remote(*args)
             except Exception as error:
                 if isinstance(error, TimeoutError) and limit.expired():
-                    waited = f"the controller waited {limit_s:.0f} s for {self._name} to {method}"
+                    waited = f"{self._who} waited {limit_s:.0f} s for {self._name} to {method}"
                     raise LinkLost(waited) from None
                 if fate_of_actor(error) != "cut":
                     what = f"{type(error).__name__}: {own_text(error)}"

@@ -17,12 +17,12 @@ from megarl.common.process.memory_tuning import begin_start, collect_for_loops, 
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir.notices import write_notice
 from megarl.config.checks.sections import max_sequence_tokens
-from megarl.config.derived.datasets import HeldOutSet, TrainSet, held_out_sets, train_sets
+from megarl.config.derived.datasets import HeldOutSet, TrainSet, held_out_sets, reward_functions, train_sets
+from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.models.hf.read_config import load_info
-from megarl.rollout.agents.loop_host import LoopHost
-from megarl.rollout.agents.loops import find_loop
+from megarl.rollout.agents.loop_host import LoopHost, find_loop
 from megarl.rollout.engine.placement import ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
@@ -106,8 +106,9 @@ class AgentWorker:
         """Load tokenizer, tools and loop, start the reward processes."""
         config = self.config
         self._rewards = reward_pool(
-            config, partial(write_notice, self.run_dir), shares=config.rollout.agent_workers + 1
-        )
+            reward_functions(config), config.reward, config.timeouts.engine_start_s,
+            partial(write_notice, self.run_dir), shares=config.rollout.agent_workers + 1,
+        )  # fmt: skip
         loop, texts, _ = await asyncio.gather(
             asyncio.to_thread(find_loop, config.agent), asyncio.to_thread(self._texts), self._rewards.start()
         )
@@ -115,7 +116,10 @@ class AgentWorker:
         host = LoopHost(
             loop, self._rewards, texts.decoder.texts, timeout_s=config.timeouts.rpc_s,
             toolboxes=texts.training, eval_toolboxes=texts.held_out,
-            teachers=attach_teachers(config, self.spec.pool.namespace),
+            teachers=attach_teachers(
+                teachers_by_set(config), self.spec.pool.namespace, config.timeouts.generate_s,
+                by_group=config.run.deterministic,
+            ),
         )  # fmt: skip
         self._loops = WorkerLoops(host, self._rewards.waiting)
         self._passing = asyncio.create_task(self._loops.pass_on())

@@ -12,12 +12,11 @@ from megarl.common.errors import NoReplicaLeft, RequestFailed, RolloutError, Too
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.agents.batch_stats import BatchStats
-from megarl.rollout.agents.eval_context import EvaluatedResponse
+from megarl.rollout.agents.loop_host import EvaluatedResponse
 from megarl.rollout.agents.loop_run import LoopJob
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
-from megarl.rollout.resume.group_progress import RequestPlace, UnfinishedGroup
-from megarl.rollout.resume.loop_records import FrozenLoop
+from megarl.rollout.resume.group_progress import FrozenLoop, RequestPlace, UnfinishedGroup
 
 START = 800  # of the start of one loop, which is much work
 PLAIN = 64  # the size of a message without tokens, where a token, and a log-prob, has size 1

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents.eval_context import EvaluatedResponse
-from megarl.rollout.agents.loop_host import LoopHost
+from megarl.rollout.agents.loop_host import EvaluatedResponse, LoopHost
 from megarl.rollout.agents.loop_run import LoopRun
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.resume.group_progress import RequestPlace

@@ -22,7 +22,7 @@ from megarl.common.errors import LostWithWorkers, NoWorkerLeft
 from megarl.common.rundir.notices import write_notice
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents.eval_context import EvaluatedResponse
+from megarl.rollout.agents.loop_host import EvaluatedResponse
 from megarl.rollout.agents.loop_run import LoopRun
 from megarl.rollout.engine.messages import GenerateResult
 from megarl.rollout.engine.replica import ReplicaSpec

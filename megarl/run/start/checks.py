@@ -130,9 +130,9 @@ def _tokenizer_and_agent(config: Config, info: ModelInfo, first: Mapping[str, Pr
         return tokenizer_findings(config, info, first, whole=whole)
     from megarl.rollout.agents.check_agent import try_agent  # its imports take a second, which single turns do not need
 
-    agent = try_agent(config)
-    found = tokenizer_findings(config, info, first, agent.schemas, whole=whole)
-    found.add(Findings(agent.problems))
+    problems, schemas = try_agent(config)
+    found = tokenizer_findings(config, info, first, schemas, whole=whole)
+    found.add(Findings(problems))
     return found
 
 

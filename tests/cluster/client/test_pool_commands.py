@@ -14,7 +14,7 @@ import ray
 
 from megarl.cli import main
 from megarl.cluster.client import pool_commands
-from megarl.cluster.client.pool_commands import METHODS, ask_pool
+from megarl.cluster.client.pool_commands import ask_pool
 from megarl.cluster.pool.pool_process import SPEC_FILE, SupervisorHandle, SupervisorSpec
 from megarl.common.errors import ConfigError, PartsLost, RolloutError
 from megarl.common.process.processes import ProcessId
@@ -29,7 +29,7 @@ REPORT = ReplicaReport(0, "node-a", "serving", ("GPU-1", "GPU-2"), "7", 12, 3)
 
 @pytest.mark.parametrize("controller", [RolloutController, ServingController])
 def test_each_controller_has_what_the_commands_call(controller: type) -> None:
-    assert not [name for name in ("answer", *METHODS.values()) if not hasattr(controller, name)]
+    assert not [name for name in ("answer", "list_replicas", "change_pool") if not hasattr(controller, name)]
 
 
 def write_state(run_dir: Path, process: ProcessId | None = None, **changes: object) -> Path:
@@ -63,7 +63,7 @@ class Controller:
         self.asked.append((method, *args))
         if self.fails is not None:
             raise self.fails
-        return ([REPORT], 1) if method == "list_replicas" else f"{method} {args[0]}"
+        return ([REPORT], 1) if method == "list_replicas" else " ".join(map(str, args))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_every_host_of_the_run_can_ask(tmp_path: Path, controller: Controller, m
     """There Ray listens at the host's address on the way to the head."""
     monkeypatch.setattr(pool_commands, "own_address", lambda hosts, interface: {"10.0.0.1": "10.0.0.7"}[hosts[0]])
     run_dir = write_state(tmp_path, host="node-1", address="10.0.0.1:6379")
-    assert ask_pool(run_dir, "drain", 1, say=said) == "drain_replica 1"
+    assert ask_pool(run_dir, "drain", 1, say=said) == "drain 1"
 
 
 def said(text: str) -> None:
@@ -90,11 +90,11 @@ def said(text: str) -> None:
 
 def test_the_controller_is_called_and_its_answer_returned(tmp_path: Path, controller: Controller) -> None:
     run_dir = write_state(tmp_path)
-    assert ask_pool(run_dir, "drain", 1, say=said) == "drain_replica 1"
-    assert ask_pool(run_dir, "add", 2, say=said) == "add_replicas 2"
+    assert ask_pool(run_dir, "drain", 1, say=said) == "drain 1"
+    assert ask_pool(run_dir, "add", 2, say=said) == "add 2"
     listed = ask_pool(run_dir, "list", say=said)
     assert listed == {"replicas": [asdict(REPORT)], "missing": 1}
-    assert controller.asked == [("drain_replica", 1), ("add_replicas", 2), ("list_replicas",)]
+    assert controller.asked == [("change_pool", "drain", 1), ("change_pool", "add", 2), ("list_replicas",)]
     assert controller.connected == [], "the connection is not closed"
 
 
@@ -171,5 +171,5 @@ def test_the_list_is_a_table_or_json(
         "replica  node    state    devices       version  running  waiting",
         "0        node-a  serving  GPU-1, GPU-2  7        12       3",
         "1 more were lost with their node; they are started again when there is room for them",
-        "undrain_replica 1",
+        "undrain 1",
     ]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
-from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups
-from megarl.rollout.admission.reusable_groups import ReplayUse, ReusableGroups
+from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups, ReusableGroups
 from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from tests.support.machines.admission_machine import AdmissionMachine
 from tests.support.machines.admission_states import explore, steps_without_room
@@ -28,203 +27,91 @@ AdmissionMachine.TestCase.settings = settings(max_examples=150, stateful_step_co
 TestAdmission = AdmissionMachine.TestCase
 
 
-class TooMuchRoom(Admission):
-    """Counts one update more within the bound than there is."""
-
-    def steps_within_bound(self, version: int) -> int:
-        return super().steps_within_bound(version + 1) if self._base else 0
-
-
-class NoCap(Admission):
-    """Starts groups without regard to those in flight."""
-
-    @property
-    def room(self) -> int:
-        return super().room + len(self._in_flight)
-
-
-class NoWait(Admission):
-    """Takes a batch while a group that can train in no later step is in flight."""
-
-    def awaited(self, step: int) -> list[int]:
-        return []
-
-
-class NewestFirst(ReadyGroups):
-    """Takes the groups with the newest tokens first."""
-
-    def first(self, number: int) -> Iterator[tuple[int, list[int]]]:
-        for version in sorted(self._by_version, reverse=True):
-            groups = list(self._by_version[version])[:number]
-            number -= len(groups)
-            yield version, groups
-
-
-class NothingNew(Admission):
-    """Starts nothing after the first publication."""
-
-    @property
-    def room(self) -> int:
-        return super().room if self.version == 0 else 0
-
-
-class NoRefill(Admission):
-    """Keeps the place of a replaced group."""
-
-    @property
-    def room(self) -> int:
-        return max(0, super().room - len(self._replaced))
-
-
-class NoRefillLimit(Admission):
-    """Replaces every group without signal."""
-
-    def replace(self, group: int, versions: Iterable[int]) -> bool:
-        self._in_flight.leave(group, versions)
-        self._replaced.append(group)
-        return True
-
-
-class LateRefillLimit(Admission):
-    """Counts replaced groups of the whole run against the limit of a step."""
-
-    def replace(self, group: int, versions: Iterable[int]) -> bool:
-        return self._done["filtered"] < self.refill and super().replace(group, versions)
-
-
-class ForgetsReplaced(Admission):
-    """Settles no replaced group."""
-
-    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
-        self._replaced = []
-        return super().batch(step)
-
-
-class SettlesReplacedTwice(Admission):
-    """Hands the replaced groups of a step to the next one as well."""
-
-    def batch(self, step: int) -> tuple[list[int], list[int]] | None:
-        replaced = list(self._replaced)
-        taken = super().batch(step)
-        self._replaced = replaced
-        return taken
-
-
-class TrainsFailed(Admission):
-    """Hands groups out that cannot be trained."""
-
-    def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
-        super().finish(group, True, versions)
-
-
-class AgeOfTheStart(GroupsInFlight):
-    """Counts the tokens of a group as those of its start."""
-
-    def leave(self, group: int, versions: Iterable[int]) -> int:
-        started = self._starts[group]
-        super().leave(group, versions)
-        return started
-
-
-class NoPlaceForReuse(Admission):
-    """Starts as many groups as without replay."""
-
-    @property
-    def room(self) -> int:
-        return self._room_at(self.version)
-
-
-class CrowdsOut(Admission):
-    """Takes groups that are used again without regard to new ones in flight."""
-
-    def awaited(self, step: int) -> list[int]:
-        return [] if len(self._ready) < self.groups else super().awaited(step)
-
-
-class ForgetsTheEnd(Admission):
-    """Fills up steps without regard to those that are left for new groups in flight."""
-
-    def awaited(self, step: int) -> list[int]:
-        steps, self.steps = self.steps, None
-        try:
-            return super().awaited(step)
-        finally:
-            self.steps = steps
-
-
-class OnlyOldGroups(Admission):
-    """Makes steps without any new group."""
-
-    def _fills_up(self, missing: int) -> bool:
-        return not self._taken and len(self._reusable) >= missing
-
-
-class FillsUpFailed(Admission):
-    """Fills up a step whose only new groups have failed."""
-
-    def _fills_up(self, missing: int) -> bool:
-        return not self._taken and len(self._ready) > 0 and len(self._reusable) >= missing
-
-
-class ReusesEarly(Admission):
-    """Fills up a step while another one trains."""
-
-    def _fills_up(self, missing: int) -> bool:
-        return self._ready.any_ok and len(self._reusable) >= missing
-
-
-class ReusesTooOld(Admission):
-    """Keeps groups that have become too old."""
-
-    def _usable(self, version: int) -> bool:
-        return True
-
-
-class ReusesFiltered(Admission):
-    """Uses groups again that were not trained."""
-
-    def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, ReplayUse]:
-        return super()._uses_after(step, self._taken[step].ok)
-
-
-class SettlesReused(Admission):
-    """Counts a further use as another end."""
-
-    def commit(self, step: int, **numbers: Any) -> None:
-        super().commit(step, **numbers)
-        self._done["trained"] += numbers["reused"]
-
-
-class KeepsRows(Admission):
-    """Does not free the rows of a group if it is a single one."""
-
-    def take_released(self) -> list[int]:
-        released = super().take_released()
-        return released if len(released) != 1 else []
-
-
-class Endless(ReusableGroups):
-    """Does not count uses."""
-
-    def keep(self, group: int, use: ReplayUse) -> bool:
-        self._groups[group] = use
-        return True
-
-
-class MostUsedFirst(ReusableGroups):
-    """Uses the wrong groups first."""
-
-    @staticmethod
-    def _order(group: int, use: ReplayUse) -> tuple[int, int, int]:
-        return -use.uses, use.oldest, group
-
-
-class YoungestFirst(ReusableGroups):
-    """Lets groups become too old although they could be used."""
-
-    @staticmethod
-    def _order(group: int, use: ReplayUse) -> tuple[int, int, int]:
-        return use.uses, -use.oldest, group
+# Admissions, and what they hold, each without one of the rules.
+
+ROOM = Admission.room.fget
+
+
+def without_rule(base: type = Admission, **changed: Any) -> type:
+    return type("Mutant", (base,), changed)
+
+
+def newest_first(self: ReadyGroups, number: int) -> Iterator[tuple[int, list[int]]]:
+    for version in sorted(self._by_version, reverse=True):
+        groups = list(self._by_version[version])[:number]
+        number -= len(groups)
+        yield version, groups
+
+
+def hand_replaced_on(self: Admission, step: int) -> tuple[list[int], list[int]] | None:
+    replaced = list(self._replaced)
+    taken = Admission.batch(self, step)
+    self._replaced = replaced
+    return taken
+
+
+def age_of_the_start(self: GroupsInFlight, group: int, versions: Iterable[int]) -> int:
+    started = self._starts[group]
+    GroupsInFlight.leave(self, group, versions)
+    return started
+
+
+def forget_the_end(self: Admission, step: int) -> list[int]:
+    steps, self.steps = self.steps, None
+    try:
+        return Admission.awaited(self, step)
+    finally:
+        self.steps = steps
+
+
+def settle_reused(self: Admission, step: int, **numbers: Any) -> None:
+    Admission.commit(self, step, **numbers)
+    self._done["trained"] += numbers["reused"]
+
+
+def replace_all(self: Admission, group: int, versions: Iterable[int]) -> bool:
+    self._in_flight.leave(group, versions)
+    self._replaced.append(group)
+    return True
+
+
+TOO_MUCH_ROOM = without_rule(
+    steps_within_bound=lambda self, version: Admission.steps_within_bound(self, version + 1) if self._base else 0
+)
+NO_CAP = without_rule(room=property(lambda self: ROOM(self) + len(self._in_flight)))
+NO_WAIT = without_rule(awaited=lambda self, step: [])
+NEWEST_FIRST = without_rule(ReadyGroups, first=newest_first)
+NOTHING_NEW = without_rule(room=property(lambda self: ROOM(self) if self.version == 0 else 0))
+NO_REFILL = without_rule(room=property(lambda self: max(0, ROOM(self) - len(self._replaced))))
+NO_REFILL_LIMIT = without_rule(replace=replace_all)
+LIMIT_OF_THE_RUN = without_rule(  # and not of a step
+    replace=lambda self, *group: self._done["filtered"] < self.refill and Admission.replace(self, *group)
+)
+FORGETS_REPLACED = without_rule(batch=lambda self, step: self._replaced.clear() or Admission.batch(self, step))
+SETTLES_REPLACED_TWICE = without_rule(batch=hand_replaced_on)
+TRAINS_FAILED = without_rule(finish=lambda self, group, ok, versions=(): Admission.finish(self, group, True, versions))
+AGE_OF_THE_START = without_rule(GroupsInFlight, leave=age_of_the_start)
+NO_PLACE_FOR_REUSE = without_rule(room=property(lambda self: self._room_at(self.version)))
+CROWDS_OUT = without_rule(
+    awaited=lambda self, step: [] if len(self._ready) < self.groups else Admission.awaited(self, step)
+)
+FORGETS_THE_END = without_rule(awaited=forget_the_end)
+ONLY_OLD_GROUPS = without_rule(_fills_up=lambda self, missing: not self._taken and len(self._reusable) >= missing)
+FILLS_UP_FAILED = without_rule(
+    _fills_up=lambda self, missing: not self._taken and len(self._ready) > 0 and len(self._reusable) >= missing
+)
+REUSES_EARLY = without_rule(_fills_up=lambda self, missing: self._ready.any_ok and len(self._reusable) >= missing)
+REUSES_TOO_OLD = without_rule(_usable=lambda self, version: True)
+REUSES_FILTERED = without_rule(
+    _uses_after=lambda self, step, trained: Admission._uses_after(self, step, self._taken[step].ok)
+)
+SETTLES_REUSED = without_rule(commit=settle_reused)
+KEEPS_ROWS = without_rule(  # of a single group
+    take_released=lambda self: found if len(found := Admission.take_released(self)) != 1 else []
+)
+ENDLESS = without_rule(ReusableGroups, keep=lambda self, group, use: not self._groups.update({group: use}))
+MOST_USED_FIRST = without_rule(ReusableGroups, _order=staticmethod(lambda group, use: (-use.uses, use.oldest, group)))
+YOUNGEST_FIRST = without_rule(ReusableGroups, _order=staticmethod(lambda group, use: (use.uses, -use.oldest, group)))
 
 
 def holding(
@@ -306,18 +193,18 @@ def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
 @pytest.mark.parametrize(
     ("mutant", "broken"),
     [
-        (TooMuchRoom, "the bound is passed"),
-        (NoCap, "a second call starts groups again|the bound is passed"),
-        (NoWait, "the bound is passed"),
-        (holding(ready=NewestFirst), "an older group is left|the bound is passed"),
-        (NothingNew, "deadlock"),
-        (NoRefill, "a replaced group leaves no place to another"),
-        (NoRefillLimit, "more groups are replaced than the limit allows"),
-        (LateRefillLimit, "a group is queued below the limit"),
-        (ForgetsReplaced, "a replaced group is not settled"),
-        (SettlesReplacedTwice, "the counters do not add up"),
-        (TrainsFailed, "a failed group counts as trainable"),
-        (holding(in_flight=AgeOfTheStart), "an older group is left"),
+        (TOO_MUCH_ROOM, "the bound is passed"),
+        (NO_CAP, "a second call starts groups again|the bound is passed"),
+        (NO_WAIT, "the bound is passed"),
+        (holding(ready=NEWEST_FIRST), "an older group is left|the bound is passed"),
+        (NOTHING_NEW, "deadlock"),
+        (NO_REFILL, "a replaced group leaves no place to another"),
+        (NO_REFILL_LIMIT, "more groups are replaced than the limit allows"),
+        (LIMIT_OF_THE_RUN, "a group is queued below the limit"),
+        (FORGETS_REPLACED, "a replaced group is not settled"),
+        (SETTLES_REPLACED_TWICE, "the counters do not add up"),
+        (TRAINS_FAILED, "a failed group counts as trainable"),
+        (holding(in_flight=AGE_OF_THE_START), "an older group is left"),
     ],
 )
 def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
@@ -330,19 +217,19 @@ def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
 @pytest.mark.parametrize(
     ("mutant", "broken"),
     [
-        (NoPlaceForReuse, "nothing is ever used again"),
-        (CrowdsOut, "the bound is passed"),
-        (ForgetsTheEnd, "a new group is left at the end|the bound is passed"),
-        (OnlyOldGroups, "a step has no new group"),
-        (FillsUpFailed, "a step has no new group that can be trained"),
-        (ReusesEarly, "groups are used again although the trainer has work"),
-        (ReusesTooOld, "rows are kept that no step can use"),
-        (ReusesFiltered, "a group is used again that was not trained|are not counted"),
-        (SettlesReused, "a group ends twice"),
-        (KeepsRows, "rows are kept that no step can use"),
-        (holding(Endless), "rows are kept that no step can use"),
-        (holding(MostUsedFirst), "groups that come later are used again first"),
-        (holding(YoungestFirst), "groups that come later are used again first"),
+        (NO_PLACE_FOR_REUSE, "nothing is ever used again"),
+        (CROWDS_OUT, "the bound is passed"),
+        (FORGETS_THE_END, "a new group is left at the end|the bound is passed"),
+        (ONLY_OLD_GROUPS, "a step has no new group"),
+        (FILLS_UP_FAILED, "a step has no new group that can be trained"),
+        (REUSES_EARLY, "groups are used again although the trainer has work"),
+        (REUSES_TOO_OLD, "rows are kept that no step can use"),
+        (REUSES_FILTERED, "a group is used again that was not trained|are not counted"),
+        (SETTLES_REUSED, "a group ends twice"),
+        (KEEPS_ROWS, "rows are kept that no step can use"),
+        (holding(ENDLESS), "rows are kept that no step can use"),
+        (holding(MOST_USED_FIRST), "groups that come later are used again first"),
+        (holding(YOUNGEST_FIRST), "groups that come later are used again first"),
     ],
 )
 def test_each_rule_of_bounded_replay_is_needed(mutant: type[Admission], broken: str) -> None:
@@ -433,7 +320,7 @@ def test_replaced_groups_are_filtered_by_the_next_step_and_part_of_the_history()
     counters = admission.counters
     assert (counters.in_flight, counters.replaced, counters.ready) == (1, 2, 1) and counters.balanced
     admission.finish(3, True, [0])
-    assert admission.batch(0) == ([0, 3], []) and admission.replaced(0) == [1, 2]
+    assert admission.batch(0) == ([0, 3], []) and admission.taken(0).replaced == [1, 2]
     assert admission.counters.taken == 4 and admission.counters.replaced == 0
     before = admission.state_dict()
     with pytest.raises(ValueError, match=r"do not account for its 4 groups, 0 of them failed .* 2 were replaced"):
@@ -472,7 +359,7 @@ def test_a_commit_names_exactly_the_groups_that_its_step_has_taken(
     assert admission.replace(1, [0]) and admission.admit() == [3]
     for group in (0, 2, 3):
         admission.finish(group, group != 2, [0])
-    assert admission.batch(0) == ([0, 3], [2]) and admission.replaced(0) == [1]
+    assert admission.batch(0) == ([0, 3], [2]) and admission.taken(0).replaced == [1]
     whole = {"trained": [0, 3], "filtered": [1], "dropped_stale": [], "failed": [2], **ended}
     numbers = {"trained": 2, "filtered": 1, "dropped_stale": 0, "failed": 1}
     if message is None:
@@ -484,19 +371,6 @@ def test_a_commit_names_exactly_the_groups_that_its_step_has_taken(
     assert admission.counters.taken == 4 and admission.counters.settled == 0, "nothing is settled"
 
 
-def test_beyond_the_limit_a_group_without_signal_is_queued() -> None:
-    admission = Admission(1, SYNC, refill=1)
-    admission.set_version(0)
-    admission.admit()
-    assert admission.replace(0, [0])
-    assert admission.admit() == [1] and not admission.replace(1, [0])
-    admission.finish(1, True, [0])
-    assert admission.batch(0) == ([1], [])
-    admission.commit(0, trained=0, filtered=2, dropped_stale=0, failed=0)
-    admission.set_version(1)
-    assert admission.admit() == [2] and admission.replace(2, [1])  # the limit is one of each step
-
-
 def reusing(**options: Any) -> Admission:
     """Steps of two groups; 0 and 1 were trained by step 0, 2 is ready, and 3 is in flight."""
     admission = Admission(2, Pace(max_staleness=3), max_uses=2, **options)
@@ -504,7 +378,7 @@ def reusing(**options: Any) -> Admission:
     assert admission.admit() == [0, 1, 2, 3]  # eight fit the bound, but not if each is used twice
     for group in (0, 1, 2):
         admission.finish(group, True, [0])
-    assert admission.batch(0) == ([0, 1], []) and admission.reused(0) == []
+    assert admission.batch(0) == ([0, 1], []) and sorted(admission.taken(0).reused) == []
     admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[1, 0])
     return admission
 
@@ -512,7 +386,7 @@ def reusing(**options: Any) -> Admission:
 def test_a_step_is_filled_up_with_groups_that_were_trained_before() -> None:
     admission = reusing()
     assert admission.counters.reusable == 2 and admission.take_released() == []
-    assert admission.batch(1) == ([2], []) and admission.reused(1) == [0]
+    assert admission.batch(1) == ([2], []) and sorted(admission.taken(1).reused) == [0]
     assert admission.unsettled == [2, 3], "a group that is used again has ended"
     ends = {"trained": 1, "filtered": 0, "dropped_stale": 0, "failed": 0}
     with pytest.raises(ValueError, match="step 1 took 1 groups to train them again, not 0"):
@@ -531,30 +405,6 @@ def test_a_step_is_filled_up_with_groups_that_were_trained_before() -> None:
     assert admission.take_released() == [0] and admission.take_released() == []  # used twice
 
 
-def test_a_step_whose_only_new_group_has_failed_is_not_filled_up() -> None:
-    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
-    admission.set_version(0)
-    assert admission.admit() == [0, 1, 2, 3]
-    for group in (0, 1, 2):
-        admission.finish(group, group != 2, [0])
-    assert admission.batch(0) == ([0, 1], [])
-    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0, trained_groups=[0, 1])
-    assert admission.counters.reusable == 2 and admission.batch(1) is None
-    admission.finish(3, True, [0])
-    assert admission.batch(1) == ([3], [2]) and admission.reused(1) == []
-
-
-def test_without_replay_every_group_leaves_the_queue_when_its_step_is_committed() -> None:
-    admission = Admission(2, Pace(max_staleness=1))
-    admission.set_version(0)
-    for group in admission.admit():
-        admission.finish(group, ok=group != 1)
-    admission.batch(0)
-    assert admission.take_released() == []
-    admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=1, trained_groups=[0])
-    assert admission.take_released() == [0, 1] and admission.counters.reusable == 0
-
-
 def test_a_resume_uses_no_group_again_that_the_history_has_settled() -> None:
     admission = reusing()
     admission.batch(1)
@@ -569,13 +419,6 @@ def test_a_resume_uses_no_group_again_that_the_history_has_settled() -> None:
     old = {key: value for key, value in admission.state_dict().items() if key != "reused"}
     resumed.load_state_dict(old)  # of a checkpoint of before
     assert resumed.counters.reused == 0
-
-
-def test_groups_that_are_generated_before_a_resume_are_kept_beyond_those_that_would_start() -> None:
-    admission = Admission(2, Pace(max_staleness=3), max_uses=2)
-    admission.set_version(0)
-    assert admission.room == 4
-    assert len(admission.keep({group: {0} for group in range(9)})) == 8 and admission.room == 0
 
 
 @pytest.mark.parametrize(
@@ -597,27 +440,6 @@ def test_the_trainer_does_not_wait_for_generation_as_long_as_groups_can_be_used_
     assert ran.reused == 0 if max_uses == 1 else (ran.reused > 100) is (seconds > 2)
 
 
-def drive(admission: Admission, steps: int) -> list[list[int]]:
-    """Complete synchronous steps; the groups of each."""
-    batches = []
-    for _ in range(steps):
-        step = admission.state_dict()["steps"]
-        admission.set_version(step)
-        for group in reversed(admission.admit()):
-            admission.finish(group, ok=True)
-        taken = admission.batch(step)
-        assert taken is not None
-        batches.append(taken[0])
-        admission.commit(step, trained=admission.groups, filtered=0, dropped_stale=0, failed=0)
-    return batches
-
-
-@given(groups=st.integers(1, 6), steps=st.integers(1, 6))
-def test_synchronous_steps_take_consecutive_groups(groups: int, steps: int) -> None:
-    batches = drive(Admission(groups, SYNC), steps)
-    assert batches == [list(range(step * groups, (step + 1) * groups)) for step in range(steps)]
-
-
 def test_nothing_is_admitted_before_the_first_version_nor_ahead_of_it() -> None:
     admission = Admission(3, SYNC)
     assert admission.admit() == []
@@ -635,12 +457,6 @@ def test_the_next_group_is_the_first_that_was_never_started() -> None:
     assert machine.next_group == 2 and machine.unsettled == [0, 1]  # these are started again
 
 
-def test_staleness_admits_ahead() -> None:
-    admission = Admission(2, Pace(max_staleness=2))
-    admission.set_version(0)
-    assert admission.admit() == [0, 1, 2, 3, 4, 5]
-
-
 @given(
     groups=st.integers(1, 3), steps=st.integers(1, 9), ahead=st.integers(0, 6), refill=st.integers(0, 4), data=st.data()
 )
@@ -656,27 +472,12 @@ def test_no_group_is_started_for_a_step_after_the_last(
             group = data.draw(st.sampled_from(sorted(admission.in_flight)))
             if not (data.draw(st.booleans()) and admission.replace(group, [step])):
                 admission.finish(group, True, [step])
-        replaced = len(admission.replaced(step))
+        replaced = len(admission.taken(step).replaced)
         admission.commit(step, trained=len(taken[0]), filtered=replaced, dropped_stale=0, failed=0)
         assert admission.admit() == [] or step + 1 < steps
     counters = admission.counters
     assert counters.trained == groups * steps and counters.admitted == counters.trained + counters.filtered
     assert not admission.in_flight and admission.room == 0
-
-
-def test_resume_redraws_unsettled_groups_under_their_ids() -> None:
-    admission = Admission(2, Pace(max_staleness=1))
-    admission.set_version(0)
-    assert admission.admit() == [0, 1, 2, 3]
-    for group in (0, 3):
-        admission.finish(group, ok=True)
-    assert admission.batch(0) == ([0, 3], [])
-    admission.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
-    admission.finish(1, ok=True)
-    resumed = Admission(2, Pace(max_staleness=1))
-    resumed.load_state_dict(admission.state_dict())
-    resumed.set_version(1)
-    assert resumed.admit() == [1, 2, 4, 5]
 
 
 def test_versions_are_not_steps() -> None:

@@ -9,50 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.schema import Config
 from megarl.queue.dump import DumpedBatch
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
-from megarl.rollout.admission.reusable_groups import ReplayUse, ReusableGroups
+from megarl.rollout.admission.groups_in_flight import ReplayUse, ReusableGroups
 from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
 from megarl.run.step.plan import GroupOutcome, plan_step
 from tests.support.rollout.fake_rollout import LocalController, local_controller
 from tests.support.trainer.configs import config as config_of
 
 USES = st.dictionaries(st.integers(0, 20), st.builds(ReplayUse, st.integers(-3, 3), st.integers(1, 4)), max_size=8)
-
-
-def holding(uses: dict[int, ReplayUse], max_uses: int = 5) -> ReusableGroups:
-    groups = ReusableGroups(max_uses)
-    for group, use in uses.items():
-        assert groups.keep(group, use)
-    return groups
-
-
-@given(uses=USES, max_uses=st.integers(1, 5))
-def test_a_group_is_kept_until_it_has_been_used_as_often_as_it_may(uses: dict[int, ReplayUse], max_uses: int) -> None:
-    groups = ReusableGroups(max_uses)
-    for group, use in uses.items():
-        assert groups.keep(group, use) is (use.uses < max_uses)
-    assert groups.take(99) == {group: use for group, use in uses.items() if use.uses < max_uses}
-    assert len(groups) == 0 and ReplayUse(3).again == ReplayUse(3, 2)
-
-
-@given(uses=USES, number=st.integers(0, 9))
-def test_the_least_used_and_oldest_are_taken_first(uses: dict[int, ReplayUse], number: int) -> None:
-    groups = holding(uses)
-    order = sorted(uses, key=lambda group: (uses[group].uses, uses[group].oldest, group))
-    assert list(groups.take(number)) == order[:number]
-    assert set(groups.take(99)) == set(order[number:])
-
-
-@given(uses=USES, oldest=st.integers(-3, 4))
-def test_groups_that_are_too_old_are_dropped(uses: dict[int, ReplayUse], oldest: int) -> None:
-    groups = holding(uses)
-    assert set(groups.drop(lambda version: version >= oldest)) == {g for g, use in uses.items() if use.oldest < oldest}
-    assert set(groups.take(99)) == {g for g, use in uses.items() if use.oldest >= oldest}
 
 
 def test_a_group_is_used_at_least_once() -> None:
@@ -111,7 +79,7 @@ class Trainer:
         await self.local.controller.commit(step, **vars(outcome), trained_groups=trained_groups)
 
 
-def test_trainer_and_controller_agree_on_every_use(
+async def test_trainer_and_controller_agree_on_every_use(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = local_controller(config, tmp_path, monkeypatch)
@@ -121,17 +89,14 @@ def test_trainer_and_controller_agree_on_every_use(
         await asyncio.sleep(draw.uniform(0.5, 1.5) * GENERATION_S)
         return await answer(context, requests, **options)
 
-    async def scenario() -> None:
-        local.fleet.generate = generate  # type: ignore[method-assign]
-        async with asyncio.timeout(60):
-            await trainer.run()
-        await asyncio.sleep(0.05)  # the rows of the last step are removed by a task
-        counters = await local.controller.counters()
-        told = {name: getattr(counters, name) for name in trainer.totals}
-        assert told == trainer.totals and counters.balanced
-        assert (counters.in_flight, counters.ready, counters.reusable) == (0, 0, 0) and not local.queue.rows
-
-    asyncio.run(scenario())
+    local.fleet.generate = generate  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
+        await trainer.run()
+    await asyncio.sleep(0.05)  # the rows of the last step are removed by a task
+    counters = await local.controller.counters()
+    told = {name: getattr(counters, name) for name in trainer.totals}
+    assert told == trainer.totals and counters.balanced
+    assert (counters.in_flight, counters.ready, counters.reusable) == (0, 0, 0) and not local.queue.rows
     assert trainer.totals["reused"] > 0 and trainer.totals["trained"] + trainer.totals["reused"] == 3 * STEPS
     assert trainer.totals["dropped_stale"] == 0 and max(trainer.uses.values()) in (2, 3)
     assert sum(trainer.uses.values()) == 3 * STEPS and len(trainer.uses) == trainer.totals["trained"]

@@ -46,7 +46,13 @@ class RecordingMachine(AdmissionMachine):
         class Noting(Admission):
             def commit(self, step: int, *, dropped_stale: int, **others: Any) -> None:
                 ok, failed = self.batch(step) or ([], [])
-                machine.taken[step] = (ok, failed, self.replaced(step), dropped_stale, self.reused(step))
+                machine.taken[step] = (
+                    ok,
+                    failed,
+                    self.taken(step).replaced,
+                    dropped_stale,
+                    sorted(self.taken(step).reused),
+                )
                 super().commit(step, dropped_stale=dropped_stale, **others)
 
         record = self.events.append
@@ -80,7 +86,12 @@ def recorded() -> tuple[list[Event], Batches]:
         batch = admission.batch(step)
         assert batch is not None
         ends = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0} | numbers
-        taken[step] = (*batch, admission.replaced(step), ends["dropped_stale"], admission.reused(step))
+        taken[step] = (
+            *batch,
+            admission.taken(step).replaced,
+            ends["dropped_stale"],
+            sorted(admission.taken(step).reused),
+        )
         admission.commit(step, **ends)
 
     admission = Admission(2, PACE, refill=1, record=events.append)

@@ -133,8 +133,3 @@ def test_a_turns_prompt_is_all_tokens_before_it_and_the_difference_of_two_render
             else:
                 answers[-1].append(turn.text)
         check(row, mine, answers)
-
-
-def test_a_turn_of_that_test_is_none_that_a_tokenizer_would_make() -> None:
-    """Else it could not tell a turn from one that was tokenized again."""
-    assert _tokens(TOKENIZER.decode(RARE)) != RARE

@@ -15,8 +15,8 @@ from typing import Any, get_args
 import pytest
 
 from megarl.rollout.agents.tool_states import AgentPhase
+from megarl.rollout.resume.group_progress import INTERRUPTED
 from megarl.rollout.resume.journal_records import decode_unfinished
-from megarl.rollout.resume.loop_records import INTERRUPTED
 from tests.support.agents.frozen_agents import (
     Attempt,
     Stop,

@@ -14,13 +14,11 @@ from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
 from megarl.data.demonstrations import ShownResponse
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.context import FROZEN_BYTES
-from megarl.rollout.agents.loop_host import failed_group
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.agent_loop import FROZEN_BYTES, AgentContext, AgentLoop
+from megarl.rollout.agents.loop_host import SingleTurn
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
 from tests.support.rollout.fake_rollout import VERSION, FakeBatcher, FakeRewards, FakeSource
 from tests.support.rollout.group_runner import GroupRunner
@@ -181,14 +179,6 @@ def test_a_loop_that_fails_ends_the_loops_of_its_group(config: Config) -> None:
     with pytest.raises(ConnectionError, match="the tool is gone"):
         asyncio.run(runner(config, loop)[0].run(0))
     assert loop.cancelled == config.batch.samples_per_group - 1
-
-
-def test_the_samples_of_a_failed_group_are_empty_and_counted(config: Config) -> None:
-    rows = failed_group(3, config.batch.samples_per_group, "", "no answer")
-    assert [row.key for row in rows] == [f"3:{index}" for index in range(config.batch.samples_per_group)]
-    assert {(row.status, row.failure, row.oldest_version, row.tag.total_tokens) for row in rows} == {
-        ("failed", "no answer", -1, 0)
-    }
 
 
 def test_demonstrations_need_no_engine_and_no_reward(config: Config) -> None:

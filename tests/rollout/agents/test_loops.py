@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.schema.agent import AgentConfig
-from megarl.rollout.agents.loops import SingleTurn, find_loop
+from megarl.rollout.agents.loop_host import SingleTurn, find_loop
 from megarl.rollout.agents.tool_agent import ToolAgent
 
 EXAMPLE = "examples.rl.agents.second_thoughts:SecondThoughts"

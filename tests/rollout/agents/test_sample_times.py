@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.agents.batch_stats import BatchStats
-from megarl.rollout.agents.sample_times import PARTS, SLOWEST, TrajectoryTimes, slowest
+from megarl.rollout.agents.batch_stats import PARTS, SLOWEST, BatchStats, TrajectoryTimes, slowest
 from megarl.rollout.engine.messages import GenerateResult
 from megarl.rollout.orchestrator.ready_batches import BatchReady
 from megarl.rollout.orchestrator.step_batches import record_batch_taken

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.engine.activity import GAP_S, LOAD_S, LONGEST_S, ReplicaActivity
-from megarl.rollout.engine.engine_load import EngineLoad
-from megarl.rollout.engine.request_times import SCHEDULED, RequestTimes
+from megarl.rollout.engine.engine_load import GAP_S, LOAD_S, LONGEST_S, EngineLoad, ReplicaActivity
+from megarl.rollout.engine.engine_requests import SCHEDULED, RequestTimes
 from megarl.telemetry.trace import events
 
 IDLE = EngineLoad()

@@ -84,58 +84,49 @@ async def started(*names: str, monitor: EngineMonitor | None = None) -> tuple[Fa
     return engine, requests
 
 
-def test_a_report_comes_at_once_when_all_have_ended() -> None:
-    async def run() -> None:
-        engine, requests = await started("a", "b")
-        for name in "ab":
-            engine.make(name, 7)
-            engine.finish(name, "stop" if name == "a" else "length")
-        parts = await asyncio.wait_for(requests.report({"a": 0, "b": 0}, math.inf), 1)
-        assert [(part.response_ids, part.finish_reason) for part in parts.values()] == [([7], "stop"), ([7], "length")]
-        with pytest.raises(RequestFailed, match="replica 3 does not know request a"):
-            await requests.report({"a": 1}, 0.0)
-
-    asyncio.run(run())
+async def test_a_report_comes_at_once_when_all_have_ended() -> None:
+    engine, requests = await started("a", "b")
+    for name in "ab":
+        engine.make(name, 7)
+        engine.finish(name, "stop" if name == "a" else "length")
+    parts = await asyncio.wait_for(requests.report({"a": 0, "b": 0}, math.inf), 1)
+    assert [(part.response_ids, part.finish_reason) for part in parts.values()] == [([7], "stop"), ([7], "length")]
+    with pytest.raises(RequestFailed, match="replica 3 does not know request a"):
+        await requests.report({"a": 1}, 0.0)
 
 
-def test_after_the_wait_each_report_has_the_tokens_since_the_last_one() -> None:
-    async def run() -> None:
-        engine, requests = await started("a", "b")
-        engine.make("a", 7, -0.25, version="default")
-        first = await requests.report({"a": 0, "b": 0}, 0.01)
-        assert (first["a"].response_ids, first["a"].logprobs) == ([7], [-0.25])
-        assert first["a"].versions == (VersionSpan(-1, 0, 1, replica=3),) and first["a"].seconds >= 0.01
-        assert first["b"].response_ids == [] and {part.finish_reason for part in first.values()} == {None}
-        engine.make("a", 8, version="4")
-        engine.make("a", 9, version="4")
-        engine.make("b", 5)
-        engine.finish("a", "stop")
-        second = await requests.report({"a": 1, "b": 0}, 0.01)
-        assert second["a"].response_ids == [8, 9] and second["a"].finish_reason == "stop"
-        assert second["a"].versions == (VersionSpan(4, 0, 1, replica=3), VersionSpan(4, 1, 2, replica=3))
-        assert second["b"].response_ids == [5] and second["b"].finish_reason is None
-
-    asyncio.run(run())
+async def test_after_the_wait_each_report_has_the_tokens_since_the_last_one() -> None:
+    engine, requests = await started("a", "b")
+    engine.make("a", 7, -0.25, version="default")
+    first = await requests.report({"a": 0, "b": 0}, 0.01)
+    assert (first["a"].response_ids, first["a"].logprobs) == ([7], [-0.25])
+    assert first["a"].versions == (VersionSpan(-1, 0, 1, replica=3),) and first["a"].seconds >= 0.01
+    assert first["b"].response_ids == [] and {part.finish_reason for part in first.values()} == {None}
+    engine.make("a", 8, version="4")
+    engine.make("a", 9, version="4")
+    engine.make("b", 5)
+    engine.finish("a", "stop")
+    second = await requests.report({"a": 1, "b": 0}, 0.01)
+    assert second["a"].response_ids == [8, 9] and second["a"].finish_reason == "stop"
+    assert second["a"].versions == (VersionSpan(4, 0, 1, replica=3), VersionSpan(4, 1, 2, replica=3))
+    assert second["b"].response_ids == [5] and second["b"].finish_reason is None
 
 
-def test_the_end_of_unfinished_requests_gives_their_last_tokens_and_stops_the_engine() -> None:
-    async def run() -> None:
-        engine, requests = await started("a", "b", "c")
-        for token in (7, 8):
-            engine.make("a", token)
-        engine.make("b", 9)
-        engine.finish("b", "stop")
-        parts = await requests.end({"a": 1, "b": 0})
-        assert (parts["a"].response_ids, parts["a"].finish_reason) == ([8], "abort")
-        assert (parts["b"].response_ids, parts["b"].finish_reason) == ([9], "stop")
-        await asyncio.sleep(0)
-        assert engine.aborted == ["a"]
-        requests.start([request("a")])  # its id is free again
-        requests.drop()
-        await asyncio.sleep(0)
-        assert "c" in engine.aborted
-
-    asyncio.run(run())
+async def test_the_end_of_unfinished_requests_gives_their_last_tokens_and_stops_the_engine() -> None:
+    engine, requests = await started("a", "b", "c")
+    for token in (7, 8):
+        engine.make("a", token)
+    engine.make("b", 9)
+    engine.finish("b", "stop")
+    parts = await requests.end({"a": 1, "b": 0})
+    assert (parts["a"].response_ids, parts["a"].finish_reason) == ([8], "abort")
+    assert (parts["b"].response_ids, parts["b"].finish_reason) == ([9], "stop")
+    await asyncio.sleep(0)
+    assert engine.aborted == ["a"]
+    requests.start([request("a")])  # its id is free again
+    requests.drop()
+    await asyncio.sleep(0)
+    assert "c" in engine.aborted
 
 
 def test_requests_that_start_after_new_weights_share_no_prefix_with_those_before() -> None:
@@ -155,56 +146,45 @@ def test_requests_that_start_after_new_weights_share_no_prefix_with_those_before
     assert salts["a"] == salts["b"] and salts["d"] == salts["e"] and len({salts[name] for name in "acd"}) == 3
 
 
-def test_a_request_that_fails_is_an_error_at_once_and_stops_those_of_its_call() -> None:
-    async def run() -> None:
-        engine, requests = await started("a", "b", "other")
-        engine.output_processor.request_states["b-1"].end.set_exception(ValueError("too long"))
-        with pytest.raises(ValueError, match="too long"):
-            await asyncio.wait_for(requests.report({"a": 0, "b": 0}, math.inf), 1)
-        await asyncio.sleep(0)
-        assert engine.aborted == ["a"]
-        assert (await requests.report({"other": 0}, 0.0))["other"].finish_reason is None
-
-    asyncio.run(run())
+async def test_a_request_that_fails_is_an_error_at_once_and_stops_those_of_its_call() -> None:
+    engine, requests = await started("a", "b", "other")
+    engine.output_processor.request_states["b-1"].end.set_exception(ValueError("too long"))
+    with pytest.raises(ValueError, match="too long"):
+        await asyncio.wait_for(requests.report({"a": 0, "b": 0}, math.inf), 1)
+    await asyncio.sleep(0)
+    assert engine.aborted == ["a"]
+    assert (await requests.report({"other": 0}, 0.0))["other"].finish_reason is None
 
 
-def test_ids_are_unique_and_every_token_has_its_log_prob() -> None:
-    async def run() -> None:
-        engine, requests = await started("a")
-        with pytest.raises(RequestFailed, match="works on request a already"):
-            requests.start([request("b"), request("a")])
-        with pytest.raises(RequestFailed, match="b"):
-            await requests.report({"b": 0}, 0.0)  # it was not begun either
-        engine.make("a", 7, None)
-        assert math.isnan((await requests.report({"a": 0}, 0.0))["a"].logprobs[0])
-        engine.output_processor.request_states["a-1"].detokenizer.output_token_ids.append(8)
-        with pytest.raises(ReplicaFailed, match="replica 3 gave 1 log-probs for 2 tokens of a"):
-            await requests.report({"a": 1}, 0.0)
-
-    asyncio.run(run())
+async def test_ids_are_unique_and_every_token_has_its_log_prob() -> None:
+    engine, requests = await started("a")
+    with pytest.raises(RequestFailed, match="works on request a already"):
+        requests.start([request("b"), request("a")])
+    with pytest.raises(RequestFailed, match="b"):
+        await requests.report({"b": 0}, 0.0)  # it was not begun either
+    engine.make("a", 7, None)
+    assert math.isnan((await requests.report({"a": 0}, 0.0))["a"].logprobs[0])
+    engine.output_processor.request_states["a-1"].detokenizer.output_token_ids.append(8)
+    with pytest.raises(ReplicaFailed, match="replica 3 gave 1 log-probs for 2 tokens of a"):
+        await requests.report({"a": 1}, 0.0)
 
 
-def test_an_engine_that_makes_no_step_is_named_and_one_that_is_paused_is_not() -> None:
-    async def run() -> None:
-        clock = [time.monotonic()]
-        monitor = EngineMonitor(lambda: clock[0])
-        engine, requests = await started("a", "b", monitor=monitor)
-        clock[0] += 50.0
-        monitor.record(None)
-        clock[0] += 50.0
+async def test_an_engine_that_makes_no_step_is_named_and_one_that_is_paused_is_not() -> None:
+    clock = [time.monotonic()]
+    monitor = EngineMonitor(lambda: clock[0])
+    engine, requests = await started("a", "b", monitor=monitor)
+    clock[0] += 50.0
+    monitor.record(None)
+    clock[0] += 50.0
+    await requests.report({"a": 0}, 0.0)
+    monitor.hold("pause")
+    clock[0] += 500.0
+    await requests.report({"a": 0}, 0.0)
+    monitor.release("pause")
+    clock[0] += 61.0
+    with pytest.raises(ReplicaFailed, match="engine of replica 3 has made no step for 61 s; 2 requests wait for it"):
         await requests.report({"a": 0}, 0.0)
-        monitor.hold("pause")
-        clock[0] += 500.0
-        await requests.report({"a": 0}, 0.0)
-        monitor.release("pause")
-        clock[0] += 61.0
-        with pytest.raises(
-            ReplicaFailed, match="engine of replica 3 has made no step for 61 s; 2 requests wait for it"
-        ):
-            await requests.report({"a": 0}, 0.0)
-        with pytest.raises(ReplicaFailed, match="has made no step for 61 s"):
-            await requests.end({"a": 0, "b": 0})
-        engine.finish("a", "stop")
-        assert (await requests.report({"a": 0}, 1.0))["a"].finish_reason == "stop"  # it owes nothing for this one
-
-    asyncio.run(run())
+    with pytest.raises(ReplicaFailed, match="has made no step for 61 s"):
+        await requests.end({"a": 0, "b": 0})
+    engine.finish("a", "stop")
+    assert (await requests.report({"a": 0}, 1.0))["a"].finish_reason == "stop"  # it owes nothing for this one

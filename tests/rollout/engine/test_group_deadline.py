@@ -11,7 +11,7 @@ import pytest
 
 from megarl.common.errors import BatchNotReady
 from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan
-from megarl.rollout.engine.continuation import GroupDeadline, ResponsesSoFar
+from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from tests.support.engines.fake_replicas import Method, SharesCalls, fleet_of
@@ -119,27 +119,3 @@ def test_a_straggler_holds_the_trainer_to_its_deadline_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     train_with_a_straggler(tmp_path, monkeypatch, policy)
-
-
-def always_fail(deadline: GroupDeadline, responses: ResponsesSoFar) -> None:
-    raise responses.unfinished_at("at the deadline")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "mutant", "policy", "broken"),
-    [
-        ("of", classmethod(lambda cls, config, now: None), "cut", "the straggler holds the trainer"),
-        ("settle", lambda deadline, responses: None, "cut", "the straggler is not cut"),
-        ("settle", always_fail, "cut", "the straggler is not cut"),
-        ("settle", lambda deadline, responses: responses.cut(), "fail", "the straggler does not fail"),
-    ],
-    ids=["there is no deadline", "it changes nothing", "cut is treated as fail", "fail is treated as cut"],
-)
-def test_each_rule_of_the_deadline_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, mutant: Any, policy: str, broken: str
-) -> None:
-    """The mutation test of the rules that are not in `Admission`."""
-    monkeypatch.setattr(GroupDeadline, method, mutant)
-    with pytest.raises(AssertionError, match=broken):
-        train_with_a_straggler(tmp_path, monkeypatch, policy)

@@ -18,7 +18,6 @@ from megarl.rollout.engine import replica as replica_module
 from megarl.rollout.engine.engine_args import EngineStart
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.replica import EngineReplica, ReplicaSpec, root_cause, start_replica
-from megarl.rollout.engine.response_parts import EngineReport
 from tests.support.pool.pool import pool_config
 
 
@@ -82,38 +81,38 @@ class FakeEngine:
 REQUEST = GenerateRequest("r", [1, 2], SamplingSpec(max_tokens=1, temperature=1.0, stop_token_ids=()), seed=0)
 
 
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool) -> EngineReplica:
+async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool) -> EngineReplica:
     config = pool_config(tmp_path, rollout={"load_weights": load_weights})
     monkeypatch.setattr(replica_module, "redirect_output", lambda file: None)
     monkeypatch.setattr(replica_module, "engine_environment", lambda *_, **__: {})
     monkeypatch.setattr(EngineReplica, "_build", lambda self: FakeEngine())
     spec = ReplicaSpec(config.model_dump_json(), str(tmp_path), "run", cuda=False, max_model_len=64, supervisor=None)
     replica = EngineReplica(spec, 3)
-    asyncio.run(replica.start())
+    await replica.start()
     return replica
 
 
-def test_an_engine_without_weights_refuses_to_generate_until_a_sync_is_complete(
+async def test_an_engine_without_weights_refuses_to_generate_until_a_sync_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replacement of a lost engine starts in the same way, and refuses too."""
-
-    async def run(replica: EngineReplica) -> EngineReport:
-        with pytest.raises(ReplicaFailed, match="replica 3 has no weights yet"):
-            await replica.generate([REQUEST], 60.0)
-        await replica.set_weight_version("5")  # a label brings no weights
-        await replica.start_weight_update()
-        with pytest.raises(ReplicaFailed, match="has no weights yet"):
-            await replica.generate([REQUEST], 60.0)
-        await replica.finish_weight_update("6")
-        return await replica.generate([REQUEST], 60.0)
-
-    report = asyncio.run(run(started(tmp_path, monkeypatch, load_weights=False)))
+    replica = await started(tmp_path, monkeypatch, load_weights=False)
+    with pytest.raises(ReplicaFailed, match="replica 3 has no weights yet"):
+        await replica.generate([REQUEST], 60.0)
+    await replica.set_weight_version("5")  # a label brings no weights
+    await replica.start_weight_update()
+    with pytest.raises(ReplicaFailed, match="has no weights yet"):
+        await replica.generate([REQUEST], 60.0)
+    await replica.finish_weight_update("6")
+    report = await replica.generate([REQUEST], 60.0)
     assert report.parts["r"].versions == (VersionSpan(6, 0, 1, replica=3),)
 
 
-def test_an_engine_that_has_read_the_weights_serves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = asyncio.run(started(tmp_path, monkeypatch, load_weights=True).generate([REQUEST], 60.0))
+async def test_an_engine_that_has_read_the_weights_serves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = await started(tmp_path, monkeypatch, load_weights=True)
+    report = await replica.generate([REQUEST], 60.0)
     assert report.parts["r"].response_ids == [7]
 
 
@@ -151,18 +150,14 @@ def test_a_replica_that_is_started_tells_when_it_has_its_place() -> None:
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_kept_cache_is_for_the_requests_in_flight_only(
+async def test_a_kept_cache_is_for_the_requests_in_flight_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
 ) -> None:
     """Else later requests with the same prompt would have values of the old weights under the new version."""
-    replica = started(tmp_path, monkeypatch, load_weights=True)
-
-    async def run() -> None:
-        await replica.generate([REQUEST], 60.0)
-        await replica.pause(recompute)
-        await replica.generate([REQUEST], 60.0)
-
-    asyncio.run(run())
+    replica = await started(tmp_path, monkeypatch, load_weights=True)
+    await replica.generate([REQUEST], 60.0)
+    await replica.pause(recompute)
+    await replica.generate([REQUEST], 60.0)
     _, before, after = replica._engine.salts  # type: ignore[union-attr]  # the first is the probe's
     assert (before == after) is recompute
 
@@ -175,70 +170,60 @@ async def sync(replica: EngineReplica, version: str) -> None:
     await replica.resume()
 
 
-def test_a_replica_whose_sync_was_interrupted_stays_paused_until_it_has_taken_all_weights(
+async def test_a_replica_whose_sync_was_interrupted_stays_paused_until_it_has_taken_all_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica = started(tmp_path, monkeypatch, load_weights=False)
+    replica = await started(tmp_path, monkeypatch, load_weights=False)
     engine: Any = replica._engine
+    await sync(replica, "1")
+    await replica.pause()
+    await replica.start_weight_update()
+    await replica.update_weights({})
+    for call in (replica.resume, replica.reset):
+        with pytest.raises(ReplicaFailed, match="replica 3 was left in the middle of a weight sync"):
+            await call()
+    engine.calls.clear()
+    await replica.abandon_weight_update({"abandon": True})
+    assert engine.calls == [{"abandon": True}, ("finish", None)], "vLLM's session has to be ended"
+    for call in (replica.resume, replica.reset):
+        with pytest.raises(ReplicaFailed, match="replica 3 holds weights of two versions"):
+            await call()
+    await replica.abandon_weight_update({"abandon": True})  # nothing is left to give up
+    assert len(engine.calls) == 2 and engine.version == "1"
+    await sync(replica, "2")
+    assert engine.calls[-1] == "resume" and engine.version == "2"
+    await replica.reset()
 
-    async def run() -> None:
-        await sync(replica, "1")
-        await replica.pause()
-        await replica.start_weight_update()
-        await replica.update_weights({})
-        for call in (replica.resume, replica.reset):
-            with pytest.raises(ReplicaFailed, match="replica 3 was left in the middle of a weight sync"):
-                await call()
-        engine.calls.clear()
+
+async def test_a_replica_that_cannot_give_up_a_sync_stays_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = await started(tmp_path, monkeypatch, load_weights=False)
+    await replica.pause()
+    await replica.start_weight_update()
+    await replica.update_weights({})
+    replica._engine.refuses = True  # type: ignore[union-attr]
+    with pytest.raises(ReplicaFailed, match=r"abandon_weight_update failed: .*left 3 tensors"):
         await replica.abandon_weight_update({"abandon": True})
-        assert engine.calls == [{"abandon": True}, ("finish", None)], "vLLM's session has to be ended"
-        for call in (replica.resume, replica.reset):
-            with pytest.raises(ReplicaFailed, match="replica 3 holds weights of two versions"):
-                await call()
-        await replica.abandon_weight_update({"abandon": True})  # nothing is left to give up
-        assert len(engine.calls) == 2 and engine.version == "1"
-        await sync(replica, "2")
-        assert engine.calls[-1] == "resume" and engine.version == "2"
-        await replica.reset()
-
-    asyncio.run(run())
+    with pytest.raises(ReplicaFailed, match="in the middle of a weight sync"):
+        await replica.resume()
 
 
-def test_a_replica_that_cannot_give_up_a_sync_stays_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = started(tmp_path, monkeypatch, load_weights=False)
-
-    async def run() -> None:
-        await replica.pause()
-        await replica.start_weight_update()
-        await replica.update_weights({})
-        replica._engine.refuses = True  # type: ignore[union-attr]
-        with pytest.raises(ReplicaFailed, match=r"abandon_weight_update failed: .*left 3 tensors"):
-            await replica.abandon_weight_update({"abandon": True})
-        with pytest.raises(ReplicaFailed, match="in the middle of a weight sync"):
-            await replica.resume()
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_dies_in_a_sync_is_noticed_although_its_call_is_never_answered(
+async def test_an_engine_that_dies_in_a_sync_is_noticed_although_its_call_is_never_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the sync would know it by its deadline only."""
-    replica = started(tmp_path, monkeypatch, load_weights=False)
+    replica = await started(tmp_path, monkeypatch, load_weights=False)
     engine: Any = replica._engine
-
-    async def run() -> None:
+    await replica.pause()
+    await replica.start_weight_update()
+    engine.hangs = True
+    updating = asyncio.create_task(replica.update_weights({}))
+    await asyncio.sleep(2 * replica_module.DEATH_CHECK_S)
+    assert not updating.done(), "an engine that lives may take its time"
+    engine.errored = True
+    async with asyncio.timeout(20):
+        with pytest.raises(ReplicaFailed, match="replica 3 is dead: its engine's process ended in update_weights"):
+            await updating
+    with pytest.raises(ReplicaFailed, match="replica 3 is dead"):
         await replica.pause()
-        await replica.start_weight_update()
-        engine.hangs = True
-        updating = asyncio.create_task(replica.update_weights({}))
-        await asyncio.sleep(2 * replica_module.DEATH_CHECK_S)
-        assert not updating.done(), "an engine that lives may take its time"
-        engine.errored = True
-        async with asyncio.timeout(20):
-            with pytest.raises(ReplicaFailed, match="replica 3 is dead: its engine's process ended in update_weights"):
-                await updating
-        with pytest.raises(ReplicaFailed, match="replica 3 is dead"):
-            await replica.pause()
-
-    asyncio.run(run())

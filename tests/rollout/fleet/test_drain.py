@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given, settings
@@ -14,16 +13,12 @@ import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray i
 
 from megarl.common.errors import ReplicaFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.fleet.engine_pool import EnginePool
 from tests.support.engines.versioned_engines import VersionedEngine, of_length, settle
 
 Results = list[GenerateResult]
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 class Pool:
@@ -87,158 +82,128 @@ def versions_of(results: Results) -> list[set[int]]:
     return [{span.version for span in result.versions} for result in results]
 
 
-def test_running_responses_end_with_their_version_and_others_begin_with_the_next() -> None:
-    async def scenario() -> None:
-        pool = Pool(1)
-        early = pool.call("early", 2, 4)
-        await pool.turns(1)
-        draining = asyncio.ensure_future(pool.fleet.drain(60.0))
-        await settle()
-        late = pool.call("late", 1)
-        await pool.turns(2)
-        assert not draining.done() and not early.done(), "one of its responses has a token left"
-        await pool.turns(1)
-        assert draining.done() and early.done() and not late.done()
-        await pool.turns(3)
-        assert not pool.engines[0].left.get("late.0"), "a request that came meanwhile was sent to an engine"
-        await pool.set_weights()
-        await pool.turns(1)
-        assert versions_of(await early) == [{0}, {0}] and versions_of(await late) == [{1}]
-
-    run(scenario)
+async def test_running_responses_end_with_their_version_and_others_begin_with_the_next() -> None:
+    pool = Pool(1)
+    early = pool.call("early", 2, 4)
+    await pool.turns(1)
+    draining = asyncio.ensure_future(pool.fleet.drain(60.0))
+    await settle()
+    late = pool.call("late", 1)
+    await pool.turns(2)
+    assert not draining.done() and not early.done(), "one of its responses has a token left"
+    await pool.turns(1)
+    assert draining.done() and early.done() and not late.done()
+    await pool.turns(3)
+    assert not pool.engines[0].left.get("late.0"), "a request that came meanwhile was sent to an engine"
+    await pool.set_weights()
+    await pool.turns(1)
+    assert versions_of(await early) == [{0}, {0}] and versions_of(await late) == [{1}]
 
 
-def test_with_partial_rollouts_the_same_response_has_two_versions() -> None:
-    async def scenario() -> None:
-        pool = Pool(1)
-        response = pool.call("early", 4)
-        await pool.turns(1)
-        await pool.set_weights()
-        await pool.turns(3)
-        assert versions_of(await response) == [{0, 1}]
-
-    run(scenario)
+async def test_with_partial_rollouts_the_same_response_has_two_versions() -> None:
+    pool = Pool(1)
+    response = pool.call("early", 4)
+    await pool.turns(1)
+    await pool.set_weights()
+    await pool.turns(3)
+    assert versions_of(await response) == [{0, 1}]
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_response_of_a_lost_replica_ends_elsewhere_only_if_it_has_begun(begun: bool) -> None:
-    async def scenario() -> None:
-        pool = Pool(2)
-        response = pool.call("a", 3)  # on replica 0
-        await pool.turns(int(begun))
-        draining = asyncio.ensure_future(pool.fleet.drain(60.0))
-        await settle()
-        await pool.lose(0)
-        assert draining.done() is not begun
-        await pool.turns(3)
-        assert draining.done() and response.done() is begun
-        await pool.set_weights()
-        await pool.turns(3)
-        [result] = await response
-        assert versions_of([result]) == [{0} if begun else {1}] and result.lost_replicas == 1
-        assert result.replica == 1 or not begun
-
-    run(scenario)
+async def test_a_response_of_a_lost_replica_ends_elsewhere_only_if_it_has_begun(begun: bool) -> None:
+    pool = Pool(2)
+    response = pool.call("a", 3)  # on replica 0
+    await pool.turns(int(begun))
+    draining = asyncio.ensure_future(pool.fleet.drain(60.0))
+    await settle()
+    await pool.lose(0)
+    assert draining.done() is not begun
+    await pool.turns(3)
+    assert draining.done() and response.done() is begun
+    await pool.set_weights()
+    await pool.turns(3)
+    [result] = await response
+    assert versions_of([result]) == [{0} if begun else {1}] and result.lost_replicas == 1
+    assert result.replica == 1 or not begun
 
 
-def test_what_is_waited_for_too_long_is_named_and_nothing_stays_closed() -> None:
-    async def scenario() -> None:
-        pool = Pool(2)
-        slow = [pool.call("a", 3, 3), pool.call("b", 3)]
-        await pool.turns(1)
-        with pytest.raises(
-            RolloutError,
-            match=r"waited 0 s \(timeouts.generate_s\) for 3 running requests to end .*: replica 0: 2, replica 1: 1$",
-        ):
-            await pool.fleet.drain(0.05)
-        late = pool.call("late", 1)
-        await pool.turns(3)
-        assert late.done() and all(each.done() for each in slow)
-
-    run(scenario)
+async def test_what_is_waited_for_too_long_is_named_and_nothing_stays_closed() -> None:
+    pool = Pool(2)
+    slow = [pool.call("a", 3, 3), pool.call("b", 3)]
+    await pool.turns(1)
+    with pytest.raises(
+        RolloutError,
+        match=r"waited 0 s \(timeouts.generate_s\) for 3 running requests to end .*: replica 0: 2, replica 1: 1$",
+    ):
+        await pool.fleet.drain(0.05)
+    late = pool.call("late", 1)
+    await pool.turns(3)
+    assert late.done() and all(each.done() for each in slow)
 
 
-def test_a_begun_response_that_waits_for_a_replacement_is_waited_for() -> None:
+async def test_a_begun_response_that_waits_for_a_replacement_is_waited_for() -> None:
     """It would otherwise go on with other weights."""
-
-    async def scenario() -> None:
-        pool = Pool(1)
-        response = pool.call("a", 3)
-        await pool.turns(1)
-        old = pool.engines[0]
-        await pool.fleet.restart([0])  # the new one serves after the publication
-        await old.give_turns()
-        with pytest.raises(RolloutError, match=r"for 1 running requests to end .*: no replica: 1$"):
-            await pool.fleet.drain(0.05)
-        response.cancel()
-
-    run(scenario)
+    pool = Pool(1)
+    response = pool.call("a", 3)
+    await pool.turns(1)
+    old = pool.engines[0]
+    await pool.fleet.restart([0])  # the new one serves after the publication
+    await old.give_turns()
+    with pytest.raises(RolloutError, match=r"for 1 running requests to end .*: no replica: 1$"):
+        await pool.fleet.drain(0.05)
+    response.cancel()
 
 
-def test_a_new_trainer_finds_it_open() -> None:
+async def test_a_new_trainer_finds_it_open() -> None:
     """`EnginePool.reset` is part of its `begin`; the one before died between drain and publication."""
-
-    async def scenario() -> None:
-        pool = Pool(1)
-        await pool.fleet.drain(1.0)
-        await pool.fleet.drain(1.0)  # a second call finds nothing to do
-        late = pool.call("late", 1)
-        group = asyncio.ensure_future(pool.fleet.may_begin())
-        await pool.turns(2)
-        assert not late.done() and not group.done()
-        pool.engines[0].reset = pool.engines[0].generate.__class__(settle)  # type: ignore[attr-defined]
-        await pool.fleet.reset()
-        await pool.turns(1)
-        assert late.done() and group.done()
-
-    run(scenario)
+    pool = Pool(1)
+    await pool.fleet.drain(1.0)
+    await pool.fleet.drain(1.0)  # a second call finds nothing to do
+    late = pool.call("late", 1)
+    group = asyncio.ensure_future(pool.fleet.may_begin())
+    await pool.turns(2)
+    assert not late.done() and not group.done()
+    pool.engines[0].reset = pool.engines[0].generate.__class__(settle)  # type: ignore[attr-defined]
+    await pool.fleet.reset()
+    await pool.turns(1)
+    assert late.done() and group.done()
 
 
-def test_nobody_is_held_back_for_ever() -> None:
+async def test_nobody_is_held_back_for_ever() -> None:
     """The publication does not come, and nobody resets the fleet."""
-
-    async def scenario() -> None:
-        pool = Pool(1, generate_s=0.03, weight_sync_s=0.03)
-        await pool.fleet.drain(1.0)
-        with pytest.raises(RolloutError, match=r"1 requests waited 0 s for a publication to end .*partial_rollout"):
-            await pool.call("late", 1)
-        with pytest.raises(RolloutError, match="a prompt group waited 0 s for a publication to end"):
-            await pool.fleet.may_begin()
-
-    run(scenario)
+    pool = Pool(1, generate_s=0.03, weight_sync_s=0.03)
+    await pool.fleet.drain(1.0)
+    with pytest.raises(RolloutError, match=r"1 requests waited 0 s for a publication to end .*partial_rollout"):
+        await pool.call("late", 1)
+    with pytest.raises(RolloutError, match="a prompt group waited 0 s for a publication to end"):
+        await pool.fleet.may_begin()
 
 
-def test_the_time_for_which_requests_are_held_back_does_not_count() -> None:
-    async def scenario() -> None:
-        pool = Pool(1)
-        await pool.fleet.drain(1.0)
-        placed = asyncio.ensure_future(
-            pool.fleet._router.place(RequestContext("a", home=0), 1, 0, background=False, timeout_s=0.05)
-        )
-        await asyncio.sleep(0.1)
-        assert not placed.done()
-        await pool.set_weights()
-        assert await placed is not None
-
-    run(scenario)
+async def test_the_time_for_which_requests_are_held_back_does_not_count() -> None:
+    pool = Pool(1)
+    await pool.fleet.drain(1.0)
+    placed = asyncio.ensure_future(
+        pool.fleet._router.place(RequestContext("a", home=0), 1, 0, background=False, timeout_s=0.05)
+    )
+    await asyncio.sleep(0.1)
+    assert not placed.done()
+    await pool.set_weights()
+    assert await placed is not None
 
 
-def test_an_evaluation_ends_before_a_publication() -> None:
-    async def scenario() -> None:
-        pool = Pool(2)
-        evaluated = pool.call("problem", 3, background=True)
-        await pool.turns(1)
-        draining = asyncio.ensure_future(pool.fleet.drain(60.0))
-        await settle()
-        assert not draining.done()
-        more = pool.call("another", 1, background=True)
-        await pool.turns(2)
-        assert draining.done() and evaluated.done() and not more.done()
-        await pool.set_weights()
-        await pool.turns(1)
-        assert versions_of(await evaluated) == [{0}] and versions_of(await more) == [{1}]
-
-    run(scenario)
+async def test_an_evaluation_ends_before_a_publication() -> None:
+    pool = Pool(2)
+    evaluated = pool.call("problem", 3, background=True)
+    await pool.turns(1)
+    draining = asyncio.ensure_future(pool.fleet.drain(60.0))
+    await settle()
+    assert not draining.done()
+    more = pool.call("another", 1, background=True)
+    await pool.turns(2)
+    assert draining.done() and evaluated.done() and not more.done()
+    await pool.set_weights()
+    await pool.turns(1)
+    assert versions_of(await evaluated) == [{0}] and versions_of(await more) == [{1}]
 
 
 ACTIONS = st.one_of(
@@ -272,4 +237,4 @@ def test_every_response_is_of_one_version(actions: list[tuple[str, object]]) -> 
             assert call.done(), "a response does not end"
             assert all(len(versions) == 1 for versions in versions_of(call.result()))
 
-    run(scenario)
+    asyncio.run(asyncio.wait_for(scenario(), 30))

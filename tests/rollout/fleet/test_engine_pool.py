@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import time
 from typing import Any
@@ -16,14 +15,12 @@ from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.continuation import GroupDeadline, RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, continuation_seed
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
-from megarl.rollout.fleet.replica_client import as_rollout_error
-from tests.support.checkout import ROOT
+from megarl.rollout.transport.rpc import as_rollout_error
 from tests.support.engines.fake_replicas import (
     FakeReplica,
     HoldingReplica,
@@ -37,78 +34,63 @@ from tests.support.engines.fake_replicas import (
 
 
 @pytest.mark.parametrize("wait", ["for a report", "for room", "for a replacement"])
-def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: str) -> None:
+async def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(wait: str) -> None:
     """`asyncio.wait_for` of Python 3.11 would lose it, and a resume would wait for the end of the response."""
     slow = ScriptedReplica(0, 10**9, None)
-
-    async def run() -> bool:
-        fleet, answer = fleet_of({0: slow}), asyncio.get_running_loop().create_future()
-        if wait == "for a report":
-            slow.report = Method(lambda reported, wait_s: answer)
-        elif wait == "for room":
-            fleet.table[0].limit = 1.0
-            busy = fleet._router.assign("busy", 9, 0)
-            assert busy is not None
-        else:
-            await fleet.begin_sync()
-            fleet.table.lose(0, ReplicaFailed(0, "gone"))
-        request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
-        task = asyncio.create_task(fleet.generate(RequestContext("g"), [request]))
-        await asyncio.sleep(0.02)
-        assert not task.done()
-        if wait == "for a report":
-            answer.set_result(EngineReport({"x": ResponsePart()}))
-        elif wait == "for room":
-            fleet._router.release("busy", busy, 9)
-        else:
-            fleet.table.end_sync()
-        task.cancel()
-        await asyncio.wait([task], timeout=1)
-        return task.cancelled()
-
-    assert asyncio.run(run())
+    fleet, answer = fleet_of({0: slow}), asyncio.get_running_loop().create_future()
+    if wait == "for a report":
+        slow.report = Method(lambda reported, wait_s: answer)
+    elif wait == "for room":
+        fleet.table[0].limit = 1.0
+        busy = fleet._router.assign("busy", 9, 0)
+        assert busy is not None
+    else:
+        await fleet.begin_sync()
+        fleet.table.lose(0, ReplicaFailed(0, "gone"))
+    request = GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))
+    task = asyncio.create_task(fleet.generate(RequestContext("g"), [request]))
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    if wait == "for a report":
+        answer.set_result(EngineReport({"x": ResponsePart()}))
+    elif wait == "for room":
+        fleet._router.release("busy", busy, 9)
+    else:
+        fleet.table.end_sync()
+    task.cancel()
+    await asyncio.wait([task], timeout=1)
+    assert task.cancelled()
 
 
-def test_the_last_replicas_failure_is_raised_and_names_it() -> None:
+async def test_the_last_replicas_failure_is_raised_and_names_it() -> None:
     pool_of_one = {3: FakeReplica(3, ReplicaFailed(3, "replica 3: out of memory"))}
-
-    async def run() -> None:
-        await fleet_of(pool_of_one).generate(RequestContext("g"), requests(0))
-
     with pytest.raises(ReplicaFailed, match="replica 3: out of memory") as caught:
-        asyncio.run(run())
+        await fleet_of(pool_of_one).generate(RequestContext("g"), requests(0))
     assert caught.value.replica == 3
 
 
-def test_a_silent_replica_is_an_error_after_the_bound() -> None:
-    async def run() -> None:
+async def test_a_silent_replica_is_an_error_after_the_bound() -> None:
+    with pytest.raises(RolloutError, match="waited 0 s for replica 0 to generate"):
         await fleet_of({0: FakeReplica(0, delay_s=5)}, generate_s=0.02, rpc_s=0.03).generate(
             RequestContext("g"), requests(0)
         )
 
-    with pytest.raises(RolloutError, match="waited 0 s for replica 0 to generate"):
-        asyncio.run(run())
-
 
 @pytest.mark.parametrize("turns", range(5))
-def test_a_call_that_is_cancelled_about_the_time_of_a_report_ends_at_once(turns: int) -> None:
+async def test_a_call_that_is_cancelled_about_the_time_of_a_report_ends_at_once(turns: int) -> None:
     """A report that arrives together with the cancellation must not let the call go on."""
     replica = ScriptedReplica(5, 1000, "stop")
-
-    async def run() -> None:
-        call = asyncio.create_task(fleet_of({5: replica}, interval_s=0.01).generate(RequestContext("g"), requests(0)))
-        while len(replica.reported) < 3:
-            await asyncio.sleep(0)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        asked = len(replica.reported)
-        await asyncio.sleep(0.02)
-        assert len(replica.reported) <= asked + 1
-
-    asyncio.run(run())
+    call = asyncio.create_task(fleet_of({5: replica}, interval_s=0.01).generate(RequestContext("g"), requests(0)))
+    while len(replica.reported) < 3:
+        await asyncio.sleep(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    asked = len(replica.reported)
+    await asyncio.sleep(0.02)
+    assert len(replica.reported) <= asked + 1
 
 
 @pytest.mark.parametrize("end", [ReplicaFailed(5, "replica 5 is dead"), None], ids=["dead", "silent"])
@@ -137,51 +119,38 @@ def test_the_next_replica_goes_on_from_the_tokens_that_a_lost_one_has_reported(e
 
 @pytest.mark.parametrize("interval_s", [5.0, 0.5, 0.3])
 @pytest.mark.parametrize("lost_after", [0, 1, 3])
-def test_a_lost_engine_takes_the_tokens_of_one_interval_with_it(interval_s: float, lost_after: int) -> None:
+async def test_a_lost_engine_takes_the_tokens_of_one_interval_with_it(interval_s: float, lost_after: int) -> None:
     """Those that its process held at the last report included."""
     first, second = HoldingReplica(hold_within(interval_s), lost_after), ScriptedReplica(1, 0, "stop")
-
-    async def run() -> None:
-        fleet = fleet_of({0: first, 1: second}, generate_s=600.0, interval_s=interval_s)
-        await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**6, 1.0, ()))])
-
-    asyncio.run(run())
+    fleet = fleet_of({0: first, 1: second}, generate_s=600.0, interval_s=interval_s)
+    await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**6, 1.0, ()))])
     [request] = second.asked
     lost = 1000 * first.now_s - (len(request.prompt_ids) - 1)
     assert 0 < lost <= 1000 * interval_s + 1
     assert lost_after == 0 or lost > 900 * interval_s, "reports come more often than they must"
 
 
-def test_a_response_that_takes_too_long_fails_its_group_and_costs_no_engine() -> None:
+async def test_a_response_that_takes_too_long_fails_its_group_and_costs_no_engine() -> None:
     """Its last tokens are kept: they are the length of what has failed."""
     endless, other = ScriptedReplica(0, 10**9, None), FakeReplica(1)
     tokens: dict[str, ResponsePart] = {}
-
-    async def run() -> EnginePool:
-        fleet = fleet_of({0: endless, 1: other}, generate_s=0.05)
-        long = [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]
-        message = r"^1 of 1 responses were unfinished after 0.05 s \(timeouts.generate_s\) in replica 0, .* tokens: x$"
-        with pytest.raises(RolloutError, match=message) as caught:
-            await fleet.generate(RequestContext("g", tokens=tokens), long)
-        assert not isinstance(caught.value, ReplicaFailed)
-        return fleet
-
-    fleet = asyncio.run(run())
+    fleet = fleet_of({0: endless, 1: other}, generate_s=0.05)
+    long = [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))]
+    message = r"^1 of 1 responses were unfinished after 0.05 s \(timeouts.generate_s\) in replica 0, .* tokens: x$"
+    with pytest.raises(RolloutError, match=message) as caught:
+        await fleet.generate(RequestContext("g", tokens=tokens), long)
+    assert not isinstance(caught.value, ReplicaFailed)
     assert fleet.serving == [0, 1] and not fleet.lost and not other.served
     assert [each.load for each in fleet.table] == [0, 0] and [list(each) for each in endless.ended] == [["x"]]
     assert tokens["x"].response_ids == [0] * len(endless.reported) + [7, 7]
 
 
-def test_an_engine_that_cannot_stop_a_response_that_takes_too_long_is_lost() -> None:
+async def test_an_engine_that_cannot_stop_a_response_that_takes_too_long_is_lost() -> None:
     silent = ScriptedReplica(0, 10**9, None, refusal=ReplicaFailed(0, "replica 0 has made no step"))
-
-    async def run() -> list[GenerateResult]:
-        fleet = fleet_of({0: silent, 1: FakeReplica(1)}, generate_s=0.05)
-        answers = await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
-        assert fleet.serving == [1] and "has made no step" in str(fleet.lost[0])
-        return answers
-
-    [result] = asyncio.run(run())
+    fleet = fleet_of({0: silent, 1: FakeReplica(1)}, generate_s=0.05)
+    answers = await fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
+    assert fleet.serving == [1] and "has made no step" in str(fleet.lost[0])
+    [result] = answers
     assert result.replica == 1 and result.response_ids == [0] * len(silent.reported) + [1]
 
 
@@ -294,97 +263,81 @@ def test_requests_are_held_back_from_a_replica_under_pressure_in_their_order() -
     assert crowded.most < 40 and crowded.order == [f"{group}.{i}" for group in range(20, 100) for i in range(2)]
 
 
-def test_the_speed_of_each_replica_is_of_the_time_in_which_it_had_work() -> None:
+async def test_the_speed_of_each_replica_is_of_the_time_in_which_it_had_work() -> None:
     prefix = "rollout/replica_tokens_per_second/"
-
-    async def run() -> None:
-        fleet = fleet_of({0: Crowded(0, capacity=8), 1: Crowded(1, capacity=8)})
-        for turn in range(2):
-            began = time.monotonic()
-            await asyncio.gather(
-                *(fleet.generate(RequestContext((turn, group)), requests(group)) for group in range(8))
-            )
-            seconds = time.monotonic() - began
-            await asyncio.sleep(0.5 + 5 * seconds)  # which counts neither now nor later
-            rates = fleet.take_rates()
-            assert {name.removeprefix(prefix) for name in rates if name.startswith(prefix)} == {"0", "1"}
-            # One token of each of the 16 responses, half of them on each replica.
-            assert all(rates[f"{prefix}{index}"] >= 8 / seconds for index in range(2))
-            assert rates["rollout/replica_tokens_per_second_min"] <= rates["rollout/replica_tokens_per_second_max"]
-            assert fleet.take_rates() == {}
-
-    asyncio.run(run())
+    fleet = fleet_of({0: Crowded(0, capacity=8), 1: Crowded(1, capacity=8)})
+    for turn in range(2):
+        began = time.monotonic()
+        await asyncio.gather(*(fleet.generate(RequestContext((turn, group)), requests(group)) for group in range(8)))
+        seconds = time.monotonic() - began
+        await asyncio.sleep(0.5 + 5 * seconds)  # which counts neither now nor later
+        rates = fleet.take_rates()
+        assert {name.removeprefix(prefix) for name in rates if name.startswith(prefix)} == {"0", "1"}
+        # One token of each of the 16 responses, half of them on each replica.
+        assert all(rates[f"{prefix}{index}"] >= 8 / seconds for index in range(2))
+        assert rates["rollout/replica_tokens_per_second_min"] <= rates["rollout/replica_tokens_per_second_max"]
+        assert fleet.take_rates() == {}
 
 
-def test_a_request_that_finds_no_room_is_told_so_after_the_bound_or_cut_at_its_deadline() -> None:
+async def test_a_request_that_finds_no_room_is_told_so_after_the_bound_or_cut_at_its_deadline() -> None:
     class Stuck(Crowded):
         async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
             await asyncio.sleep(wait_s)
             return EngineReport({name: ResponsePart() for name in reported}, self.load())
 
-    async def run() -> None:
-        fleet = fleet_of({0: Stuck(0, capacity=1), 1: Stuck(1, capacity=1)}, generate_s=0.2, interval_s=0.02)
-        held = [asyncio.create_task(fleet.generate(RequestContext(group), requests(group))) for group in range(2)]
-        await asyncio.sleep(0.05)
-        deadline = GroupDeadline(time.monotonic() + 0.01, 0.01, "cut")
-        cut = await fleet.generate(RequestContext("cut", deadline=deadline), requests(7))
-        assert [(each.response_ids, each.cut) for each in cut] == [([], True)] * 2
-        fleet._runner._timeouts = TimeoutsConfig(generate_s=0.02)
-        with pytest.raises(
-            RolloutError, match=r"2 requests waited 0 s for room in a replica; requests in flight: \{0: 2, 1: 2\}"
-        ):
-            await fleet.generate(RequestContext("more"), requests(8))
-        for task in held:
-            task.cancel()
-
-    asyncio.run(run())
+    fleet = fleet_of({0: Stuck(0, capacity=1), 1: Stuck(1, capacity=1)}, generate_s=0.2, interval_s=0.02)
+    held = [asyncio.create_task(fleet.generate(RequestContext(group), requests(group))) for group in range(2)]
+    await asyncio.sleep(0.05)
+    deadline = GroupDeadline(time.monotonic() + 0.01, 0.01, "cut")
+    cut = await fleet.generate(RequestContext("cut", deadline=deadline), requests(7))
+    assert [(each.response_ids, each.cut) for each in cut] == [([], True)] * 2
+    fleet._calls._timeouts = TimeoutsConfig(generate_s=0.02)
+    with pytest.raises(
+        RolloutError, match=r"2 requests waited 0 s for room in a replica; requests in flight: \{0: 2, 1: 2\}"
+    ):
+        await fleet.generate(RequestContext("more"), requests(8))
+    for task in held:
+        task.cancel()
 
 
-def test_a_lost_replica_leaves_its_place_to_those_that_wait() -> None:
+async def test_a_lost_replica_leaves_its_place_to_those_that_wait() -> None:
     """Whoever waits learns of a replica that joins."""
     slow, new = ScriptedReplica(0, 10**9, None), FakeReplica(1)
-
-    async def run() -> list[GenerateResult]:
-        fleet = fleet_of({0: slow, 1: FakeReplica(1)}, new)
-        fleet.table.lose(1, ReplicaFailed(1, "gone"))
-        begun = asyncio.create_task(
-            fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
-        )
-        while len(slow.reported) < 3:
-            await asyncio.sleep(0)
-        for _ in range(9):  # down to a limit of one
-            fleet.table[0].limit = 1.0
-        waiting = asyncio.create_task(fleet.generate(RequestContext("h"), requests(3)))
-        await asyncio.sleep(0.02)
-        assert not waiting.done()
-        await fleet.restart([1])
-        fleet.admit_joining()
-        fleet.table.lose(0, ReplicaFailed(0, "gone too"))
-        return [*await asyncio.wait_for(begun, 5), *await asyncio.wait_for(waiting, 5)]
-
-    assert answered(asyncio.run(run())) == ["1:x", "1:3.0", "1:3.1"]
-
-
-def test_a_response_that_a_lost_replica_had_begun_does_not_wait_for_room() -> None:
-    slow, busy = ScriptedReplica(0, 10**9, None), ScriptedReplica(1, 10**9, None)
-
-    async def run() -> None:
-        fleet = fleet_of({0: slow, 1: busy})
-        endless = {name: GenerateRequest(name, [1], SamplingSpec(10**9, 1.0, ())) for name in "xyz"}
-        tasks = [asyncio.create_task(fleet.generate(RequestContext(name), [endless[name]])) for name in "xy"]
-        while len(slow.reported) < 3 or not busy.reported:
-            await asyncio.sleep(0)
-        for replica in (0, 1):
-            fleet.table[replica].limit = 1.0
-        tasks.append(asyncio.create_task(fleet.generate(RequestContext("z"), [endless["z"]])))
+    fleet = fleet_of({0: slow, 1: FakeReplica(1)}, new)
+    fleet.table.lose(1, ReplicaFailed(1, "gone"))
+    begun = asyncio.create_task(
+        fleet.generate(RequestContext("g"), [GenerateRequest("x", [1], SamplingSpec(10**9, 1.0, ()))])
+    )
+    while len(slow.reported) < 3:
         await asyncio.sleep(0)
-        fleet.table.lose(0, ReplicaFailed(0, "gone"))
-        await asyncio.sleep(0.05)
-        assert [request.request_id for request in busy.asked] == ["y", "x"]
-        for task in tasks:
-            task.cancel()
+    for _ in range(9):  # down to a limit of one
+        fleet.table[0].limit = 1.0
+    waiting = asyncio.create_task(fleet.generate(RequestContext("h"), requests(3)))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await fleet.restart([1])
+    fleet.admit_joining()
+    fleet.table.lose(0, ReplicaFailed(0, "gone too"))
+    ended = await asyncio.gather(begun, waiting)
+    assert answered([*ended[0], *ended[1]]) == ["1:x", "1:3.0", "1:3.1"]
 
-    asyncio.run(run())
+
+async def test_a_response_that_a_lost_replica_had_begun_does_not_wait_for_room() -> None:
+    slow, busy = ScriptedReplica(0, 10**9, None), ScriptedReplica(1, 10**9, None)
+    fleet = fleet_of({0: slow, 1: busy})
+    endless = {name: GenerateRequest(name, [1], SamplingSpec(10**9, 1.0, ())) for name in "xyz"}
+    tasks = [asyncio.create_task(fleet.generate(RequestContext(name), [endless[name]])) for name in "xy"]
+    while len(slow.reported) < 3 or not busy.reported:
+        await asyncio.sleep(0)
+    for replica in (0, 1):
+        fleet.table[replica].limit = 1.0
+    tasks.append(asyncio.create_task(fleet.generate(RequestContext("z"), [endless["z"]])))
+    await asyncio.sleep(0)
+    fleet.table.lose(0, ReplicaFailed(0, "gone"))
+    await asyncio.sleep(0.05)
+    assert [request.request_id for request in busy.asked] == ["y", "x"]
+    for task in tasks:
+        task.cancel()
 
 
 class ActorDiedError(Exception):
@@ -415,21 +368,16 @@ def test_the_text_of_an_error_is_the_replicas_own_and_not_the_traceback(cause: E
     assert str(as_rollout_error(1, "generate", dual, "see log")) == message
 
 
-def test_a_refused_request_costs_no_replica() -> None:
+async def test_a_refused_request_costs_no_replica() -> None:
     """One bad request would otherwise be tried on, and end, every engine in turn."""
     replicas = {i: FakeReplica(i, RequestFailed(f"replica {i} refused a request: too long")) for i in range(3)}
-
-    async def run() -> EnginePool:
-        fleet = fleet_of(replicas)
-        with pytest.raises(RequestFailed, match="refused a request: too long"):
-            await fleet.generate(RequestContext("a"), requests(0))
-        return fleet
-
-    fleet = asyncio.run(run())
+    fleet = fleet_of(replicas)
+    with pytest.raises(RequestFailed, match="refused a request: too long"):
+        await fleet.generate(RequestContext("a"), requests(0))
     assert fleet.serving == [0, 1, 2] and not fleet.lost
 
 
-def test_reset_replaces_what_cannot_serve() -> None:
+async def test_reset_replaces_what_cannot_serve() -> None:
     class Resettable(FakeReplica):
         def __init__(self, index: int, fail: Exception | None = None) -> None:
             super().__init__(index)
@@ -441,57 +389,31 @@ def test_reset_replaces_what_cannot_serve() -> None:
                 raise self.broken
 
     new = Resettable(1)
-
-    async def run() -> list[Any]:
-        fleet = fleet_of({0: Resettable(0), 1: Resettable(1, ReplicaFailed(1, "left in a sync"))}, new)
-        await fleet.reset()
-        assert fleet.serving == [0]
-        fleet.admit_joining()
-        assert fleet.serving == [0, 1]
-        return await fleet.generate(RequestContext("a", home=1), requests(0))
-
-    assert answered(asyncio.run(run())) == ["1:0.0", "1:0.1"] and new.served
+    fleet = fleet_of({0: Resettable(0), 1: Resettable(1, ReplicaFailed(1, "left in a sync"))}, new)
+    await fleet.reset()
+    assert fleet.serving == [0]
+    fleet.admit_joining()
+    assert fleet.serving == [0, 1]
+    assert answered(await fleet.generate(RequestContext("a", home=1), requests(0))) == ["1:0.0", "1:0.1"] and new.served
 
 
-def replicas_of_the_config_are_read(source: str) -> bool:
-    """True if the code has an expression that ends in `rollout.replicas`."""
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "replicas" and ast.unparse(node.value).endswith("rollout")
-        for node in ast.walk(ast.parse(source))
-    )
-
-
-def test_only_planning_and_the_start_read_the_number_of_replicas_from_the_config() -> None:
-    """Replicas join and leave: whoever needs their number while a run goes on asks the fleet."""
-    package = ROOT / "megarl"
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")
-             if replicas_of_the_config_are_read(path.read_text())}  # fmt: skip
-    planning = {"config/memory_plan/plan.py", "config/derived/pools.py", "config/checks/telemetry.py"}
-    assert found == planning | {"rollout/fleet/elastic_pool.py", "cluster/pool/actors.py", "cli/serve.py"}
-    assert replicas_of_the_config_are_read("for i in range(self.config.rollout.replicas): ...")
-
-
-def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuses_the_next_sync() -> None:
+async def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuses_the_next_sync() -> None:
     """Its responses go on elsewhere. The sync, which it refuses, replaces it, although it would answer."""
-
-    async def run() -> None:
-        sick = ScriptedReplica(0, 10**9, None)
-        sick.reset, sick.fail = Method(FakeReplica(0)._reset), Method((told := FakeReplica(0))._fail)  # type: ignore[attr-defined]
-        fleet = fleet_of({0: sick, 1: FakeReplica(1)}, FakeReplica(0))
-        fleet.expect_publication(True)
-        running = asyncio.create_task(fleet.generate(RequestContext("a", home=0), requests(0)))
-        while len(sick.reported) < 3:
-            await asyncio.sleep(0)
-        done, text = fleet.table.quarantine(0, "alarm replica_gap of replica 0")
-        assert done and text == "replica 0 is quarantined until the next publication has replaced it"
-        assert all(answer.replica == 1 for answer in await running), "its responses do not go on elsewhere"
-        assert fleet.serving == [1] and fleet.table[0].does == "lost"
-        assert (await fleet.generate(RequestContext("b", home=0), requests(1)))[0].replica == 1
-        await fleet.begin_sync()
-        assert len(told.told) == 1 and "alarm replica_gap of replica 0" in told.told[0]
-        await fleet.restart([0])
-        fleet.admit_joining()
-        assert fleet.serving == [0, 1]
-        assert fleet.table.quarantine(1, "again")[0], "there is another one again"
-
-    asyncio.run(run())
+    sick = ScriptedReplica(0, 10**9, None)
+    sick.reset, sick.fail = Method(FakeReplica(0)._reset), Method((told := FakeReplica(0))._fail)  # type: ignore[attr-defined]
+    fleet = fleet_of({0: sick, 1: FakeReplica(1)}, FakeReplica(0))
+    fleet.expect_publication(True)
+    running = asyncio.create_task(fleet.generate(RequestContext("a", home=0), requests(0)))
+    while len(sick.reported) < 3:
+        await asyncio.sleep(0)
+    done, text = fleet.table.quarantine(0, "alarm replica_gap of replica 0")
+    assert done and text == "replica 0 is quarantined until the next publication has replaced it"
+    assert all(answer.replica == 1 for answer in await running), "its responses do not go on elsewhere"
+    assert fleet.serving == [1] and fleet.table[0].does == "lost"
+    assert (await fleet.generate(RequestContext("b", home=0), requests(1)))[0].replica == 1
+    await fleet.begin_sync()
+    assert len(told.told) == 1 and "alarm replica_gap of replica 0" in told.told[0]
+    await fleet.restart([0])
+    fleet.admit_joining()
+    assert fleet.serving == [0, 1]
+    assert fleet.table.quarantine(1, "again")[0], "there is another one again"

@@ -163,56 +163,6 @@ def test_what_can_be_quarantined() -> None:
     assert not table[1].condemned
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_replica_far_slower_than_others_is_condemned_unless_it_is_the_last(others: int) -> None:
-    table = table_of(3)
-    for index, tokens in ((0, 100), (2, 100), (1, 1)):
-        if index == 1 and not others:
-            for other in (0, 2):
-                table[other].leaving = True  # they have gone, and what they have made still counts
-        table.note_progress(table[index].lease(), (tokens, 1.0), 0.0, 0.0)
-    assert table[1].condemned is table[1].lost is bool(others)
-    assert not others or "times slower than the others" in str(table.lost[1])
-
-
-def test_a_replica_that_is_added_during_a_publication_joins_with_the_next_one() -> None:
-    table = table_of()
-    table.begin_sync()
-    [index] = table.reserve(1)
-    assert index == 2 and indices(table.idle) == [2] and table.unplaced == 1
-    table.placed(2)
-    assert table.unplaced == 0
-    table.started(index, client())
-    assert indices(table.members) == [0, 1], "the sync has formed its group without it"
-    table.admit()
-    assert indices(table.members) == [0, 1, 2] and indices(table.idle) == [2] and indices(table.serving) == [0, 1]
-    table.begin_sync()
-    assert table.idle == [] and not table[2].serves
-    table.admit()
-    assert indices(table.serving) == [0, 1, 2]
-
-
-def test_a_replica_that_is_removed_during_a_publication_is_needed_to_its_end() -> None:
-    table = table_of()
-    table.begin_sync()
-    table.leave(1)
-    assert indices(table.members) == [0, 1] and table[1].published
-    table.excuse_leaving()  # the publication is repeated
-    assert indices(table.members) == [0] and not table[1].published
-    table.end_sync()
-    table.forget(1)
-    assert indices(list(table)) == [0] and table.reserve(1) == [2], "an index was used again"
-
-
-def test_a_publication_can_go_on_without_some_if_it_brings_its_version_to_one_that_serves() -> None:
-    table = table_of(3)
-    table.drain(1)
-    table.begin_sync()
-    assert table.go_on_without([2]) and not table.go_on_without([0, 2])
-    table.leave(0)
-    assert not table.go_on_without([2])
-
-
 def test_the_numbers_of_engines_that_have_ended_are_left_out() -> None:
     table = table_of()
     table.leave_out([0, 1, 4, 2])

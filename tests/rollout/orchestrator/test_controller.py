@@ -22,10 +22,10 @@ from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
-from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.fleet.external_requests import ExternalReport, ExternalRequest
+from megarl.rollout.fleet.external_requests import ExternalNews, ExternalRequest
 from megarl.rollout.orchestrator import prompt_groups
 from megarl.rollout.orchestrator.failover import Failover
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
@@ -89,14 +89,6 @@ async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: Loca
     with pytest.raises(BatchNotReady, match=told):
         await local.controller.wait_batch(0, 0.1)
     await local.controller.shutdown()
-
-
-async def test_wrong_numbers_are_refused_and_settle_nothing(local: LocalController) -> None:
-    await local.controller.set_version(0)
-    await local.controller.wait_batch(0, WAIT_S)
-    with pytest.raises(ValueError, match="do not account for its 3 groups"):
-        await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=0)
-    assert (await local.controller.counters()).taken == GROUPS and len(local.queue.rows) == GROUPS * SAMPLES
 
 
 class FailsInGroup1:
@@ -605,10 +597,11 @@ async def test_the_commit_of_a_trainer_that_has_gone_changes_nothing_for_the_nex
     assert (await local.controller.counters()).admitted == 0
 
 
-async def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
-    local: LocalController, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("helps", ["the end of the run", "the publication"])
+async def test_a_drain_does_not_wait_for_responses_that_will_not_come(
+    local: LocalController, monkeypatch: pytest.MonkeyPatch, helps: str
 ) -> None:
-    """It may wait for a long response; the failure of a group meanwhile ends the run at once."""
+    """A group's failure ends the run at once; and if all replicas are lost, an evaluation waits for the publication."""
     monkeypatch.setattr(background, "LOOK_S", 0.01)
     ended: list[str] = []
 
@@ -619,13 +612,19 @@ async def test_a_drain_does_not_outlast_a_failure_that_ends_the_run(
             ended.append("drain")
 
     local.fleet.drain = drain  # type: ignore[method-assign]
-    local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
+    await local.controller.begin(None)
     draining = asyncio.create_task(local.controller.drain())
     await asyncio.sleep(0.03)
     assert not draining.done()
-    await local.controller.set_version(0)
-    with pytest.raises(NoReplicaLeft, match="replica 0 died"):
-        await draining
+    async with asyncio.timeout(WAIT_S):
+        if helps == "the publication":
+            local.fleet.needs_publication = "replica 0 has died"
+            await draining
+        else:
+            local.fleet.failures = {1: NoReplicaLeft(0, "replica 0 died")}
+            await local.controller.set_version(0)
+            with pytest.raises(NoReplicaLeft, match="replica 0 died"):
+                await draining
     await asyncio.sleep(0)
     assert ended == ["drain"]
 
@@ -736,31 +735,6 @@ async def test_a_trainer_whose_publication_would_not_help_is_not_asked_for_one(
     await controller.shutdown()
 
 
-async def test_a_drain_does_not_wait_for_responses_that_wait_for_the_publication(
-    local: LocalController, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of an evaluation alongside training, for example: all replicas are lost, and only the publication helps."""
-    monkeypatch.setattr(background, "LOOK_S", 0.01)
-    ended: list[str] = []
-
-    async def drain(timeout_s: float) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("drain")
-
-    local.fleet.drain = drain  # type: ignore[method-assign]
-    await local.controller.begin(None)
-    draining = asyncio.create_task(local.controller.drain())
-    await asyncio.sleep(0.03)
-    assert not draining.done()
-    local.fleet.needs_publication = "replica 0 has died"
-    async with asyncio.timeout(WAIT_S):
-        await draining
-    await asyncio.sleep(0)
-    assert ended == ["drain"]
-
-
 async def test_an_evaluation_that_only_a_publication_can_save_is_given_up(local: LocalController) -> None:
     controller, fleet = local.controller, local.fleet
     running: list[asyncio.Task[Any] | None] = []
@@ -785,13 +759,14 @@ def external(name: str) -> ExternalRequest:
     return ExternalRequest(GenerateRequest(name, [7, 7], SamplingSpec(4, 1.0, (2,))), name, 60.0)
 
 
-async def external_tokens(local: LocalController, name: str, seen: int) -> ExternalReport:
-    """Wait for the end of a request of the gateway."""
-    while True:
-        report = await local.controller.take_external("gateway", seen, WAIT_S)
+async def external_ends(local: LocalController, *names: str, seen: int = 0) -> dict[str, ExternalNews]:
+    """Wait for the ends of requests of the gateway."""
+    ends: dict[str, ExternalNews] = {}
+    while set(names) - ends.keys():
+        report = await local.controller.take(seen, WAIT_S, "gateway")
         seen = report.number
-        if name in report.news and report.news[name].ended:
-            return report
+        ends |= {each.name: each for each in report.messages if each.ended}
+    return ends
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -800,14 +775,13 @@ async def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_dro
 ) -> None:
     """Admission counts none of them."""
     controller = local.controller
-    await controller.begin_external("gateway", [external("early")], [])
+    await controller.give(1, [external("early")], "gateway")
     await asyncio.sleep(0)
     assert "early" not in local.fleet.sent
     await controller.set_version(0, admit=False)
-    report = await external_tokens(local, "early", 0)
-    assert report.news["early"].part.response_ids == [9, 9]
+    assert (await external_ends(local, "early"))["early"].part.response_ids == [9, 9]
     local.fleet.held.add("held")
-    await controller.begin_external("gateway", [external("held")], [])
+    await controller.give(2, [external("held")], "gateway")
     while "held" not in local.fleet.sent:
         await asyncio.sleep(0)
     local.fleet.held.clear()
@@ -815,23 +789,21 @@ async def test_requests_of_the_gateway_wait_for_weights_and_for_engines_that_dro
         await controller.take_over(Failover(None, version=0, announced=1))
     else:
         await controller.begin(None)
-    await controller.begin_external("gateway", [external("later")], [])
+    await controller.give(3, [external("later")], "gateway")
     assert "later" not in local.fleet.sent and len(local.fleet.sent["held"]) == 1
     await controller.set_version(1, admit=False)
-    ended: dict[str, list[int]] = {}
-    while {"held", "later"} - ended.keys():
-        report = await controller.take_external("gateway", report.number, WAIT_S)
-        ended |= {name: news.part.response_ids for name, news in report.news.items() if news.ended}
-    assert ended == {"held": [9, 9], "later": [9, 9]}
+    seen = controller._external.link._taken
+    ended = await external_ends(local, "held", "later", seen=seen)
+    assert {name: news.part.response_ids for name, news in ended.items()} == {"held": [9, 9], "later": [9, 9]}
     assert (await controller.counters()).admitted == 0
 
 
 async def test_a_new_controller_serves_the_gateway_with_the_weights_that_the_engines_have(
     local: LocalController,
 ) -> None:
-    await local.controller.begin_external("gateway", [external("open")], [])
+    await local.controller.give(1, [external("open")], "gateway")
     await local.controller.take_over(Failover(None, version=0))
-    assert (await external_tokens(local, "open", 0)).news["open"].part.response_ids == [9, 9]
+    assert (await external_ends(local, "open"))["open"].part.response_ids == [9, 9]
 
 
 async def test_a_controller_that_starts_refuses_the_gateway_for_now(
@@ -839,4 +811,4 @@ async def test_a_controller_that_starts_refuses_the_gateway_for_now(
 ) -> None:
     local.controller._external_requests = None
     with pytest.raises(RolloutError, match="still starting"):
-        await local.controller.begin_external("gateway", [], [])
+        await local.controller.give(1, [], "gateway")

@@ -13,9 +13,7 @@ from megarl.common.errors import RequestFailed
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
-from megarl.rollout.agents.eval_context import answer_of
-from megarl.rollout.agents.loop_host import LoopHost
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import LoopHost, SingleTurn, answer_of
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, request_seed
 from megarl.rollout.orchestrator.evaluator import evaluate_on_fleet

@@ -161,7 +161,7 @@ def history(steps: int) -> dict[str, Any]:
 
 def test_without_a_trainer_nothing_is_recorded() -> None:
     record = TrainerRecord()
-    record.announced(3)
+    record.note(announced=3)
     record.published(3, admits=True)
     record.taken(batch(0))
     record.evaluated(["x"])
@@ -192,11 +192,11 @@ def test_groups_start_only_where_the_trainer_has_let_them() -> None:
     record.begun(None)
     record.published(0, admits=False)
     assert record.now is not None and not record.now.admits and record.now.base == (0, 0)
-    record.admitted(0)
+    record.note(admits=True, needed=0)
     assert (record.now.admits, record.now.needed) == (True, 0)
-    record.drained()
+    record.note(admits=False)
     assert not record.now.admits, "what began now would be of two versions"
-    record.announced(1)
+    record.note(announced=1)
     assert record.now.announced == 1
     record.published(1, admits=True)
     assert record.now.announced is None and record.now.admits
@@ -205,7 +205,7 @@ def test_groups_start_only_where_the_trainer_has_let_them() -> None:
 def test_an_evaluation_is_handed_over_until_its_reports_are_there() -> None:
     record = TrainerRecord()
     record.begun(None)
-    record.evaluating("step_2")
+    record.note(evaluation="step_2")
     record.evaluated([])
     assert record.now is not None and record.now.evaluation == "step_2"
     record.evaluated(["step_2"])
@@ -331,7 +331,7 @@ async def test_in_a_publication_nothing_starts_before_its_end(tmp_path: Path, mo
     await trainer.publish(0)
     first = await trainer.take(0)
     await trainer.local.controller.announce(1)
-    trainer.record.announced(1)
+    trainer.record.note(announced=1)
     counters = await trainer.rebuild(local_controller(settings_of(rollout__journal_s=0), tmp_path, monkeypatch))
     assert counters.in_flight == 0 and trainer.local.fleet.taken_over == [True]
     assert (await trainer.publish(1)).in_flight > 0
@@ -359,7 +359,7 @@ async def test_an_evaluation_beside_training_is_begun_again_with_the_version_tha
     trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))
     await trainer.begin()
     await trainer.publish(0)
-    trainer.record.evaluating("step_2")
+    trainer.record.note(evaluation="step_2")
     first = await trainer.take(0)
     await trainer.commit(first)
     await trainer.publish(1)

@@ -18,10 +18,10 @@ import pytest
 from megarl.common.errors import RolloutError
 from megarl.queue.trajectory import MISSING_LOGPROB, Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import continuation_seed
-from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.resume.group_progress import GroupProgress, UnfinishedGroup
+from megarl.rollout.resume.group_progress import CallRecord, FrozenLoop, GroupProgress, UnfinishedGroup
 from megarl.rollout.resume.journal import GROUPS_AT_ONCE, JOURNAL_FILE, identity
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import (
@@ -31,10 +31,8 @@ from megarl.rollout.resume.journal_records import (
     encode_unfinished,
     read_head,
 )
-from megarl.rollout.resume.kept_groups import KeptGroups
+from megarl.rollout.resume.kept_groups import History, KeptGroups
 from megarl.rollout.resume.lineage import INITIAL
-from megarl.rollout.resume.loop_records import CallRecord, FrozenLoop
-from megarl.rollout.resume.retention import History
 from tests.support.agents.retokenized import Retokenized
 from tests.support.rollout.fake_rollout import FakeSource, LocalController, journalled, local_controller
 from tests.support.trainer.configs import config as config_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.resume.group_progress import BegunResponse, RequestPlace, UnfinishedGroup
+from megarl.rollout.resume.group_progress import BegunResponse, CallRecord, FrozenLoop, RequestPlace, UnfinishedGroup
 from megarl.rollout.resume.journal_records import (
     EpochRecord,
     decode_group,
@@ -20,7 +20,6 @@ from megarl.rollout.resume.journal_records import (
     read_head,
 )
 from megarl.rollout.resume.lineage import INITIAL, next_epoch
-from megarl.rollout.resume.loop_records import CallRecord, FrozenLoop
 
 
 @st.composite

@@ -14,7 +14,6 @@ from megarl.chat.dialogue import DialogueError
 from megarl.chat.tool_calls import HERMES, BareFormat
 from megarl.config.derived.datasets import train_sets
 from megarl.rollout.tasks.toolbox import Toolboxes, make_tool
-from megarl.tools.tool import ToolAnswer
 from tests.support.models.chat_templates import chat_tokenizer
 from tests.support.trainer.configs import config as config_of
 
@@ -126,7 +125,7 @@ def test_a_class_that_is_no_tool_is_refused_with_its_key(path: str, told: str) -
         make_tool(ToolConfig(kind=path), "tools.0")
 
 
-def test_a_class_is_a_tool_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_class_is_a_tool_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.config.schema.agent import ToolConfig
 
     monkeypatch.setenv("TOOL_SECRET", "s3")
@@ -134,14 +133,10 @@ def test_a_class_is_a_tool_in_a_process_of_its_own(tmp_path: Path, monkeypatch: 
     tool = make_tool(
         ToolConfig(kind="tests.support.agents.tool_classes:Misbehaving", name="own", kwargs=kwargs), "tools.0"
     )
-
-    async def call_and_close() -> ToolAnswer:
-        answer = await tool.call({"how": "x"}, timeout_s=60.0)
-        await tool.close()
-        return answer
-
     assert tool.name == "own"
-    _, _, pid, secret = asyncio.run(call_and_close()).text.split("|")
+    answer = await tool.call({"how": "x"}, timeout_s=60.0)
+    await tool.close()
+    _, _, pid, secret = answer.text.split("|")
     assert int(pid) != os.getpid() and secret == "s3"
 
 

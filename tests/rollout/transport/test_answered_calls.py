@@ -22,60 +22,38 @@ class Counter:
         return number
 
 
-def test_a_call_that_is_sent_again_while_it_runs_or_after_its_end_runs_once() -> None:
-    async def scenario() -> None:
-        counter, calls = Counter(), AnsweredCalls()
-        sent = [asyncio.create_task(calls.answer("a", counter.add)) for _ in range(2)]
-        await asyncio.sleep(0)
-        sent[0].cancel()  # the connection of the first is cut
-        other = asyncio.create_task(calls.answer("b", counter.add))
-        await asyncio.sleep(0)
-        counter.go.set()
-        assert await sent[1] == 1 and await other == 2
-        assert await calls.answer("a", counter.add) == 1 and counter.calls == 2
-
-    asyncio.run(scenario())
+async def test_a_call_that_is_sent_again_while_it_runs_or_after_its_end_runs_once() -> None:
+    counter, calls = Counter(), AnsweredCalls()
+    sent = [asyncio.create_task(calls.answer("a", counter.add)) for _ in range(2)]
+    await asyncio.sleep(0)
+    sent[0].cancel()  # the connection of the first is cut
+    other = asyncio.create_task(calls.answer("b", counter.add))
+    await asyncio.sleep(0)
+    counter.go.set()
+    assert await sent[1] == 1 and await other == 2
+    assert await calls.answer("a", counter.add) == 1 and counter.calls == 2
 
 
-def test_a_failure_is_an_answer() -> None:
+async def test_a_failure_is_an_answer() -> None:
     async def fails() -> None:
         raise ValueError("refused")
 
     async def never() -> None:
         raise AssertionError("the call runs again")
 
-    async def scenario() -> None:
-        calls = AnsweredCalls()
-        for run in (fails, never):
-            with pytest.raises(ValueError, match="refused"):
-                await calls.answer("a", run)
-
-    asyncio.run(scenario())
+    calls = AnsweredCalls()
+    for run in (fails, never):
+        with pytest.raises(ValueError, match="refused"):
+            await calls.answer("a", run)
 
 
-def test_the_latest_answers_are_kept_and_older_calls_run_again() -> None:
-    async def scenario() -> None:
-        counter, calls = Counter(), AnsweredCalls(kept=3)
-        counter.go.set()
-        for number in range(1, 11):
-            assert await calls.answer(f"{number}", counter.add) == number
-        for number in (8, 9, 10):
-            assert await calls.answer(f"{number}", counter.add) == number
-        assert await calls.answer("1", counter.add) == 11
-
-    asyncio.run(scenario())
-
-
-def test_only_so_many_answers_are_kept_and_no_running_call_is_forgotten() -> None:
-    async def scenario() -> None:
-        counter, calls = Counter(), AnsweredCalls(kept=3)
-        slow = asyncio.create_task(calls.answer("slow", counter.add))
-        await asyncio.sleep(0)
-        for number in range(50):
-            await calls.answer(f"{number}", lambda: asyncio.sleep(0))
-            assert len(calls._calls) <= 3 + 2
-        again = asyncio.create_task(calls.answer("slow", counter.add))
-        counter.go.set()
-        assert await slow == await again == 1
-
-    asyncio.run(scenario())
+async def test_only_so_many_answers_are_kept_and_no_running_call_is_forgotten() -> None:
+    counter, calls = Counter(), AnsweredCalls(kept=3)
+    slow = asyncio.create_task(calls.answer("slow", counter.add))
+    await asyncio.sleep(0)
+    for number in range(50):
+        await calls.answer(f"{number}", lambda: asyncio.sleep(0))
+        assert len(calls._calls) <= 3 + 2
+    again = asyncio.create_task(calls.answer("slow", counter.add))
+    counter.go.set()
+    assert await slow == await again == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -17,26 +16,17 @@ async def fail(error: Exception) -> None:
     raise error
 
 
-def run(scenario: Callable[[BackgroundTasks], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(scenario(BackgroundTasks()), 10)
-
-    asyncio.run(bounded())
-
-
-def test_a_task_that_ends_wakes_whoever_waits_for_a_change() -> None:
+async def test_a_task_that_ends_wakes_whoever_waits_for_a_change() -> None:
     done = []
 
     async def work() -> None:
         done.append(1)
 
-    async def scenario(tasks: BackgroundTasks) -> None:
-        tasks.start(work())
-        await tasks.changed.wait()
-        assert done == [1]
-        tasks.check()
-
-    run(scenario)
+    tasks = BackgroundTasks()
+    tasks.start(work())
+    await tasks.changed.wait()
+    assert done == [1]
+    tasks.check()
 
 
 @pytest.mark.parametrize(
@@ -47,35 +37,30 @@ def test_a_task_that_ends_wakes_whoever_waits_for_a_change() -> None:
         (KeyError("x"), "rollout failed: KeyError: 'x'"),
     ],
 )
-def test_a_failure_is_raised_as_a_rollout_error_by_every_check(error: Exception, message: str) -> None:
-    async def scenario(tasks: BackgroundTasks) -> None:
-        tasks.start(fail(error))
-        await tasks.changed.wait()
-        for _ in range(2):
-            with pytest.raises(RolloutError) as raised:
-                tasks.check()
-            assert str(raised.value) == message
-
-    run(scenario)
-
-
-def test_a_rollout_error_keeps_its_type_and_the_first_failure_stays() -> None:
-    first = NoReplicaLeft(0, "replica 0 died")
-
-    async def scenario(tasks: BackgroundTasks) -> None:
-        tasks.start(fail(first))
-        await tasks.changed.wait()
-        tasks.changed.clear()
-        tasks.start(fail(ValueError("a consequence")))
-        await tasks.changed.wait()
-        with pytest.raises(NoReplicaLeft) as raised:
+async def test_a_failure_is_raised_as_a_rollout_error_by_every_check(error: Exception, message: str) -> None:
+    tasks = BackgroundTasks()
+    tasks.start(fail(error))
+    await tasks.changed.wait()
+    for _ in range(2):
+        with pytest.raises(RolloutError) as raised:
             tasks.check()
-        assert raised.value is first
-
-    run(scenario)
+        assert str(raised.value) == message
 
 
-def test_drop_waits_until_all_tasks_have_ended_and_forgets_the_failure() -> None:
+async def test_a_rollout_error_keeps_its_type_and_the_first_failure_stays() -> None:
+    first = NoReplicaLeft(0, "replica 0 died")
+    tasks = BackgroundTasks()
+    tasks.start(fail(first))
+    await tasks.changed.wait()
+    tasks.changed.clear()
+    tasks.start(fail(ValueError("a consequence")))
+    await tasks.changed.wait()
+    with pytest.raises(NoReplicaLeft) as raised:
+        tasks.check()
+    assert raised.value is first
+
+
+async def test_drop_waits_until_all_tasks_have_ended_and_forgets_the_failure() -> None:
     ended = []
 
     async def slow_to_end() -> None:
@@ -85,40 +70,35 @@ def test_drop_waits_until_all_tasks_have_ended_and_forgets_the_failure() -> None
             await asyncio.sleep(0.05)  # as a put that is in progress
             ended.append(1)
 
-    async def scenario(tasks: BackgroundTasks) -> None:
-        for _ in range(3):
-            tasks.start(slow_to_end())
-        tasks.start(fail(ValueError("a mistake")))
-        await tasks.changed.wait()
-        await tasks.drop()
-        assert ended == [1, 1, 1]
-        tasks.check()
-
-    run(scenario)
+    tasks = BackgroundTasks()
+    for _ in range(3):
+        tasks.start(slow_to_end())
+    tasks.start(fail(ValueError("a mistake")))
+    await tasks.changed.wait()
+    await tasks.drop()
+    assert ended == [1, 1, 1]
+    tasks.check()
 
 
-def test_a_task_that_ignores_its_cancellation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_that_ignores_its_cancellation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "CANCEL_S", 0.05)
+    tasks = BackgroundTasks()
+    go = asyncio.Event()
 
-    async def scenario(tasks: BackgroundTasks) -> None:
-        go = asyncio.Event()
+    async def stubborn() -> None:
+        while not go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await go.wait()
 
-        async def stubborn() -> None:
-            while not go.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await go.wait()
-
-        tasks.start(stubborn())
-        await asyncio.sleep(0)
-        with pytest.raises(RolloutError, match="1 tasks of the rollout controller had not ended 0 s after"):
-            await tasks.drop()
-        go.set()
+    tasks.start(stubborn())
+    await asyncio.sleep(0)
+    with pytest.raises(RolloutError, match="1 tasks of the rollout controller had not ended 0 s after"):
         await tasks.drop()
+    go.set()
+    await tasks.drop()
 
-    run(scenario)
 
-
-def test_a_task_that_fails_while_it_is_dropped_is_forgotten_too() -> None:
+async def test_a_task_that_fails_while_it_is_dropped_is_forgotten_too() -> None:
     """Its failure would otherwise be raised to the trainer that begins next."""
 
     failed = []
@@ -130,18 +110,16 @@ def test_a_task_that_fails_while_it_is_dropped_is_forgotten_too() -> None:
             failed.append(1)
             raise ValueError("in the middle of a put") from None
 
-    async def scenario(tasks: BackgroundTasks) -> None:
-        tasks.start(fails_when_cancelled())
-        await asyncio.sleep(0)
-        await tasks.drop()
-        await asyncio.sleep(0)
-        tasks.check()
-        assert failed == [1]
-
-    run(scenario)
+    tasks = BackgroundTasks()
+    tasks.start(fails_when_cancelled())
+    await asyncio.sleep(0)
+    await tasks.drop()
+    await asyncio.sleep(0)
+    tasks.check()
+    assert failed == [1]
 
 
-def test_a_cancelled_task_is_no_failure() -> None:
+async def test_a_cancelled_task_is_no_failure() -> None:
     ended = []
 
     async def wait_for_ever() -> None:
@@ -150,12 +128,10 @@ def test_a_cancelled_task_is_no_failure() -> None:
         finally:
             ended.append(1)
 
-    async def scenario(tasks: BackgroundTasks) -> None:
-        tasks.start(wait_for_ever())
-        await asyncio.sleep(0)
-        tasks.cancel()
-        await tasks.changed.wait()
-        tasks.check()
-        assert ended == [1]
-
-    run(scenario)
+    tasks = BackgroundTasks()
+    tasks.start(wait_for_ever())
+    await asyncio.sleep(0)
+    tasks.cancel()
+    await tasks.changed.wait()
+    tasks.check()
+    assert ended == [1]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from megarl.common.errors import RolloutError
-from megarl.rollout.transport.batch_decoder import BatchDecoder
+from megarl.rollout.transport.gather import BatchDecoder
 
 
 class Texts:
@@ -54,48 +53,26 @@ def test_a_failure_reaches_all_of_its_call_and_no_other() -> None:
     assert all(isinstance(error, ValueError) for error in failed)
 
 
-def test_one_that_is_cancelled_does_not_disturb_the_others() -> None:
-    async def run() -> str:
-        texts = Texts()
-        texts.go.clear()
-        decoder = BatchDecoder(texts, 10.0)
-        cancelled, other = (asyncio.create_task(decoder.text([number])) for number in (1, 2))
-        await asyncio.sleep(0.01)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
+async def test_one_that_is_cancelled_does_not_disturb_the_others() -> None:
+    texts = Texts()
+    texts.go.clear()
+    decoder = BatchDecoder(texts, 10.0)
+    cancelled, other = (asyncio.create_task(decoder.text([number])) for number in (1, 2))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    texts.go.set()
+    assert (await other) == "2"
+
+
+async def test_a_thread_that_does_not_answer_is_an_error_after_the_bound_that_says_who_waited() -> None:
+    texts = Texts()
+    texts.go.clear()
+    decoder = BatchDecoder(texts, 0.05)
+    message = r"a response of 3 tokens waited 0.05 s \(timeouts.rpc_s\) for a thread of the controller to decode it"
+    try:
+        with pytest.raises(RolloutError, match=message):
+            await decoder.text([1, 2, 3])
+    finally:
         texts.go.set()
-        return await other
-
-    assert asyncio.run(run()) == "2"
-
-
-def test_an_executor_that_refuses_leaves_nobody_waiting() -> None:
-    async def run() -> list[str | BaseException]:
-        executor = ThreadPoolExecutor(1)
-        asyncio.get_running_loop().set_default_executor(executor)
-        decoder = BatchDecoder(Texts(), 10.0)
-        cancelled, *others = (asyncio.create_task(decoder.text([number])) for number in (1, 2, 3))
-        executor.shutdown()
-        asyncio.get_running_loop().call_soon(cancelled.cancel)
-        async with asyncio.timeout(10):
-            return list(await asyncio.gather(*others, return_exceptions=True))
-
-    failed = asyncio.run(run())
-    assert len(failed) == 2 and all("cannot schedule new futures" in str(error) for error in failed)
-    assert all(isinstance(error, RuntimeError) for error in failed)
-
-
-def test_a_thread_that_does_not_answer_is_an_error_after_the_bound_that_says_who_waited() -> None:
-    async def run() -> None:
-        texts = Texts()
-        texts.go.clear()
-        decoder = BatchDecoder(texts, 0.05)
-        message = r"a response of 3 tokens waited 0.05 s \(timeouts.rpc_s\) for a thread of the controller to decode it"
-        try:
-            with pytest.raises(RolloutError, match=message):
-                await decoder.text([1, 2, 3])
-        finally:
-            texts.go.set()
-
-    asyncio.run(run())

@@ -15,13 +15,13 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.agents.trajectory_builder import trajectory
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
+from megarl.rollout.fleet.engine_pool import RequestCoalescer
+from megarl.rollout.resume.group_progress import FrozenLoop
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
-from megarl.rollout.resume.loop_records import FrozenLoop
 from megarl.rollout.transport.link import Parcel
 from megarl.rollout.workers.messages import Ended, Frozen, SentFailure
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
@@ -38,7 +38,7 @@ CONFIG = config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLE
 def with_workers(
     directory: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop | None = None, config: Config = CONFIG
 ) -> tuple[LocalController, Crew]:
-    """A controller on stand-ins whose loops run in two workers; they are started by `scene`."""
+    """A controller on stand-ins whose loops run in two workers, which are not started yet."""
     local = local_controller(config, directory, monkeypatch, loop)
     controller: Any = local.controller
     runner = GroupRunner(config, loop or SingleTurn(), controller._source, None, local.rewards)
@@ -49,140 +49,72 @@ def with_workers(
     return local, crew
 
 
-def scene(crew: Crew, scenario: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await crew.pool.start()
-        try:
-            await scenario()
-        finally:
-            await crew.pool.close()
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def keys_of(*groups: int) -> list[str]:
-    return [f"{group}:{index}" for group in groups for index in range(SAMPLES)]
-
-
-def test_the_batches_of_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local, crew = with_workers(tmp_path, monkeypatch)
-    controller = local.controller
-
-    async def scenario() -> None:
-        for step in range(2):
-            await controller.set_version(step)
-            batch = await controller.wait_batch(step, WAIT_S)
-            groups = range(step * GROUPS, (step + 1) * GROUPS)
-            assert batch.keys == keys_of(*groups) and set(batch.keys) == local.queue.rows.keys()
-            assert (batch.timings["rollout/workers_alive"], batch.timings["rollout/workers_lost"]) == (2, 0)
-            counters = await controller.commit(step, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
-            assert counters.balanced
-            await asyncio.sleep(0)
-        assert {len(worker.told) > 0 for worker in crew.made} == {True}, "both have run groups"
-        source: Any = controller._source
-        assert source.finished == {group: [group + 1.0] * SAMPLES for group in range(2 * GROUPS)}
-
-    scene(crew, scenario)
-
-
-class FailsInGroup1:
-    """Fails in one sample of group 1."""
-
-    async def run(self, ctx: AgentContext) -> Trajectory:
-        if ctx.group_id == 1 and ctx.sample_index == 1:
-            raise ConnectionError("the tool is gone")
-        return await SingleTurn().run(ctx)
-
-
-def test_a_group_that_fails_is_counted_with_the_loop_s_own_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local, crew = with_workers(tmp_path, monkeypatch, FailsInGroup1())
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        await local.controller.wait_batch(0, WAIT_S)
-        assert [local.queue.rows[key].failure for key in keys_of(0, 1, 2)] == [""] * 2 + ["the tool is gone"] * 2 + [
-            ""
-        ] * 2
-        counters = await local.controller.commit(0, trained=2, filtered=0, dropped_stale=0, failed=1)
-        assert counters.balanced
-
-    scene(crew, scenario)
-
-
-def test_a_reward_function_that_fails_too_often_in_a_worker_ends_the_run_with_its_own_message(
+async def test_a_reward_function_that_fails_too_often_in_a_worker_ends_the_run_with_its_own_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, crew = with_workers(tmp_path, monkeypatch)
     message = "the reward function 'judge:f' failed for 16 of the latest 16 samples; LookupError: no key"
     local.rewards.failure = RewardPoolError(message)
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        with pytest.raises(RolloutError) as caught:
-            await local.controller.wait_batch(0, WAIT_S)
-        assert str(caught.value) == message
-
-    scene(crew, scenario)
+    await crew.pool.start()
+    await local.controller.set_version(0)
+    with pytest.raises(RolloutError) as caught:
+        await local.controller.wait_batch(0, WAIT_S)
+    assert str(caught.value) == message
+    await crew.pool.close()
 
 
-def test_a_batch_that_does_not_come_says_which_worker_has_how_many_groups(
+async def test_a_batch_that_does_not_come_says_which_worker_has_how_many_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local, crew = with_workers(tmp_path, monkeypatch)
     local.fleet.held = {0, 1, 2}
-
-    async def scenario() -> None:
-        await local.controller.set_version(0)
-        with pytest.raises(BatchNotReady, match="agent worker 0 has 2 groups; agent worker 1 has 1 groups"):
-            await local.controller.wait_batch(0, 0.1)
-        await local.controller._tasks.drop()
-
-    scene(crew, scenario)
+    await crew.pool.start()
+    await local.controller.set_version(0)
+    with pytest.raises(BatchNotReady, match="agent worker 0 has 2 groups; agent worker 1 has 1 groups"):
+        await local.controller.wait_batch(0, 0.1)
+    await local.controller._tasks.drop()
+    await crew.pool.close()
 
 
-def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
+async def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that the workers have said of the history before is said again, and ends of other kinds alongside it."""
     local, crew = with_workers(tmp_path, monkeypatch)
     controller = local.controller
-
-    async def scenario() -> None:
-        await controller.set_version(0)
-        await controller.wait_batch(0, WAIT_S)
-        local.fleet.held = set(range(GROUPS, 2 * GROUPS))
-        await controller.commit(0, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
-        await controller.set_version(1)
-        while len(crew.pool._runs) < GROUPS:
-            await asyncio.sleep(0.01)
-        local.fleet.held = {0, 1, 2}
-        await controller.begin(None)
-        assert not local.queue.rows and not crew.pool._runs
-        await controller.set_version(0)
-        while len(controller._running.progress) < GROUPS:
-            await asyncio.sleep(0.01)
-        before = {group: progress.begun() for group, progress in controller._running.progress.items()}
-        told = [message for worker in crew.made for report in worker.kept_reports for message in report.messages]
-        ended = next(message for message in told if isinstance(message, Ended))
-        runs = range(2 * GROUPS)  # those of the history before
-        for run in runs:
-            told += [
-                replace(ended, run=run),
-                Frozen(run, 0, FrozenLoop("stale", version=99)),
-                Ended(run, SentFailure("RolloutError", "stale"), ended.stats),
-            ]
-        old = [message for message in told if message.run in runs]
-        counters, stats = await controller.counters(), repr(controller._running.stats)
-        await crew.pool._receive(Parcel(99, tuple(old)))
-        await asyncio.sleep(0.1)
-        assert await controller.counters() == counters and not local.queue.rows
-        assert repr(controller._running.stats) == stats
-        assert {group: each.begun() for group, each in controller._running.progress.items()} == before
-        await controller._tasks.drop()
-
-    scene(crew, scenario)
+    await crew.pool.start()
+    await controller.set_version(0)
+    await controller.wait_batch(0, WAIT_S)
+    local.fleet.held = set(range(GROUPS, 2 * GROUPS))
+    await controller.commit(0, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
+    await controller.set_version(1)
+    while len(crew.pool._runs) < GROUPS:
+        await asyncio.sleep(0.01)
+    local.fleet.held = {0, 1, 2}
+    await controller.begin(None)
+    assert not local.queue.rows and not crew.pool._runs
+    await controller.set_version(0)
+    while len(controller._running.progress) < GROUPS:
+        await asyncio.sleep(0.01)
+    before = {group: progress.begun() for group, progress in controller._running.progress.items()}
+    told = [message for worker in crew.made for report in worker.kept_reports for message in report.messages]
+    ended = next(message for message in told if isinstance(message, Ended))
+    runs = range(2 * GROUPS)  # those of the history before
+    for run in runs:
+        told += [
+            replace(ended, run=run),
+            Frozen(run, 0, FrozenLoop("stale", version=99)),
+            Ended(run, SentFailure("RolloutError", "stale"), ended.stats),
+        ]
+    old = [message for message in told if message.run in runs]
+    counters, stats = await controller.counters(), repr(controller._running.stats)
+    await crew.pool._receive(Parcel(99, tuple(old)))
+    await asyncio.sleep(0.1)
+    assert await controller.counters() == counters and not local.queue.rows
+    assert repr(controller._running.stats) == stats
+    assert {group: each.begun() for group, each in controller._running.progress.items()} == before
+    await controller._tasks.drop()
+    await crew.pool.close()
 
 
 class TwoTurns:
@@ -263,41 +195,39 @@ class Remembers:
         return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, first, await ctx.judge(first))
 
 
-def test_the_journal_has_the_states_of_loops_in_workers_and_the_next_controller_s_go_on_from_them(
+def states(path: Path) -> set[tuple[int, int]]:
+    """The samples whose state is in a journal."""
+    found = set()
+    for record in JournalFile(path).read():
+        if (head := read_head(record))["kind"] == "unfinished":
+            found |= {(head["group"], sample) for sample, loop in head["loops"] if "turns" in loop["state"]}
+    return found
+
+
+async def test_the_journal_has_the_states_of_loops_in_workers_and_the_next_controller_s_go_on_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"journal_s": 0.05})})
     before = Remembers(waits=True)
     first, crew = with_workers(tmp_path, monkeypatch, before, config)
     names = [f"{group}:{sample}" for group in range(GROUPS) for sample in range(SAMPLES)]
-
-    async def killed() -> None:
-        await first.controller.begin(None)
-        await first.controller.set_version(0)
-        path = tmp_path / JOURNAL_FILE
-        while not path.exists() or len(states(path)) < len(names):
-            await asyncio.sleep(0.05)
-        await first.controller._tasks.drop()
-
-    def states(path: Path) -> set[tuple[int, int]]:
-        found = set()
-        for record in JournalFile(path).read():
-            if (head := read_head(record))["kind"] == "unfinished":
-                found |= {(head["group"], sample) for sample, loop in head["loops"] if "turns" in loop["state"]}
-        return found
-
-    scene(crew, killed)
+    await crew.pool.start()
+    await first.controller.begin(None)
+    await first.controller.set_version(0)
+    path = tmp_path / JOURNAL_FILE
+    while not path.exists() or len(states(path)) < len(names):
+        await asyncio.sleep(0.05)
+    await first.controller._tasks.drop()
+    await crew.pool.close()
     assert sorted(before.frozen) == names
     after = Remembers(waits=False)
     second, crew = with_workers(tmp_path, monkeypatch, after, config)
-
-    async def resumed() -> None:
-        await second.controller.begin(None)
-        await second.controller.set_version(0)
-        await second.controller.wait_batch(0, WAIT_S)
-        assert sorted(after.resumed) == names and not after.frozen
-        assert not second.fleet.sent, "no engine is asked for what there was"
-        assert sorted(second.queue.rows) == names
-        await second.controller._tasks.drop()
-
-    scene(crew, resumed)
+    await crew.pool.start()
+    await second.controller.begin(None)
+    await second.controller.set_version(0)
+    await second.controller.wait_batch(0, WAIT_S)
+    assert sorted(after.resumed) == names and not after.frozen
+    assert not second.fleet.sent, "no engine is asked for what there was"
+    assert sorted(second.queue.rows) == names
+    await second.controller._tasks.drop()
+    await crew.pool.close()

@@ -17,10 +17,10 @@ from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.loop_run import EVAL_SEED_OFFSET
 from megarl.rollout.agents.tool_agent import ToolAgent
+from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
-from megarl.rollout.engine.request_context import RequestContext
-from megarl.rollout.orchestrator.evaluator import Share, evaluate_on_fleet
-from megarl.rollout.resume.loop_records import INTERRUPTED
+from megarl.rollout.orchestrator.evaluator import PRIORITY, evaluate_on_fleet
+from megarl.rollout.resume.group_progress import INTERRUPTED
 from megarl.rollout.tasks.prompts import EvalSet, PromptTask
 from megarl.rollout.workers.messages import Start
 from megarl.rollout.workers.worker_pool import MOST_LOST
@@ -111,7 +111,7 @@ class Scene:
         assert function == 1, "the reward function of the set"
         return RewardOutcome(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
 
-    async def evaluate(self, share: Share | None = None) -> SetReport:
+    async def evaluate(self, share: asyncio.Semaphore | None = None) -> SetReport:
         crew, pool = self.crew, cast(Any, self.pool)
         if self.workers:
             await crew.pool.start()
@@ -121,7 +121,7 @@ class Scene:
         finally:
             await crew.pool.close()
 
-    def report(self, share: Share | None = None) -> SetReport:
+    def report(self, share: asyncio.Semaphore | None = None) -> SetReport:
         return asyncio.run(asyncio.wait_for(self.evaluate(share), 30))
 
     def asked(self) -> list[tuple[Any, ...]]:
@@ -159,8 +159,8 @@ def test_the_controller_admits_their_requests() -> None:
     """Alongside training only so many reach the engines at a time, of a lower priority, wherever the loops are."""
     for workers in (False, True):
         scene = Scene(workers=workers)
-        scene.report(Share(asyncio.Semaphore(2), 7))
-        assert scene.pool.most == 2 and {each.priority for each, *_ in scene.pool.sent} == {7}
+        scene.report(asyncio.Semaphore(2))
+        assert scene.pool.most == 2 and {each.priority for each, *_ in scene.pool.sent} == {PRIORITY}
     alone = undisturbed(workers=True)[1].pool
     assert alone.most > 2 and {each.priority for each, *_ in alone.sent} == {0}
 
@@ -228,23 +228,19 @@ def test_a_mistake_of_the_loop_ends_the_evaluation_with_its_own_words(workers: b
     assert not scene.crew.pool._runs
 
 
-def test_an_evaluation_that_is_given_up_leaves_nothing_in_the_workers() -> None:
+async def test_an_evaluation_that_is_given_up_leaves_nothing_in_the_workers() -> None:
     scene = Scene()
     held = asyncio.Event()
     scene.pool.point = held.wait
-
-    async def scenario() -> None:
-        pool = scene.crew.pool
-        evaluation = asyncio.ensure_future(scene.evaluate())
-        while len(scene.pool.sent) < RESPONSES:
-            await asyncio.sleep(0)
-        assert "agent worker 0 has 0 groups and 5 responses of an evaluation" in pool.waiting()
-        close, pool.close = pool.close, nothing  # type: ignore[method-assign]
-        evaluation.cancel()
-        await asyncio.wait({evaluation})
-        assert not pool._runs
-        while any(worker.loops._runs for worker in scene.crew.made):
-            await asyncio.sleep(0.01)
-        await close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    pool = scene.crew.pool
+    evaluation = asyncio.ensure_future(scene.evaluate())
+    while len(scene.pool.sent) < RESPONSES:
+        await asyncio.sleep(0)
+    assert "agent worker 0 has 0 groups and 5 responses of an evaluation" in pool.waiting()
+    close, pool.close = pool.close, nothing  # type: ignore[method-assign]
+    evaluation.cancel()
+    await asyncio.wait({evaluation})
+    assert not pool._runs
+    while any(worker.loops._runs for worker in scene.crew.made):
+        await asyncio.sleep(0.01)
+    await close()

@@ -21,7 +21,7 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents.context import SampleContext
+from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal_file import JournalFile
@@ -167,8 +167,8 @@ def interrupted_books(kept: UnfinishedGroup) -> int:
 
 
 def at_freezes(then: Callable[[str, int], None]) -> Callable[[Any, Any], None]:
-    """Return a `SampleContext.freeze` that calls `then` after each of the first sample: phase, how many before."""
-    freeze, seen = SampleContext.freeze, dict[str, int]()
+    """Return a `AgentContext.freeze` that calls `then` after each of the first sample: phase, how many before."""
+    freeze, seen = AgentContext.freeze, dict[str, int]()
 
     def freeze_and_tell(self: Any, state: Any) -> None:
         freeze(self, state)
@@ -190,12 +190,12 @@ def stops_at_freezes() -> dict[tuple[str, int], Stop]:
             record=now.record, phase=phase, calls=now.calls, journal=list(now.journal), intents=now.intents
         )
 
-    freeze = SampleContext.freeze
-    SampleContext.freeze = at_freezes(keep)  # type: ignore[method-assign]
+    freeze = AgentContext.freeze
+    AgentContext.freeze = at_freezes(keep)  # type: ignore[method-assign]
     try:
         attempt.run()
     finally:
-        SampleContext.freeze = freeze  # type: ignore[method-assign]
+        AgentContext.freeze = freeze  # type: ignore[method-assign]
     return stops
 
 
@@ -245,7 +245,7 @@ def kill_at(path: Path, where: tuple[str, int]) -> None:
         if (phase, number) == where:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    SampleContext.freeze = at_freezes(kill)  # type: ignore[method-assign]
+    AgentContext.freeze = at_freezes(kill)  # type: ignore[method-assign]
     attempt.run()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.agents.trajectory_builder import failed_trajectory
 
 

@@ -15,9 +15,8 @@ from megarl.config.schema.agent import AgentConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.engine.continuation import ResponsesSoFar
+from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.tasks.toolbox import Toolbox
@@ -126,9 +125,10 @@ class OneProblem:
 
 
 def toolbox_of(*tools: Any, **bounds: Any) -> Toolbox:
-    from megarl.chat.tool_calls import HERMES
 
-    return Toolbox.of(Dialogue(TOKENIZER, [END]), AgentConfig(loop="tool_agent", **bounds), tools, HERMES)
+    return Toolbox(
+        Dialogue(TOKENIZER, [END]), AgentConfig(loop="tool_agent", **bounds), {each.name: each for each in tools}
+    )
 
 
 def agent_runner(

@@ -143,17 +143,16 @@ class LocalController:
     def __init__(self, requests: ExternalRequests) -> None:
         self.requests, self.dead = requests, False
         self.calls = 0
-        self.begin_external, self.take_external = Method(self._begin), Method(self._take)
+        self.give, self.take = Method(self._give), Method(self._take)
 
-    async def _begin(self, gateway: str, requests: list[Any], dropped: list[str]) -> None:
+    async def _give(self, number: int, messages: Sequence[Any], link: str) -> None:
         self._check()
         self.calls += 1
-        self.requests.begin(gateway, requests)
-        self.requests.drop(gateway, dropped)
+        await self.requests.link.give(number, messages, link)
 
-    async def _take(self, gateway: str, seen: int, wait_s: float) -> Any:
+    async def _take(self, seen: int, wait_s: float, link: str) -> Any:
         self._check()
-        report = await self.requests.take(gateway, seen, min(wait_s, 0.2))
+        report = await self.requests.link.take(seen, min(wait_s, 0.2), link)
         self._check()
         return report
 

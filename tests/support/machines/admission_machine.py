@@ -97,7 +97,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         if taken is None:
             return
         ok, bad = taken
-        again = self.admission.reused(self.step)
+        again = sorted(self.admission.taken(self.step).reused)
         assert len(ok) + len(bad) + len(again) == self.admission.groups and ok + bad
         assert all(group in self.rows and self.uses.get(group, 0) < self.max_uses for group in again)
         self.uses |= {group: self.uses[group] + 1 for group in again}
@@ -107,7 +107,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert all(self.oldest[group] >= max(self.oldest[taken] for taken in ok + bad) for group in left)
         assert not (again and left)
         ends = [data.draw(st.sampled_from(["trained", "filtered", "dropped_stale", "failed"])) for _ in ok]
-        assert self.admission.replaced(self.step) == sorted(self.replaced)
+        assert self.admission.taken(self.step).replaced == sorted(self.replaced)
         self.ended |= dict.fromkeys(self.replaced, "filtered")
         numbers = {name: ends.count(name) for name in ("trained", "filtered", "dropped_stale")}
         numbers["filtered"] += len(self.replaced)

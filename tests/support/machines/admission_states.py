@@ -134,7 +134,7 @@ class Trial:
         bound = self.admission.pace.max_staleness
         reused = self.take_again(step, len(taken[0]))
         assert len(groups) + len(reused) == self.admission.groups, "the step has not its number of groups"
-        assert self.admission.replaced(step) == sorted(self.replaced), "a replaced group is not settled"
+        assert self.admission.taken(step).replaced == sorted(self.replaced), "a replaced group is not settled"
         ages = {group: self.oldest.pop(group) for group in groups}
         assert all(self.last_update(step) - oldest <= bound for oldest in ages.values()), "the bound is passed"
         assert max(ages.values()) <= min(self.oldest.values(), default=max(ages.values())), "an older group is left"
@@ -147,7 +147,7 @@ class Trial:
 
     def take_again(self, step: int, new: int) -> dict[int, Use]:
         """Remove the groups that a step uses again from those that are held, and return them."""
-        groups = self.admission.reused(step)
+        groups = sorted(self.admission.taken(step).reused)
         if not groups:
             return {}
         assert new, "a step has no new group that can be trained"

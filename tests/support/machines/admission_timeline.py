@@ -48,7 +48,7 @@ class Timeline:
         while self.until(trained):
             if number + 1 != self.admission.steps:
                 self.admission.batch(number + 1)
-        reused = len(self.admission.reused(number))
+        reused = len(sorted(self.admission.taken(number).reused))
         self.admission.commit(
             number, trained=len(taken[0]), filtered=0, dropped_stale=0, failed=0, reused=reused, trained_groups=taken[0]
         )

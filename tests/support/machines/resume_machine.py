@@ -21,9 +21,8 @@ from megarl.rollout.resume.journal_records import (
     read_head,
     spans_of,
 )
-from megarl.rollout.resume.kept_groups import KeptGroup, KeptGroups, Superseded
+from megarl.rollout.resume.kept_groups import History, KeptGroup, KeptGroups, Retention, Superseded
 from megarl.rollout.resume.lineage import INITIAL, Lineage, next_epoch
-from megarl.rollout.resume.retention import History, Retention
 from tests.support.machines.admission_machine import paces
 
 
@@ -223,7 +222,7 @@ class ResumeMachine(RuleBasedStateMachine):
             assert far <= self.pace.max_staleness, "the bound is passed"
             self.trained.append(group)
             self.once[group] = nodes
-        reused = self.admission.reused(self.step)
+        reused = sorted(self.admission.taken(self.step).reused)
         for group in reused:
             assert group in self.once, "a group is used again that an attempt before has trained, or too often"
             far = max(self.weights.distance(node, last) for node in self.once.pop(group))

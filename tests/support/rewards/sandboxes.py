@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,11 +16,8 @@ from megarl.sandbox.runner import Sandbox
 
 def run_sandboxed(source: str, limits: Limits | None = None, stdin: str = "", timeout_s: float = 60.0) -> RunResult:
     """Run one program. Its time is long by default, for a loaded machine."""
-    sandbox = Sandbox(limits or Limits(cpu_s=30), slots=1)
-    try:
+    with contextlib.closing(Sandbox(limits or Limits(cpu_s=30), slots=1)) as sandbox:
         return sandbox.run_now(source, stdin=stdin, timeout_s=timeout_s)
-    finally:
-        sandbox.close()
 
 
 def sandboxes_of(process: int) -> list[str]:

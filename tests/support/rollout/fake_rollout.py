@@ -18,17 +18,15 @@ from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardInput, RewardOutcome
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.agents.loop_host import LoopHost
+from megarl.rollout.agents.loop_host import LoopHost, SingleTurn
 from megarl.rollout.agents.loop_run import RunningGroups
-from megarl.rollout.agents.loops import SingleTurn
-from megarl.rollout.engine.continuation import ResponsesSoFar
+from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.replica import ReplicaSpec
-from megarl.rollout.engine.request_context import RequestContext
 from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.rollout.fleet.engine_pool import RequestCoalescer
 from megarl.rollout.fleet.external_requests import ExternalRequests
-from megarl.rollout.fleet.request_coalescer import RequestCoalescer
 from megarl.rollout.orchestrator import pool_controller
 from megarl.rollout.orchestrator.controller import RolloutController
 from megarl.rollout.resume.journal import JOURNAL_FILE

@@ -25,8 +25,8 @@ from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.agents.agent_loop import AgentContext
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.agents.loop_run import RunningGroups
-from megarl.rollout.agents.loops import SingleTurn
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.tasks.prompts import PromptSource

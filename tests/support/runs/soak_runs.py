@@ -92,7 +92,7 @@ class _Run:
             self._finish(self._rng.choice(sorted(self._admission.in_flight)))
         batch = self._admission.batch(step)
         assert batch is not None
-        replaced = self._admission.replaced(step)
+        replaced = self._admission.taken(step).replaced
         rows = [row for group in sorted(batch[0] + batch[1]) for row in self._rows[group]]
         write_batch(self._run_dir / "batches", step, self._version, rows[::2], part=0, parts=2)
         write_batch(self._run_dir / "batches", step, self._version, rows[1::2], part=1, parts=2)

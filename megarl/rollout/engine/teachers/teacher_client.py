@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import RequestFailed, RolloutError
-from megarl.config.derived.teachers import teachers_by_set
-from megarl.config.schema import Config
+from megarl.config.schema.algorithm import TeacherConfig
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.engine.teachers.scores import Scored, ScoreRequest, score_requests, with_scores
 from megarl.rollout.engine.teachers.teacher_engine import teacher_name
@@ -91,20 +90,18 @@ class Teachers:
         return with_scores(rows, await client.score(rows[0].group_id, requests), client.name)
 
 
-def attach_teachers(config: Config, namespace: str) -> Teachers:
-    """Return the teachers of a run, whose actors the supervisor has created in `namespace`."""
+def attach_teachers(
+    teachers: Mapping[str, TeacherConfig], namespace: str, timeout_s: float, *, by_group: bool
+) -> Teachers:
+    """Return the teachers of a run by data set, whose actors the supervisor has created in `namespace`."""
     clients: dict[str, TeacherClient] = {}
     by_set: dict[str, TeacherClient] = {}
-    for dataset, teacher in teachers_by_set(config).items():
+    for dataset, teacher in teachers.items():
         if teacher.where != "engine":
             continue
         if teacher.name not in clients:
             clients[teacher.name] = TeacherClient(
-                teacher.name,
-                teacher.replicas,
-                _asking(teacher.name, namespace),
-                config.timeouts.generate_s,
-                by_group=config.run.deterministic,
+                teacher.name, teacher.replicas, _asking(teacher.name, namespace), timeout_s, by_group=by_group
             )
         by_set[dataset] = clients[teacher.name]
     return Teachers(by_set)

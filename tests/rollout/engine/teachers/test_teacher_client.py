@@ -37,14 +37,10 @@ def client(engines: Engines, count: int = 2, bound_s: float = 30.0, **options: b
     return TeacherClient("big", count, engines, bound_s, **options)
 
 
-def test_groups_are_spread_over_the_engines() -> None:
+async def test_groups_are_spread_over_the_engines() -> None:
     engines = Engines(takes_s=0.05)
     made = client(engines, 3)
-
-    async def many() -> None:
-        await asyncio.gather(*(made.score(group, REQUESTS) for group in range(9)))
-
-    asyncio.run(many())
+    await asyncio.gather(*(made.score(group, REQUESTS) for group in range(9)))
     assert engines.asked == {0: 3, 1: 3, 2: 3}
     assert made._tokens == [0, 0, 0]
 

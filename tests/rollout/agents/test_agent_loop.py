@@ -11,12 +11,11 @@ import pytest
 from megarl.common.errors import RolloutError, ToolFailed
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rollout.agents import context
+from megarl.rollout.agents import agent_loop
 from megarl.rollout.agents.agent_loop import AgentContext
-from megarl.rollout.agents.loops import SingleTurn
+from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.agents.tool_agent import finish
-from megarl.rollout.resume.group_progress import UnfinishedGroup
-from megarl.rollout.resume.loop_records import FrozenLoop
+from megarl.rollout.resume.group_progress import FrozenLoop, UnfinishedGroup
 from tests.support.agents.frozen_agents import Stopped
 from tests.support.agents.scripted_agents import (
     Counter,
@@ -138,7 +137,7 @@ def test_a_request_beyond_the_turns_of_the_config_fails_its_sample_alone(config:
 
 
 def test_a_loop_that_never_ends_is_ended_without_a_setting(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "LOOP_TURNS", 2)
+    monkeypatch.setattr(agent_loop, "LOOP_TURNS", 2)
     runner = agent_runner(config, Growing(), toolbox_of(Counter()), ScriptedBatcher(["4", "4", "4"]), KeepingRewards())
     _, other = asyncio.run(runner.run(1))
     assert other.failure.startswith("sample 1:1 has made 2 requests")
@@ -182,7 +181,7 @@ def test_the_journal_holds_an_answer_as_the_model_sees_it(config: Config) -> Non
 
 
 def test_a_tool_that_does_not_keep_its_time_is_given_up(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "GRACE_S", 0.0)
+    monkeypatch.setattr(agent_loop, "GRACE_S", 0.0)
     answers = []
 
     class Patient:
