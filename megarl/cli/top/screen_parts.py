@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,9 +61,7 @@ def head(view: RunView, width: int, signs: Signs) -> list[Text]:
         first.append(f"  {_plain(view.reason)}", "yellow")
     done = view.step / view.planned if view.planned else math.nan
     of = f"/{view.planned} {percent(done)}" if view.planned else ""
-    second = Text(f"step {view.step}{of} ")
-    if width >= 80:
-        second.append(bar(done, min(30, width // 4), signs.full, signs.hollow), "green")
+    place, second = Text(f"step {view.step}{of} "), Text()
     if math.isfinite(view.eta_s):
         second.append(f" eta {number(view.eta_s, 'time')}", "bold")
     second.append(f"  ran {number(view.value('total/wall_seconds'), 'time')}")
@@ -73,9 +72,15 @@ def head(view: RunView, width: int, signs: Signs) -> list[Text]:
         second.append(f"  last step {number(view.since_step_s, 'time')} ago", "yellow" if late else "")
     elif view.steps:
         second.append(f"  ended {_clock(view.value('wall_time'), view.now, always='%Y-%m-%d %H:%M')}")
-    if not view.advice:
-        return [first, second]
-    return [first, second, Text.assemble(("advice".ljust(LABEL), "cyan"), ("; ".join(view.advice), "yellow"))]
+    if (room := width - place.cell_len - second.cell_len) >= 5:
+        place.append(bar(done, min(30, room), signs.full, signs.hollow), "green")
+    advice = textwrap.wrap("; ".join(view.advice), max(20, width - LABEL), max_lines=2, placeholder=" …")
+    labels = ("advice", "")
+    advised = [
+        Text.assemble((label.ljust(LABEL), "cyan"), (text, "yellow"))
+        for label, text in zip(labels, advice, strict=False)
+    ]
+    return [first, place.append_text(second), *advised]
 
 
 def reward(view: RunView, width: int, signs: Signs) -> ScreenPart:

@@ -214,6 +214,14 @@ def test_the_status_of_runs(run_dir: Path) -> None:
     assert status_of(run_dir, 1.0)[0] == "unknown"
 
 
+def test_eighty_columns_show_the_age_of_the_step_and_two_lines_of_advice(run_dir: Path) -> None:
+    write_rows(run_dir, row(41, **{"total/wall_seconds": 90_000.0, "time/eta": 90_000.0, "time/step": 12.75}))
+    _, second, *advice = shown(RunWatch(run_dir).look(), 80, 24)[:4]
+    assert re.search(r"step 41/200 20.5% █+░+ eta 1d01h  ran 1d01h  12.8 s/step  last step \ds ago$", second)
+    assert len(second) <= 80 and advice[0].startswith("advice    The trainer waited") and advice[1].startswith(" " * 10)
+    assert "the newest 41 steps" in " ".join(map(str.strip, advice))
+
+
 @pytest.mark.parametrize("size", [(100, 30), (200, 60), (96, 24), (80, 24), (60, 20), (40, 15), (24, 8), (10, 3)])
 @pytest.mark.parametrize("live", [True, False])
 def test_it_fits_every_terminal(run_dir: Path, size: tuple[int, int], live: bool) -> None:
