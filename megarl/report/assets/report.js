@@ -69,7 +69,7 @@
         width: 1.6,
         dash: DASHES[(several || line.label ? line.style : 0) % DASHES.length],
         spanGaps: true,
-        points: { show: line.dots || line.y.length <= FEW, size: 6 },
+        points: { show: line.dots || line.y.length <= FEW, size: 6, fill: () => variable("--card") },
         value: (plot, _, number, pointed) => {
           const index = pointed ?? newest(plot.data[number]);
           if (index == null) return "–";
@@ -99,7 +99,7 @@
       height: HEIGHT,
       scales: {
         x: { time: false },
-        y: { range: (plot) => rangeOf(plot, share) },
+        y: { range: (plot) => rangeOf(plot, figure.lines, share) },
       },
       series,
       bands,
@@ -122,14 +122,19 @@
     plots.push(plot);
   }
 
-  // The numbers of a plot in its window, all lines together, in ascending order.
-  function shown(plot) {
-    const [from, to] = plot.series[0].idxs ?? [0, plot.data[0].length - 1];
-    return plot.data.slice(1).flatMap((column) => column.slice(from, to + 1)).filter((each) => each != null).sort((a, b) => a - b);
+  // The columns of each line in the data of a plot: its values, and the ends of its band or the values again.
+  function columnsOf(plot, lines) {
+    let number = 1;
+    return lines.map((line) => {
+      const first = number;
+      number += line.low ? 3 : 1;
+      return line.low ? plot.data.slice(first, number) : Array(3).fill(plot.data[first]);
+    });
   }
 
-  // The ends of the values, without those that lie far beyond nearly all others: they would flatten the plot.
-  function ends(values) {
+  // The ends of a line, without values that lie far beyond nearly all others: they would flatten the plot.
+  function ends(columns) {
+    const values = columns.flat().filter((each) => each != null).sort((a, b) => a - b);
     const at = (share) => values[Math.round(share * (values.length - 1))];
     const far = 3 * (at(0.9) - at(0.1)) || 9 * Math.abs(at(0.5));
     if (values.length < 8 || far === 0) return [values[0], values.at(-1)];
@@ -142,11 +147,8 @@
     const { ctx, bbox } = plot;
     const { min, max } = plot.scales.y;
     const size = 5 * devicePixelRatio;
-    let number = 1;
-    for (const line of figure.lines) {
-      const [values, low, high] = line.low ? plot.data.slice(number, number + 3) : Array(3).fill(plot.data[number]);
-      number += line.low ? 3 : 1;
-      ctx.fillStyle = variable(colorOf(line));
+    columnsOf(plot, figure.lines).forEach(([values, low, high], number) => {
+      ctx.fillStyle = variable(colorOf(figure.lines[number]));
       plot.data[0].forEach((x, index) => {
         const place = plot.valToPos(x, "x", true);
         if (values[index] == null || place < bbox.left || place > bbox.left + bbox.width) return;
@@ -161,7 +163,7 @@
           ctx.fill();
         }
       });
-    }
+    });
   }
 
   // A dashed line at the beginning of each alarm, with the name of its rule where there is room.
@@ -192,15 +194,17 @@
   }
 
   // Some room around the values, shares within their limits, and never an empty range.
-  function rangeOf(plot, share) {
-    const values = shown(plot);
-    if (!values.length) return [0, 1];
-    const [low, high] = ends(values);
+  function rangeOf(plot, lines, share) {
+    const [from, to] = plot.series[0].idxs ?? [0, plot.data[0].length - 1];
+    const windows = columnsOf(plot, lines).map((columns) => columns.map((column) => column.slice(from, to + 1)));
+    const all = windows.flatMap(ends).filter((each) => each != null);
+    if (!all.length) return [0, 1];
+    const [low, high] = [Math.min(...all), Math.max(...all)];
     const room = (high - low || Math.abs(high) || 1) * 0.06;
-    let [from, to] = [low - room, high + room];
-    if (low >= 0) from = low < 0.5 * high ? 0 : Math.max(0, from);
-    if (share && high <= 1) to = Math.min(to, 1.02);
-    return [from, to];
+    let [bottom, top] = [low - room, high + room];
+    if (low >= 0) bottom = low < 0.5 * high ? 0 : Math.max(0, bottom);
+    if (share && high <= 1) top = Math.min(top, 1.004); // no tick above 100%
+    return [bottom, top];
   }
 
   function drawAll() {

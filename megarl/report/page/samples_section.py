@@ -34,6 +34,8 @@ def lag_histogram(runs: Sequence[ReportedRun]) -> Html:
         return tag("p", "These runs have recorded no tokens by version lag (rollout/version_lag_tokens/*).",
                    class_="quiet")  # fmt: skip
     every = range(min(min(each) for each in lags if each), max(max(each) for each in lags if each) + 1)
+    if len(every) == 1:
+        return tag("p", f"All tokens were sampled with weights {every[0]} updates old.", class_="quiet")
     shares = [[each.get(lag, 0.0) / (sum(each.values()) or 1.0) for lag in every] for each in lags]
     return histogram([str(lag) for lag in every], shares, [run.name for run in runs], "updates behind")
 

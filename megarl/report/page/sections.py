@@ -176,6 +176,8 @@ def _engines(rates: dict[str, float]) -> str:
         return html.MISSING
     slowest, fastest = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
     mean = sum(rates.values()) / len(rates)
+    if len(rates) == 1:
+        return html.amount(mean)
     return (
         f"{html.amount(rates[slowest])} (replica {slowest}), {html.amount(mean)}, "
         f"{html.amount(rates[fastest])} (replica {fastest})"
