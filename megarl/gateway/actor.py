@@ -24,6 +24,7 @@ from megarl.gateway.request_fields import ModelLimits
 from megarl.gateway.sessions import MOST_TOKENS, Sessions
 from megarl.gateway.text import ModelText
 from megarl.gateway.token_file import gateway_token, read_token, write_gateway_file, write_token
+from megarl.models.hf.model_files import HF_FILES
 from megarl.models.hf.read_config import load_info
 from megarl.rollout.engine.placement import HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
@@ -145,5 +146,10 @@ def address_of(gateway: GatewayConfig) -> str:
 
 
 def model_names(model: Path) -> tuple[str, ...]:
-    """Return the names by which clients may ask for a model: that of its directory, and its path."""
-    return tuple(dict.fromkeys((model.name or str(model), str(model))))
+    """Return the names by which clients may ask for a model: that of its directory, or of the run whose `hf` it is.
+
+    Its path is another one.
+    """
+    directory = model.absolute()
+    name = directory.parent.name if directory.name == HF_FILES else directory.name
+    return tuple(dict.fromkeys((name or str(model), str(model))))

@@ -15,9 +15,12 @@ import pytest
 from megarl.cli import main
 from megarl.config.schema.job import TelemetryConfig
 from megarl.report.reading.samples_file import read_samples
+from megarl.telemetry.trace.lines import EventLine
 from tests.support.checkout import ROOT
-from tests.support.telemetry.reported_events import write_full_events
+from tests.support.telemetry.reported_events import write_alarm, write_events, write_full_events
 from tests.support.telemetry.reported_runs import (
+    CONFIG,
+    START,
     evaluation_line,
     sample_line,
     small_run,
@@ -79,6 +82,68 @@ def test_the_page_says_what_its_plots_leave_out(tmp_path: Path) -> None:
     plain = small_run(tmp_path / "plain")
     assert main.main(["report", str(plain)]) == 0
     assert "Not in the plots" not in (plain / "report.html").read_text()
+
+
+def test_alarms_stand_first_one_box_for_each_rule(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", rollout__truncated_share=0.5)
+    write_alarm(run, *range(11, 33, 2))
+    write_events(run, "rare", [EventLine("fault", 10, 0, 3, args={"kind": "engine", "text": "replica 0 is lost"})])
+    assert main.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    main_part = page[page.index("<main>") :]
+    assert main_part.index('data-alarm="ess"') < main_part.index('data-advisory="truncated"')
+    assert page.count("data-alarm=") == 1
+    assert "<b>ess in steps 17, 19, 21, 23, 25, 27, 29, 31 and 3 before</b>" in page
+    assert "<p>0.0134 is below 0.3 for 3 steps (docs/monitor.md#ess); it has not ended</p>" in page
+    table = page[page.index('class="table faults"') : page.index('id="samples"')]
+    assert "replica 0 is lost" in table and "0.0134" not in table, "alarms are not faults a second time"
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert data["alarms"] == [[0, step, "ess"] for step in range(11, 33, 2)]
+    plain = small_run(tmp_path / "plain")
+    assert main.main(["report", str(plain)]) == 0
+    assert "data-alarm" not in (plain / "report.html").read_text()
+
+
+def test_an_alarm_that_a_resume_has_discarded_is_not_shown(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    args = {"kind": "alarm", "rule": "ess", "text": "alarm ess: 0.0134 is below 0.3"}
+    rolled = EventLine("rolled_back", 500_000_000, 0, 5, args={"since": START})
+    write_events(run, "rare", [EventLine("fault", 200_000_000, 0, 20, args=args), rolled], "trainer-rank-0")
+    assert main.main(["report", str(run)]) == 0
+    assert "data-alarm" not in (run / "report.html").read_text()
+
+
+def test_the_page_says_what_was_run_and_where(tmp_path: Path) -> None:
+    config = CONFIG | {"model": {"path": "models/<tiny>"}}
+    run = write_run(tmp_path / "run", [step_line(1)], config=config)
+    assert main.main(["report", str(run)]) == 0
+    assert "model models/&lt;tiny&gt;</div>" in (run / "report.html").read_text()
+    start = {"version": "0.1.0", "commit": "0123456789ab-dirty", "host": "node-7", "device": "NVIDIA H200"}
+    (run / "start.json").write_text(json.dumps(start))
+    assert main.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "models/&lt;tiny&gt; · megarl 0.1.0 at commit 0123456789ab-dirty · NVIDIA H200 on node-7" in page
+    folded = page[page.index("<summary>All 9 values of run</summary>") :]
+    assert '<th scope="row">trainer.parallel.tensor</th><td>2</td>' in folded
+
+
+def test_what_is_0_throughout_is_a_word_and_no_plot(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", rollout__truncated_share=0.0, rollout__queue_depth=0.0)
+    assert main.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "0 in all steps: Cut at the limit, or aborted." in page and "0 in all steps: Queue depth." in page
+    assert 'data-figure="truncated"' not in page and 'data-figure="depth"' not in page
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert not {"truncated", "depth"} & {figure["key"] for figure in data["figures"]}
+
+
+def test_samples_are_folded_and_stand_after_the_faults(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    assert main.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    shown, folded = page[page.index('id="samples"') :].split("<summary>42 more</summary>")
+    assert shown.count("<summary>") == 6 and folded.count("<span>step ") == 42
+    assert page.index('id="faults"') < page.index('id="samples"')
 
 
 def test_how_a_run_ended_is_told(tmp_path: Path) -> None:

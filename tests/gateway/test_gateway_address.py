@@ -1,9 +1,13 @@
-"""The gateway listens at one address: loopback on one host, the node's own in a job of several, or the chosen one."""
+"""The gateway listens at one address: loopback on one host, the node's own in a job of several, or the chosen one.
+
+Its model has a name that says whose it is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.checks.sections import serving_problems
 from megarl.config.checks.telemetry import ANY_ADDRESS
-from megarl.gateway.actor import GatewayActor
+from megarl.gateway.actor import GatewayActor, model_names
 from tests.support.trainer.configs import config
 
 OTHER = "127.0.0.9"  # of this machine too, where a listener at all addresses would answer
@@ -69,3 +73,14 @@ def test_the_gateway_listens_at_one_address_only(
 def test_all_addresses_are_refused(wildcard: str) -> None:
     problems = list(serving_problems(config("model", gateway={"enabled": True, "host": wildcard})))
     assert any(each.startswith("gateway.host: ") and "all addresses" in each for each in problems)
+
+
+def test_a_model_is_named_by_its_directory_and_an_exported_one_by_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model_names(tmp_path / "Qwen3-0.6B") == ("Qwen3-0.6B", str(tmp_path / "Qwen3-0.6B"))
+    assert model_names(Path("runs/quickstart/hf")) == ("quickstart", "runs/quickstart/hf")
+    (tmp_path / "mine" / "hf").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine" / "hf")
+    assert model_names(Path(".")) == ("mine", ".")
+    assert model_names(Path("/")) == ("/",)

@@ -15,6 +15,7 @@ import yaml
 
 from megarl.common.rundir import rotating_lines
 from megarl.common.rundir.json_lines import read_json_lines
+from megarl.common.rundir.run_files import read_start
 from megarl.common.rundir.run_lock import CLAIM_FILE
 from megarl.report.reading.advisories import GpuLayout, advise
 from megarl.report.reading.metrics_file import metrics_of
@@ -81,6 +82,7 @@ class RunView:
     notices: Sequence[Notice] = ()
     loads: Mapping[int, Load] = field(default_factory=dict)
     advice: Sequence[str] = ()  # titles of the report's advisories on these steps
+    on_gpus: bool = False
 
     def value(self, name: str) -> float:
         """Return a metric of the newest step; NaN if it has none."""
@@ -168,6 +170,7 @@ class RunWatch:
         return RunView(
             name, self._run_dir, status, reason, planned, now, steps, _by_set(self._rows), pair(self._faults),
             read_notices(self._run_dir), self._loads, self._advice(steps, layout),
+            layout is not None and layout.unit == "GPUs",
         )  # fmt: skip
 
     def _read_rows(self) -> None:
@@ -201,7 +204,7 @@ def _described(run_dir: Path) -> tuple[str, int, GpuLayout | None]:
     """Return name, planned steps and GPUs of a run; its directory's name, 0 and None if its config is not there."""
     try:
         tree = yaml.load((run_dir / "config.yaml").read_text(encoding="utf-8"), Loader=_LOADER)
-        return str(tree["run"]["name"]), int(tree["run"]["steps"]), layout_of(tree)
+        return str(tree["run"]["name"]), int(tree["run"]["steps"]), layout_of(tree, read_start(run_dir))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, ValueError):
         return run_dir.resolve().name, 0, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megarl.cli.top.run_view import RunView
 from megarl.common.rundir.notices import printable
 from megarl.report.reading.metrics_file import is_graded
 from megarl.report.reading.run_events import COUNTED_FAULTS
+from megarl.telemetry.metrics.progress import ACCURACY, WINDOW, are_graded, rollout_speed
 from megarl.telemetry.metrics.timer import PHASES
 
 RECENT = 20  # steps over which waiting is averaged
@@ -59,9 +61,7 @@ def head(view: RunView, width: int, signs: Signs) -> list[Text]:
         first.append(f"  {_plain(view.reason)}", "yellow")
     done = view.step / view.planned if view.planned else math.nan
     of = f"/{view.planned} {percent(done)}" if view.planned else ""
-    second = Text(f"step {view.step}{of} ")
-    if width >= 80:
-        second.append(bar(done, min(30, width // 4), signs.full, signs.hollow), "green")
+    place, second = Text(f"step {view.step}{of} "), Text()
     if math.isfinite(view.eta_s):
         second.append(f" eta {number(view.eta_s, 'time')}", "bold")
     second.append(f"  ran {number(view.value('total/wall_seconds'), 'time')}")
@@ -72,22 +72,28 @@ def head(view: RunView, width: int, signs: Signs) -> list[Text]:
         second.append(f"  last step {number(view.since_step_s, 'time')} ago", "yellow" if late else "")
     elif view.steps:
         second.append(f"  ended {_clock(view.value('wall_time'), view.now, always='%Y-%m-%d %H:%M')}")
-    if not view.advice:
-        return [first, second]
-    return [first, second, Text.assemble(("advice".ljust(LABEL), "cyan"), ("; ".join(view.advice), "yellow"))]
+    if (room := width - place.cell_len - second.cell_len) >= 5:
+        place.append(bar(done, min(30, room), signs.full, signs.hollow), "green")
+    advice = textwrap.wrap("; ".join(view.advice), max(20, width - LABEL), max_lines=2, placeholder=" …")
+    labels = ("advice", "")
+    advised = [
+        Text.assemble((label.ljust(LABEL), "cyan"), (text, "yellow"))
+        for label, text in zip(labels, advice, strict=False)
+    ]
+    return [first, place.append_text(second), *advised]
 
 
 def reward(view: RunView, width: int, signs: Signs) -> ScreenPart:
     """Reward, accuracy, groups without signal, and lengths."""
     error = view.value("reward/stderr")
     spread = f" ±{number(error, '.2g')}" if math.isfinite(error) else ""
+    graded = are_graded(view.steps)
+    signal = f"no signal {percent(view.newest('monitor/no_signal_share', RECENT)[0])}"
+    solved = f", right {percent(view.value('groups/solve_all'))}, wrong {percent(view.value('groups/solve_none'))}"
     lines = [
         _trend(view, "reward", "reward/mean", width, signs, more=spread),
-        _trend(view, "accuracy", "reward/accuracy", width, signs, show=percent),
-        _line(
-            "groups", f"all right {percent(view.value('groups/solve_all'))}, "
-            f"all wrong {percent(view.value('groups/solve_none'))}",
-        ),
+        *([] if graded else [_trend(view, "accuracy", ACCURACY, width, signs, show=percent)]),
+        _line("groups", signal + ("" if graded else solved)),
         _trend(view, "length", "rollout/response_length_mean", width, signs,
                more=f" max {number(view.value('rollout/response_length_max'))}"),
         _line("cut", f"{percent(view.value('rollout/truncated_share'))} truncated, "
@@ -138,23 +144,26 @@ def update(view: RunView, width: int, signs: Signs) -> ScreenPart:
 
 
 def throughput(view: RunView, width: int, signs: Signs) -> ScreenPart:
-    """Tokens per second of both sides, the slowest and the fastest engine."""
+    """Tokens per second of both sides, the slowest and the fastest of several engines."""
+    first = max(0, len(view.steps) - TREND)
+    smooth = [rollout_speed(view.steps[max(0, end - WINDOW) : end]) for end in range(first + 1, len(view.steps) + 1)]
     lines = [
-        _trend(view, "rollout", "perf/rollout_tokens_per_second", width, signs, more=" tok/s"),
+        _chart("rollout", f"{number(smooth[-1] if smooth else math.nan)} tok/s", smooth, width, signs),
         _trend(view, "trainer", "perf/trainer_tokens_per_second", width, signs, more=" tok/s"),
     ]
     speeds = view.replicas()
-    if speeds:
+    if len(speeds) > 1:
         slowest, fastest = min(speeds, key=speeds.__getitem__), max(speeds, key=speeds.__getitem__)
         text = _line("engines", f"min {number(speeds[slowest])} (replica {slowest}), ")
         text.append(f"max {number(speeds[fastest])} ({fastest})")
-        if len(speeds) > 1 and speeds[slowest] < speeds[fastest] / 2:
+        if speeds[slowest] < speeds[fastest] / 2:
             text.stylize("yellow")
         lines.append(text)
     mfu = view.value("perf/trainer_mfu")
     whole = f"{number(view.value('perf/tokens_per_second'))} tok/s"
-    per_gpu = f", {number(view.value('perf/tokens_per_second_per_gpu'))} per GPU"
-    lines.append(_line("whole job", whole + per_gpu + (f", MFU {percent(mfu)}" if math.isfinite(mfu) else "")))
+    if view.on_gpus and math.isfinite(per_gpu := view.value("perf/tokens_per_second_per_gpu")):
+        whole += f", {number(per_gpu)} per GPU"
+    lines.append(_line("whole job", whole + (f", MFU {percent(mfu)}" if math.isfinite(mfu) else "")))
     return ScreenPart("throughput", lines)
 
 
@@ -171,7 +180,10 @@ def waiting(view: RunView, width: int, signs: Signs) -> ScreenPart:
     phases = [(phase, view.value(f"time/{phase}")) for phase in (*PHASES, "other")]
     least = 0.005 * view.value("time/step")
     largest = sorted((item for item in phases if item[1] > least), key=lambda item: -item[1])[:4]
-    lines.append(_line("last step", "  ".join(f"{name} {number(value, '.2g')}s" for name, value in largest) or "-"))
+    shown = [f"{name} {number(value, '.2g')}s" for name, value in largest]
+    while len(shown) > 1 and LABEL + len("  ".join(shown)) > width:
+        shown.pop()
+    lines.append(_line("last step", "  ".join(shown) or "-"))
     return ScreenPart(f"waiting, newest {min(RECENT, len(view.steps))} steps", lines)
 
 
@@ -195,6 +207,8 @@ def _engines(view: RunView) -> list[Text]:
         usage = {index: load.kv_usage for index, load in view.loads.items()}
         low, high = min(usage, key=usage.__getitem__), max(usage, key=usage.__getitem__)
         kv = f"{percent(usage[low])} (replica {low}) to {percent(usage[high])} (replica {high})"
+        if len(usage) == 1:
+            kv = percent(usage[high])
         running = sum(load.running for load in view.loads.values())
         queued = sum(load.waiting for load in view.loads.values())
         requests, full = f"{running} running, {queued} waiting", usage[high]
@@ -202,7 +216,7 @@ def _engines(view: RunView) -> list[Text]:
         full = view.value("rollout/kv_usage_max")
         kv = f"at most {percent(full)}"
         peaks = [number(view.value(f"rollout/{name}_max"), ".0f") for name in ("running", "waiting")]
-        requests = f"at most {peaks[0]} running, {peaks[1]} waiting in one engine"
+        requests = f"{peaks[0]} running, {peaks[1]} waiting in an engine, at most"
     first = _line("KV cache", kv)
     if full >= FULL:
         first.stylize("yellow")
@@ -218,7 +232,8 @@ def faults(view: RunView, width: int, signs: Signs) -> ScreenPart:
     """The newest faults with their outcome, and what the metrics count."""
     lines = []
     for fault in reversed(view.faults):
-        text = Text(f"{_clock(fault.at, view.now)} {fault.kind}: ", "red" if not fault.outcome else "")
+        kind = "" if fault.is_alarm else f"{fault.kind}: "  # its text begins with the word
+        text = Text(f"{_clock(fault.at, view.now)} {kind}", "red" if not fault.outcome else "")
         text.append(_plain(fault.text))
         after = f" after {number(fault.after_s, 'time')}" if fault.after_s is not None else ""
         outcome = f"{_plain(fault.outcome)}{after}" if fault.outcome else "no outcome so far"
@@ -255,12 +270,16 @@ def _trend(
     """Return a line with a metric's newest value, the steps since then if it is an older one, and its sparkline."""
     newest, ago = view.newest(metric, RECENT)
     value = f"{show(newest)}{more}" + (f" ({ago} ago)" if ago else "")
+    return _chart(name, value, view.series(metric, TREND), width, signs)
+
+
+def _chart(name: str, value: str, series: Sequence[float], width: int, signs: Signs) -> Text:
     text = Text.assemble((name.ljust(LABEL), "cyan"), (value, "bold"))
     column = LABEL + 18
     room = min(24, width - max(column, LABEL + len(value) + 1))
     if room >= 4:
         text.append(" " * max(1, column - LABEL - len(value)))
-        text.append(sparkline(view.series(metric, TREND), room, signs.blocks), "blue")
+        text.append(sparkline(series, room, signs.blocks), "blue")
     return text
 
 

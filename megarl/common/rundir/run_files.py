@@ -1,4 +1,4 @@
-"""Stop requests and the exit record of a run: RUN_DIR/stop, SIGTERM, RUN_DIR/exit.json.
+"""The start record, stop requests and exit record of a run: RUN_DIR/start.json, RUN_DIR/stop, RUN_DIR/exit.json.
 
 A batch script that receives the signal of its time limit writes RUN_DIR/stop. `#SBATCH --signal=B:USR1@N` signals
 only the script, because a signal to torchrun's agent would kill the ranks. At the next step boundary all ranks agree to
@@ -11,8 +11,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import platform
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -23,16 +27,58 @@ from megarl.common.files import write_json
 
 logger = logging.getLogger(__name__)
 
+START_FILE = "start.json"
 STOP_FILE = "stop"
 EXIT_FILE = "exit.json"
 # Space that a run gives up when the disk is full, so that it can still say how it ended.
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 256 << 10
 COMPLAIN_S = 60.0  # between two log lines about a file that cannot be read
+GIT_S = 10.0  # for the name of the commit
 _complaints = RateLimit(COMPLAIN_S)
 
 T = TypeVar("T")
 Status = Literal["finished", "preempted", "failed"]
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """Content of RUN_DIR/start.json, of the newest start of the ranks.
+
+    `commit`: of the git work tree in which the run was started, `-dirty` after it if files differ; "" outside of one.
+    `device`: the name of rank 0's GPU, or `cpu`. `host`: that of rank 0.
+    """
+
+    version: str
+    commit: str
+    host: str
+    device: str
+
+
+def write_start(run_dir: Path, device: str) -> None:
+    """Record a start on this host. A disk that refuses it keeps no run from starting: the record is only shown."""
+    with suppress(OSError):
+        record = StartRecord(version("megarl"), _commit(), platform.node(), device)
+        write_json(run_dir / START_FILE, asdict(record))
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def read_start(run_dir: Path) -> StartRecord | None:
+    """Return the start record; None if there is none that can be read, as for older runs."""
+    try:
+        return msgspec.json.decode((run_dir / START_FILE).read_bytes(), type=StartRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 @dataclass(frozen=True)

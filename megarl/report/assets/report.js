@@ -5,6 +5,8 @@
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 4], [1, 4]];
   const BORDERS = ["solid", "dashed", "dotted"];
   const HEIGHT = 215;
+  const FEW = 20; // points of a line that have dots
+  const STEPS = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power));
   let axis = "step";
   let plots = [];
 
@@ -24,7 +26,7 @@
   }
 
   function trim(value) {
-    if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(1);
+    if (value !== 0 && Math.abs(value) < 1e-4) return value.toExponential(1);
     return String(Number(value.toPrecision(Math.abs(value) >= 1000 ? 4 : 3)));
   }
 
@@ -40,6 +42,12 @@
     return [kept.map((index) => xs[index]), ...columns.map((column) => kept.map((index) => column[index]))];
   }
 
+  // The newest number of a column: what a legend shows while nothing is pointed at.
+  function newest(values) {
+    for (let index = values.length - 1; index >= 0; index--) if (values[index] != null) return index;
+    return null;
+  }
+
   function nearest(values, index) {
     for (let distance = 0; distance < 60; distance++) {
       if (values[index - distance] != null) return index - distance;
@@ -49,7 +57,7 @@
   }
 
   function seriesOf(figure) {
-    const series = [{ label: axis === "step" ? "step" : "hours", value: (_, x) => (x == null ? "–" : trim(x)) }];
+    const series = [{ label: axis === "step" ? "step" : "hours", value: (plot, x) => trim(x ?? plot.data[0].at(-1) ?? 0) }];
     const bands = [];
     for (const line of figure.lines) {
       const at = series.length;
@@ -61,8 +69,9 @@
         width: 1.6,
         dash: DASHES[(several || line.label ? line.style : 0) % DASHES.length],
         spanGaps: true,
-        points: { show: line.dots || line.y.length === 1, size: 6 },
-        value: (plot, _, number, index) => {
+        points: { show: line.dots || line.y.length <= FEW, size: 6, fill: () => variable("--card") },
+        value: (plot, _, number, pointed) => {
+          const index = pointed ?? newest(plot.data[number]);
           if (index == null) return "–";
           const text = format(plot.data[number][index], figure.unit);
           if (!line.low) return text;
@@ -90,13 +99,14 @@
       height: HEIGHT,
       scales: {
         x: { time: false },
-        y: { range: (_, low, high) => rangeOf(low, high, share) },
+        y: { range: (plot) => rangeOf(plot, figure.lines, share) },
       },
       series,
       bands,
       legend: { markers: { width: 2, dash: (_, number) => BORDERS[series[number].style % BORDERS.length] } },
       axes: [
-        { ...axes, size: 30, values: (_, splits) => splits.map((each) => format(each, "")) },
+        { ...axes, size: 30, values: (_, splits) => splits.map((each) => format(each, "")),
+          incrs: axis === "step" ? STEPS : undefined },
         { ...axes, size: (_, values) => 20 + 7.5 * Math.max(2, ...(values || []).map((each) => (each || "").length)),
           values: (_, splits) => splits.map((each) => format(each, figure.unit)) },
       ],
@@ -106,17 +116,95 @@
         dataIdx: (plot, number, index) => (number && index != null ? nearest(plot.data[number], index) : index),
       },
     };
-    plots.push(new uPlot(options, data, box));
+    options.hooks = { draw: [drawAlarms, (plot) => drawBeyond(plot, figure)] };
+    const plot = new uPlot(options, data, box);
+    plot.setLegend({ idx: null });
+    plots.push(plot);
+  }
+
+  // The columns of each line in the data of a plot: its values, and the ends of its band or the values again.
+  function columnsOf(plot, lines) {
+    let number = 1;
+    return lines.map((line) => {
+      const first = number;
+      number += line.low ? 3 : 1;
+      return line.low ? plot.data.slice(first, number) : Array(3).fill(plot.data[first]);
+    });
+  }
+
+  // The ends of a line, without values that lie far beyond nearly all others: they would flatten the plot.
+  function ends(columns) {
+    const values = columns.flat().filter((each) => each != null).sort((a, b) => a - b);
+    const at = (share) => values[Math.round(share * (values.length - 1))];
+    const far = 3 * (at(0.9) - at(0.1)) || 9 * Math.abs(at(0.5));
+    if (values.length < 8 || far === 0) return [values[0], values.at(-1)];
+    const kept = values.filter((each) => each >= at(0.1) - far && each <= at(0.9) + far);
+    return [kept[0], kept.at(-1)];
+  }
+
+  // A triangle at the edge for each point beyond it, in the color of its line.
+  function drawBeyond(plot, figure) {
+    const { ctx, bbox } = plot;
+    const { min, max } = plot.scales.y;
+    const size = 5 * devicePixelRatio;
+    columnsOf(plot, figure.lines).forEach(([values, low, high], number) => {
+      ctx.fillStyle = variable(colorOf(figure.lines[number]));
+      plot.data[0].forEach((x, index) => {
+        const place = plot.valToPos(x, "x", true);
+        if (values[index] == null || place < bbox.left || place > bbox.left + bbox.width) return;
+        const above = [(high[index] ?? values[index]) > max, bbox.top, 1];
+        const below = [(low[index] ?? values[index]) < min, bbox.top + bbox.height, -1];
+        for (const [beyond, tip, inner] of [above, below]) {
+          if (!beyond) continue;
+          ctx.beginPath();
+          ctx.moveTo(place, tip);
+          ctx.lineTo(place - size, tip + 1.6 * inner * size);
+          ctx.lineTo(place + size, tip + 1.6 * inner * size);
+          ctx.fill();
+        }
+      });
+    });
+  }
+
+  // A dashed line at the beginning of each alarm, with the name of its rule where there is room.
+  function drawAlarms(plot) {
+    const { ctx, bbox } = plot;
+    let free = bbox.left;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = variable("--bad");
+    ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+    ctx.textAlign = "left";
+    ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
+    for (const [run, step, rule] of page.alarms) {
+      const axes = page.axes[run];
+      const index = axes.step.findIndex((each) => each != null && each >= step);
+      const x = axis === "step" ? step : axes.hours[index];
+      const place = x == null ? NaN : plot.valToPos(x, "x", true);
+      if (!(place >= bbox.left && place <= bbox.left + bbox.width)) continue;
+      ctx.beginPath();
+      ctx.moveTo(place, bbox.top);
+      ctx.lineTo(place, bbox.top + bbox.height);
+      ctx.stroke();
+      const width = ctx.measureText(rule).width;
+      if (place < free || place + width > bbox.left + bbox.width) continue;
+      ctx.fillText(rule, place + 3 * devicePixelRatio, bbox.top + 10 * devicePixelRatio);
+      free = place + width + 6 * devicePixelRatio;
+    }
+    ctx.restore();
   }
 
   // Some room around the values, shares within their limits, and never an empty range.
-  function rangeOf(low, high, share) {
-    if (low == null) return [0, 1];
+  function rangeOf(plot, lines, share) {
+    const [from, to] = plot.series[0].idxs ?? [0, plot.data[0].length - 1];
+    const windows = columnsOf(plot, lines).map((columns) => columns.map((column) => column.slice(from, to + 1)));
+    const all = windows.flatMap(ends).filter((each) => each != null);
+    if (!all.length) return [0, 1];
+    const [low, high] = [Math.min(...all), Math.max(...all)];
     const room = (high - low || Math.abs(high) || 1) * 0.06;
-    let [from, to] = [low - room, high + room];
-    if (low >= 0) from = low < 0.5 * high ? 0 : Math.max(0, from);
-    if (share && high <= 1) to = Math.min(to, 1.02);
-    return [from, to];
+    let [bottom, top] = [low - room, high + room];
+    if (low >= 0) bottom = low < 0.5 * high ? 0 : Math.max(0, bottom);
+    if (share && high <= 1) top = Math.min(top, 1.004); // no tick above 100%
+    return [bottom, top];
   }
 
   function drawAll() {

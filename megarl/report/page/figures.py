@@ -54,6 +54,11 @@ class Figure:
     note: str
     lines: list[Line] = field(default_factory=list)
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether all values are 0, so that there is nothing to draw."""
+        return not any(np.nan_to_num(line.y).any() for line in self.lines)
+
     def as_json(self) -> dict[str, Any]:
         """Return what the page's script draws."""
         return {
@@ -131,8 +136,18 @@ def _components(run: int, metrics: RunMetrics) -> list[Line]:
     return [Line(run, name[len(_COMPONENT) :], metrics.mean(name), style=number) for number, name in enumerate(names)]
 
 
+def _verdicts(run: int, metrics: RunMetrics) -> list[Line]:
+    """Return the shares of groups that are all right or all wrong, unless some step had other rewards."""
+    if metrics.count("reward/accuracy").sum() < metrics.count("reward/mean").sum():
+        return []
+    shown = (("all right", "groups/solve_all"), ("all wrong", "groups/solve_none"))
+    return [Line(run, label, metrics.mean(name), style=number) for number, (label, name) in enumerate(shown, start=1)]
+
+
 def _replicas(run: int, metrics: RunMetrics) -> list[Line]:
-    """Return the slowest and the fastest engine of each bucket."""
+    """Return the slowest and the fastest engine of each bucket; nothing for a run with one."""
+    if len(metrics.family("rollout/replica_tokens_per_second/")) < 2:
+        return []
     lines = []
     for number, (end, pick) in enumerate((("min", metrics.low), ("max", metrics.high))):
         name = f"rollout/replica_tokens_per_second_{end}"
@@ -171,23 +186,38 @@ _PLANS = [
           "prompt groups (over samples in runs without reward/stderr)."), (_reward,)),
     _Plan("learning", Figure("components", "Reward components", "reward", "Mean of each named component."),
           (_components,)),
-    _Plan("learning", Figure("signal", "Groups without signal", "share", "Groups whose samples all were right, or all "
-          "were wrong; filtered ones included."), (_series(NO_SIGNAL),)),
-    _Plan("learning", Figure("entropy", "Entropy of the policy", "nats", "Per token."),
+    _Plan("learning", Figure("signal", "Groups without signal", "share", "Groups that were filtered because their "
+          "rewards are equal; for rewards of 0 and 1 also those of the batch that are all right or all wrong."),
+          (_series(NO_SIGNAL, "filtered"), _verdicts)),
+    _Plan("update", Figure("loss", "Loss", "loss", "The objective that was differentiated."),
+          (_series("policy/loss"),)),
+    _Plan("update", Figure("entropy", "Entropy of the policy", "nats", "Per token."),
           (_series("policy/entropy"),)),
-    _Plan("learning", Figure("grad", "Gradient norm", "norm", "Before clipping."),
-          (_series("policy/grad_norm"),)),
-    _Plan("learning", Figure("mismatch", "Engine against trainer", "nats", "k3 estimate of KL(engine ‖ trainer) per "
+    _Plan("update", Figure("kl", "KL", "nats", "Per token, by the estimator k3: from the policy before the step, and "
+          "from the reference where there is one."), (_series("policy/approx_kl", "from before the step"),
+                                                      _series("policy/kl_ref", "from the reference", 1))),
+    _Plan("update", Figure("clip", "Clipped tokens", "share", "Share of the tokens whose ratio was clipped."),
+          (_series("policy/clip_fraction"),)),
+    _Plan("update", Figure("ess", "Effective sample size", "share", "Of the ratios new / old policy during the update, "
+          "and trainer / engine before it; 100% on policy."),
+          (_series("policy/ess", "new / old"), _series("mismatch/ess", "trainer / engine", 1))),
+    _Plan("update", Figure("mismatch", "Engine against trainer", "nats", "k3 estimate of KL(engine ‖ trainer) per "
           "token, before the first update of the step."), (_series("mismatch/k3_kl"),)),
+    _Plan("update", Figure("grad", "Gradient norm", "norm", "Before clipping."), (_series("policy/grad_norm"),)),
+    _Plan("update", Figure("lr", "Learning rate", "", "Of the last update of the step."), (_series("policy/lr"),)),
     _Plan("speed", Figure("rollout", "Rollout", "tokens/s", "Response tokens of all engines over the time in which any "
           "ran."), (_series("perf/rollout_tokens_per_second"),)),
     _Plan("speed", Figure("replicas", "Slowest and fastest engine", "tokens/s", "Each engine over the time in which it "
           "had work; the lowest and the highest of each bucket."), (_replicas,)),
-    _Plan("speed", Figure("trainer", "Trainer", "tokens/s", "Trained tokens over log-prob and update time. "
-          ""), (_series("perf/trainer_tokens_per_second"),)),
+    _Plan("speed", Figure("trainer", "Trainer", "tokens/s", "Trained tokens over log-prob and update time."),
+          (_series("perf/trainer_tokens_per_second"),)),
     _Plan("speed", Figure("job", "Whole job", "tokens/s", "Trained tokens over the time of the step."),
           (_series("perf/tokens_per_second"),)),
     _Plan("speed", Figure("step", "Time of a step", "s", "Without evaluation."), (_series("time/step"),)),
+    _Plan("speed", Figure("memory", "Memory", "GiB", "Highest use of any trainer rank so far (of its GPU's memory, if "
+          "it has one), and the present one of rank 0 on its host."),
+          (_series("perf/trainer_peak_memory_gib", "trainer, peak"),
+           _series("perf/host_memory_gib", "host, rank 0", 1))),
     _Plan("speed", Figure("generate", "Time to generate a sample", "s", "Median and p99 of the batch, mean of each "
           "bucket."), (_series("rollout/generate_seconds_p50", "median"),
                        _series("rollout/generate_seconds_p99", "p99", 1))),
@@ -195,8 +225,8 @@ _PLANS = [
           (_series("time/trainer_idle_ratio"),)),
     _Plan("waiting", Figure("idle_rollout", "Engines have no work", "share", "Share of the time between two batches in "
           "which no engine ran."), (_series("rollout/idle_ratio"),)),
-    _Plan("queue", Figure("depth", "Queue depth", "groups", "Finished groups waiting when a batch was taken. "
-          ""), (_series("rollout/queue_depth"),)),
+    _Plan("queue", Figure("depth", "Queue depth", "groups", "Finished groups waiting when a batch was taken."),
+          (_series("rollout/queue_depth"),)),
     _Plan("queue", Figure("staleness", "Staleness of trained samples", "updates", "Updates between the oldest token's "
           "weights and those that it trains. Line: mean; band: up to the oldest sample."),
           (_series("batch/staleness_mean", band=("batch/staleness_mean", "batch/staleness_max")),)),
@@ -222,7 +252,7 @@ def figures_of(section: str, runs: Sequence[RunMetrics]) -> list[Figure]:
 
 
 def evaluation_figures(runs: Sequence[RunMetrics]) -> list[Figure]:
-    """Return a plot for each evaluated set: greedy and sampled accuracy with their 95% intervals."""
+    """Return a plot for each evaluated set: greedy and sampled scores with their 95% intervals."""
     figures = []
     for number, name in enumerate(_drawn_sets(runs)):
         lines = [
@@ -263,7 +293,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _evaluated(run: int, points: Sequence[Evaluation], kind: str, style: int) -> Line | None:
-    """Return the line of one kind of accuracy; None without points."""
+    """Return the line of one kind of score; None without points."""
     kept = [point for point in points if kind in point.values]
     if not kept:
         return None

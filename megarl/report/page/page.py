@@ -10,8 +10,10 @@ from importlib.resources import files
 
 from megarl.report.page import html, samples_section, sections
 from megarl.report.page.figures import Figure, evaluation_figures, figures_of, run_axis
-from megarl.report.page.html import Html, HtmlPart, script_json, tag
+from megarl.report.page.html import Html, HtmlPart, join, script_json, tag
 from megarl.report.reading.run_directory import ReportedRun
+
+SECTIONS = ("learning", "update", "speed", "waiting", "queue", "lengths")  # those with plots
 
 
 @cache
@@ -23,12 +25,13 @@ def asset(name: str) -> str:
 def render(runs: Sequence[ReportedRun], made_at: float) -> str:
     """Return the page about runs. `made_at`: Unix seconds."""
     metrics = [run.metrics for run in runs]
-    figures = {name: figures_of(name, metrics) for name in ("learning", "speed", "waiting", "queue", "lengths")}
+    figures = {name: figures_of(name, metrics) for name in SECTIONS}
     figures["learning"][1:1] = evaluation_figures(metrics)
     data = {
         "names": [run.name for run in runs],
         "axes": [run_axis(run) for run in metrics],
-        "figures": [figure.as_json() for each in figures.values() for figure in each],
+        "alarms": [[index, step, rule] for index, run in enumerate(runs) for step, rule in sections.alarm_steps(run)],
+        "figures": [figure.as_json() for each in figures.values() for figure in each if not figure.is_zero],
     }
     return str(
         Html("<!doctype html>\n")
@@ -69,10 +72,12 @@ def _scripts(data: object) -> Html:
 
 def _body(runs: Sequence[ReportedRun], figures: dict[str, list[Figure]], made_at: float) -> Html:
     parts = [
+        ("alarms", "Alarms", "", [sections.alarms(runs)]),
         ("advisories", "Advisories", "", [sections.advisories(runs)]),
         ("summary", "Summary", "Means over all steps, if nothing else is said.", [sections.summary(runs)]),
         ("learning", "Reward and evaluation", "", [_plots(figures["learning"])]),
-        ("speed", "Throughput", "", [_plots(figures["speed"]), tag("h3", "Each engine"), sections.engines(runs)]),
+        ("update", "Update", "", [_plots(figures["update"])]),
+        ("speed", "Throughput", "", [_plots(figures["speed"]), sections.engines(runs)]),
         ("waiting", "Waiting", "", [
             tag("h3", "The whole time of all steps"), sections.time_budget(runs), _plots(figures["waiting"]),
         ]),
@@ -83,17 +88,16 @@ def _body(runs: Sequence[ReportedRun], figures: dict[str, list[Figure]], made_at
             _plots(figures["lengths"]), tag("h3", "Distribution"), samples_section.length_histogram(runs),
         ]),
         ("slowest", "Slowest trajectories", "", [samples_section.slowest(runs)]),
+        ("faults", "Faults and their outcome", "", [sections.faults(runs)]),
         ("samples", "Samples", "Half of them at equal distances over the run; the others are recent: new, long or "
          "failed ones, and those with the lowest or highest reward.", [samples_section.samples(runs)]),
-        ("faults", "Faults and their outcome", "", [sections.faults(runs)]),
+        ("config", "Config", "", [sections.configs(runs)]),
     ]  # fmt: skip
-    if len(runs) > 1:
-        parts.append(("config", "Differences of the configs", "", [sections.config_differences(runs)]))
     return tag(
         "body", _bar([(key, title) for key, title, *_ in parts]),
         tag("main", sections.header(runs), [_section(*part) for part in parts]),
         tag("footer", f"Made by megarl report at {html.moment(made_at)}. Drag over a plot to zoom in on all of "
-            "them, double-click to see everything again."),
+            "them, double-click to see everything again. A triangle at the edge of a plot is a value beyond it."),
         tag("noscript", "The plots need JavaScript; tables and bars do not."),
     )  # fmt: skip
 
@@ -119,8 +123,11 @@ def _plots(figures: Sequence[Figure]) -> Html:
             tag("div", class_="plot", data_figure=figure.key), tag("p", figure.note, class_="note"),
         )
         for figure in figures
+        if not figure.is_zero
     ]  # fmt: skip
-    return tag("div", boxes, class_="plots")
+    zero = ", ".join(figure.title for figure in figures if figure.is_zero)
+    left_out = tag("p", f"0 in all steps: {zero}.", class_="quiet") if zero else ""
+    return join([tag("div", boxes, class_="plots"), left_out])
 
 
 def _unit(unit: str) -> str:

@@ -17,6 +17,7 @@ from megarl.report.reading.run_events import CAUSES, SlowTrajectory
 from megarl.report.reading.samples_file import Sample, shortened
 
 PEEK = 160  # characters of a response that is not opened
+UNFOLDED = 6  # samples of each run
 _LAGS = "rollout/version_lag_tokens/"
 _CAUSE_COLORS = dict(zip(CAUSES, ("wait1", "load2", "work1", "load4", "load3", "load5"), strict=True))
 
@@ -33,6 +34,8 @@ def lag_histogram(runs: Sequence[ReportedRun]) -> Html:
         return tag("p", "These runs have recorded no tokens by version lag (rollout/version_lag_tokens/*).",
                    class_="quiet")  # fmt: skip
     every = range(min(min(each) for each in lags if each), max(max(each) for each in lags if each) + 1)
+    if len(every) == 1:
+        return tag("p", f"All tokens were sampled with weights {every[0]} updates old.", class_="quiet")
     shares = [[each.get(lag, 0.0) / (sum(each.values()) or 1.0) for lag in every] for each in lags]
     return histogram([str(lag) for lag in every], shares, [run.name for run in runs], "updates behind")
 
@@ -92,7 +95,8 @@ def slowest(runs: Sequence[ReportedRun]) -> Html:
 def _slow_row(trajectory: SlowTrajectory, top: float) -> Html:
     where = f"step {trajectory.step}, {trajectory.group}:{trajectory.sample}"
     engine = "" if trajectory.replica is None else f", replica {trajectory.replica}"
-    what = f"{html.duration(trajectory.seconds)}, {trajectory.tokens:,} tokens in {trajectory.turns} turns{engine}"
+    turns = f" in {trajectory.turns} turns" if trajectory.turns > 1 else ""
+    what = f"{html.duration(trajectory.seconds)}, {trajectory.tokens:,} tokens{turns}{engine}"
     parts = [
         BarPart(name, seconds, _CAUSE_COLORS[name]) for name, seconds in zip(CAUSES, trajectory.parts, strict=True)
     ]
@@ -111,6 +115,8 @@ def samples(runs: Sequence[ReportedRun]) -> Html:
         shown = [_sample(sample, is_open=not number) for number, sample in enumerate(newest)]
         if not shown:
             shown = [tag("p", "This run has written no samples.", class_="quiet")]
+        if more := shown[UNFOLDED:]:
+            shown[UNFOLDED:] = [tag("details", tag("summary", f"{len(more)} more"), more, class_="more")]
         columns.append(tag("div", chip(index, run) if len(runs) > 1 else "", shown, class_="samples"))
     return tag("div", columns, class_="side")
 

@@ -1,4 +1,4 @@
-"""The parts of the page that are numbers and words: header, summary, advisories, faults, differences. Pure."""
+"""The parts of the page that are numbers and words: header, alarms, advisories, summary, faults, configs. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from megarl.report.page import html
 from megarl.report.page.bars import BarPart, legend, stacked
 from megarl.report.page.figures import not_drawn
-from megarl.report.page.html import Html, escape, table, tag
+from megarl.report.page.html import Html, escape, join, table, tag
 from megarl.report.reading.advisories import advise, replica_rates, rollout_idle, trainer_idle
 from megarl.report.reading.metrics_file import NO_SIGNAL, RunMetrics, is_graded
 from megarl.report.reading.run_directory import ReportedRun, differences
-from megarl.report.reading.run_events import COUNTED_FAULTS
+from megarl.report.reading.run_events import COUNTED_FAULTS, RunFault
 
 LONGEST_VALUE = 200  # characters of a config value
+MOST_STEPS = 8  # of the alarms of a rule that are named
 
 
 def chip(index: int, run: ReportedRun) -> Html:
@@ -36,12 +37,55 @@ def header(runs: Sequence[ReportedRun]) -> Html:
         cards.append(
             tag(
                 "div", tag("div", chip(index, run), tag("span", run.status, class_=f"status {run.status}")),
-                tag("div", " · ".join(lines)), tag("div", run.reason, class_="reason") if run.reason else "",
+                tag("div", " · ".join(lines)), tag("div", _origin(run)),
+                tag("div", run.reason, class_="reason") if run.reason else "",
                 tag("div", f"Not in the plots: {missing}.", class_="quiet") if missing else "",
                 tag("div", str(run.path), class_="path"), class_="card",
             )
         )  # fmt: skip
     return tag("div", cards, class_="cards")
+
+
+def _origin(run: ReportedRun) -> str:
+    """Return the model of a run, and where it was started."""
+    parts = [f"model {run.config['model.path']}"] if "model.path" in run.config else []
+    if (start := run.start) is not None:
+        commit = f" at commit {start.commit}" if start.commit else ""
+        parts += [f"megarl {start.version}{commit}", f"{start.device} on {start.host}"]
+    return " · ".join(parts)
+
+
+def alarm_steps(run: ReportedRun) -> list[tuple[int, str]]:
+    """Return the step and the rule of each alarm of which the step is known."""
+    return [(fault.step, fault.rule) for fault in run.events.faults if fault.is_alarm and fault.step is not None]
+
+
+def alarms(runs: Sequence[ReportedRun]) -> Html:
+    """Return the alarms of each run, one box for a rule and replica, with the newest one in words."""
+    items = []
+    for index, run in enumerate(runs):
+        rules: dict[str, list[RunFault]] = {}
+        for fault in run.events.faults:
+            if fault.is_alarm:
+                rules.setdefault(fault.text.partition(":")[0].removeprefix("alarm "), []).append(fault)
+        for rule, found in rules.items():
+            steps = [str(fault.step) for fault in found if fault.step is not None]
+            hidden = len(steps) - MOST_STEPS
+            newest = found[-1]
+            after = f" after {html.duration(newest.after_s)}" if newest.after_s is not None else ""
+            where = ", ".join(steps[-MOST_STEPS:]) + (f" and {hidden} before" if hidden > 0 else "")
+            items.append(
+                tag(
+                    "li", chip(index, run) if len(runs) > 1 else "",
+                    tag("b", f"{rule} in step{'s' * (len(steps) > 1)} {where}" if steps else rule),
+                    tag("p", f"{newest.text.partition(': ')[2]}; {newest.outcome or 'it has not ended'}{after}"),
+                    data_alarm=newest.rule,
+                )
+            )  # fmt: skip
+    if not items:
+        return tag("p", "None.", class_="quiet")
+    note = tag("p", "Dashed lines in the plots are the steps in which alarms began.", class_="quiet")
+    return join([tag("ul", items, class_="advisories alarms"), note])
 
 
 def advisories(runs: Sequence[ReportedRun]) -> Html:
@@ -77,7 +121,7 @@ def summary(runs: Sequence[ReportedRun]) -> Html:
         if not all(map(math.isnan, values)):
             rows.append([title, *map(form, values)])
     rates = [replica_rates(each) for each in metrics]
-    if any(rates):
+    if any(len(each) > 1 for each in rates):
         rows.append(["Engines, tokens/s: slowest, mean, fastest", *map(_engines, rates)])
     return table(["", *(run.name for run in runs)], rows, "summary")
 
@@ -132,6 +176,8 @@ def _engines(rates: dict[str, float]) -> str:
         return html.MISSING
     slowest, fastest = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
     mean = sum(rates.values()) / len(rates)
+    if len(rates) == 1:
+        return html.amount(mean)
     return (
         f"{html.amount(rates[slowest])} (replica {slowest}), {html.amount(mean)}, "
         f"{html.amount(rates[fastest])} (replica {fastest})"
@@ -186,12 +232,12 @@ def time_budget(runs: Sequence[ReportedRun]) -> Html:
 
 
 def engines(runs: Sequence[ReportedRun]) -> Html:
-    """Return a bar per engine, the slowest first: the mean hides a sick one."""
+    """Return a bar per engine of runs that have several, the slowest first: the mean hides a sick one."""
     blocks = []
     for index, run in enumerate(runs):
         rates = replica_rates(run.metrics)
         top = max(rates.values(), default=0.0)
-        if not top:
+        if not top or len(rates) < 2:  # the plot of the rollout shows a single one
             continue
         shown = sorted(rates.items(), key=lambda item: item[1])[:32]
         rows = [
@@ -205,10 +251,7 @@ def engines(runs: Sequence[ReportedRun]) -> Html:
         left = len(rates) - len(shown)
         more = tag("p", f"{left} faster engines are not shown.", class_="quiet") if left else ""
         blocks.append(tag("div", chip(index, run) if len(runs) > 1 else "", rows, more, class_="engines"))
-    if not blocks:
-        return tag("p", "These runs have recorded no speed of single engines "
-                   "(rollout/replica_tokens_per_second/*).", class_="quiet")  # fmt: skip
-    return tag("div", blocks, class_="side")
+    return join([tag("h3", "Each engine"), tag("div", blocks, class_="side")]) if blocks else Html("")
 
 
 def faults(runs: Sequence[ReportedRun]) -> Html:
@@ -221,7 +264,7 @@ def faults(runs: Sequence[ReportedRun]) -> Html:
             if value > 0:
                 counted.append([f"{value:,.0f}", what, outcome])
         parts = [table(["number", "what happened", "outcome"], counted, "counted")] if counted else []
-        if run.events.faults:
+        if not all(fault.is_alarm for fault in run.events.faults):
             parts.append(_fault_table(run))
         if run.notices:
             lines = [tag("li", tag("time", html.moment(notice.at)), escape(notice.text)) for notice in run.notices]
@@ -240,19 +283,25 @@ def _fault_table(run: ReportedRun) -> Html:
             if fault.outcome else "no recovery is recorded",
         ]
         for fault in reversed(run.events.faults)
+        if not fault.is_alarm
     ]  # fmt: skip
     return table(["when", "", "part", "fault", "outcome"], rows, "faults")
 
 
-def config_differences(runs: Sequence[ReportedRun]) -> Html:
-    """Return the keys in which the runs' configs differ; nothing for a single run."""
-    if len(runs) < 2:
-        return Html("")
-    rows = differences([run.config for run in runs])
-    if not rows:
-        return tag("p", "The configs are equal.", class_="quiet")
-    cells = [[key, *(value[:LONGEST_VALUE] for value in values)] for key, values in rows.items()]
-    return table(["", *(run.name for run in runs)], cells, "config")
+def configs(runs: Sequence[ReportedRun]) -> Html:
+    """Return the keys in which the runs' configs differ, if there are several, and each whole config, folded."""
+    parts = []
+    if len(runs) > 1:
+        rows = differences([run.config for run in runs])
+        cells = [[key, *(value[:LONGEST_VALUE] for value in values)] for key, values in rows.items()]
+        names = ["", *(run.name for run in runs)]
+        parts.append(table(names, cells, "config") if rows else tag("p", "The configs are equal.", class_="quiet"))
+    for run in runs:
+        values = [[key, value[:LONGEST_VALUE]] for key, value in run.config.items()]
+        title = tag("summary", f"All {len(values)} values of {run.name}")
+        if values:
+            parts.append(tag("details", title, table(["key", "value"], values, "config")))
+    return join(parts)
 
 
 def _last_step(metrics: RunMetrics) -> int:

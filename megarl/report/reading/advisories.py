@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megarl.report.reading.metrics_file import NO_SIGNAL, ROLLOUT_IDLE, ROLLOUT_TIME, SPIKE, TRAINER_WAIT, RunMetrics
+from megarl.report.reading.metrics_file import (
+    NO_SIGNAL,
+    ROLLOUT_IDLE,
+    ROLLOUT_TIME,
+    TRAINER_WAIT,
+    RunMetrics,
+)
 
 # The division of a run's GPUs between trainer and rollout with which a step is shortest. Pure.
 
@@ -66,8 +72,7 @@ def best_split(sides: Sides) -> Split | None:
 ABORTED, NO_SIGNAL_SHARE, TRUNCATED, IDLE = 0.05, 0.50, 0.25, 0.30
 SLOW_REPLICA = 0.5  # of the median of all engines
 LAST = 0.1  # the share of the steps that counts as recent
-MEASURABLE_S = 1e-3  # a median below it is not compared with
-NOTICEABLE = 0.1  # of the median step: a spike of a phase that is shorter is not worth a word
+LISTED_SPIKES = 5
 
 
 _Windows = Sequence[tuple[float, str]]  # shares of the steps, from the end, that are judged in turn, and words for them
@@ -84,13 +89,14 @@ class Advisory:
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """The GPUs of a run as its config says; on a CPU, its processes."""
+    """The GPUs of a run as its config says; on a CPU, its processes: `unit` is the word for either."""
 
     trainer_gpus: int
     trainer_unit: int
     replicas: int
     replica_gpus: int
     synchronous: bool
+    unit: str = "GPUs"
 
 
 def advise(metrics: RunMetrics, layout: GpuLayout | None, when: str = "over the whole run") -> list[Advisory]:
@@ -131,7 +137,7 @@ _SHARES = (
     ),
     (
         "no_signal", NO_SIGNAL, NO_SIGNAL_SHARE, "{value:.0%} of the prompt groups had no signal",
-        "All their samples were right, or all wrong, so they teach nothing. Take easier or harder prompts "
+        "All their samples had the same reward, so they teach nothing. Take easier or harder prompts "
         "(data.curriculum), more samples per group (batch.samples_per_group), or have such groups replaced "
         "(admission.refill).",
     ),
@@ -164,20 +170,21 @@ def _of_idle(trainer: float, rollout: float, when: str, layout: GpuLayout | None
         f"the trainer waited for rollouts {trainer:.0%} of its time",
         f"the engines had no work for {rollout:.0%} of the time",
     )
-    told = " and ".join(wait for wait, share in zip(waits, (trainer, rollout), strict=True) if share > IDLE)
-    title = f"{told[0].upper()}{told[1:]}, {when}"
+    said = " and ".join(wait for wait, share in zip(waits, (trainer, rollout), strict=True) if share > IDLE)
+    title = f"{said[0].upper()}{said[1:]}, {when}"
+    unit = layout.unit if layout is not None else "GPUs"
     ahead = "Let generation run ahead of training (admission.mode: one_step_off, stream or async)."
     if layout is not None and layout.synchronous:
-        text = f"The two sides run in turn. {ahead} As long as they run in turn: {_split_text(sides)}"
+        text = f"The two sides run in turn. {ahead} As long as they run in turn: {_split_text(sides, unit)}"
         return Advisory("both_idle", title, text)
     if trainer > IDLE and rollout > IDLE:
-        text = "The two sides wait for each other, and another split of the GPUs does not change that."
+        text = f"The two sides wait for each other, and another split of the {unit} does not change that."
         further = "Let generation run further ahead of training (admission.max_staleness)."
         return Advisory("both_idle", title, f"{text} {ahead if layout is None else further}")
     if trainer > IDLE:
-        return Advisory("trainer_idle", title, f"Rollout is the slower side. {_split_text(sides)}")
+        return Advisory("trainer_idle", title, f"Rollout is the slower side. {_split_text(sides, unit)}")
     slower = "Training is the slower side, or the bound on staleness holds generation back."
-    return Advisory("rollout_idle", title, f"{slower} {_split_text(sides)}")
+    return Advisory("rollout_idle", title, f"{slower} {_split_text(sides, unit)}")
 
 
 def sides_of(metrics: RunMetrics, layout: GpuLayout, last: float = 1.0) -> Sides | None:
@@ -195,17 +202,17 @@ def sides_of(metrics: RunMetrics, layout: GpuLayout, last: float = 1.0) -> Sides
     )  # fmt: skip
 
 
-def _split_text(sides: Sides | None) -> str:
+def _split_text(sides: Sides | None, unit: str) -> str:
     if sides is None:
         return "The config of the run is not there, so no split of the GPUs can be computed."
     now = f"{sides.trainer_gpus} for the trainer and {sides.rollout_gpus} for rollout"
     better = best_split(sides)
     if better is None:
-        return f"With {now}, no other split of the same GPUs is shorter by 3% or more."
+        return f"The present split ({now}) is within 3% of the best one."
     return (
         f"Now {now}. With {better.trainer_gpus} and {better.rollout_gpus} (rollout.replicas: "
         f"{better.rollout_gpus // sides.rollout_unit}) a step would take about {better.step_share:.0%} of its present "
-        "time, if both sides scale with their GPUs."
+        f"time, if both sides scale with their {unit}."
     )
 
 
@@ -234,22 +241,24 @@ def replica_rates(metrics: RunMetrics) -> dict[str, float]:
 
 
 def _spikes(metrics: RunMetrics) -> Iterator[Advisory]:
-    step = metrics.peaks.get("step")
-    for phase, peaks in metrics.peaks.items():
-        if phase == "step" or not peaks.spikes or step is None or peaks.longest < NOTICEABLE * step.median:
-            continue
-        longest, step_number = _seconds(peaks.longest), peaks.longest_step
-        times = f"{peaks.longest / peaks.median:,.0f} times " if peaks.median >= MEASURABLE_S else "far above "
-        yield Advisory(
-            "spike",
-            f"time/{phase} took {longest} in step {step_number}, {times}its median of {_seconds(peaks.median)}",
-            f"It took more than {SPIKE:g} times its median in {peaks.spikes:,} of {metrics.steps:,} steps. The events "
-            "of that step (megarl trace) and the logs say what was slow.",
-        )
+    if not metrics.spikes:
+        return
+    longest, *others = (
+        f"time/{each.phase} took {_seconds(each.seconds)} in step {each.step} (median: {_seconds(each.median)})"
+        for each in metrics.spikes
+    )
+    listed = f"Also {'; '.join(others[:LISTED_SPIKES])}" if others else ""
+    more = len(others) - LISTED_SPIKES
+    yield Advisory(
+        "spike",
+        longest if not others else f"{len(others) + 1} steps took far longer than usual: {longest}",
+        f"{listed}{f'; and {more} more' if more > 0 else ''}{'. ' if others else ''}The events of such a step (megarl "
+        "trace) and the logs say what was slow.",
+    )
 
 
 def _seconds(value: float) -> str:
-    if value < MEASURABLE_S:
+    if value < 1e-3:
         return "less than 1 ms"
     return f"{value:,.0f} s" if value >= 10 else f"{value:.2g} s"
 

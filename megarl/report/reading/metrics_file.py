@@ -24,16 +24,19 @@ MetricsLine = dict[str, float | None]
 BUCKETS = 800  # of a series on the page at most: more than a plot is wide
 CHUNK_ROWS = 512
 MOST_EVALUATIONS = 400  # of each set that are shown
-TIMED = ("step", *PHASES)  # the times of which the longest and the median are known
-SPIKE = 6.0  # times its median is what counts as a spike of a phase
+PERIODIC = ("sync", "eval", "save")  # phases that are planned for some steps
+TIMED = ("step", *(phase for phase in PHASES if phase not in PERIODIC))
+SPIKE = 6.0  # times its median is what a phase takes at least in a spike; and that it makes the step twice as long
+MOST_SPIKES = 0.05  # of the steps: what a phase does more often is how the run works
 
 # Series of one number per step. Those that a run lacks are left out.
 SERIES = (
     "step", "wall_time", "total/wall_seconds",
     "reward/mean", "reward/std", "reward/stderr", "reward/errors", "reward/redone",
-    "groups/admitted", "groups/filtered", "groups/solve_all", "groups/solve_none", "groups/dropped_stale",
-    "groups/failed", "batch/samples", "batch/response_tokens", "batch/reused_tokens", "batch/failed_samples",
-    "batch/trained_tokens", "batch/staleness_mean", "batch/staleness_max", "batch/dp_imbalance",
+    "reward/accuracy", "groups/trained", "groups/filtered", "groups/solve_all", "groups/solve_none",
+    "groups/dropped_stale", "groups/failed", "monitor/no_signal_share", "batch/samples", "batch/response_tokens",
+    "batch/reused_tokens", "batch/failed_samples", "batch/trained_tokens",
+    "batch/staleness_mean", "batch/staleness_max", "batch/dp_imbalance",
     "rollout/truncated_share", "rollout/aborted_share", "rollout/response_length_mean", "rollout/response_length_min",
     "rollout/response_length_max", "rollout/response_length_p10", "rollout/response_length_p50",
     "rollout/response_length_p90", "rollout/response_length_p99", "rollout/queue_depth", "rollout/idle_ratio",
@@ -43,7 +46,8 @@ SERIES = (
     "rollout/continued", "rollout/cut", "rollout/rebuilds", "rollout/workers_lost", "rollout/groups_redone",
     "rollout/groups_kept", "rollout/replica_tokens_per_second_min", "rollout/replica_tokens_per_second_max",
     "perf/trainer_tokens_per_second", "perf/rollout_tokens_per_second", "perf/tokens_per_second",
-    "policy/entropy", "policy/grad_norm", "policy/approx_kl", "policy/kl_ref", "policy/clip_fraction",
+    "perf/trainer_peak_memory_gib", "perf/host_memory_gib", "policy/loss", "policy/entropy", "policy/grad_norm",
+    "policy/approx_kl", "policy/kl_ref", "policy/clip_fraction", "policy/ess", "policy/lr", "mismatch/ess",
     "mismatch/k3_kl", "sync/restarted_replicas", "sync/version", "time/step", "time/other",
     "time/trainer_idle_ratio", "total/groups_rolled_back", "total/failed_writes",
     *(f"time/{phase}" for phase in PHASES),
@@ -54,7 +58,7 @@ FAMILIES = {
     "rollout/version_lag_tokens/": 64,
     "rollout/replica_tokens_per_second/": 256,
 }
-NO_SIGNAL = "derived/no_signal"  # share of the groups of a step whose samples all were right, or all were wrong
+NO_SIGNAL = "derived/no_signal"  # share of the groups of a step whose samples all had the same reward
 REWARD_VARIANCE = "derived/reward_variance"  # of the mean reward of a step
 TRAINER_WAIT = "derived/trainer_wait"  # seconds of a step in which the trainer waited for rollouts
 ROLLOUT_IDLE = "derived/rollout_idle"  # seconds of a step in which no engine ran; they refer to ROLLOUT_TIME
@@ -63,13 +67,13 @@ DERIVED = (NO_SIGNAL, REWARD_VARIANCE, TRAINER_WAIT, ROLLOUT_IDLE, ROLLOUT_TIME)
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """The times of a phase in seconds: the median over the steps in which it took any, and the longest."""
+class Spike:
+    """A step in which a phase took far longer than usual. `median`: of the steps in which it took any; seconds."""
 
+    step: int
+    phase: str
+    seconds: float
     median: float
-    longest: float
-    longest_step: int
-    spikes: int  # steps in which it took more than `SPIKE` times its median
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class RunMetrics:
     buckets: Buckets
     width: int  # steps of a bucket
     steps: int  # lines of steps that were read
-    peaks: dict[str, Peaks]
+    spikes: list[Spike]  # the longest first, one for a step
     evaluations: dict[str, list[Evaluation]]
     left_out: dict[str, list[str]] = field(default_factory=dict)  # members of a family beyond its bound, by its prefix
 
@@ -190,19 +194,22 @@ class MetricsReader:
         envelope = self._envelope
         evaluations = {name: list(points) for name, points in self._evaluations.items()}
         return RunMetrics(
-            list(self._order), envelope.buckets, envelope.width, envelope.rows, self._peaks(), evaluations,
+            list(self._order), envelope.buckets, envelope.width, envelope.rows, self._spikes(), evaluations,
             {prefix: list(names) for prefix, names in self._left_out.items()},
         )  # fmt: skip
 
-    def _peaks(self) -> dict[str, Peaks]:
-        peaks = {}
+    def _spikes(self) -> list[Spike]:
         times = np.nan_to_num(np.concatenate(self._times)) if self._times else np.empty((0, len(TIMED) + 1))
-        for phase, seconds in zip(TIMED, times.T, strict=False):
-            if len(taken := seconds[seconds > 0]):
-                median, longest = float(np.median(taken)), int(np.argmax(seconds))
-                spikes = int((seconds > SPIKE * median).sum())
-                peaks[phase] = Peaks(median, float(seconds[longest]), int(times[longest, -1]), spikes)
-        return peaks
+        found: dict[int, Spike] = {}
+        usual = float(np.median(times[:, 0])) if len(times) else 0.0  # of a step
+        for phase, seconds in zip(TIMED[1:], times.T[1:], strict=False):
+            median = float(np.median(seconds[seconds > 0])) if seconds.any() else 0.0
+            rows = np.flatnonzero(seconds > max(SPIKE * median, median + usual))
+            for row in rows if len(rows) <= max(1.0, MOST_SPIKES * len(times)) else ():
+                spike = Spike(int(times[row, -1]), phase, float(seconds[row]), median)
+                if row not in found or found[row].seconds < spike.seconds:
+                    found[row] = spike
+        return sorted(found.values(), key=lambda spike: -spike.seconds)
 
     def _add_steps(self, steps: Sequence[MetricsLine]) -> None:
         for name in sorted(set().union(*steps) - self._seen):
@@ -252,15 +259,15 @@ def is_graded(points: Sequence[Mapping[str, float]]) -> bool:
 
 
 def no_signal(column: Mapping[str, Floats]) -> Floats:
-    """Return the share of each step's groups [N] that teach nothing, as far as metrics tell: the larger of two shares.
+    """Return the share of each step's groups [N] that were filtered because their rewards are equal, as the run says.
 
-    Groups that were filtered, because their rewards are equal; and those whose samples all were right or all were
-    wrong, which is known for rewards of 0 and 1, also where nothing is filtered.
+    Lines without that share have the groups that were trained and filtered.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
-        filtered = column["groups/filtered"] / column["groups/admitted"]
-    filtered[~np.isfinite(filtered)] = np.nan
-    return np.fmax(filtered, column["groups/solve_all"] + column["groups/solve_none"])
+        counted = column["groups/filtered"] / (column["groups/trained"] + column["groups/filtered"])
+    counted[~np.isfinite(counted)] = np.nan
+    said = column["monitor/no_signal_share"]
+    return np.where(np.isnan(said), counted, said)
 
 
 def reward_variance(column: Mapping[str, Floats]) -> Floats:

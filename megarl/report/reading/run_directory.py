@@ -16,7 +16,7 @@ import yaml
 
 from megarl.common.rundir.json_lines import read_json_lines
 from megarl.common.rundir.notices import notices_file, older_notices_file
-from megarl.common.rundir.run_files import ExitRecordError, read_exit, stop_reason
+from megarl.common.rundir.run_files import ExitRecordError, StartRecord, read_exit, read_start, stop_reason
 from megarl.common.rundir.run_lock import Sighting
 from megarl.report.reading.advisories import GpuLayout
 from megarl.report.reading.metrics_file import RunMetrics, read_metrics
@@ -73,6 +73,7 @@ class ReportedRun:
     read_at: float  # Unix seconds
     written_at: float  # when a metric was written last, Unix seconds; NaN without metrics
     config: Mapping[str, str]  # by the dotted key, as text
+    start: StartRecord | None
     layout: GpuLayout | None
     metrics: RunMetrics
     samples: SampleSet
@@ -108,7 +109,7 @@ def read_run(run_dir: Path, name: str, *, buckets: int, samples: int) -> Reporte
     tree = _config(config_file)
     written = metrics_file.stat().st_mtime if metrics_file.is_file() else math.nan
     status, reason = status_of(run_dir, time.time() - written)
-    run_section = tree.get("run")
+    run_section, start = tree.get("run"), read_start(run_dir)
     steps = run_section.get("steps") if isinstance(run_section, Mapping) else 0
     return ReportedRun(
         name=name,
@@ -119,7 +120,8 @@ def read_run(run_dir: Path, name: str, *, buckets: int, samples: int) -> Reporte
         read_at=time.time(),
         written_at=written,
         config=dict(flat(tree)),
-        layout=layout_of(tree),
+        start=start,
+        layout=layout_of(tree, start),
         metrics=read_metrics(metrics_file, buckets),
         samples=read_samples(run_dir, samples),
         events=read_run_events(run_dir),
@@ -152,8 +154,8 @@ def differences(configs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-def layout_of(tree: Mapping[str, object]) -> GpuLayout | None:
-    """Return the GPUs of a resolved config; None if it does not say."""
+def layout_of(tree: Mapping[str, object], start: StartRecord | None = None) -> GpuLayout | None:
+    """Return the GPUs of a resolved config; None if it does not say. `start`: which says whether there are any."""
     trainer, rollout, admission = (tree.get(name) for name in ("trainer", "rollout", "admission"))
     if not (isinstance(trainer, Mapping) and isinstance(rollout, Mapping)):
         return None
@@ -170,7 +172,8 @@ def layout_of(tree: Mapping[str, object]) -> GpuLayout | None:
     gpus, replicas, replica_gpus, tensor, pipeline, expert, expert_tensor = (int(number) for number in numbers)
     # What `layout_problems` accepts: the dense and the expert layers are each spread over all ranks.
     unit = math.lcm(tensor * pipeline, expert * expert_tensor * pipeline)
-    return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync")
+    word = "processes" if start is not None and start.device == "cpu" else "GPUs"
+    return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync", word)
 
 
 def read_notices(run_dir: Path) -> list[Notice]:

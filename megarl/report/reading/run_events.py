@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.telemetry.trace.files import RunEvent, read_events
@@ -62,6 +62,12 @@ class RunFault:
     text: str
     outcome: str = ""
     after_s: float | None = None  # from the fault to its outcome
+    rule: str = ""  # of an alarm
+
+    @property
+    def is_alarm(self) -> bool:
+        """Whether it is an alarm of the monitor."""
+        return self.kind == "alarm"
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ def read_run_events(run_dir: Path) -> RunEvents:
     for number, event in enumerate(read_events(run_dir, {"slow_trajectory", "fault", "recovery"})):
         recorded = True
         if event.name != "slow_trajectory":
-            found.append(event)
+            if not (event.rolled_back and event.args.get("kind") == "alarm"):  # its step is done again
+                found.append(event)
         elif not event.rolled_back:
             entry = (event.seconds, -number, slow_trajectory(event))
             (heapq.heappush if len(slow) < SLOWEST else heapq.heappushpop)(slow, entry)
@@ -115,12 +122,9 @@ def pair(events: Iterable[RunEvent]) -> list[RunFault]:
         text = str(event.args.get("text", ""))
         if event.name == "fault":
             open_.setdefault(key, []).append(len(faults))
-            faults.append(RunFault(event.begin, event.step, event.process, key[0], text))
+            faults.append(RunFault(event.begin, event.step, event.process, key[0], text, rule=key[2]))
         elif waiting := open_.get(key):
             number = waiting.pop(0)
-            fault = faults[number]
-            faults[number] = RunFault(
-                fault.at, fault.step, fault.process, fault.kind, fault.text, text or "the run went on",
-                event.begin - fault.at,
-            )  # fmt: skip
+            after_s = event.begin - faults[number].at
+            faults[number] = replace(faults[number], outcome=text or "the run went on", after_s=after_s)
     return faults

@@ -234,6 +234,9 @@ def _train(
     if rank == 0:
         tell_seconds_to_stop(os.environ, stop_seconds(config.launch, config.timeouts), config.timeouts.collective_s)
     begin_events(config, rank)  # after rank 0 has moved those of an earlier run aside
+    if rank == 0:
+        device = torch.cuda.get_device_name() if platform.is_cuda else "cpu"
+        run_files.write_start(config.run_dir, device)
     watch = watch_ranks(store, config.run_dir, config.timeouts, report)
     if rank == 0:
         terminal.write(f"megarl: {config.run.name}: {_headline(plan)}\n")

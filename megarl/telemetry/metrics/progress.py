@@ -6,7 +6,8 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -36,6 +37,8 @@ class Column:
 
 
 ACCURACY = "reward/accuracy"
+WINDOW = 20  # steps over which the speed of rollout is shown: a step's tokens and seconds are not of the same responses
+ROLLOUT_SPEED = "perf/rollout_tokens_per_second"
 KL_OLD = Column("kl old", "policy/approx_kl", 7, ".1e")
 KL_REFERENCE = Column("kl ref", "policy/kl_ref", 7, ".1e")
 # With those of a run of 99,999 steps a line has 100 characters.
@@ -48,19 +51,33 @@ COLUMNS = (
     Column("entropy", "policy/entropy", 7),
     Column("gnorm", "policy/grad_norm", 5, "compact"),
     Column("length", "rollout/response_length_mean", 6, "compact"),
-    Column("gen t/s", "perf/rollout_tokens_per_second", 7, "compact"),
+    Column("gen t/s", ROLLOUT_SPEED, 7, "compact"),
     Column("trn t/s", "perf/trainer_tokens_per_second", 7, "compact"),
     Column("lag", "rollout/version_lag_max", 3, ".0f"),
     Column("s/step", "time/step", 6, ".1f"),
 )
-LIVE = ("reward/mean", ACCURACY, "perf/rollout_tokens_per_second", "perf/trainer_tokens_per_second")
-LIVE_COLUMNS = tuple(column for column in COLUMNS if column.metric in LIVE)
+LIVE = ("reward/mean", ACCURACY, ROLLOUT_SPEED, "perf/trainer_tokens_per_second")
+
+
+def are_graded(steps: Iterable[Mapping[str, float | None]]) -> bool:
+    """Tell whether any of these steps has rewards other than right or wrong: they have a mean, and no accuracy."""
+    return any(values.get("reward/mean") is not None and values.get(ACCURACY) is None for values in steps)
+
+
+def rollout_speed(steps: Iterable[Mapping[str, float | None]]) -> float:
+    """Return the response tokens per second of all engines over steps, by the seconds in which they ran; or NaN."""
+    pairs = [(values.get(ROLLOUT_SPEED), values.get("rollout/engine_seconds")) for values in steps]
+    known = [(speed, seconds) for speed, seconds in pairs if speed is not None and seconds is not None]
+    if total := sum(seconds for _, seconds in known):
+        return sum(speed * seconds for speed, seconds in known) / total
+    return next((speed for speed, _ in reversed(pairs) if speed is not None), math.nan)
 
 
 class Progress:
     """Prints the progress of a run of `steps` steps to `stream`, with a live line if that is a terminal.
 
-    `reference`: the run has a reference policy, and the KL to it is shown in place of that to the old policy.
+    `reference`: the run has a reference policy, and the KL to it is shown in place of that to the old policy. The speed
+    of rollout is that of the newest `WINDOW` steps. Accuracy is not shown from the first step with graded rewards on.
 
     Nothing else may write to `stream` between two calls. Several threads may call it.
     """
@@ -69,6 +86,7 @@ class Progress:
         self._stream = stream
         self._columns = tuple(KL_REFERENCE if reference and each is KL_OLD else each for each in COLUMNS)
         self._steps = steps
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._printed = 0
         self._live = False
         self._lock = threading.Lock()
@@ -78,6 +96,12 @@ class Progress:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print one line of the table; the header is repeated every HEADER_EVERY lines."""
         width = len(str(self._steps))
+        self._recent.append(values)
+        if math.isfinite(speed := rollout_speed(self._recent)):
+            values = {**values, ROLLOUT_SPEED: speed}
+        if are_graded([values]) and any(column.metric == ACCURACY for column in self._columns):
+            self._columns = tuple(column for column in self._columns if column.metric != ACCURACY)
+            self._printed = 0
         if self._printed % HEADER_EVERY == 0:
             titles = " ".join(column.title.rjust(column.width) for column in self._columns)
             self._line(f"{'step'.rjust(2 * width + 1)} {titles} {'eta':>6}")
@@ -85,9 +109,11 @@ class Progress:
         cells = " ".join(column.cell(values) for column in self._columns)
         eta = values.get("time/eta")
         left = "-" if eta is None else duration(eta)
-        shown = [f"{column.title} {column.cell(values).strip()}" for column in LIVE_COLUMNS]
+        live = [column for column in self._columns if column.metric in LIVE]
+        shown = [f"{column.title} {column.cell(values).strip()}" for column in live]
         self._newest = "  |  " + "  ".join([*shown, f"eta {left}"])
-        self._line(f"{step:>{width}}/{self._steps} {cells} {left:>6}")
+        done = f"{step:>{width}}/{self._steps}"
+        self._line(f"{done:>4} {cells} {left:>6}")
 
     def message(self, text: str) -> None:
         """Print a separate line, for example of an evaluation or a restart."""

@@ -32,7 +32,7 @@ from megarl.cli.top.run_view import RunView, RunWatch
 from megarl.cli.top.screen import Screen
 from megarl.common.process.processes import ProcessId
 from megarl.common.rundir.notices import write_notice
-from megarl.common.rundir.run_files import ExitRecord, ask_to_stop, write_exit
+from megarl.common.rundir.run_files import ExitRecord, ask_to_stop, write_exit, write_start
 from megarl.common.rundir.run_lock import Holder
 from megarl.report.reading.run_directory import status_of
 from megarl.telemetry.metrics.declarations import REGISTRY
@@ -109,6 +109,41 @@ def test_graded_scores_are_no_percentages(run_dir: Path) -> None:
     assert "a greedy 1.57 [1.48, 1.66] step 30" in text and "b greedy 0.5 step 30" in text
 
 
+def test_graded_rewards_have_neither_accuracy_nor_right_groups(run_dir: Path) -> None:
+    share = {"monitor/no_signal_share": 0.1875, "groups/solve_all": 1.0, "groups/solve_none": 0.0}
+    write_rows(run_dir, row(41, **share))
+    text = "\n".join(shown(RunWatch(run_dir).look()))
+    assert "accuracy" in text and "groups    no signal 18.8%, right 100%, wrong 0%" in text
+    write_rows(run_dir, row(42, **share, **{"reward/accuracy": None}), row(43, **share))
+    text = "\n".join(shown(RunWatch(run_dir).look()))
+    assert "accuracy" not in text and "right" not in text and "groups    no signal 18.8%" in text
+
+
+def test_the_speed_of_rollout_is_that_of_many_steps(run_dir: Path) -> None:
+    """In asynchronous training a step's tokens and the seconds of engines are not of the same responses."""
+    for step in range(41, 81):
+        seconds = 0.1 if step % 2 else 9.9
+        write_rows(run_dir, row(step, **{"perf/rollout_tokens_per_second": 10_000 / seconds,
+                                         "rollout/engine_seconds": seconds}))  # fmt: skip
+    assert "rollout   2k tok/s" in "\n".join(shown(RunWatch(run_dir).look()))
+
+
+def test_gpus_are_named_only_where_there_are_some_and_one_engine_is_no_range(run_dir: Path) -> None:
+    config = "run: {name: n, steps: 99}\ntrainer: {gpus: 1}\nrollout: {replicas: 1, tensor_parallel: 1}\n"
+    (run_dir / "config.yaml").write_text(config)
+    write_rows(run_dir, row(41, **{"perf/tokens_per_second": 60.0, "perf/tokens_per_second_per_gpu": 30.0}))
+    text = "\n".join(shown(RunWatch(run_dir).look()))
+    assert "whole job 60 tok/s, 30 per GPU" in text and "min 400 (replica 3), max 2k (0)" in text
+    write_start(run_dir, "cpu")
+    (run_dir / "metrics.jsonl").unlink()
+    one = {"perf/tokens_per_second": 60.0, "perf/tokens_per_second_per_gpu": 30.0}
+    write_rows(run_dir, row(1, **one, **{"rollout/replica_tokens_per_second/3": None}))
+    write_events(run_dir, "replica-0", "details", EventLine("load", 0, args={"kv_usage": 0.25}))
+    text = "\n".join(shown(RunWatch(run_dir).look()))
+    assert re.search("whole job 60 tok/s$", text, re.MULTILINE) and "GPU" not in text
+    assert not re.search("engines +min", text) and re.search(r"KV cache  25%\s*$", text, re.MULTILINE)
+
+
 def test_it_follows_the_run(run_dir: Path) -> None:
     watch = RunWatch(run_dir)
     assert watch.look().step == 40
@@ -179,6 +214,14 @@ def test_the_status_of_runs(run_dir: Path) -> None:
     assert status_of(run_dir, 1.0)[0] == "unknown"
 
 
+def test_eighty_columns_show_the_age_of_the_step_and_two_lines_of_advice(run_dir: Path) -> None:
+    write_rows(run_dir, row(41, **{"total/wall_seconds": 90_000.0, "time/eta": 90_000.0, "time/step": 12.75}))
+    _, second, *advice = shown(RunWatch(run_dir).look(), 80, 24)[:4]
+    assert re.search(r"step 41/200 20.5% █+░+ eta 1d01h  ran 1d01h  12.8 s/step  last step \ds ago$", second)
+    assert len(second) <= 80 and advice[0].startswith("advice    The trainer waited") and advice[1].startswith(" " * 10)
+    assert "the newest 41 steps" in " ".join(map(str.strip, advice))
+
+
 @pytest.mark.parametrize("size", [(100, 30), (200, 60), (96, 24), (80, 24), (60, 20), (40, 15), (24, 8), (10, 3)])
 @pytest.mark.parametrize("live", [True, False])
 def test_it_fits_every_terminal(run_dir: Path, size: tuple[int, int], live: bool) -> None:
@@ -228,7 +271,7 @@ def test_a_value_that_not_every_step_has_is_shown_with_its_age(run_dir: Path) ->
 def test_the_sections_name_declared_metrics() -> None:
     source = Path(sections.__file__).read_text() + Path(sections.__file__).with_name("run_view.py").read_text()
     found = set(re.findall(r'"((?:reward|groups|rollout|policy|mismatch|perf|time|sync|total)/[\w/]+)"', source))
-    assert len(found) > 20
+    assert len(found) >= 20
     for name in found:
         REGISTRY.lookup(name.removesuffix("/") + ("/0" if name.endswith("/") else ""))
 

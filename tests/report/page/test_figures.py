@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ from tests.support.trainer.configs import config
 def test_runs_share_a_plot_and_those_without_values_have_no_line() -> None:
     first = metrics_of([evaluation_line(0, 0.5), *(step_line(step) for step in range(1, 31))])
     second = metrics_of([step_line(step, policy__entropy=None) for step in range(1, 11)])
-    figures = {figure.key: figure for figure in figures_of("learning", [first, second])}
+    found = [*figures_of("learning", [first, second]), *figures_of("update", [first, second])]
+    figures = {figure.key: figure for figure in found}
     assert [line.run for line in figures["reward"].lines] == [0, 1]
     assert [line.run for line in figures["entropy"].lines] == [0]
     (evaluation,) = evaluation_figures([first, second])
@@ -54,7 +56,7 @@ def test_what_the_plots_leave_out_is_named() -> None:
 
 def entropy_line(steps: int, buckets: int) -> dict:
     metrics = metrics_of([step_line(step) for step in range(1, steps + 1)], buckets)
-    (entropy,) = (figure for figure in figures_of("learning", [metrics]) if figure.key == "entropy")
+    (entropy,) = (figure for figure in figures_of("update", [metrics]) if figure.key == "entropy")
     return entropy.as_json()["lines"][0]
 
 
@@ -71,6 +73,31 @@ def test_graded_scores_are_no_percentages(values: dict[str, float], unit: str, s
     (figure,) = evaluation_figures([metrics])
     assert figure.unit == unit and ("accuracy" in figure.note) == (unit == "share")
     assert _first_and_last(metrics, "set", "greedy") == shown
+
+
+def test_shares_of_right_groups_are_drawn_for_verdicts_only() -> None:
+    lines = [step_line(step) for step in (1, 2)]
+    graded = [lines[0], lines[1] | {"reward/accuracy": None}]
+    for rewards, labels in ((lines, ["filtered", "all right", "all wrong"]), (graded, ["filtered"])):
+        (signal,) = (figure for figure in figures_of("learning", [metrics_of(rewards)]) if figure.key == "signal")
+        assert [line.label for line in signal.lines] == labels
+
+
+def test_the_speed_of_a_single_engine_is_drawn_once() -> None:
+    several = [step_line(step) for step in (1, 2)]
+    single = [
+        {name: value for name, value in line.items() if not re.search("per_second/[1-9]", name)} for line in several
+    ]
+    drawn = [{figure.key for figure in figures_of("speed", [metrics_of(lines)])} for lines in (several, single)]
+    assert drawn[0] - drawn[1] == {"replicas"}
+
+
+def test_what_an_update_is_judged_by_is_drawn() -> None:
+    figures = figures_of("update", [metrics_of([step_line(1)])])
+    assert [figure.key for figure in figures] == ["loss", "entropy", "kl", "clip", "ess", "mismatch", "grad", "lr"]
+    assert not any(figure.is_zero for figure in figures)
+    zero = figures_of("update", [metrics_of([step_line(step, policy__clip_fraction=0.0) for step in (1, 2)])])
+    assert [figure.key for figure in zero if figure.is_zero] == ["clip"]
 
 
 def test_a_band_of_no_width_is_left_out() -> None:

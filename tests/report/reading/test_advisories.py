@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.report.reading.advisories import Advisory, GpuLayout, advise
@@ -24,7 +26,7 @@ def test_a_healthy_run_and_an_empty_one_have_none() -> None:
     ("key", "name", "below", "above"),
     [
         ("aborted", "rollout__aborted_share", 0.049, 0.06),
-        ("no_signal", "groups__filtered", 15.9, 17.0),
+        ("no_signal", "monitor__no_signal_share", 0.49, 0.51),
         ("truncated", "rollout__truncated_share", 0.24, 0.26),
         ("rollout_idle", "rollout__idle_ratio", 0.29, 0.31),
         ("trainer_idle", "time__generate", 2.9, 3.1),
@@ -50,7 +52,18 @@ def test_the_split_that_would_help_is_named() -> None:
     # The trainer works 10 of 10 s (fixed 1 s of it), the engines 4: 12 GPUs for it take 1 + 9 * 8 / 12 s, 4 engines 8.
     slow_trainer = advice(time__generate=0.0, time__update=7.0, rollout__idle_ratio=0.6)["rollout_idle"].text
     assert "With 12 and 4 (rollout.replicas: 2)" in slow_trainer and "80%" in slow_trainer
+    even = advice(time__generate=3.5, rollout__idle_ratio=0.2, time__step=10.0)["trainer_idle"].text
+    assert "The present split (8 for the trainer and 8 for rollout) is within 3% of the best one." in even
     assert "cannot" not in text and "config" in advice(layout=None, time__generate=5.0)["trainer_idle"].text
+
+
+def test_a_run_on_a_cpu_has_processes_and_no_gpus() -> None:
+    layout = replace(LAYOUT, unit="processes")
+    texts = [
+        advice(layout=layout, time__generate=5.0, rollout__idle_ratio=idle)[key].text
+        for key, idle in (("trainer_idle", 0.0), ("both_idle", 0.5))
+    ]
+    assert all("processes" in text and "GPU" not in text for text in texts)
 
 
 def test_two_sides_that_wait_for_each_other_are_told_to_overlap() -> None:
@@ -98,21 +111,39 @@ def test_the_idle_shares_of_both_sides_are_of_the_same_steps() -> None:
     assert only.key == "rollout_idle" and "over the whole run" in only.title
 
 
-def test_a_spike_of_a_phase_is_told_with_its_step() -> None:
-    def spikes(seconds: float) -> list[Advisory]:
-        lines = [step_line(step, time__sync=seconds if step == 40 else 1.0) for step in range(1, 101)]
-        return [each for each in advise(metrics_of(lines), LAYOUT) if each.key == "spike"]
+def spikes(times: dict[int, dict[str, float]], steps: int = 100) -> list[Advisory]:
+    """The boxes of spikes; `times`: by step, seconds of phases that add to the step."""
+    lines = []
+    for step in range(1, steps + 1):
+        more = times.get(step, {})
+        changes = {f"time__{phase}": seconds for phase, seconds in more.items()}
+        lines.append(step_line(step, **changes, time__step=10.0 + sum(more.values())))
+    return [each for each in advise(metrics_of(lines), LAYOUT) if each.key == "spike"]
 
-    assert spikes(5.5) == []
-    (spike,) = spikes(31.0)
-    assert (
-        spike.title == "time/sync took 31 s in step 40, 31 times its median of 1 s" and "1 of 100 steps" in spike.text
-    )
+
+def test_a_spike_is_one_box_with_its_step_and_phase() -> None:
+    assert spikes({40: {"update": 14.0}}) == [], "5 s are usual"
+    (spike,) = spikes({40: {"update": 150.0, "logprobs": 40.0}})
+    assert spike.title == "time/update took 150 s in step 40 (median: 5 s)", "the longest phase of a step speaks for it"
+    (both,) = spikes({40: {"update": 150.0}, 60: {"logprobs": 40.0}})
+    assert both.title.startswith("2 steps took far longer than usual: time/update took 150 s in step 40")
+    assert both.text.startswith("Also time/logprobs took 40 s in step 60 (median: 2 s). The events")
+
+
+@pytest.mark.parametrize("phase", ["save", "eval", "sync"])
+def test_what_comes_at_planned_steps_is_no_spike(phase: str) -> None:
+    assert spikes({step: {phase: 300.0} for step in range(50, 101, 50)}) == []
+
+
+def test_waits_that_come_again_and_again_are_no_spikes() -> None:
+    """In asynchronous training half of all steps wait, and the median of the waits is about 0."""
+    assert spikes({step: {"generate": 30.0 if step % 2 else 0.001} for step in range(1, 101)}) == []
+    (spike,) = spikes({77: {"generate": 300.0}})
+    assert "time/generate took 300 s in step 77" in spike.title
 
 
 def test_a_short_phase_has_no_spikes() -> None:
-    lines = [step_line(step, time__save=0.5 if step == 40 else 0.001) for step in range(1, 101)]
-    assert advise(metrics_of(lines), LAYOUT) == []
+    assert spikes({40: {"queue": 9.0}}) == [], "90 times its median, and less than a step"
 
 
 def test_a_sick_engine_is_named_although_the_mean_hides_it() -> None:

@@ -55,21 +55,24 @@ def test_the_interval_of_the_reward_is_that_of_its_groups() -> None:
     assert mean_interval(old)[1][0] - old.mean("reward/mean")[0] == pytest.approx(1.96 * 0.05)
 
 
-def test_groups_without_signal_are_known_with_and_without_a_filter() -> None:
-    filtered = metrics_of([step_line(1, groups__filtered=24.0, groups__solve_all=0.0, groups__solve_none=0.0)])
-    assert filtered.average(NO_SIGNAL) == 0.75
-    kept = metrics_of([step_line(1, groups__filtered=0.0, groups__solve_all=0.5, groups__solve_none=0.25)])
-    assert kept.average(NO_SIGNAL) == 0.75
+def test_groups_without_signal_are_those_that_the_run_has_filtered() -> None:
+    """All rewards from 1 to 2 count as right, and those below 1 as wrong; that says nothing about signal."""
+    graded = {"groups__solve_all": 1.0, "groups__solve_none": 0.0, "groups__filtered": 6.0, "groups__trained": 26.0}
+    assert metrics_of([step_line(1, **graded, monitor__no_signal_share=0.1875)]).average(NO_SIGNAL) == 0.1875
+    older = step_line(1, **graded) | {"monitor/no_signal_share": None}
+    assert metrics_of([older]).average(NO_SIGNAL) == 6 / 32
+    assert math.isnan(metrics_of([older | {"groups/filtered": 0.0, "groups/trained": 0.0}]).average(NO_SIGNAL))
 
 
-def test_phases_have_their_median_longest_and_spikes() -> None:
-    lines = [step_line(step, time__sync=30.0 if step == 77 else 1.0) for step in range(1, 201)]
-    lines[9]["time/save"] = 5.0
-    peaks = metrics_of(lines).peaks
-    assert (peaks["sync"].longest, peaks["sync"].longest_step, peaks["sync"].spikes) == (30.0, 77, 1)
-    assert peaks["sync"].median == pytest.approx(1.0, rel=0.01)
-    assert peaks["save"].median == pytest.approx(5.0, rel=0.01) and peaks["save"].spikes == 0
-    assert "eval" not in peaks, "a phase that never took time has no median"
+def test_spikes_are_the_longest_phase_of_their_step_the_longest_first() -> None:
+    lines = [step_line(step, time__update=60.0 if step == 77 else 5.0) for step in range(1, 201)]
+    lines[76]["time/logprobs"] = 40.0
+    lines[119]["time/logprobs"] = 30.0
+    found = metrics_of(lines).spikes
+    assert [(each.step, each.phase, each.seconds, each.median) for each in found] == [
+        (77, "update", 60.0, 5.0), (120, "logprobs", 30.0, 2.0),
+    ]  # fmt: skip
+    assert metrics_of([]).spikes == []
 
 
 def test_a_share_of_the_whole_time_counts_long_steps_more() -> None:

@@ -41,6 +41,18 @@ def write_slow_trajectories(run_dir: Path) -> None:
     write_events(run_dir, "steps", events)
 
 
+def write_alarm(run_dir: Path, *steps: int, rule: str = "ess") -> None:
+    """Alarms of a rule that begin in these steps; each ends 15 s later, but for the last one."""
+    text = f"alarm {rule}: 0.0134 is below 0.3 for 3 steps (docs/monitor.md#{rule})"
+    args = {"kind": "alarm", "rule": rule}
+    begins = [EventLine("fault", 10_000_000 * step, 0, step, args=args | {"text": text}) for step in steps]
+    ends = [
+        EventLine("recovery", 10_000_000 * step + 15_000_000, 0, step + 1, args=args | {"text": "its value recovered"})
+        for step in steps[:-1]
+    ]
+    write_events(run_dir, "rare", [*begins, *ends], "trainer-rank-0")
+
+
 def write_full_events(run_dir: Path, most_bytes: int) -> int:
     """Write as many events of steps as each process keeps, and 500 faults with recoveries; return the bytes.
 

@@ -30,8 +30,9 @@ def step_line(step: int, **changes: float | None) -> dict[str, float | None]:
     reward = 0.9 - 0.6 * math.exp(-step / 60) + 0.03 * math.sin(step)
     line: dict[str, float | None] = {
         "step": step, "wall_time": START + 10.0 * step, "reward/mean": reward, "reward/std": 0.4, "reward/stderr": 0.03,
-        "reward/component/correct": reward, "reward/component/format": 1.0, "groups/admitted": 32.0,
-        "groups/filtered": 4.0, "groups/failed": 0.0, "groups/dropped_stale": 0.0, "groups/solve_all": 0.1,
+        "reward/accuracy": reward, "reward/component/correct": reward, "reward/component/format": 1.0,
+        "groups/trained": 28.0, "groups/filtered": 4.0, "monitor/no_signal_share": 0.125,
+        "groups/failed": 0.0, "groups/dropped_stale": 0.0, "groups/solve_all": 0.1,
         "groups/solve_none": 0.05, "batch/samples": 256.0, "batch/response_tokens": 256_000.0,
         "batch/reused_tokens": 0.0, "batch/trained_tokens": 300_000.0, "batch/staleness_mean": 1.5,
         "batch/staleness_max": 3.0, "batch/dp_imbalance": 1.02, "batch/failed_samples": 0.0,
@@ -46,6 +47,8 @@ def step_line(step: int, **changes: float | None) -> dict[str, float | None]:
         "rollout/replica_tokens_per_second_min": 7000.0, "rollout/replica_tokens_per_second_max": 7200.0,
         **{f"rollout/replica_tokens_per_second/{replica}": 7000.0 + 50 * replica for replica in range(4)},
         "policy/entropy": 0.5 + 0.1 * math.cos(step / 30), "policy/grad_norm": 0.3, "policy/clip_fraction": 0.01,
+        "policy/loss": -0.02 + 0.01 * math.sin(step), "policy/lr": 1e-6 * (1 - step / 10_000), "policy/ess": 0.98,
+        "policy/approx_kl": 1e-4, "mismatch/ess": 0.97, "perf/trainer_peak_memory_gib": 40.0,
         "mismatch/k3_kl": 1e-3, "time/step": 10.0, "time/generate": 1.0, "time/queue": 0.1, "time/logprobs": 2.0,
         "time/update": 5.0, "time/drain": 0.0, "time/sync": 1.0, "time/eval": 0.0, "time/save": 0.0, "time/other": 0.9,
         "time/trainer_idle_ratio": 0.1, "perf/trainer_tokens_per_second": 42_000.0,

@@ -126,12 +126,34 @@ def test_progress_lines_are_aligned() -> None:
     stream = io.StringIO()
     progress = Progress(stream, steps=200)
     progress.step(7, VALUES)
-    progress.step(123, {"reward/mean": -1.0, "perf/rollout_tokens_per_second": 123456.0, "policy/loss": math.inf})
+    more = {"reward/accuracy": 0.0, "perf/rollout_tokens_per_second": 123456.0, "policy/loss": math.inf}
+    progress.step(123, {"reward/mean": -1.0} | more)
     header, *rows = stream.getvalue().splitlines()
     assert {len(row) for row in rows} == {len(header)}
     assert rows[0].startswith("  7/200") and rows[0].endswith("2m10s")
     assert "123k" in rows[1] and "inf" in rows[1]
     assert "\r" not in stream.getvalue()  # no live line without a terminal
+
+
+def test_graded_rewards_have_no_column_of_accuracies() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, 9)
+    progress.step(1, VALUES)  # all rewards of a step may happen to be 0 or 1
+    progress.step(2, {"reward/mean": 0.7})
+    progress.step(3, VALUES)
+    verdicts, _, header, *rows = stream.getvalue().splitlines()
+    assert " acc " in verdicts and " acc " not in header and len(rows) == 2
+    assert {len(row) for row in rows} == {len(header)}
+
+
+def test_the_speed_of_rollout_is_that_of_the_newest_steps() -> None:
+    """In asynchronous training a step's tokens and the seconds of engines are not of the same responses."""
+    stream = io.StringIO()
+    progress = Progress(stream, 9)
+    for seconds in (0.1, 9.9):
+        speed = {"perf/rollout_tokens_per_second": 1000 / seconds, "rollout/engine_seconds": seconds}
+        progress.step(1, VALUES | speed)
+    assert [row.split()[9] for row in stream.getvalue().splitlines()[1:]] == ["10k", "200"]
 
 
 @pytest.mark.parametrize(
