@@ -106,3 +106,13 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         assert not cells & taken and all(0 <= x < 24 for x, _ in cells), panel["title"]
         taken |= cells
         assert len({target["refId"] for target in panel.get("targets", ())}) == len(panel.get("targets", ()))
+
+
+def test_the_page_for_users_of_other_trainers_names_existing_keys() -> None:
+    from megarl.config.loading.load import walk_keys
+
+    keys = set(walk_keys())
+    text = (ROOT / "docs" / "coming-from.md").read_text()
+    cells = [row.split(" | ")[-1] for row in text.splitlines() if row.startswith("| ")]
+    named = {name.split(":")[0].replace("[]", "") for cell in cells for name in re.findall(r"`([a-z_]+\.[^` ]+)", cell)}
+    assert len(named) > 60 and named - keys == set()
