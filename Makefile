@@ -207,7 +207,7 @@ lint: setup-test  ## ruff, mypy, the layers (import-linter), and what the tree, 
 	$(PY) -m tools.docs --check
 	$(PY) -m pytest tests/test_*.py -n 2
 
-docs: setup  ## Regenerate docs/configuration.md, docs/metrics.md, docs/grafana.json and docs/images.
+docs: setup  ## Regenerate the pages of docs/ that are made from the code, and docs/images.
 	$(PY) -m tools.docs
 	$(PY) -m tools.images
 

@@ -1,4 +1,4 @@
-"""`python -m tools.docs` writes docs/configuration.md, docs/metrics.md and docs/grafana.json, made from the code."""
+"""`python -m tools.docs` writes the pages of docs/ that are made from the code: keys, metrics, messages, dashboard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from tools.docs.errors_page import errors_page
 from tools.docs.grafana import dashboard
 from tools.docs.metrics_page import metrics_page
 from tools.docs.options import configuration_page
@@ -17,7 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("docs"), help="directory (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file is out of date")
     options = parser.parse_args(argv)
-    made = {"configuration.md": configuration_page(), "metrics.md": metrics_page(), "grafana.json": dashboard()}
+    made = {
+        "configuration.md": configuration_page(), "metrics.md": metrics_page(), "errors.md": errors_page(),
+        "grafana.json": dashboard(),
+    }  # fmt: skip
     stale = [path for name in made if not _holds(path := options.out / name, made[name])]
     if not options.check:
         options.out.mkdir(parents=True, exist_ok=True)
