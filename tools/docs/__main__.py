@@ -1,4 +1,4 @@
-"""`python -m tools.docs` writes the pages of docs/ that are made from the code: keys, metrics, messages, dashboard."""
+"""`python -m tools.docs` writes the pages of docs/ that are made from the code or from kept runs, and a dashboard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tools.docs.errors_page import errors_page
 from tools.docs.grafana import dashboard
 from tools.docs.metrics_page import metrics_page
 from tools.docs.options import configuration_page
+from tools.docs.results_page import results_page
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     made = {
         "configuration.md": configuration_page(), "metrics.md": metrics_page(), "errors.md": errors_page(),
-        "grafana.json": dashboard(),
+        "grafana.json": dashboard(), "results.md": results_page(),
     }  # fmt: skip
     stale = [path for name in made if not _holds(path := options.out / name, made[name])]
     if not options.check:
