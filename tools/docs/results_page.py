@@ -28,7 +28,7 @@ make docs
 It adds each run to `benchmarks/results/learning.json` and makes only those that are not there yet; `--only`,
 `--runs` and `--seeds` choose. Each run has {STEPS} steps of {GROUPS} groups of 8 samples, and answers {HELD_OUT}
 held-out problems before and after, greedily and sampled at temperature 1. The warm-started model and the held-out
-problems are the same in all runs.
+problems are the same in all runs, and so are the random numbers of the samples for one seed.
 
 ## Modes, staleness and correction
 
@@ -45,9 +45,8 @@ Reward at the end: mean of the last {LAST} steps. Staleness: updates between the
 and the update that trains it. ESS and KL compare the trained policy with the one that has sampled, at their worst
 step. The columns are means over the seeds; with several, brackets have the least and the largest.
 
-In the first steps of an asynchronous run the tokens are as new as in a synchronous one; then the engine is ahead by
-as much as the bound allows. Each version is then trained on later, so a larger bound learns later in the same
-number of steps.
+What an asynchronous run trains in its first steps was all sampled by the first weights, so a larger bound learns later
+in the same number of steps. What a mode gains in time is measured by `python -m benchmarks.async_vs_sync`.
 
 ![Effective sample size and KL by bound of staleness](images/results_mismatch.svg)
 
@@ -78,6 +77,7 @@ def results_page() -> str:
 
 
 def _table(results: Results, task: str, names: Sequence[str]) -> Iterator[str]:
+    yield '<div class="matrix" markdown>\n\n'
     yield "| | seeds | greedy, before | greedy, after | sampled, before | sampled, after | reward at the end |"
     yield " staleness | least ESS | largest k3 KL |\n|---|---|---|---|---|---|---|---|---|---|\n"
     missing = []
@@ -95,6 +95,7 @@ def _table(results: Results, task: str, names: Sequence[str]) -> Iterator[str]:
                 _cell(runs, lambda run: max(run.k3_kl), "{:.1g}"),
             ]  # fmt: skip
             yield f"| {name} | {len(runs)} | {' | '.join(columns)} |\n"
+    yield "\n</div>\n"
     if missing:
         yield f"\nNot made yet: {', '.join(missing)}.\n"
     if short := sorted({run.name for run in results.runs if run.task == task and _seeds(results, run) < SEEDS}):
