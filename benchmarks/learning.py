@@ -48,9 +48,11 @@ MODES: dict[str, dict[str, Any]] = {
 for _bound in (1, 4, 8):
     _admission = {"admission": {"mode": "async", "sync_interval": 1, "max_staleness": _bound}}
     MODES |= {f"async {_bound}": _admission, f"async {_bound} uncorrected": _admission | NO_CORRECTION}
+# `require_box`: `math` also takes a product of numbers, such as the expression of a call, for its value.
+BOXED = {"reward": {"function": "math", "kwargs": {"require_box": True}}}
 AGENTS: dict[str, dict[str, Any]] = {
-    "with the calculator": {},
-    "without a tool": {"tools": [], "agent": {"loop": "single_turn", "max_turns": None, "max_tool_calls": 32}},
+    "with the calculator": BOXED,
+    "without a tool": BOXED | {"tools": [], "agent": {"loop": "single_turn", "max_turns": None, "max_tool_calls": 32}},
 }
 
 

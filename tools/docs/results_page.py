@@ -52,8 +52,9 @@ in the same number of steps. What a mode gains in time is measured by `python -m
 
 ## An agent with and without its tool
 
-The task of `make agents`: products for which the model can call a calculator. At first it guesses, and calls it in
-one of five samples. Without the tool the same model has one turn, and only guesses are left.
+The task of `make agents`: products for which the model can call a calculator. At first it guesses, and calls it in one
+of five samples. Without the tool the same model has one turn, and only guesses are left. The answer has to be in a box
+(`require_box`), because `math` also takes the expression of a call, such as 733*78, for its value.
 
 """
 _RECOVERY = """
