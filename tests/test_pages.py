@@ -126,3 +126,13 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
 def test_the_pictures_are_those_of_their_sources() -> None:
     made = drawings()
     assert {name: (IMAGES / name).read_text() for name in made} == made, "run `python -m tools.images`"
+
+
+def test_the_page_for_users_of_other_trainers_names_existing_keys() -> None:
+    from megarl.config.loading.load import walk_keys
+
+    keys = set(walk_keys())
+    text = (ROOT / "docs" / "coming-from.md").read_text()
+    cells = [row.split(" | ")[-1] for row in text.splitlines() if row.startswith("| ")]
+    named = {name.split(":")[0].replace("[]", "") for cell in cells for name in re.findall(r"`([a-z_]+\.[^` ]+)", cell)}
+    assert len(named) > 60 and named - keys == set()

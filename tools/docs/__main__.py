@@ -1,4 +1,4 @@
-"""`python -m tools.docs` writes the pages of docs/ that are made from the code, and the dashboard."""
+"""`python -m tools.docs` writes the pages of docs/ that are made from the code or from kept runs, and a dashboard."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import sys
 from pathlib import Path
 
 from tools.docs.commands_page import commands_page
+from tools.docs.errors_page import errors_page
 from tools.docs.events_page import events_page
 from tools.docs.grafana import dashboard
 from tools.docs.metrics_page import metrics_page
 from tools.docs.options import keys_page
+from tools.docs.results_page import results_page
 
 PAGES = {
     "reference/keys.md": keys_page,
     "reference/metrics.md": metrics_page,
     "reference/commands.md": commands_page,
     "reference/events.md": events_page,
+    "reference/errors.md": errors_page,
     "reference/grafana.json": dashboard,
+    "results.md": results_page,
 }
 
 

@@ -103,7 +103,7 @@ SYSTEM = SystemMap(
             "", "one row for", "each trajectory,", "one column for", "each field",
         )),
         Box("workers", 640, 372, 212, 74, "Agent workers", ("agent loops, tools, rewards", "(optional)"), copies=2),
-        Box("gateway", 872, 372, 92, 74, "The gateway", ("HTTP", "(optional)")),
+        Box("gateway", 872, 372, 92, 74, "Gateway", ("HTTP", "(optional)")),
         Box("checkpoints", 36, 510, 252, 60, "Checkpoints", ("any layout can load them",), stored=True),
         Box("supervisor", 434, 510, 346, 60, "Supervisor", ("owns Ray and the pool, watches torchrun",)),
         Box("harness", 800, 510, 184, 60, "Harnesses", ("act through the gateway",)),

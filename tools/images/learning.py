@@ -1,0 +1,112 @@
+"""The pictures of docs/results.md, from the kept numbers of benchmarks/learning.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from benchmarks.lib.learning_results import RESULTS, LearningRun, Recovery, Results
+from megarl.report.page.html import Html, tag
+from tools.images.series_panels import Curve, Panel, panels
+from tools.images.svg import document, number, text
+
+COLORS = ("first", "second", "third")
+BOUNDS = (1, 4, 8)
+Series = Callable[[LearningRun], Sequence[float]]
+
+
+def learning_pictures() -> dict[str, str]:
+    """Return the content of each picture for which there are numbers."""
+    results = Results.read(RESULTS)
+    made = {}
+    modes = _curves(results, "additions", [(name, False) for name in ("sync", "one step off", "stream")], _rewards)
+    bounded = [(f"async {bound}{words}", bool(words)) for words in ("", " uncorrected") for bound in BOUNDS]
+    if modes:
+        drawn = _curves(results, "additions", bounded, _rewards)
+        made["results_modes.svg"] = panels(
+            "Mean reward of each step", "The mean reward of each mode and of each bound of staleness rises.",
+            _footer(results, "additions"),
+            [_share("by mode", modes), _share("by bound of staleness; dashed: uncorrected", drawn)],
+        )  # fmt: skip
+        ess, k3 = (_curves(results, "additions", bounded, of) for of in (lambda run: run.ess, lambda run: run.k3_kl))
+        top = max((value for curve in k3 for run in curve.runs for value in run), default=1e-3)
+        low = min((value for curve in ess for run in curve.runs for value in run), default=0.0)
+        low = math.floor(low * 50 - 0.5) / 50
+        made["results_mismatch.svg"] = panels(
+            "The policy that is trained and the one that has sampled", "Effective sample size and KL by bound.",
+            _footer(results, "additions"),
+            [
+                Panel("effective sample size; dashed: uncorrected", ess, low, 1.0, lambda value: f"{value:.3f}"),
+                Panel("k3 estimate of the KL, nats per token", k3, 0.0, top, lambda value: f"{value:.3f}"),
+            ],
+        )  # fmt: skip
+    tools = [("with the calculator", False), ("without a tool", False)]
+    if agents := _curves(results, "calculator", tools, _rewards):
+        calls = _curves(results, "calculator", tools, lambda run: run.tool_calls)
+        made["results_agents.svg"] = panels(
+            "An agent with and without its tool", "The reward rises with the calculator only.",
+            _footer(results, "calculator"),
+            [_share("mean reward", agents), Panel("calls of the tool per sample", calls, 0.0, 2.0, "{:.1f}".format)],
+        )  # fmt: skip
+    if results.recovery is not None:
+        made["results_recovery.svg"] = _recovery(results.recovery)
+    return made
+
+
+def _rewards(run: LearningRun) -> Sequence[float]:
+    return run.rewards
+
+
+def _share(title: str, curves: Sequence[Curve]) -> Panel:
+    return Panel(title, curves, 0.0, 1.0, lambda value: f"{value:.0%}")
+
+
+def _curves(results: Results, task: str, names: Sequence[tuple[str, bool]], of: Series) -> list[Curve]:
+    """Return the curves for which there are runs; dashed ones have the colors of the others in turn."""
+    made = []
+    for at, (name, dashed) in enumerate(names):
+        runs = [of(run) for run in results.runs if (run.task, run.name) == (task, name)]
+        if runs:
+            made.append(Curve(name, COLORS[at % len(COLORS)], runs, dashed))
+    return made
+
+
+def _footer(results: Results, task: str) -> str:
+    seeds = sorted({run.seed for run in results.runs if run.task == task})
+    return f"python -m benchmarks.learning; seeds {', '.join(map(str, seeds))}: mean, and range of several"
+
+
+# The recovery: each step is a mark at its end, each fault a bar until the run had gone on.
+
+
+def _recovery(recovery: Recovery) -> str:
+    width, left, right, row = 900, 150, 24, 26
+    height = 96 + row * len(recovery.faults) + 64
+    end = max(recovery.steps[-1], *(each.at_s + each.recovered_s for each in recovery.faults))
+
+    def across(seconds: float) -> float:
+        return left + (width - left - right) * seconds / end
+
+    def parts() -> Iterator[Html]:
+        yield text(16, 28, "A run under faults: steps, and what each fault has cost", "title")
+        yield text(16, 66, "steps", "strong")
+        for seconds in recovery.steps:
+            x = number(across(seconds))
+            yield tag("line", x1=x, x2=x, y1="54", y2="70", class_="line-third", stroke_width="2")
+        for at, fault in enumerate(recovery.faults):
+            y = 96 + row * at
+            start, stop = across(fault.at_s), across(fault.at_s + fault.recovered_s)
+            yield text(16, y + 12, fault.name, "strong")
+            size = {"x": number(start), "y": str(y), "width": number(max(3.0, stop - start)), "height": "15", "rx": "3"}
+            yield tag("rect", class_="fill-second", **size)
+            words = f"{fault.recovered_s:.0f} s" + (f", {fault.redone_steps} steps again" if fault.redone_steps else "")
+            late = stop > width * 0.75
+            yield text(start - 8 if late else stop + 8, y + 12, words, "quiet", "end" if late else "start")
+        y = 96 + row * len(recovery.faults) + 10
+        for quarter in range(5):
+            seconds = end * quarter / 4
+            yield text(across(seconds), y + 12, f"{seconds:.0f} s", "quiet", "middle")
+        yield text(width - 14, height - 12, "python -m benchmarks.learning --only recovery", "quiet", "end")
+
+    names = ", ".join(f"{each.name} {each.recovered_s:.0f} s" for each in recovery.faults)
+    return document(width, height, "A run under faults", f"Seconds until the run had gone on: {names}.", *parts())
