@@ -94,7 +94,7 @@ def test_alarms_stand_first_one_box_for_each_rule(tmp_path: Path) -> None:
     assert main_part.index('data-alarm="ess"') < main_part.index('data-advisory="truncated"')
     assert page.count("data-alarm=") == 1
     assert "<b>ess in steps 17, 19, 21, 23, 25, 27, 29, 31 and 3 before</b>" in page
-    assert "<p>0.0134 is below 0.3 for 3 steps (docs/monitor.md#ess); it has not ended</p>" in page
+    assert "<p>0.0134 is below 0.3 for 3 steps (docs/observability/monitor.md#ess); it has not ended</p>" in page
     table = page[page.index('class="table faults"') : page.index('id="samples"')]
     assert "replica 0 is lost" in table and "0.0134" not in table, "alarms are not faults a second time"
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])

@@ -43,7 +43,7 @@ def write_slow_trajectories(run_dir: Path) -> None:
 
 def write_alarm(run_dir: Path, *steps: int, rule: str = "ess") -> None:
     """Alarms of a rule that begin in these steps; each ends 15 s later, but for the last one."""
-    text = f"alarm {rule}: 0.0134 is below 0.3 for 3 steps (docs/monitor.md#{rule})"
+    text = f"alarm {rule}: 0.0134 is below 0.3 for 3 steps (docs/observability/monitor.md#{rule})"
     args = {"kind": "alarm", "rule": rule}
     begins = [EventLine("fault", 10_000_000 * step, 0, step, args=args | {"text": text}) for step in steps]
     ends = [
