@@ -60,8 +60,8 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
 
 def _name(action: argparse.Action) -> str:
     """Return how an argument is written, as code."""
-    choices = "|".join(map(str, action.choices)) if action.choices else ""
-    value = choices or (str(action.metavar) if action.metavar else action.dest.upper())
+    values = [str(each) for each in action.choices or str(action.metavar or action.dest.upper()).split("|")]
+    value = values[0] if len(values) == 1 else f"{{{','.join(values)}}}"
     if not action.option_strings:
         repeated = action.nargs in ("*", "+", argparse.REMAINDER)
         return _code(f"{action.metavar or action.dest}{' ...' if repeated else ''}")
@@ -74,7 +74,7 @@ def _values(action: argparse.Action, parser: argparse.ArgumentParser) -> dict[st
 
 
 def _code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|")
+    return f"`{text}`"  # a "|" would end the cell, and its escape would be shown
 
 
 def _text(text: str | None) -> str:
