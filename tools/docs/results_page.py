@@ -46,7 +46,8 @@ and the update that trains it. ESS and KL compare the trained policy with the on
 step. The columns are means over the seeds; with several, brackets have the least and the largest.
 
 What an asynchronous run trains in its first steps was all sampled by the first weights, so a larger bound learns later
-in the same number of steps. What a mode gains in time is measured by `python -m benchmarks.async_vs_sync`.
+in the same number of steps. With the correction the reward at the end hardly depends on the bound; without it, the
+reward is lower the larger the bound is. What a mode gains in time is measured by `python -m benchmarks.async_vs_sync`.
 
 ![Effective sample size and KL by bound of staleness](images/results_mismatch.svg)
 
