@@ -83,7 +83,7 @@ def replica_ranks() -> list[int]:
 
 
 def is_leader() -> bool:
-    """Tell whether this rank is tensor rank 0 of the first stage of its replica."""
+    """Return whether this rank is tensor rank 0 of the first stage of its replica."""
     return torch.distributed.get_rank() == replica_ranks()[0]
 
 
