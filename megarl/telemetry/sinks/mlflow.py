@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
 from megarl.common.rundir.run_files import Status
-from megarl.common.values import leaves
+from megarl.common.values import JsonValue, leaves
 from megarl.config.schema import Config
 from megarl.telemetry.sinks.remote_sink import LostRecords, Record, RemoteSink, own_id
 
@@ -98,8 +98,8 @@ class MlflowSink(RemoteSink):
             tags = {ID_TAG: self._id, "run_dir": str(self._config.run_dir), "megarl_version": version("megarl")}
             run_id = client.create_run(experiment, run_name=self._config.run.name, tags=tags).info.run_id
         if not found or not found[0].data.params:
-            parameter = self._mlflow.entities.Param
-            parameters = [parameter(key, value) for key, value in parameters_of(self._config).items()]
+            parameter, settings = self._mlflow.entities.Param, self._config.model_dump(mode="json")
+            parameters = [parameter(key, value) for key, value in parameters_of(settings).items()]
             for some in _in_parts(parameters, _MOST_PARAMETERS):
                 client.log_batch(run_id, params=some)
         self._run_id = run_id
@@ -123,11 +123,11 @@ def key_of(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)[:_LONGEST_KEY]
 
 
-def parameters_of(config: Config) -> dict[str, str]:
-    """Return the config by dotted key, long values cut."""
+def parameters_of(settings: JsonValue) -> dict[str, str]:
+    """Return the leaves of a config by dotted key, long values cut."""
     return {
         key_of(key): (value if isinstance(value, str) else json.dumps(value))[:_LONGEST_PARAMETER]
-        for key, value in leaves(config.model_dump(mode="json"))
+        for key, value in leaves(settings)
     }
 
 
