@@ -151,7 +151,7 @@ def alive_samples(group: Sequence[SampleTag]) -> list[list[SampleTag]]:
 
 
 def without_signal(group: Sequence[SampleTag], spec: ShapingSpec) -> bool:
-    """Tell whether `spec`'s filter drops a group: it has two samples that did not fail, and equal shaped rewards.
+    """Return whether `spec`'s filter drops a group: it has two samples that did not fail, and equal shaped rewards.
 
     With `by_turn` also the rewards of each turn are equal. A group with fewer is not without signal but failed. The
     signal of demonstrations and of the data sets that `spec` leaves unfiltered is not in their rewards.

@@ -109,28 +109,23 @@ def run(options: argparse.Namespace) -> int:
     """
     config = eval_config(options)
     _check(config)
-    with standalone.holding(config.run_dir, config.timeouts.node_s, "megarl eval"):
-        return _report(config, options)
-
-
-def _report(config: Config, options: argparse.Namespace) -> int:
-    """Evaluate and show the results; return the exit status of `run`."""
     from megarl.common.errors import RolloutError
 
-    try:
-        with standalone.interrupted_once(standalone.ANY_STOP):
-            reports = _evaluate(config)
-    except (RolloutError, ValueError, TimeoutError) as error:
-        standalone.tell(str(error))
-        return 1
-    except KeyboardInterrupt:
-        standalone.tell("interrupted; the engines were shut down")
-        return 130
-    _show(reports, responses_file(config.run_dir))
-    if options.json is not None:
-        from megarl.common.files import write_json
+    with standalone.holding(config.run_dir, config.timeouts.node_s, "megarl eval"):
+        try:
+            with standalone.interrupted_once(standalone.ANY_STOP):
+                reports = _evaluate(config)
+        except (RolloutError, ValueError, TimeoutError) as error:
+            standalone.tell(str(error))
+            return 1
+        except KeyboardInterrupt:
+            standalone.tell("interrupted; the engines were shut down")
+            return 130
+        _show(reports, responses_file(config.run_dir))
+        if options.json is not None:
+            from megarl.common.files import write_json
 
-        write_json(options.json, report_content(reports, config))
+            write_json(options.json, report_content(reports, config))
     if failed := [report.nothing_judged for report in reports if report.nothing_judged is not None]:
         standalone.tell("; ".join(failed))
         return 1

@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         status = run_script(command)
     except FileNotFoundError:
         raise ConfigError([f"{command[0]} is not on this machine; add --dry-run to see the script"]) from None
-    # Its own message tells why; a machine may have the command and belong to no cluster.
+    # Its own message says why; a machine may have the command and belong to no cluster.
     if status and slurm and options.scheduler is None and plan.pools.nodes == 1:
         sys.stderr.write("megarl: sbatch failed; for this machine: --scheduler local\n")
     return status

@@ -72,7 +72,14 @@ def run(options: argparse.Namespace) -> int:
     config = serve_config(options)
     max_model_len = _check(config, options.token_file)
     if options.dry_run:
-        sys.stdout.write(_plan(config, max_model_len))
+        rollout, gateway = config.rollout, config.gateway
+        sys.stdout.write(
+            f"model        {config.model.path} ({rollout.dtype})\n"
+            f"engines      {rollout.replicas} x {rollout.tensor_parallel} GPU (or one core each without GPUs), "
+            f"{max_model_len} tokens of prompt and response\n"
+            f"gateway      {gateway.host or '127.0.0.1'}:{gateway.port or 'a free port'}, {gateway.max_sessions} "
+            f"sessions\ndirectory    {config.run_dir}\nnothing was started (--dry-run)\n"
+        )
         return 0
     with standalone.holding(config.run_dir, config.timeouts.node_s, "megarl serve"):
         return _serve(config, options.token_file)
@@ -135,18 +142,6 @@ def _check(config: Config, token_file: Path | None) -> int:
     if problems:
         raise ConfigError(problems)
     return length
-
-
-def _plan(config: Config, max_model_len: int) -> str:
-    rollout, gateway = config.rollout, config.gateway
-    return (
-        f"model        {config.model.path} ({rollout.dtype})\n"
-        f"engines      {rollout.replicas} x {rollout.tensor_parallel} GPU (or one core each without GPUs), "
-        f"{max_model_len} tokens of prompt and response\n"
-        f"gateway      {gateway.host or '127.0.0.1'}:{gateway.port or 'a free port'}, {gateway.max_sessions} sessions\n"
-        f"directory    {config.run_dir}\n"
-        "nothing was started (--dry-run)\n"
-    )
 
 
 def _serve(config: Config, token_file: Path | None) -> int:

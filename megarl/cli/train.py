@@ -8,7 +8,7 @@ import sys
 
 from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
 
-# Which ends without torchrun's traceback, because the rank that has failed has told why.
+# Which ends without torchrun's traceback, because the rank that has failed has said why.
 # By default torchrun leaves a temporary directory at each start.
 TORCHRUN = ("-m", "megarl.cluster.torchrun.run", "--rdzv-backend", "megarl", "--log-dir", os.devnull)
 

@@ -16,7 +16,7 @@ class RateLimit:
         self._last: float | None = None
 
     def allows(self) -> bool:
-        """Tell whether a report may be made now; if so, the next one may be made after the interval."""
+        """Return whether a report may be made now; if so, the next one may be made after the interval."""
         now = self._clock()
         if self._last is not None and now - self._last < self._interval_s:
             return False

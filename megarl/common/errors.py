@@ -165,7 +165,7 @@ FIRST_PROMPT = "first prompt"  # begins its name in `Findings.seen`
 class Findings:
     """Lists of what one check has found, or several.
 
-    `problems` refuse the start, as `key: what is wrong; how to fix it`; `warnings` are told at a start and in a dry
+    `problems` refuse the start, as `key: what is wrong; how to fix it`; `warnings` are shown at a start and in a dry
     run; `notes` in a dry run only: what it has not checked, or what the run will leave out. `seen`: (name, value) of
     what a dry run shows of the data and of the rewards.
     """

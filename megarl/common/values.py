@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 # Binary units in bytes.
@@ -24,7 +24,7 @@ def packed(code: str, values: Sequence[float]) -> bytes:
     Raises what `array` raises for values that do not fit.
     """
     if not isinstance(values, array):
-        # `array` tells what is wrong, or takes what is less strict, such as a float32 that is infinite.
+        # `array` says what is wrong, or takes what is less strict, such as a float32 that is infinite.
         with contextlib.suppress(struct.error, OverflowError):
             return struct.pack(f"{len(values)}{code}", *values)
     numbers: array[Any] = array(code, values)
@@ -91,3 +91,15 @@ def by_sample(rows: Iterable[P]) -> list[list[P]]:
 
 # `json.loads` declares no other type: with a union of the possible ones every reader would have to narrow it first.
 JsonValue: TypeAlias = Any
+
+
+def leaves(value: JsonValue, key: str = "", *, lists: bool = True) -> Iterator[tuple[str, JsonValue]]:
+    """Yield (dotted key, value) of everything in nested mappings that is none, or is empty; `lists`: in lists too."""
+    if isinstance(value, dict):
+        items = list(value.items())
+    else:
+        items = list(enumerate(value)) if lists and isinstance(value, list | tuple) else []
+    if not items:
+        yield key, value
+    for name, inner in items:
+        yield from leaves(inner, f"{key}.{name}" if key else str(name), lists=lists)

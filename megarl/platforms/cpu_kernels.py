@@ -32,7 +32,7 @@ VARIABLE = "MEGARL_CPU_MATMUL"
 
 @functools.cache
 def enabled() -> bool:
-    """Tell whether the functions of this module are used, on a CPU."""
+    """Return whether the functions of this module are used, on a CPU."""
     return not torch.cuda.is_available() and os.environ.get(VARIABLE) != "torch"
 
 

@@ -54,91 +54,6 @@ def all_to_all_split_sizes() -> None:
     rebind("all_to_all", original, all_to_all)
 
 
-def adam_step_is_shared() -> None:
-    """Give each parameter a `step` tensor of its own after a load.
-
-    distrib_optimizer.py `load_state_dict` gives all parameters the same `step` tensor (with torch's Adam, without TE
-    and Apex). torch increments it once per parameter, so Adam's bias correction is wrong after every resume.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer.load_state_dict
-
-    @functools.wraps(original)
-    def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
-        original(self, state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].clone()
-
-    DistributedOptimizer.load_state_dict = load_state_dict
-
-
-def dp_reshardable_load_needs_no_grad() -> None:
-    """Load the DP reshardable format without gradient tracking.
-
-    distrib_optimizer.py:1225 copies in place into fp32 parameters that require grad, which raises for fp32 models.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer.load_parameter_state_from_dp_reshardable
-    DistributedOptimizer.load_parameter_state_from_dp_reshardable = functools.wraps(original)(torch.no_grad()(original))
-
-
-def adam_step_is_not_parameter_state() -> None:
-    """Keep each parameter's own `step` when its tensors are loaded.
-
-    distrib_optimizer.py `_set_main_param_and_optimizer_states` copies `step` together with the tensors (with torch's
-    Adam), but its value must come from the parameter groups. The fully reshardable format does not contain it
-    (KeyError); in the DP reshardable format it is that of the loading optimizer, so a new optimizer restarts at 0
-    without an error.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    @functools.wraps(original)
-    def set_states(self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
-        if "step" in state:
-            tensors = {**tensors, "step": state["step"]}
-        original(self, model_param, tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
-
-
-def fresh_optimizer_has_no_state_to_load_into() -> None:
-    """Create the state of a new optimizer, with zeros, before `sharded_state_dict(is_loading=True)` reads it.
-
-    distrib_optimizer.py:1455 asserts that the state exists, but torch's Adam creates it in its first step.
-    """
-    from megatron.core.optimizer import distrib_optimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer.sharded_state_dict
-
-    @functools.wraps(original)
-    def sharded_state_dict(
-        self: DistributedOptimizer,
-        model_sharded_state_dict: dict[str, Any],
-        is_loading: bool = False,
-        *args: object,
-        **kwargs: object,
-    ) -> dict[str, Any]:
-        if is_loading and not distrib_optimizer.HAVE_APEX_OR_TE and not self.optimizer.state:
-            for group in self.optimizer.param_groups:
-                for param in group["params"]:
-                    self.optimizer.state[param] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(param, requires_grad=False),
-                        "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
-                    }
-        return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)
-
-    DistributedOptimizer.sharded_state_dict = sharded_state_dict
-
-
 def recompute_without_fp8() -> None:
     """Pass `fp8=None` instead of False to `CheckpointWithoutOutput`.
 
@@ -303,10 +218,6 @@ def rebind(name: str, original: Callable[..., Any], replacement: Callable[..., A
 
 PATCHES: tuple[Callable[[], None], ...] = (
     all_to_all_split_sizes,
-    adam_step_is_shared,
-    dp_reshardable_load_needs_no_grad,
-    adam_step_is_not_parameter_state,
-    fresh_optimizer_has_no_state_to_load_into,
     recompute_without_fp8,
     recompute_compiles_at_run_time,
     aux_loss_counts_of_padding,

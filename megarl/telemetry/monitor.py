@@ -82,11 +82,11 @@ class AlarmRule:
     action: str
 
     def beyond(self, value: float) -> bool:
-        """Tell whether a value is on the wrong side."""
+        """Return whether a value is on the wrong side."""
         return value > self.threshold if self.side == "above" else value < self.threshold
 
     def recovered(self, value: float) -> bool:
-        """Tell whether a value is so good that an alarm ends."""
+        """Return whether a value is so good that an alarm ends."""
         if self.side == "above":
             return value <= self.threshold * (1.0 - HYSTERESIS)
         return value >= self.threshold * (1.0 + HYSTERESIS)

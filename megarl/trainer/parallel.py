@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from megarl.common.trust.object_collectives import Codec, all_gather, broadcast
+from megarl.common.trust.object_collectives import Codec, all_gather
 from megarl.models.megatron.layout import Layout
 
 T = TypeVar("T")
@@ -83,16 +83,8 @@ def replica_ranks() -> list[int]:
 
 
 def is_leader() -> bool:
-    """Tell whether this rank is tensor rank 0 of the first stage of its replica."""
+    """Return whether this rank is tensor rank 0 of the first stage of its replica."""
     return torch.distributed.get_rank() == replica_ranks()[0]
-
-
-def model_parallel_broadcast_object(obj: T | None, codec: Codec[T]) -> T:
-    """Return the leader's `obj` on every rank of its replica. The other ranks pass None."""
-    group = parallel_state.get_model_parallel_group()
-    if group.size() == 1:
-        return obj  # type: ignore[return-value]
-    return broadcast(obj, codec, replica_ranks()[0], group)
 
 
 def dp_all_gather_object(obj: T, codec: Codec[T]) -> list[T]:

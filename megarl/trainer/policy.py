@@ -134,7 +134,7 @@ class Policy:
         return 0 if self.reference is None else self.reference.refreshed
 
     def refresh_reference(self, steps_done: int) -> bool:
-        """Give the reference model the policy's weights if that is due after `steps_done` steps; tell whether it was.
+        """Give the reference model the policy's weights if that is due after `steps_done` steps; return whether it was.
 
         Collective only in that every rank must call it: each copies its own shards.
         """
@@ -331,7 +331,7 @@ class Policy:
         )
 
     def _tell_all(self, samples: Sequence[TrainSample]) -> list[_Shapes]:
-        """Tell all replicas about these samples, and return what each has told. Collective."""
+        """Share these samples with all replicas, and return what each has shared. Collective."""
         trained = [sample.trained_tokens for sample in samples]
         own = _Shapes([sample.length for sample in samples], trained, common_streams(samples))
         return all_gather(own, _SHAPES, parallel_state.get_data_parallel_group())

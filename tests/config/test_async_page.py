@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from megarl.cli import train
-from megarl.config.derived.staleness import Pace, pace_of, pace_problems
+from megarl.config.derived.staleness import pace_problems
 from megarl.config.loading.load import load_config
 from megarl.config.schema import Config
 from tests.support.checkout import ROOT
@@ -21,15 +21,6 @@ COMMANDS = re.findall(r"^megarl (train .*?[^\\])$", PAGE, re.DOTALL | re.MULTILI
 
 def config_of(*overrides: str) -> Config:
     return load_config(QUICKSTART, overrides)
-
-
-def test_the_table_has_the_defaults_of_each_mode() -> None:
-    rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \| after every step \|.*?\| (\d+) \|", PAGE, re.MULTILINE)
-    rows += re.findall(r"^\| `(\w+)` \| every 4 updates \|.*?\| (\d+) \|", PAGE, re.MULTILINE)
-    shown = {mode: Pace(1, 1 if mode in ("sync", "one_step_off") else 4, int(bound)) for mode, bound in rows}
-    modes = ("sync", "one_step_off", "stream", "async")
-    assert shown == {mode: pace_of(config_of(f"admission.mode={mode}")) for mode in modes}
-    assert config_of().admission.mode == "sync"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,39 +27,6 @@ def test_all_to_all_split_sizes(world: Callable[[int], World]) -> None:
     for before, after in world(2).run("tests.support.ranks.models.megatron_defects:all_to_all_with_tensors"):
         assert before == "TypeError"
         assert after == 1 + 2
-
-
-@pytest.mark.world
-def test_adam_step_after_a_resume(world: Callable[[int], World]) -> None:
-    for before, after in world(2).run("tests.support.ranks.models.megatron_defects:adam_steps_after_resume"):
-        assert before != {5.0}
-        assert after == {5.0}
-
-
-@pytest.mark.world
-def test_dp_reshardable_load_into_fp32(world: Callable[[int], World], tmp_path: Path) -> None:
-    for unbroken, resumed, (without_no_grad, without_step) in world(2).run(
-        "tests.support.ranks.models.megatron_defects:resume",
-        path=_directory(tmp_path),
-        sharding="dp_reshardable",
-        patches=("load_parameter_state_from_dp_reshardable", "_set_main_param_and_optimizer_states"),
-    ):
-        assert without_no_grad == "RuntimeError"  # a leaf that requires grad, written in place
-        assert without_step[0] == unbroken[0] and without_step != unbroken  # Adam restarted at step 0
-        assert resumed == unbroken
-
-
-@pytest.mark.world
-def test_fully_reshardable_load_and_fresh_optimizers(world: Callable[[int], World], tmp_path: Path) -> None:
-    for unbroken, resumed, (without_step, without_state) in world(2).run(
-        "tests.support.ranks.models.megatron_defects:resume",
-        path=_directory(tmp_path),
-        sharding="fully_reshardable",
-        patches=("_set_main_param_and_optimizer_states", "sharded_state_dict"),
-    ):
-        assert without_step == "KeyError"
-        assert without_state == "AssertionError"
-        assert resumed == unbroken
 
 
 @pytest.mark.world
@@ -107,8 +73,3 @@ def test_padding_weighs_nothing_in_a_mixture_of_experts(world: Callable[[int], W
         assert unpatched == (3.0, 3.0) and patched == (1.5, 3.0)
     unpatched, patched = world(1).run("tests.support.ranks.models.megatron_defects:expert_bias_of_padding")[0]
     assert "size" in unpatched and patched == [1.0, 1.0, 0.0]
-
-
-def _directory(tmp_path: Path) -> str:
-    (tmp_path / "checkpoint").mkdir()
-    return str(tmp_path / "checkpoint")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -43,16 +42,6 @@ def test_a_failure_on_the_device_is_raised_where_the_host_waits() -> None:
     device.close()
 
 
-@pytest.mark.world
-@pytest.mark.parametrize("single_queue", [False, True])
-def test_a_collective_returns_at_once_and_ends_when_all_have_started_it(
-    world: Callable[[int], World], single_queue: bool
-) -> None:
-    results: list[dict[str, Any]] = world(2).run(RUN, program="copies_in_flight", single_queue=single_queue)
-    assert [result["value"] for result in results] == [4 * 2 * 7.0] * 2
-    assert not results[0]["ended_at_once"]
-
-
 @pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize(
@@ -71,8 +60,3 @@ def test_programs_without_a_common_order_hang(
 ) -> None:
     wait_s = 3.0 if result == "stuck" else 20.0
     assert world(2).run(RUN, program=program, single_queue=single_queue, host_wait_s=wait_s) == [result] * 2
-
-
-@pytest.mark.world
-def test_a_send_takes_what_was_written_before_it(world: Callable[[int], World]) -> None:
-    assert world(2).run(RUN, program="send_and_receive") == [6.0, 5.0]

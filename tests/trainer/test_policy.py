@@ -260,10 +260,3 @@ def test_learning_rate_schedule_counts_updates(
     }
     metrics = world(1).run("tests.support.ranks.training.policy:train", **run, **options)[0]["metrics"]
     assert [m["lr"] for m in metrics] == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
-
-
-def test_leader_broadcast_and_replicas(world: Callable[[int], Any]) -> None:
-    results = world(4).run("tests.support.ranks.training.policy:broadcast", layout={"tensor": 2})
-    assert sum(leader for _, leader, _ in results) == 2
-    for replica, _, received in results:
-        assert received == {"from": replica}

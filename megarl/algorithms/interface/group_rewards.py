@@ -67,7 +67,7 @@ def advantages_of(chosen: Chosen[GroupRewards, Advantages], batch: GroupRewards)
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """Tell whether all rewards are equal to within 1e-8, so that a baseline of the group leaves nothing."""
+    """Return whether all rewards are equal to within 1e-8, so that a baseline of the group leaves nothing."""
     return len(rewards) < 2 or max(rewards) - min(rewards) <= 1e-8
 
 

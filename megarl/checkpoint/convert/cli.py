@@ -64,7 +64,7 @@ def open_hf(path: Path) -> HFDirectory:
 
 
 def has_manifest(model: MegatronDirectory) -> bool:
-    """Tell whether the checkpoint has a manifest; one written by Megatron-LM has none."""
+    """Return whether the checkpoint has a manifest; one written by Megatron-LM has none."""
     return (model.step / MANIFEST).is_file()
 
 

@@ -31,7 +31,7 @@ class Agreement:
     tokens: int
 
     def render(self, tolerance: float) -> str:
-        """Return one line that tells whether the difference is within `tolerance`."""
+        """Return one line that says whether the difference is within `tolerance`."""
         relation = "within" if self.max_delta <= tolerance else "ABOVE"
         return (
             f"log-probs: max |Δ| {self.max_delta:.3e} ({relation} {tolerance:.0e}), top-1 agreement "

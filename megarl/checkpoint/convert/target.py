@@ -72,7 +72,7 @@ class Output:
             )
 
     def refuse_existing(self, *, force: bool, resume: bool) -> None:
-        """Raise ConversionError if OUT or an unfinished conversion exists, and no option tells how to treat it.
+        """Raise ConversionError if OUT or an unfinished conversion exists, and no option says how to treat it.
 
         Also raised if `resume` is true and there is no unfinished conversion.
         """
@@ -162,7 +162,7 @@ class Output:
         return self.work / "old"
 
     def _occupied(self) -> bool:
-        """Tell whether OUT exists, be it only as a dangling symbolic link."""
+        """Return whether OUT exists, be it only as a dangling symbolic link."""
         return os.path.lexists(self.out)
 
     def _refuse_replacing(self) -> None:

@@ -67,12 +67,12 @@ def stored_tensors(entries: dict[str, Entry]) -> dict[str, list[StoredTensor]]:
 
 
 def is_gated(entry: Entry) -> bool:
-    """Tell whether the parameter is stored as two tensors, gate and up."""
+    """Return whether the parameter is stored as two tensors, gate and up."""
     return entry.rule.per_source and len(entry.names) == 2
 
 
 def is_model_key(key: str) -> bool:
-    """Tell whether a key belongs to the model's weights (not to optimizer, RNG or Transformer Engine's extra state)."""
+    """Whether a key belongs to the model's weights (not to optimizer, RNG or Transformer Engine's extra state)."""
     return key.startswith(("decoder.", "embedding.", "output_layer.")) and "_extra_state" not in key
 
 

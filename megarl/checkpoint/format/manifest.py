@@ -150,11 +150,11 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Tells a start of a run that has nothing left to do, before anything is started or moved.
+# Finds that a start has nothing left to do, before anything is started or moved.
 
 
 def already_finished(config: Config) -> str | None:
-    """Return what to tell the user if the run of this config has finished and is saved; None if a start has work.
+    """Return the message for the user if the run of this config has finished and is saved; None if a start has work.
 
     That is one whose last start has recorded its end after `run.steps` or more, with the checkpoint of that step, and
     with the export that the config asks for.

@@ -59,7 +59,7 @@ FIRST_SAVE_S = 6.0
 
 
 def is_affordable(since_s: float, save_s: float) -> bool:
-    """Tell whether a save is due under `auto`: one of `save_s` seconds, `since_s` after the last one began."""
+    """Return whether a save is due under `auto`: one of `save_s` seconds, `since_s` after the last one began."""
     return save_s <= SAVE_SHARE * since_s
 
 
@@ -102,7 +102,7 @@ class Checkpointer:
         self._store: SyncStore | None = None
 
     def due(self, steps_done: int) -> bool:
-        """Tell whether to save: by `checkpoint.every`, and after the last step. The same on every rank."""
+        """Return whether to save: by `checkpoint.every`, and after the last step. The same on every rank."""
         every = self.settings.every
         if not every or steps_done == self.config.run.steps:
             return bool(every)
@@ -165,7 +165,7 @@ class Checkpointer:
             self._report_notes()
 
     def _still_writing(self) -> bool:
-        """Tell whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
+        """Whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
         for thread in self._threads:  # rank 0 may know that all have written before they have ended
             thread.join(timeout=JOIN_S)
         self._threads = [thread for thread in self._threads if thread.is_alive()]

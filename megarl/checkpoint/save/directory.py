@@ -197,7 +197,7 @@ def best_step(values: dict[int, float]) -> int | None:
 
 
 def continues_history(root: Path, resume: str) -> bool:
-    """Tell whether a run with its checkpoints in `root` resumes from one of them. The files are not verified.
+    """Return whether a run with its checkpoints in `root` resumes from one of them. The files are not verified.
 
     `resume`: as `checkpoint.resume`.
     """

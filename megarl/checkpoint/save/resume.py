@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.format.manifest import DamagedCheckpointError, FileEntry, Manifest
 from megarl.checkpoint.save.directory import STATE_FILE, CheckpointDirectory
+from megarl.common.values import leaves
 from megarl.config.derived.datasets import train_sets
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo
@@ -20,7 +21,7 @@ from megarl.models.hf.model_files import hf_files
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
-MOST_TOLD = 2  # differences of two models
+MOST_NAMED = 2  # differences of two models
 
 
 class ResumeError(ValueError):
@@ -164,7 +165,7 @@ def resume_problems(config: Config, info: ModelInfo) -> list[str]:
         return []
     try:
         problems = contradictions(saved, identity(config, info))
-    except OSError:  # a file is missing, which is told elsewhere
+    except OSError:  # a file is missing, which is reported elsewhere
         return []
     problems += changed_order(settings, config.model_dump(mode="json"))
     return [refusal(found[0].path, problems)] if problems else []
@@ -186,8 +187,8 @@ def _changed_model(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
         ]
     if not differing:
         return []
-    more = f", and {len(differing) - MOST_TOLD} more differ" if len(differing) > MOST_TOLD else ""
-    return [f"model.path: another model: {', '.join(differing[:MOST_TOLD])}{more}"]
+    more = f", and {len(differing) - MOST_NAMED} more differ" if len(differing) > MOST_NAMED else ""
+    return [f"model.path: another model: {', '.join(differing[:MOST_NAMED])}{more}"]
 
 
 def _changed_prompts(saved: str | dict[str, str], present: str | dict[str, str]) -> str:
@@ -206,21 +207,12 @@ def changes(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
 
     Keys that the saved config does not have are left out: it is an older version's.
     """
-    before, after = dict(_flatten(saved)), dict(_flatten(present))
+    before, after = ({key: _plain(value) for key, value in leaves(one, lists=False)} for one in (saved, present))
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in sorted(before)
         if before[key] != after.get(key) and not key.startswith("checkpoint.resume")
     ]
-
-
-def _flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the leaves of a JSON tree by their dotted keys."""
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _flatten(value, f"{prefix}.{key}" if prefix else key)
-    else:
-        yield prefix, _plain(tree)
 
 
 def _plain(value: object) -> object:

@@ -100,7 +100,7 @@ def config_of_this_start(config: Config) -> Config:
 
 
 def same_launch(before: Mapping[str, Any], present: Mapping[str, Any], *, requeued: bool) -> bool:
-    """Tell whether two starts of ranks belong to one launch: of a launch script, a requeued job or a torchrun agent."""
+    """Whether two starts of ranks belong to one launch: of a launch script, a requeued job or a torchrun agent."""
     if present["launch"] is None:
         return before["launch"] is None and bool(before["agent"] == present["agent"])
     return bool(before["launch"] == present["launch"] or (requeued and before["job"] == present["job"] is not None))

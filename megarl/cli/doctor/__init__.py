@@ -1,1 +1,1 @@
-"""`megarl doctor`: tells whether a run could start on this machine, and with `--nodes` how fast nodes communicate."""
+"""`megarl doctor`: reports whether a run could start on this machine, and with `--nodes` how fast nodes communicate."""

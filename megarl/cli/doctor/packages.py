@@ -134,7 +134,7 @@ def kernel_finding(environment: Mapping[str, str] = os.environ) -> Finding:
 
 
 def _nvcc(environment: Mapping[str, str]) -> bool:
-    """Tell whether FlashInfer would find nvcc, in the order in which it looks."""
+    """Return whether FlashInfer would find nvcc, in the order in which it looks."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     on_path = shutil.which("nvcc", path=environment.get("PATH"))
     home = home or (str(Path(on_path).parents[1]) if on_path else "/usr/local/cuda")

@@ -152,7 +152,7 @@ class PoolClient:
             raise _own_error(error) from error
 
     def _recover(self, lost: _Connection, reason: PartsLost) -> None:
-        """Connect to the new controller and tell it how far the trainer has come, unless another thread has done it.
+        """Connect to the new controller and report how far the trainer has come, unless another thread has done it.
 
         A thread that does not publish waits for the end of a publication first: engines must not be asked to drop their
         requests in the middle of a weight sync. Raises RolloutError if there is no new controller in time.

@@ -41,7 +41,7 @@ logger = logging.getLogger("megarl.cluster.nodes.launcher")
 
 
 def can_lose(launch: LaunchSpec, index: int) -> bool:
-    """Tell whether the job goes on without a node: nothing but engines runs there, and all engines were up once.
+    """Return whether the job goes on without a node: nothing but engines runs there, and all engines were up once.
 
     Before that the plan does not fit, and after the end of the run its nodes have to end well.
     """
@@ -245,12 +245,12 @@ class NodeLauncher:
         return ending and ranks_done and pool_done
 
     def _run_has_ended(self) -> bool:
-        """Tell whether the ranks have recorded the end of the run. From then on processes are expected to end."""
+        """Return whether the ranks have recorded the end of the run. From then on processes are expected to end."""
         record = run_files.read_exit(self.launch.run_dir)
         return record is not None and record.status != "failed"
 
     def _torchrun_done(self, ending: bool) -> bool:
-        """Tell whether this node's ranks, if it has any, have ended. Raises NodeFailed if they failed."""
+        """Return whether this node's ranks, if it has any, have ended. Raises NodeFailed if they failed."""
         if self.node.trainer_rank is None:
             return True
         torchrun = self._processes.torchrun
@@ -270,7 +270,7 @@ class NodeLauncher:
         return f"a trainer rank was killed (torchrun ended with code {code}); see {logs}"
 
     def _supervisor_done(self, ending: bool) -> bool:
-        """Tell whether the supervisor has ended, on its node by its process, elsewhere by its state file.
+        """Return whether the supervisor has ended, on its node by its process, elsewhere by its state file.
 
         Raises NodeFailed if it ended before the run.
         """

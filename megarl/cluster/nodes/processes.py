@@ -51,7 +51,7 @@ class StoppedProcesses:
         self._next = clock()
 
     def is_due(self) -> bool:
-        """Tell whether it is time to look: not more often than every LOOK_S."""
+        """Return whether it is time to look: not more often than every LOOK_S."""
         return self._clock() >= self._next
 
     def find(self, processes: Iterable[ProcessId]) -> list[ProcessId]:

@@ -39,7 +39,7 @@ class PoolActors:
     """Creates the actors, waits for their starts, replaces the controller, and ends them."""
 
     def __init__(self, spec: SupervisorSpec, config: Config, stop_reason: Callable[[], str | None]) -> None:
-        """`stop_reason`: tells why the pool is asked to stop, which ends each wait; None if it is not."""
+        """`stop_reason`: says why the pool is asked to stop, which ends each wait; None if it is not."""
         self._spec, self._config, self._stop_reason = spec, config, stop_reason
         self._run_dir = Path(spec.run_dir)
         self._own_head = config.ray.address is None

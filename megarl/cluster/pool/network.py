@@ -37,7 +37,7 @@ def own_address(hosts: Sequence[str], interface: str | None = None) -> str:
 
 
 def _is_ipv6_only(host: str) -> bool:
-    """Tell whether a host has addresses, none of which is IPv4."""
+    """Return whether a host has addresses, none of which is IPv4."""
     try:
         families = {family for family, *_ in socket.getaddrinfo(host, None)}
     except OSError:

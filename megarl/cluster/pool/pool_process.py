@@ -185,7 +185,7 @@ def _state_now(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _is_own(state: dict[str, Any] | None, launch_id: str) -> bool:
-    """Tell whether a state may be that of this launch's pool; False if another launch has replaced it."""
+    """Return whether a state may be that of this launch's pool; False if another launch has replaced it."""
     return not state or state.get("launch_id", launch_id) == launch_id
 
 

@@ -70,7 +70,7 @@ class PoolState:
                     logger.error("the state could not be written, and will be tried again: %s", error)
 
     def _is_replaced(self) -> bool:
-        """Tell whether the file is another launch's by now. Raises OSError."""
+        """Return whether the file is another launch's by now. Raises OSError."""
         if self._has_written and self._replaced_by is None:
             launch = (read_state(self._run_dir) or {}).get("launch_id", self._spec.launch_id)
             if launch != self._spec.launch_id:

@@ -125,11 +125,11 @@ class Supervisor:
                 self._rebuild(str(error))
 
     def _may_rebuild(self, now: float) -> bool:
-        """Tell whether controller and queue may be started again: not too often in a short time."""
+        """Return whether controller and queue may be started again: not too often in a short time."""
         return sum(now - each < REBUILD_PERIOD_S for each in self._rebuilt_at) < MOST_REBUILDS
 
     def _rebuild(self, reason: str) -> None:
-        """Start controller and queue again; the trainer then tells the new controller how far it has come.
+        """Start controller and queue again; the trainer then reports to the new controller how far it has come.
 
         Raises RolloutError if they do not start.
         """
@@ -235,7 +235,7 @@ class Supervisor:
         return children
 
     def _asked_to_stop(self) -> bool:
-        """Tell whether RUN_DIR/supervisor.stop names this launch."""
+        """Return whether RUN_DIR/supervisor.stop names this launch."""
         try:
             return (self.run_dir / STOP_FILE).read_text() in {"", self.spec.launch_id}
         except FileNotFoundError:

@@ -36,7 +36,7 @@ def quieten_torchrun() -> None:
 
 
 def tell_failure(error: ChildFailedError) -> int:
-    """Tell what the ranks could not, and return the exit status: that of the rank that failed first, 1 for a signal.
+    """Report what the ranks could not, and return the exit status: that of the rank that failed first, 1 for a signal.
 
     A rank that ends with a status of its own has reported why; of one that a signal has killed a line is written.
     """
@@ -73,7 +73,7 @@ def record_failure(reason: str) -> None:
 def run() -> int:
     """Run torchrun with this process's arguments; return its exit status, that of the rank that failed first.
 
-    After a stop signal, which torchrun passes on and of which the ranks tell, it is 128 and the signal's number.
+    After a stop signal, which torchrun passes on and which the ranks report, it is 128 and the signal's number.
     """
     register()
     quieten_torchrun()

@@ -95,7 +95,7 @@ class HeldOutputs:
 
 
 def _is_step(outputs: EngineCoreOutputs) -> bool:
-    """Tell whether a message holds nothing but the outputs of a step and the scheduler's numbers."""
+    """Return whether a message holds nothing but the outputs of a step and the scheduler's numbers."""
     return (
         bool(outputs.outputs)
         and outputs.utility_output is None
@@ -106,7 +106,7 @@ def _is_step(outputs: EngineCoreOutputs) -> bool:
 
 
 def _says_more(output: EngineCoreOutput) -> bool:
-    """Tell whether an output has more than tokens with log-probs, and how they end. It passes at once."""
+    """Return whether an output has more than tokens with log-probs, and how they end. It passes at once."""
     return (
         output.routed_experts is not None
         or output.events is not None  # with the first token, whose time is that of its message

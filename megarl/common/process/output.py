@@ -40,7 +40,7 @@ class LossyFile(io.RawIOBase):
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Tell whether the descriptor is a terminal."""
+        """Return whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer, /) -> int:

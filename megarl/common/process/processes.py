@@ -64,7 +64,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Tell whether the process still runs; a zombie does not."""
+    """Return whether the process still runs; a zombie does not."""
     state = _stat(process.pid)
     return state is not None and state[1] == process.start_time and state[0] not in "ZX"
 
@@ -92,7 +92,7 @@ def this_place() -> str:
 
 
 def has_ended(process: ProcessId, place: str) -> bool | None:
-    """Tell whether a process of a place (`this_place`) has ended; None if that cannot be seen from here.
+    """Return whether a process of a place (`this_place`) has ended; None if that cannot be seen from here.
 
     Hosts and containers may share a directory: the pids of another place mean nothing here.
     """

@@ -152,11 +152,12 @@ def _shared(directory: Path) -> Iterator[Path]:
     ours = re.compile(rf"sem\.{tag}-.*|{tag}[0-9a-f]{{4,}}" + (rf"|({files})-.*" if files else ""))
     with contextlib.suppress(OSError):  # there is none, or it cannot be listed
         for path in sorted(SHARED_MEMORY.iterdir()):
-            if ours.fullmatch(path.name) and _own(path):
+            if ours.fullmatch(path.name) and is_own(path):
                 yield path
 
 
-def _own(path: Path) -> bool:
+def is_own(path: Path) -> bool:
+    """Return whether a file is there and belongs to this user."""
     try:
         return path.lstat().st_uid == os.getuid()
     except OSError:  # another process has removed it

@@ -82,7 +82,7 @@ def run_secret(run_dir: Path | str) -> bytes:
 
 
 def derived_key(secret: bytes, purpose: str) -> bytes:
-    """Return the key of a secret for one purpose; it tells nothing about the secret or about other keys."""
+    """Return the key of a secret for one purpose; it reveals nothing about the secret or about other keys."""
     return hmac.digest(secret, b"megarl key: " + purpose.encode(), "sha256")
 
 

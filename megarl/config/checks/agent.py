@@ -1,4 +1,4 @@
-"""Checks of the agent's loop and its tools; each problem is told with the way to correct it."""
+"""Checks of the agent's loop and its tools; each problem comes with the way to correct it."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     try:
         info = load_info(source or config.model.path)
     except ValueError as error:
-        if not files or config.model.path.is_dir():  # `_files` has told that it is not there
+        if not files or config.model.path.is_dir():  # `_files` has reported that it is not there
             problems.append(f"model.{key}: {error}{_started_elsewhere(source)}")
         raise ConfigError(list(dict.fromkeys(problems))) from None
     of_model = (
@@ -116,7 +116,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
 
 
 def planned_elsewhere(model: ModelConfig) -> bool:
-    """Tell whether the model is not on this machine, and `model.shape` describes it for a plan."""
+    """Return whether the model is not on this machine, and `model.shape` describes it for a plan."""
     return model.shape is not None and not model.path.exists()
 
 

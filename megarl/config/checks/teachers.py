@@ -24,7 +24,7 @@ def teacher_problems(config: Config, info: ModelInfo, longest: int, *, files: bo
 
     `info`: of the policy; `longest`: the most tokens of a sample. `files`: the teachers' files are on this machine.
     """
-    yield from _name_problems(config)
+    yield from _name_problems([each.name for each in config.teachers], train_sets(config), config.data)
     algorithm = config.algorithm
     if distils_in_loss(config.teachers, algorithm.distill) and algorithm.kl.coef and algorithm.kl.where == "loss":
         yield (
@@ -40,19 +40,17 @@ def teacher_problems(config: Config, info: ModelInfo, longest: int, *, files: bo
             yield from _model_problems(config, teacher, key, info, longest)
 
 
-def _name_problems(config: Config) -> Iterator[str]:
-    names = [each.name for each in config.teachers]
+def _name_problems(names: list[str], sets: list[TrainSet], data: DataConfig) -> Iterator[str]:
     for index, name in enumerate(names):
         if not _NAME.fullmatch(name):
             yield f"teachers.{index}.name: {name!r} names a log file: use letters, digits and _ . -"
         if name in names[:index]:
             yield f"teachers.{index}.name: {name!r} is given twice; rename one"
-    sets = train_sets(config)
     for each in sets:
         if each.teacher is not None and each.teacher not in names:
             known = ", ".join(names) or "none: the list `teachers` is empty"
             yield f"{each.key}.teacher: there is no teacher {each.teacher!r}; known are {known}"
-        elif each.teacher is None and names and not each.demonstrates and not _declined(config.data, each):
+        elif each.teacher is None and names and not each.demonstrates and not _declined(data, each):
             yield (
                 f"{each.key}.teacher: the run has teachers ({', '.join(names)}) and this set names none; name one, or "
                 'set it to "" to train the set on its rewards alone'
@@ -63,7 +61,7 @@ def _name_problems(config: Config) -> Iterator[str]:
 
 
 def _declined(data: DataConfig, chosen: TrainSet) -> bool:
-    """Tell whether a set says that it has no teacher."""
+    """Return whether a set says that it has no teacher."""
     own = {each.name: each.teacher for each in data.sets}.get(chosen.name)
     return own == "" or (own is None and data.teacher == "")
 

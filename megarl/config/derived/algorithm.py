@@ -42,7 +42,7 @@ def advantage_of(algorithm: AlgorithmConfig) -> Chosen[GroupRewards, Advantages]
 
 
 def filters_equal_rewards(algorithm: AlgorithmConfig) -> bool:
-    """Tell whether groups whose rewards are all equal are dropped: as asked, or else if they have no signal."""
+    """Return whether groups whose rewards are all equal are dropped: as asked, or else if they have no signal."""
     asked = algorithm.filter_zero_variance
     return algorithm.advantage not in _BATCH_BASELINES if asked is None else asked
 

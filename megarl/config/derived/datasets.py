@@ -38,7 +38,7 @@ class TrainSet:
         return bool(self.data.demonstration_field)
 
     def used_in(self, step: int) -> bool:
-        """Tell whether groups of a step, counted from 0, may be drawn from the set."""
+        """Return whether groups of a step, counted from 0, may be drawn from the set."""
         return self.from_step <= step and (self.until_step is None or step < self.until_step)
 
     @property

@@ -1,4 +1,4 @@
-"""Resolves `auto` in `algorithm.correction`, and tells which log-prob passes a step needs and when they may be made."""
+"""Resolves `auto` in `algorithm.correction`, and lists which log-prob passes a step needs and when they may be made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _rejects_before_updates(correction: CorrectionConfig) -> bool:
 
 
 def interpolates_proximal(correction: CorrectionSpec | None) -> bool:
-    """Tell whether the proximal policy's log-probs are interpolated inside each update."""
+    """Return whether the proximal policy's log-probs are interpolated inside each update."""
     return correction is not None and correction.proximal == "loglinear"
 
 
@@ -66,7 +66,7 @@ def correction_problems(config: Config) -> Iterator[str]:
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
-    """Tell whether the trainer computes the old log-probs in a pass of its own before the updates of a step.
+    """Return whether the trainer computes the old log-probs in a pass of its own before the updates of a step.
 
     With a correction they are those of the weights before the first update. If there is only one, its own forward pass
     gives them, unless masks have to be known before it.

@@ -158,7 +158,7 @@ def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | 
 
 
 def _shared(trainer: TrainerConfig, rollout: RolloutConfig) -> bool:
-    """Tell whether both pools are on the same nodes (`rollout.nodes`)."""
+    """Return whether both pools are on the same nodes (`rollout.nodes`)."""
     if rollout.nodes != "auto":
         return rollout.nodes == "shared"
     per_node = trainer.gpus_per_node is not None and rollout.gpus_per_node is not None

@@ -56,7 +56,7 @@ class Pace:
         return (updates + self.max_staleness + 1) // self.updates_per_step
 
     def publishes_after(self, steps_done: int) -> bool:
-        """Tell whether the weights are published after the first `steps_done` steps of a history."""
+        """Return whether the weights are published after the first `steps_done` steps of a history."""
         return steps_done * self.updates_per_step % self.sync_interval == 0
 
 
@@ -182,11 +182,11 @@ def group_deadline_s(config: Config) -> float | None:
     return rollout.group_deadline_s
 
 
-# Tells whether evaluations go on alongside training, and lists what is wrong with the section `evaluation`.
+# Whether evaluations go on alongside training, and lists what is wrong with the section `evaluation`.
 
 
 def evaluates_beside_training(config: Config) -> bool:
-    """Tell whether the trainer goes on while an evaluation runs.
+    """Return whether the trainer goes on while an evaluation runs.
 
     By default it does where generation runs ahead of training: engines generate while the trainer works anyway, and
     would otherwise fill the queue and stand still while it waits for the evaluation. A synchronous run keeps evaluating

@@ -22,7 +22,7 @@ def teachers_by_set(config: Config) -> dict[str, TeacherConfig]:
 
 
 def distils_in_loss(teachers: Sequence[TeacherConfig], distill: DistillConfig) -> bool:
-    """Tell whether the loss has a term of the KL to teachers."""
+    """Return whether the loss has a term of the KL to teachers."""
     return bool(teachers) and distill.where == "loss"
 
 

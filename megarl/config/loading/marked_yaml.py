@@ -65,7 +65,7 @@ def _comment(text: str, indent: str) -> list[str]:
 
 
 def _is_set(section: BaseModel) -> bool:
-    """Tell whether the user has set any key of a section, or of one inside it."""
+    """Return whether the user has set any key of a section, or of one inside it."""
     values = [getattr(section, name) for name in section.model_fields_set]
     return any(not isinstance(value, BaseModel) or _is_set(value) for value in values)
 

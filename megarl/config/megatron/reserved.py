@@ -33,7 +33,7 @@ def transformer_fields(trainer: TrainerConfig, megatron: MegatronConfig) -> dict
 
 
 def passes_recompute(megatron: MegatronConfig) -> bool:
-    """Tell whether `megatron.transformer` decides about recomputation, so that `trainer.recompute` does not."""
+    """Return whether `megatron.transformer` decides about recomputation, so that `trainer.recompute` does not."""
     return any(name.startswith("recompute_") for name in megatron.transformer)
 
 

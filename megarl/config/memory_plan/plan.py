@@ -186,7 +186,7 @@ def _teacher_problems(sections: Sequence[TeacherConfig], teachers: Sequence[Teac
 
 
 def _fused(cuda: bool) -> bool:
-    """Tell whether the plan is for Transformer Engine's layers.
+    """Return whether the plan is for Transformer Engine's layers.
 
     On a machine with GPUs that depends on its installation; for a plan on a machine without GPUs it is assumed.
     """
@@ -354,7 +354,8 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     yield "weights", str(pace_of(plan.config))
     yield "checkpoints", _checkpoints(plan.config.checkpoint)
     yield "recompute", _recompute(plan.config.trainer, plan.config.megatron)
-    yield "group deadline", _deadline(plan.config)
+    deadline_s, bound_s = group_deadline_s(plan.config), plan.config.timeouts.generate_s
+    yield "group deadline", _deadline(deadline_s, bound_s, plan.config.rollout)
     yield "sequence", f"up to {plan.max_sequence_tokens} tokens, {plan.max_response_tokens} of them response"
     if plan.engine.kv_tokens is not None:
         room, each = plan.engine.kv_tokens, plan.engine.kv_bytes_per_token
@@ -401,15 +402,14 @@ def _micro_batch(plan: RunPlan) -> str:
     return f"up to {tokens} tokens{more}"
 
 
-def _deadline(config: Config) -> str:
-    seconds, bound = group_deadline_s(config), config.timeouts.generate_s
+def _deadline(seconds: float | None, bound: float, rollout: RolloutConfig) -> str:
     if seconds is None:
         return (
             f"none; a response that takes {bound:g} s (timeouts.generate_s) fails its group, or ends the run if the "
             "trainer has waited for it from its start"
         )
-    default = "" if config.rollout.group_deadline_s is not None else ", nine tenths of timeouts.generate_s"
-    end = "are cut" if config.rollout.on_group_deadline == "cut" else "fail their group"
+    default = "" if rollout.group_deadline_s is not None else ", nine tenths of timeouts.generate_s"
+    end = "are cut" if rollout.on_group_deadline == "cut" else "fail their group"
     return f"{seconds:g} s after its start{default}; responses that are unfinished then {end}"
 
 

@@ -58,7 +58,7 @@ class ModelInfo:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Tell whether global layer `layer` (counted from 0) is a mixture of experts."""
+        """Return whether global layer `layer` (counted from 0) is a mixture of experts."""
         return bool(self.moe_layers) and self.moe_layers[layer]
 
     @property

@@ -56,7 +56,7 @@ class Rule:
     of this kind. `arrange`: the order of the sources' slices in the full tensor; by default one source after the
     other. `per_source`: each rank holds its chunk of every source (gate and up) instead of a chunk of the
     concatenation. `pad_to_tp`: zero rows make the axis divisible (vocabulary). `buffer`: a persistent fp32 buffer
-    instead of a parameter; it stays fp32 in every precision. `when`: tells whether a model has the parameter.
+    instead of a parameter; it stays fp32 in every precision. `when`: says whether a model has the parameter.
     """
 
     megatron: str

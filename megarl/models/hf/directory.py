@@ -195,7 +195,7 @@ def check_tensors(
 
 
 def is_left_out(name: str, info: ModelInfo) -> bool:
-    """Tell whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
+    """Whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
     return name.startswith(FAMILIES[info.family].left_out(info))
 
 

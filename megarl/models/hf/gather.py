@@ -275,7 +275,7 @@ class Gather:
             self._works.append((work, sent))
 
     def done(self, timeout_s: float | None) -> bool:
-        """Wait at most `timeout_s` seconds for the messages, and tell whether all of them have been transferred.
+        """Wait at most `timeout_s` seconds for the messages, and return whether all of them have been transferred.
 
         None waits as long as the group's own timeout lets it.
 
@@ -336,7 +336,7 @@ class GlooWaiter:
     """Waits for gloo's messages in a daemon thread, in the order of the calls. The thread ends when there are none.
 
     gloo's sends and receives (torch 2.13) never become complete by polling, and a wait that times out closes all
-    connections of the group. So only a thread that waits as long as the group allows can tell when they end.
+    connections of the group. So only a thread that waits as long as the group allows knows when they end.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ WINDOW_BLOCK = 256  # query rows of a block, for attention in a sliding window
 
 
 def use_transformer_engine() -> bool:
-    """Tell whether models are built from Transformer Engine modules: on CUDA, if it is installed."""
+    """Return whether models are built from Transformer Engine modules: on CUDA, if it is installed."""
     return platforms.current().is_cuda and importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -287,7 +287,7 @@ class BatchSource:
     def _read_for_replica(self, rebuilds: int, question: Callable[[QueueReader], T], codec: Codec[T]) -> T | None:
         """Read the queue on the leader and return the result on every rank of its replica; None if the queue has died.
 
-        `rebuilds` tells which queue. Raises what `question` raised on the leader, and PeerFailedError on the other
+        `rebuilds` says which queue. Raises what `question` raised on the leader, and PeerFailedError on the other
         ranks of its replica.
         """
         own: T | None = None
@@ -308,7 +308,7 @@ class BatchSource:
         return self._channel.in_replica(own, codec)
 
     def _keep(self, ready: BatchReady, *, lost: bool) -> bool:
-        """Tell on every rank whether all have read what they need of the batch, which is then held until its commit.
+        """Return on every rank whether all have read what they need of the batch, which is then held until its commit.
 
         `lost`: this rank has not. False also if the controller that gave the batch has died meanwhile: the new one does
         not know of it. Such a batch must be dropped by all ranks, and taken again.
@@ -370,7 +370,7 @@ class BatchSource:
                 self._queue.close()
 
     def _end(self, timeout_s: float) -> bool:
-        """Close the channel and wait for the thread; tell whether it has ended. Its failure is logged."""
+        """Close the channel and wait for the thread; return whether it has ended. Its failure is logged."""
         preparation, self._next = self._next, None
         if preparation is None:
             return True

@@ -25,7 +25,7 @@ class Evaluations:
     key = "evaluations"
 
     def __init__(self, config: Config, pool: RolloutClient, recorder: Recorder, stopped: Callable[[], bool]) -> None:
-        """`stopped`: tells on rank 0 whether the run was asked to stop; an evaluation that is waited for then ends."""
+        """`stopped`: says on rank 0 whether the run was asked to stop; an evaluation that is waited for then ends."""
         self._config, self._pool, self._recorder, self._stopped = config, pool, recorder, stopped
         self._beside_training = evaluates_beside_training(config)
         self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0

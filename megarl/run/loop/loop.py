@@ -126,7 +126,7 @@ def publish(session: Session, *, drain: bool = True) -> None:
 
 
 def publishes_early(session: Session, step: int, timings: Mapping[str, float]) -> bool:
-    """Tell whether the weights are published out of turn after `step`. `timings`: those of its batch.
+    """Return whether the weights are published out of turn after `step`. `timings`: those of its batch.
 
     They are before an evaluation, the one at the end of the run included, and if replicas were lost: a new replica has
     no weights, and gets them by a publication, until which it refuses to generate.
@@ -135,6 +135,6 @@ def publishes_early(session: Session, step: int, timings: Mapping[str, float]) -
 
 
 def evaluation_due(session: Session, steps_done: int) -> bool:
-    """Tell whether an evaluation is due: every `evaluation.every` steps, and after the last one."""
+    """Return whether an evaluation is due: every `evaluation.every` steps, and after the last one."""
     every = session.config.evaluation.every
     return steps_done == session.config.run.steps or (bool(every) and steps_done % every == 0)

@@ -186,7 +186,7 @@ class RunMonitor:
         self._open &= set(self._monitor.active)
 
     def _do(self, alarm: Alarm, version: int) -> str:
-        """Do what an alarm asks for, and return what was done. The user is told when an alarm begins or acts."""
+        """Do what an alarm asks for, and return what was done. The user is warned when an alarm begins or acts."""
         action = alarm.rule.action
         if action == "quarantine":
             if self._quarantines[alarm.subject] >= MOST_QUARANTINES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 from megarl.cluster.client.pool_client import PoolClient
@@ -80,11 +81,11 @@ class RolloutClient:
         self._ask(lambda pool: pool.drain(), _NOTHING)
 
     def announce(self, version: int) -> None:
-        """Tell the controller that engines are about to be given `version`. Not collective: only rank 0 acts."""
+        """Report to the controller that engines are about to be given `version`. Not collective: only rank 0 acts."""
         self._call(lambda pool: pool.announce(version))
 
     def set_version(self, version: int) -> None:
-        """Tell the controller that every engine serves `version`. Not collective: only rank 0 acts.
+        """Report to the controller that every engine serves `version`. Not collective: only rank 0 acts.
 
         If generation runs ahead, it then starts the groups that the version allows.
         """
@@ -99,33 +100,22 @@ class RolloutClient:
         self._call(lambda pool: pool.admit(needed))
 
     def quarantine(self, replica: int, reason: str) -> bool:
-        """Take a replica out until the next publication has replaced it, and tell the user; False if that cannot be.
+        """Take a replica out until the next publication has replaced it, and warn the user; False if that cannot be.
 
         Not collective: only rank 0 acts, and True elsewhere.
         """
-        told = self._call(lambda pool: pool.quarantine(replica, reason))
-        if told is not None:
-            self._recorder.say(f"{reason}; {told[1]}")
-        return told is None or told[0]
+        answer = self._call(lambda pool: pool.quarantine(replica, reason))
+        if answer is not None:
+            self._recorder.say(f"{reason}; {answer[1]}")
+        return answer is None or answer[0]
 
     def commit(self, step: int, plan: StepPlan) -> Counters | None:
-        """Tell the controller how every group of the step ended; it then frees the rows that it does not use again.
+        """Report how every group of the step ended; the controller then frees the rows that it does not use again.
 
         Return what the controller has counted since the start of the history. Not collective: only rank 0 acts, and
         None elsewhere.
         """
-        outcome = plan.outcome
-        return self._call(
-            lambda pool: pool.commit(
-                step,
-                trained=outcome.trained,
-                filtered=outcome.filtered,
-                dropped_stale=outcome.dropped_stale,
-                failed=outcome.failed,
-                reused=outcome.reused,
-                ended=plan.ended,
-            )
-        )
+        return self._call(lambda pool: pool.commit(step, **asdict(plan.outcome), ended=plan.ended))
 
     def evaluate(
         self, version: int, label: str, stopped: Callable[[], bool]
@@ -149,7 +139,7 @@ class RolloutClient:
     def take_evaluations(self) -> list[FinishedEvaluation]:
         """Return the evaluations that have finished since the last call, on rank 0; [] elsewhere. Not collective."""
         finished = self._call(lambda pool: pool.take_evaluations()) or []
-        assert not isinstance(finished, PublicationNeeded)  # only a trainer that waits is told that
+        assert not isinstance(finished, PublicationNeeded)  # only a trainer that waits gets that
         return finished
 
     def finish_evaluations(self) -> list[FinishedEvaluation] | PublicationNeeded:
@@ -170,7 +160,7 @@ class RolloutClient:
         return self._call(lambda pool: pool.state_dict()) or {}
 
     def saved(self, step: int) -> None:
-        """Tell the controller that the checkpoint of `step` steps is complete. Not collective: only rank 0 acts."""
+        """Report that the checkpoint of `step` steps is complete. Not collective: only rank 0 acts."""
         if step != self._saved:
             self._call(lambda pool: pool.saved(step))
             self._saved = step

@@ -31,7 +31,7 @@ REPORT_S = 2.0
 
 
 def end_before_start(*, speaks: bool) -> None:
-    """End this process at the first stop signal from now on, because nothing has started; then tell the user.
+    """End this process at the first stop signal from now on, because nothing has started; then say so.
 
     `speaks`: of all ranks only one should. The terminal is the standard error of now, also if it is redirected later.
     `StopSignals.install` takes the signals over.
@@ -55,7 +55,7 @@ class StopSignals:
     def __init__(
         self, run_dir: Path, checkpoints: Path, terminal: TextIO, *, speaks: bool, mine: Holder | None = None
     ) -> None:
-        """`speaks`: tell the user what happens; of all ranks only one should.
+        """`speaks`: say to the user what happens; of all ranks only one should.
 
         `mine`: the holder of `run_dir` that this rank belongs to. Nothing is written there once another run holds it.
         """
@@ -152,7 +152,7 @@ class StopVote:
         self._signals.run_has_begun()
 
     def asked(self) -> bool:
-        """Tell whether this rank knows of a request. Not collective."""
+        """Return whether this rank knows of a request. Not collective."""
         self._request = stop_reason(self._run_dir) if self._peers.is_first else None
         return self._signals.raised or self._request is not None
 

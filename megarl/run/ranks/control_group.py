@@ -138,7 +138,7 @@ class ControlGroup:
         torch.distributed.barrier(self.group)
 
 
-# How often a rank that waits for a batch looks whether it is asked to stop, and tells the other ranks that it waits.
+# How often a rank that waits for a batch looks whether it is asked to stop, and shows the others that it waits.
 SLICE_S = 2.0
 LEAST_S = 0.05  # the shortest question, if a bound has nearly passed
 

@@ -57,7 +57,7 @@ class PeerFailedError(RuntimeError):
 class FailureReport:
     """Makes the first rank that fails report to the user and the others only log: one cause gives one message.
 
-    Once another run has taken the directory nothing is written there, and every rank that fails tells the user.
+    Once another run has taken the directory nothing is written there, and every rank that fails informs the user.
     """
 
     def __init__(self, run_dir: Path, rank: int, mine: Holder | None = None) -> None:

@@ -4,7 +4,7 @@ A rank that is stopped, hangs with Python's lock in its hands, or has lost its h
 collective for the longest time that a healthy run may need. So each rank posts a stamp every INTERVAL_S from a thread
 of its own. Rank 0 looks at the stamps of all others, and they look at that of rank 0, which also serves the store. So
 the requests of all ranks together grow with their number, and not with its square. A rank that is silent for
-`timeouts.node_s` is reported as the run's failure and told to all ranks; those on its host kill it, and all end.
+`timeouts.node_s` is reported as the run's failure and announced to all ranks; those on its host kill it, and all end.
 
 A healthy rank posts nothing while its main thread computes, or waits for a disk, in one long call that keeps Python's
 lock. After half of the bound the other ranks of its host look for that in /proc, and vouch for it. Silence is measured
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names of what is told to all ranks: those that may be silent, the longest first, and the one that ends the run.
+# Names of what is announced to all ranks: those that may be silent, the longest first, and the one that ends the run.
 SUSPECTS, SILENT = "suspects", "silent rank"
 COMPLAIN_S = 30.0  # between two log lines about the same trouble
 ENDED = "ended"  # the stamp of a rank that needs nobody any more
@@ -59,7 +59,7 @@ def busy(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Stamp:
-    """The facts that a rank tells of itself. `beat` increases by 1 with each stamp; `step`: None at its start."""
+    """The facts that a rank posts of itself. `beat` increases by 1 with each stamp; `step`: None at its start."""
 
     host: str
     pid: int
@@ -140,7 +140,7 @@ def own_stamp(beat: int, step: int | None) -> Stamp:
 
 INTERVAL_S = 2.0  # between two stamps of a rank, and between two looks
 CONNECT_S = 5.0  # for a new connection to the store
-MOST_SUSPECTS = 64  # that are told at once; those that nobody vouches for become the first ones
+MOST_SUSPECTS = 64  # that are announced at once; those that nobody vouches for become the first ones
 COMPUTES = ("R", "D")  # states of a main thread that computes, or waits for a disk
 
 Sign = tuple[str, str]  # a rank's stamp, and what else is known of it: any change is a sign of life
@@ -186,7 +186,7 @@ class RankWatch:
         report: Callable[[SilentRankError], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`connect`: opens a connection to the ranks' store. `report`: tells the user why the run ends."""
+        """`connect`: opens a connection to the ranks' store. `report`: gets the reason why the run ends."""
         self._rank, self._world, self._connect, self._report = rank, world, connect, report
         self._watched = range(1, world) if rank == 0 else range(1)
         self._bound_s, self._shutdown_s = timeouts.node_s, timeouts.shutdown_s
@@ -217,7 +217,7 @@ class RankWatch:
         self._step = step
 
     def close(self) -> None:
-        """Tell the others that this rank ends, and watch nobody any more. Call it when no rank is waited for."""
+        """Announce that this rank ends, and watch nobody any more. Call it when no rank is waited for."""
         self._closed.set()
         for thread in self._threads:
             thread.join(2 * CONNECT_S)
@@ -272,7 +272,7 @@ class RankWatch:
                 return
             if (silent := self.silent()) is not None:
                 self._report(SilentRankError(silent.describe()))
-                self._found = silent  # from now on the others are told
+                self._found = silent  # which the others learn from now on
                 self._end(silent)
                 return
 

@@ -11,7 +11,6 @@ import msgspec
 
 from megarl.common.files import last_bytes
 from megarl.common.rundir import rotating_lines
-from megarl.config.schema import Config
 from megarl.run.ranks.failure import PeerFailedError, describe
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import rank_process
@@ -49,9 +48,9 @@ class StepEvents:
             events.record(name, begin, end, step=self._step)
 
 
-def begin_events(config: Config, rank: int) -> None:
-    """Begin to record the events of this rank."""
-    events.open_events(config.telemetry.events_mib, config.run_dir, rank_process(rank))
+def begin_events(run_dir: Path, rank: int, mib: float) -> None:
+    """Begin to record the events of this rank, in a file of at most `mib` MiB."""
+    events.open_events(mib, run_dir, rank_process(rank))
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank == 0 and restarts:
         events.recovery("ranks", f"torchrun has started the ranks again (restart {restarts})")

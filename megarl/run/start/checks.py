@@ -98,7 +98,7 @@ CHECKED_BY_VARIABLE = "MEGARL_CHECKED_BY"  # the pid of a `megarl train` that ha
 def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:
     """Try what the run will open and call; return what it has found. Raises ConfigError that lists every problem.
 
-    With `tell` every wrong row of the data files is told when it is found, and the problems have ten of each kind.
+    With `tell` every wrong row of the data files is shown when it is found, and the problems have ten of each kind.
     Of large files the first rows are checked, with `tell` all.
     """
     found = start_findings(config, info, tell)
@@ -137,10 +137,10 @@ def _tokenizer_and_agent(config: Config, info: ModelInfo, first: Mapping[str, Pr
 
 
 def mark_checked(environment: MutableMapping[str, str]) -> None:
-    """Tell the ranks of the torchrun that this process becomes that `check_start` has passed."""
+    """Show the ranks of the torchrun that this process becomes that `check_start` has passed."""
     environment[CHECKED_BY_VARIABLE] = str(os.getpid())
 
 
 def is_checked(environment: Mapping[str, str]) -> bool:
-    """Tell whether the process that has started this rank has passed `check_start`."""
+    """Return whether the process that has started this rank has passed `check_start`."""
     return environment.get(CHECKED_BY_VARIABLE) == str(os.getppid())

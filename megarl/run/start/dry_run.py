@@ -140,7 +140,7 @@ def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> I
 
 
 def _names(tree: object, key: str) -> bool:
-    """Tell whether a tree of plain values has a dotted key, in which numbers are places in lists."""
+    """Return whether a tree of plain values has a dotted key, in which numbers are places in lists."""
     node: Any = tree  # of any type, as YAML has it
     for name in key.split("."):
         if isinstance(node, list) and name.isdigit() and int(name) < len(node):

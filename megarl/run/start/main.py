@@ -43,6 +43,7 @@ from megarl.run.start.torchrun_hints import (
     SAFE_TORCHRUN,
     claim_for_ranks,
     holder_for_ranks,
+    is_restart,
     notice_of_open_stores,
     refuse_open_stores,
 )
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_intermixed_args(arguments)
     begin_start()
-    rank = int(os.environ.get("RANK", "0"))
+    rank, restarted = int(os.environ.get("RANK", "0")), is_restart(os.environ)
     end_before_start(speaks=_tells_of_signals(rank))
     try:
         overrides = run_overrides(options)
@@ -72,15 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         plan = make_plan(config)
         _check_launch(plan.pools.nodes, config.trainer.gpus, config.run_dir)
-        if not _is_restart() and (told := already_finished(config)) is not None:
+        if not restarted and (told := already_finished(config)) is not None:
             if rank == 0:
                 sys.stderr.write(f"megarl: {told}\n")
             return
-        if rank == 0 and not _is_restart():
+        if rank == 0 and not restarted:
             check_endpoint(config.telemetry)
             if not is_checked(os.environ):  # by `megarl train`
                 check_start(config, plan.info, mistake_printer(options)).tell_start(sys.stderr)
-        claim = claim_for_ranks(config.run_dir, config.timeouts.node_s, rank, force=options.force and not _is_restart())
+        claim = claim_for_ranks(config.run_dir, config.timeouts.node_s, rank, force=options.force and not restarted)
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
             # Rank 0 reports the mistake. torchrun ends all ranks when the first one exits, so rank 0 must exit first.
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tells_of_signals(rank: int) -> bool:
-    """Tell whether this rank says what a stop signal does: of all ranks rank 0, unless a launch script has started it.
+    """Whether this rank says what a stop signal does: of all ranks rank 0, unless a launch script has started it.
 
     The launch script and the node's agent say it then, and record it: a rank's own signals come from that agent.
     """
@@ -160,7 +161,7 @@ def _run(
 ) -> int:
     """Take RUN_DIR over and train; return the exit code. Raises what ends the run.
 
-    `report`: tells the user of a failure, once.
+    `report`: reports a failure to the user, once.
     """
     if claim is not None:
         claim.renew_in_background(lambda other: _end_without_a_trace(other, config.run_dir, terminal))
@@ -193,7 +194,7 @@ def _take_over(config: Config) -> Path | None:
         (config.run_dir / "error.txt").unlink(missing_ok=True)
     else:
         moved = set_aside(config.run_dir)
-    if _is_restart() or LAUNCH_ID_VARIABLE in os.environ:
+    if is_restart(os.environ) or LAUNCH_ID_VARIABLE in os.environ:
         # A stop request that exists is for this run: torchrun has restarted it, or its launch script has checked.
         (config.run_dir / run_files.EXIT_FILE).unlink(missing_ok=True)
     else:
@@ -233,7 +234,8 @@ def _train(
     store = join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
     if rank == 0:
         tell_seconds_to_stop(os.environ, stop_seconds(config.launch, config.timeouts), config.timeouts.collective_s)
-    begin_events(config, rank)  # after rank 0 has moved those of an earlier run aside
+    # After rank 0 has moved those of an earlier run aside.
+    begin_events(config.run_dir, rank, config.telemetry.events_mib)
     if rank == 0:
         device = torch.cuda.get_device_name() if platform.is_cuda else "cpu"
         run_files.write_start(config.run_dir, device)
@@ -249,7 +251,7 @@ def _train(
         train(session)
         session.finish()
     except BaseException as error:
-        session.recorder.show_notices()  # they may tell the cause
+        session.recorder.show_notices()  # they may name the cause
         report_and_close(error, report, partial(session.close, keep_pool=_restarts_left()))
         raise
     session.close()
@@ -265,13 +267,8 @@ def _own_device(plan: RunPlan, local_rank: int) -> int:
     return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
 
 
-def _is_restart() -> bool:
-    """Tell whether torchrun has started the ranks of this run before."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def _restarts_left() -> bool:
-    """Tell whether torchrun (--max-restarts) will start the ranks again, which then continue with the same pool."""
+    """Return whether torchrun (--max-restarts) will start the ranks again, which then continue with the same pool."""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return count < most
 

@@ -1,4 +1,4 @@
-"""Refuses open stores of torchrun over several hosts, and tells how to start the same run without open ports."""
+"""Refuses open stores of torchrun over several hosts, and says how to start the same run without open ports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[st
     `environment`: that of a rank; `arguments`: its script and what follows it. None also for a rank that torchrun has
     restarted, because the notice was shown at its first start, and for one that torchrun has not started.
     """
-    if not _is_open(environment) or _is_restart(environment):
+    if not _is_open(environment) or is_restart(environment):
         return None
     return (
         "this torchrun listens on all interfaces of the host, and with its own rendezvous whoever reaches the port can "
@@ -85,11 +85,12 @@ def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str],
 
 
 def _is_open(environment: Mapping[str, str]) -> bool:
-    """Tell whether a torchrun with another rendezvous has started this rank."""
+    """Return whether a torchrun with another rendezvous has started this rank."""
     return "TORCHELASTIC_RUN_ID" in environment and environment.get(SERVED_BY_VARIABLE) != str(os.getppid())
 
 
-def _is_restart(environment: Mapping[str, str]) -> bool:
+def is_restart(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun has started the ranks of this run before."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 

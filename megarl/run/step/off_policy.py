@@ -157,7 +157,7 @@ class StepMeasures:
 
 
 def engine_against_trainer(values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return what the first update of a step tells about the engine's log-probs (old) and the trainer's (new).
+    """Return what the first update of a step says about the engine's log-probs (old) and the trainer's (new).
 
     Without a correction its ratio compares them. With one, its ratio has the trainer's log-probs on both sides.
     """

@@ -82,7 +82,7 @@ def mini_batch_counts(
 ) -> GlobalCounts:
     """Return the counts of the trained tokens of a mini-batch over all ranks.
 
-    `kept`: the tokens that each sample trains, if masks have taken some out; None: those that the tags tell.
+    `kept`: the tokens that each sample trains, if masks have taken some out; None: those of the tags.
     """
     trained = {sample.key for group in plan.shaped.groups for sample in group if sample.trained}
     keys = [key for part in mini_batch for key in part if key in trained]

@@ -165,7 +165,7 @@ def _refuse_bad_logprobs(plan: StepPlan) -> None:
 def _refuse_bad_passes(samples: Mapping[str, TrainSample], streams: Sequence[str]) -> None:
     """Raise NonFiniteError, on every rank, if a pass of the trainer has given a log-prob that is not finite.
 
-    The loss would tell it too, but perhaps only after a first update of the step.
+    The loss would show it too, but perhaps only after a first update of the step.
     """
     own = [
         key

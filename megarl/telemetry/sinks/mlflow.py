@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
 from megarl.common.rundir.run_files import Status
+from megarl.common.values import JsonValue, leaves
 from megarl.config.schema import Config
 from megarl.telemetry.sinks.remote_sink import LostRecords, Record, RemoteSink, own_id
 
@@ -27,11 +28,11 @@ ID_TAG = "megarl.run"
 # Of the server, per request (mlflow.utils.validation); the length of a parameter is that of servers before 2.0.
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER, _LONGEST_KEY = 1000, 100, 500, 250
 _MOST_KEYS = 4096  # names of metrics whose keys are kept; every step has the same ones
-# Unless the user has set them. The sink sends again by itself, and nobody is told of a request before MLflow gives up.
+# Unless the user has set them. The sink sends again by itself, and nobody hears of a request before MLflow gives up.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # s; 120 by default
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # 7 by default, with pauses of minutes
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # MLflow 3 would tell its makers of each use
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # MLflow 3 would report each use to its makers
 }
 _STATUS = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED", None: "FAILED"}
 _NEVER_TAKEN = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
@@ -97,8 +98,8 @@ class MlflowSink(RemoteSink):
             tags = {ID_TAG: self._id, "run_dir": str(self._config.run_dir), "megarl_version": version("megarl")}
             run_id = client.create_run(experiment, run_name=self._config.run.name, tags=tags).info.run_id
         if not found or not found[0].data.params:
-            parameter = self._mlflow.entities.Param
-            parameters = [parameter(key, value) for key, value in parameters_of(self._config).items()]
+            parameter, settings = self._mlflow.entities.Param, self._config.model_dump(mode="json")
+            parameters = [parameter(key, value) for key, value in parameters_of(settings).items()]
             for some in _in_parts(parameters, _MOST_PARAMETERS):
                 client.log_batch(run_id, params=some)
         self._run_id = run_id
@@ -122,21 +123,12 @@ def key_of(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)[:_LONGEST_KEY]
 
 
-def parameters_of(config: Config) -> dict[str, str]:
-    """Return the config by dotted key, long values cut."""
-    return {key_of(key): value[:_LONGEST_PARAMETER] for key, value in _flat(config.model_dump(mode="json"), "")}
-
-
-def _flat(content: object, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the leaves of JSON content with their dotted keys."""
-    if isinstance(content, Mapping) and content:
-        for name, value in content.items():
-            yield from _flat(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(content, list) and content:
-        for index, value in enumerate(content):
-            yield from _flat(value, f"{key}.{index}")
-    else:
-        yield key, content if isinstance(content, str) else json.dumps(content)
+def parameters_of(settings: JsonValue) -> dict[str, str]:
+    """Return the leaves of a config by dotted key, long values cut."""
+    return {
+        key_of(key): (value if isinstance(value, str) else json.dumps(value))[:_LONGEST_PARAMETER]
+        for key, value in leaves(settings)
+    }
 
 
 def _in_parts(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:

@@ -128,7 +128,7 @@ class PrometheusSink(Collector):
 
 
 def _goes_with_its_step(name: str) -> bool:
-    """Tell whether a value says nothing about later steps. An evaluation does, until the next one of its set."""
+    """Return whether a value says nothing about later steps. An evaluation does, until the next one of its set."""
     return bool(names.place_of(name)[0].labels) and not name.startswith("eval/")
 
 

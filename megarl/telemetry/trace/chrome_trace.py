@@ -60,7 +60,7 @@ class TraceWindow:
         return cls(low, high, begin, end)
 
     def shows(self, event: RunEvent) -> bool:
-        """Tell whether an event is shown."""
+        """Return whether an event is shown."""
         if event.step is not None:
             return self.first <= event.step <= self.last
         return event.end >= self.begin and event.begin < self.end

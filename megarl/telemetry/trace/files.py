@@ -68,7 +68,7 @@ class Rollback:
     since: float
 
     def discards(self, begin: float, step: int | None) -> bool:
-        """Tell whether what began at `begin`, for `step` if it is of one, is of the work that the resume discarded."""
+        """Whether what began at `begin`, for `step` if it is of one, is of the work that the resume discarded."""
         if begin >= self.at:
             return False
         return begin >= self.since if step is None else step > self.step
@@ -169,7 +169,7 @@ class _OpenPart(JsonLines):
 
 
 def _untouched(path: Path, since: float) -> bool:
-    """Tell whether a file was last written before `since`, by the clock of the file server."""
+    """Return whether a file was last written before `since`, by the clock of the file server."""
     try:
         return path.stat().st_mtime < since
     except FileNotFoundError:

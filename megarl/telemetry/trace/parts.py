@@ -86,7 +86,7 @@ class PartWriter:
             left = left[written:]
 
     def _is_there(self) -> bool:
-        """Tell whether the open file is the one at its path."""
+        """Return whether the open file is the one at its path."""
         assert self._file is not None
         try:
             found, own = os.stat(self._name.path(self._run_dir)), os.fstat(self._file)

@@ -86,7 +86,7 @@ class SyncStore:
         return self._verified(key, self._store.get(key))
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys are set."""
+        """Return whether all keys are set."""
         return bool(self._store.check(list(keys)))
 
     def drop(self, key: str) -> None:

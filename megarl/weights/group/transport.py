@@ -106,7 +106,7 @@ class Group:
         self.deadline = self._started = time.monotonic()
 
     def aborted(self) -> bool:
-        """Tell whether a member has ended the current stage because it failed."""
+        """Return whether a member has ended the current stage because it failed."""
         return self.abort_reason is not None
 
     @property
@@ -239,7 +239,7 @@ class Group:
         self.store.put_once(end_key(self.stage), {"abort": reason})
 
     def fail(self, error: BaseException) -> None:
-        """End the stage for all members because of a failure of this one, which its answer tells, and leave the group.
+        """End the stage for all members because of a failure of this one, which its answer names, and leave the group.
 
         A leader that cannot be reached raises nothing here.
         """
@@ -313,7 +313,7 @@ class PendingBroadcast:
             group.progress.work(f"works after bucket {self._bucket + 1} of {group.buckets}")
 
     def _done(self) -> bool:
-        """Wait at most POLL_S, and tell whether the broadcast has ended."""
+        """Wait at most POLL_S, and return whether the broadcast has ended."""
         if self._group.on_streams:
             deadline = time.monotonic() + POLL_S
             while not self._work.is_completed():
@@ -339,7 +339,7 @@ def end_forming(store: SyncStore, generation: int, reason: str | None) -> None:
 
 
 def forming_failed(store: SyncStore, generation: int) -> bool:
-    """Tell whether the forming of a generation's group was ended by an error."""
+    """Return whether the forming of a generation's group was ended by an error."""
     ends = (store.get(end_key(f"g{generation}/{stage}")) for stage in ("ready", "connect"))
     return any(end is not None and "abort" in end for end in ends)
 

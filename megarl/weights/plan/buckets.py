@@ -97,7 +97,7 @@ class BucketPlan:
         return sum(spec.nbytes for spec in self.specs)
 
     def is_split(self, bucket: Bucket) -> bool:
-        """Tell whether the bucket holds a part of a tensor larger than a bucket; it then holds nothing else."""
+        """Return whether the bucket holds a part of a tensor larger than a bucket; it then holds nothing else."""
         return any(piece.nbytes < self.specs[piece.tensor].nbytes for piece in bucket.pieces)
 
     @property

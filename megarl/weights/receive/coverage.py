@@ -1,4 +1,4 @@
-"""Tells which weights of a vLLM model a sync has not written, although the model computes with them.
+"""Finds which weights of a vLLM model a sync has not written, although the model computes with them.
 
 An engine that starts with dummy weights has random numbers in every tensor. A tensor that no sync brings keeps them
 without an error: vLLM's loaders do not miss a name, and a fused weight counts as loaded after any of its parts.
@@ -67,7 +67,7 @@ class LoadCoverage:
     def follow_reload(self) -> None:
         """Count in the meta tensors of a layer-wise reload, on which it calls every loader first.
 
-        What it writes into the live weights tells nothing: it copies each weight whole.
+        What it writes into the live weights means nothing: it copies each weight whole.
         """
         meta = {name: tensor for name, tensor in _loadable(self._model) if tensor.is_meta}
         for key, names in self._names.items():
@@ -99,8 +99,8 @@ class LoadCoverage:
         address = target.data_ptr()
         place = bisect_right(self._starts, address) - 1
         if place >= 0 and target.numel():
-            start, counter = self._live[place]
-            if address < _stop(start, counter.tensor):
+            _, counter = self._live[place]
+            if address < span(counter.tensor)[1]:
                 counter.add(target)
 
     def missing(self) -> list[str]:
@@ -156,7 +156,7 @@ def _loadable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}".lstrip("."), tensor
 
 
-def _stop(start: int, tensor: torch.Tensor) -> int:
-    """Return the address after the last byte of a tensor that begins at `start`."""
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor, and after its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start + (last + 1) * tensor.element_size()
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -11,13 +11,12 @@ limit, so a queue that a stranger could fill is refused: it has to be this user'
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megarl.common.rundir.private_directory import SHARED_MEMORY
+from megarl.common.rundir.private_directory import SHARED_MEMORY, is_own
 from megarl.common.trust.object_guard import TENSORS, GuardedUnpickler
 
 _QUEUE = ("vllm.distributed.device_communicators.shm_broadcast", "Handle")
@@ -72,18 +71,11 @@ def _socket(address: object) -> bool:
         return True
     directory, _, name = str(address).removeprefix("ipc://").rpartition("/")
     path = Path(vllm.envs.VLLM_RPC_BASE_PATH) / name
-    return address == f"ipc://{path}" and directory == str(path.parent) and _is_own(path)
+    return address == f"ipc://{path}" and directory == str(path.parent) and is_own(path)
 
 
 def _memory(handle: object) -> bool:
     if handle is None:
         return True
     name = handle[-1] if isinstance(handle, tuple) and handle else None
-    return isinstance(name, str) and "/" not in name and _is_own(SHARED_MEMORY / name)
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.getuid()
-    except OSError:
-        return False
+    return isinstance(name, str) and "/" not in name and is_own(SHARED_MEMORY / name)

@@ -1,4 +1,4 @@
-"""Tells whether an engine's live weights can be overwritten tensor by tensor, without vLLM's layer-wise reload.
+"""Finds whether an engine's live weights can be overwritten tensor by tensor, without vLLM's layer-wise reload.
 
 The reload (vLLM 0.32, model_executor/model_loader/reload/layerwise.py) does three things besides calling the weight
 loaders: it calls them on tensors in the layout that they had when the model was built; it lets each module's quant
@@ -90,7 +90,7 @@ def _processing(module: nn.Module, device_type: str) -> str | None:
 
 
 def _uses_arguments_only(function: object) -> bool:
-    """Tell whether a function of vLLM's keeps no tensor of its own, such as a packed weight, in a closure."""
+    """Return whether a function of vLLM's keeps no tensor of its own, such as a packed weight, in a closure."""
     return function is nn.functional.linear or (isinstance(function, FunctionType) and function.__closure__ is None)
 
 

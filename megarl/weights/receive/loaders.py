@@ -1,7 +1,7 @@
 """Loads received tensors into vLLM's model: in place where that gives the same bits, else by vLLM's layer-wise reload.
 
 The reload calls each weight loader twice (once on meta tensors, to count elements), keeps all tensors of incomplete
-layers, and needs memory for a second copy of the layer. `in_place.py` tells when it can be avoided, for the model or
+layers, and needs memory for a second copy of the layer. `in_place.py` says when it can be avoided, for the model or
 for its embeddings alone, and `recorded_copies.py` then spares the loaders too.
 
 vLLM has no call that ends a reload which did not get all tensors, so that another one can begin. A reload (vLLM 0.32,

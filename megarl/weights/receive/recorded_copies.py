@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarl.weights.receive.coverage import LoadCoverage
+from megarl.weights.receive.coverage import LoadCoverage, span
 
 NamedTensors: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 Span: TypeAlias = tuple[int, int]  # the address of the first byte, and of the byte after the last one
@@ -36,7 +36,7 @@ _CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 class _Copy:
     """One copy into `target`, a part of a weight, from a part of a received tensor.
 
-    `size`, `stride` and `offset` (elements) tell the part; `whole`: it is the tensor as received.
+    `size`, `stride` and `offset` (elements) are those of the part; `whole`: it is the tensor as received.
     """
 
     target: torch.Tensor
@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         self._views: dict[OpOverload, bool] = {}  # by operation
         self.copies: dict[str, list[_Copy]] = {name: [] for name, _ in tensors}
         self.obstacle: str | None = None
-        self._sources = sorted((*_span(tensor), name) for name, tensor in tensors if tensor.numel())
+        self._sources = sorted((*span(tensor), name) for name, tensor in tensors if tensor.numel())
         self._starts = [start for start, _, _ in self._sources]
         self._received = dict(tensors)
         self._written = written
@@ -231,18 +231,13 @@ class _Recorder(TorchDispatchMode):
         """Accept padding, which keeps its value: no copy may have written there before."""
         if not target.numel():
             return
-        start, stop = _span(target)
+        start, stop = span(target)
         if any(start < end and begin < stop for begin, end in self._written):
             self.refuse("a loader overwrites a received tensor with a constant")
 
 
 def _tensors(*containers: object) -> Iterator[torch.Tensor]:
     return (each for each in tree_leaves(containers) if isinstance(each, torch.Tensor))
-
-
-def _span(tensor: torch.Tensor) -> Span:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def tensors_on(buffer_B: torch.Tensor) -> int:

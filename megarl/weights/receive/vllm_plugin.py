@@ -41,7 +41,7 @@ def _hold_outputs() -> None:
 
 
 def _is_vllm_child() -> bool:
-    """Tell whether this process is EngineCore or an engine worker, which multiprocessing starts under these names.
+    """Return whether this process is EngineCore or an engine worker, which multiprocessing starts under these names.
 
     Other processes that import vLLM (the actor, a test, a user's script) must not end with their parent.
     """

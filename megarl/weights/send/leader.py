@@ -203,7 +203,7 @@ class EngineCalls:
         return self._phase not in (STAGE, "pause")
 
     def _release(self, replica: ReplicaHandle, failure: WeightSyncError, repeats: bool) -> bool:
-        """Do what `after_failure` says with one replica; tell whether it must be replaced."""
+        """Do what `after_failure` says with one replica; return whether it must be replaced."""
         reason = f"was left in the middle of a failed weight sync: {failure}"
         replaced = replica.name in failure.needs_restart or (self.loading and not repeats)
         if self.loading and not replaced:

@@ -4,7 +4,7 @@ Every rank goes through the same order of operations (`buckets.py`) on one threa
 takes no part in. In the gather of bucket k, G(k), the ranks that hold a part of its tensors bring them to its owner,
 which then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With one
 owner the order is G(0) B(0) G(1) B(1) ...; with more owners each has a gather before B(0), while the engines still
-generate. `SyncAttempt.staged` tells the leader when this rank has done its part in those: then the engines are paused.
+generate. `SyncAttempt.staged` shows the leader when this rank has done its part in those: then the engines are paused.
 
 Why there can be no deadlock, however many queues the hardware has: consider the first operation X of the order that
 has not ended. Before a rank begins an operation it waits for nothing but earlier operations of the order, which have

@@ -60,15 +60,6 @@ def test_weights_are_the_ratio_up_to_the_cap(tokens: list[tuple[float, float, bo
         assert capped == (kept and min(ratio, math.exp(20.0)) > cap)
 
 
-@given(st.lists(LOGPROB, min_size=1, max_size=8), st.floats(1.0, 10.0))
-def test_policies_that_agree_have_weight_one(logprobs: list[float], cap: float) -> None:
-    values_R, keep_R = tensor(*logprobs), torch.ones(len(logprobs), dtype=torch.bool)
-    got = importance_weights(
-        values_R, values_R.clone(), keep_R, CorrectionSpec("token_tis", cap), cu_seqlens=cu_seqlens([len(keep_R)])
-    )
-    assert got.weights_R.tolist() == [1.0] * len(logprobs) and not got.capped_R.any()
-
-
 def corrected(batch: Batch, kind: str, *, clip: float = 0.2) -> tuple[MicroBatchLoss, torch.Tensor]:
     """The loss of a first update, whose samples have no old log-probs, and its gradient."""
     new_R = torch.cat(batch.logprobs).requires_grad_()

@@ -179,26 +179,6 @@ def test_terms_are_means_over_their_own_tokens(
     check_written_out(batch, weights, kind)
 
 
-def test_terms_with_tokens_and_sequences_of_their_own() -> None:
-    """The comparison above on batches in which each term has other tokens than the others, some of negative weight."""
-    for seed in range(3):
-        batch = random_batch(seed)
-        generator = torch.Generator().manual_seed(seed)
-        weights = {
-            name: [
-                torch.randn(n, generator=generator, dtype=torch.float64) * (torch.rand(n, generator=generator) > share)
-                for n in batch.lengths
-            ]
-            for name, share in zip(NAMES, (0.2, 0.5, 0.7), strict=True)
-        }
-        for number, name in enumerate(NAMES):  # each term leaves out another sequence as a whole
-            weights[name][number].zero_()
-        without = {name: each for name, each in weights.items() if name != NAMES[seed]}
-        for kind in KINDS:
-            check_written_out(batch, weights, kind)
-            check_written_out(batch, without, kind)
-
-
 @pytest.mark.parametrize("correction", [None, CorrectionSpec("token_tis", 1.5)])
 @pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "constant_length"])
 def test_weights_of_one_change_no_bit(kind: str, correction: CorrectionSpec | None) -> None:

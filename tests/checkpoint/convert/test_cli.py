@@ -148,15 +148,6 @@ def test_inspect(model_dir: Callable[[str], Path], imported: Callable[[str], Pat
     assert "none of an optimizer" in out, "an import has none"
 
 
-def test_pickled_weights_are_refused(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    source = tmp_path / "bin"
-    shutil.copytree(model_dir("qwen3"), source)
-    (source / "model.safetensors").unlink()
-    torch.save(read_hf(model_dir("qwen3")), source / "pytorch_model.bin")
-    code, _, err = run("import", "--hf", source, "--out", tmp_path / "m")
-    assert code == 1 and "pickled weights" in err and "save_pretrained" in err
-
-
 @pytest.mark.parametrize("name", ["shard", "hf/tokenizer.json"])
 def test_a_flipped_byte_is_found(name: str, imported: Callable[[str], Path], tmp_path: Path) -> None:
     """`verify` always finds it, and `export` finds it on demand; both name the file."""

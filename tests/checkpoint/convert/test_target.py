@@ -14,8 +14,6 @@ import pytest
 
 from megarl.checkpoint.convert import hf_to_megatron as importing
 from tests.support.checkpoints.converter import (
-    ITEM_BYTES,
-    UNIT_BYTES,
     convert,
     files_of,
     refused,
@@ -23,7 +21,6 @@ from tests.support.checkpoints.converter import (
     run_forked,
     wait_for_lock,
 )
-from tests.support.models.tensors import differing
 
 
 @pytest.fixture
@@ -118,18 +115,6 @@ def test_force_lasts_through_a_resume_but_replaces_once(source: Path, tmp_path: 
     assert "has appeared" in refused(*command, "--resume")
 
 
-def test_resume_with_other_file_sizes(megatron: Path, source: Path, tmp_path: Path) -> None:
-    """There are as many files and units as before, but they hold other tensors."""
-    out = tmp_path / "hf"
-    command = ["export", "--megatron", megatron, "--hf", out]
-    sizes = _two_sizes_of_as_many_files(megatron, tmp_path)
-    killed("shard", *command, "--shard-gb", sizes[0], marks=tmp_path / "marks")
-    wait_for_lock(out)
-    assert "with other options" in refused(*command, "--shard-gb", sizes[1], "--resume")
-    convert(*command, "--shard-gb", sizes[0], "--resume")
-    assert differing(source, out) == []
-
-
 @pytest.mark.parametrize("removed", range(1, 7))  # the first is of the plan before this one
 def test_killed_while_the_leftovers_are_removed(removed: int, source: Path, tmp_path: Path) -> None:
     """After any number of removals the output is complete; a resume says so and removes the rest."""
@@ -178,25 +163,6 @@ def stopped_after(removals: int) -> Iterator[None]:
 
     with mock.patch.object(Path, "unlink", unlink_with), mock.patch("shutil.rmtree", rmtree_with):
         yield
-
-
-def _two_sizes_of_as_many_files(megatron: Path, tmp_path: Path) -> tuple[float, float]:
-    """Values of --shard-gb whose exports have the same file names and number of units, but not the same files."""
-    from megarl.checkpoint.convert import workers
-    from megarl.checkpoint.convert.megatron_to_hf import MegatronToHF
-    from megarl.checkpoint.format.megatron_files import MegatronDirectory
-
-    source, seen = MegatronDirectory(megatron), {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "UNIT_BYTES", UNIT_BYTES)
-        patch.setattr(workers.split, "__defaults__", (ITEM_BYTES,))
-        for kilobytes in range(100, 300, 4):
-            job = MegatronToHF(source, None, kilobytes * 1000)
-            names = (len(job.units), tuple(name for name, _ in job.files))
-            other = seen.setdefault(names, (kilobytes, job.files))
-            if other[1] != job.files:
-                return other[0] * 1e-6, kilobytes * 1e-6
-    raise AssertionError("no two sizes")
 
 
 def test_a_dangling_link_is_an_output_that_exists(source: Path, tmp_path: Path) -> None:

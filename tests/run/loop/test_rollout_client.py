@@ -196,7 +196,7 @@ class ThreadChannel:
     """The collectives of `BatchChannel` among threads."""
 
     def __init__(self, peers: ThreadPeers, ranks: ThreadRanks) -> None:
-        self._peers, self.in_replica = peers, ranks.model_parallel_broadcast_object
+        self._peers, self.in_replica = peers, ranks.in_replica
         self.hurry = self.relax = self.close = lambda: None
 
     def wait(self, ask: Callable[[float], T], codec: Codec[T]) -> T:

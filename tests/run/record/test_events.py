@@ -13,7 +13,6 @@ from megarl.run.record.events import LEAST_S, StepEvents, begin_events, end_of_h
 from megarl.telemetry.metrics.timer import PhaseTimer
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.files import read_events
-from tests.support.trainer.configs import config
 
 
 def test_phases_and_steps_are_recorded_under_the_step_that_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +88,8 @@ def test_the_end_of_the_history_is_the_last_line_that_is_kept(tmp_path: Path, mo
 def test_the_end_of_a_rank_by_a_failure(
     tmp_path: Path, error: Exception, restarts: bool, told: list[tuple[str, str]]
 ) -> None:
-    """The rank that has failed tells of it; one that follows another does not."""
-    begin_events(config("model", run__dir=str(tmp_path)), 0)
+    """The rank that has failed reports it; one that follows another does not."""
+    begin_events(tmp_path, 0, 8)
     end_with_failure(error, restarts=restarts)
     assert [(each.name, each.args["kind"]) for each in read_events(tmp_path)] == told
 
@@ -98,7 +97,7 @@ def test_the_end_of_a_rank_by_a_failure(
 def test_ranks_that_torchrun_has_started_again_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     for rank in (0, 1):
-        begin_events(config("model", run__dir=str(tmp_path)), rank)
+        begin_events(tmp_path, rank, 8)
         events.close_events()
     (found,) = read_events(tmp_path)
     assert (found.process, found.name, found.args["kind"]) == ("trainer-rank-0", "recovery", "ranks")

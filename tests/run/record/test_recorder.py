@@ -203,17 +203,6 @@ def test_totals_are_sums_over_the_committed_history(steps: list[dict[str, int]],
         assert reported[f"total/groups_{short}" if kind == "groups" else f"total/{short}"] == value
 
 
-def test_keep_best_gets_the_metrics_of_the_saved_weights_only() -> None:
-    last = LastEvaluation()
-    assert last.state_dict() == {}  # nothing has been evaluated, at version 0 neither
-    last.record(0, {"eval/held_out/greedy": 0.5})
-    assert last.state_dict() == {"eval/held_out/greedy": 0.5}
-    last.current = 1  # a step has updated the weights
-    assert last.state_dict() == {}
-    last.record(1, {"eval/held_out/greedy": 0.7})
-    assert last.state_dict() == {"eval/held_out/greedy": 0.7}
-
-
 def test_a_step_that_publishes_nothing_outdates_the_evaluation_too(
     config: Config, open_recorder: Callable[..., Recorder]
 ) -> None:

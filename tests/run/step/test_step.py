@@ -146,52 +146,6 @@ def test_permuted_rewards_leave_out_failed_samples() -> None:
     assert plan.outcome.filtered == 8
 
 
-def test_a_sample_that_appears_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="share a key"):
-        plan_step([tag(0, 0, 1.0), tag(0, 1, 0.0), tag(0, 1, 0.5)], config(), dp_size=1, version=0)
-
-
-def shaped(tags: list[SampleTag], **sections: dict) -> list[tuple[float, float, bool]]:
-    """(reward, advantage, trained) of the samples of the one group."""
-    (group,) = plan_step(tags, config(**sections), dp_size=1, version=0).shaped.groups
-    return [(sample.reward, sample.advantage, sample.trained) for sample in group]
-
-
-@pytest.mark.parametrize(
-    ("kind", "advantages"),
-    [
-        ("grpo", [2 / (3**0.5 + 1e-4), -1 / (3**0.5 + 1e-4), -1 / (3**0.5 + 1e-4)]),
-        ("dr_grpo", [2.0, -1.0, -1.0]),
-        ("rloo", [3.0, -1.5, -1.5]),
-    ],
-)
-def test_each_kind_of_advantage(kind: str, advantages: list[float]) -> None:
-    got = shaped([tag(0, i, reward) for i, reward in enumerate((3.0, 0.0, 0.0))], algorithm={"advantage": kind})
-    assert [advantage for _, advantage, _ in got] == pytest.approx(advantages)
-
-
-@pytest.mark.parametrize(
-    ("truncated", "expected"),
-    [
-        ("keep", [(1.0, 0.25, True), (0.0, -0.75, True), (1.0, 0.25, True), (1.0, 0.25, True)]),
-        ("mask", [(1.0, 0.25, True), (0.0, -0.75, True), (1.0, 0.25, False), (1.0, 0.25, True)]),
-        ("zero_reward", [(1.0, 0.5, True), (0.0, -0.5, True), (0.0, -0.5, True), (1.0, 0.5, True)]),
-    ],
-)
-def test_each_policy_for_truncated_samples(truncated: str, expected: list[tuple[float, float, bool]]) -> None:
-    tags = [tag(0, i, float(i != 1), finish="length" if i == 2 else "stop") for i in range(4)]
-    got = shaped(tags, algorithm={"advantage": "dr_grpo"}, sampling={"truncated": truncated})
-    assert got == expected
-
-
-def test_overlong_samples_are_punished() -> None:
-    """The last 4 of 8 tokens are punished, linearly down to -2."""
-    tags = [tag(0, i, 1.0, tokens=tokens) for i, tokens in enumerate((4, 6, 8))]
-    overlong = {"buffer_tokens": 4, "penalty": 2.0}
-    got = shaped(tags, algorithm={"advantage": "dr_grpo", "overlong": overlong})
-    assert got == [(1.0, 1.0, True), (0.0, 0.0, True), (-1.0, -1.0, True)]
-
-
 def sets(*changes: dict[str, Any]) -> dict[str, Any]:
     """The section `data` with sets a, b, ..."""
     files = [{"name": name, "path": name, **change} for name, change in zip("abc", changes, strict=False)]
@@ -382,13 +336,6 @@ def test_each_data_set_has_metrics_if_there_are_several() -> None:
     plan = plan_step([tag(0, i, float(i)) for i in range(2)], config(), dp_size=1, version=0)
     record_batch(metrics, plan, trained_as_planned(plan))
     assert not any(name.startswith("data/") for name in metrics.reduce())
-
-
-@pytest.mark.parametrize(("on", "trained"), [(True, 1), (False, 2)])
-def test_groups_without_variance_are_filtered_if_asked(on: bool, trained: int) -> None:
-    tags = [tag(g, i, float(g and i)) for g in range(2) for i in range(2)]
-    plan = plan_step(tags, config(algorithm={"filter_zero_variance": on}), dp_size=1, version=0)
-    assert (plan.outcome.trained, plan.outcome.filtered) == (trained, 2 - trained)
 
 
 JUDGED = st.tuples(
@@ -715,23 +662,6 @@ def test_the_tokens_of_each_turn_are_trained_with_its_own_advantage(
     spec = loss_spec(clip_low=CLIP, clip_high=CLIP, kl_coef=KL, entropy_coef=ENTROPY)
     _, gradients = padded_gradients(model_dir, turns, spec)
     assert worst({name: value for part in got for name, value in part["gradients"].items()}, gradients) <= 1e-4
-
-
-@pytest.mark.world
-def test_without_rewards_of_turns_an_advantage_by_turn_is_grpo_bit_for_bit(
-    world: Callable[[int], Any], problem: tuple[Path, dict[str, TrainSample]]
-) -> None:
-    """And GRPO does not look at them."""
-    model_dir, samples = problem
-    rows = [trajectory(sample) for sample in samples.values()]
-    run = partial(world(1).run, "tests.support.ranks.training.step:stepped", model_dir=model_dir)
-    plain, by_turn, ignored = (
-        run(rows=each, algorithm__advantage=name)[0]
-        for each, name in ((rows, "grpo"), (rows, "mt_grpo"), ([in_two_turns(row) for row in rows], "grpo"))
-    )
-    for other in (by_turn, ignored):
-        assert other["updates"] == plain["updates"] and other["metrics"] == plain["metrics"]
-        assert all(torch.equal(other["weights"][name], plain["weights"][name]) for name in plain["weights"])
 
 
 @pytest.mark.world

@@ -59,7 +59,7 @@ class ThreadRanks:
     def is_leader(self) -> bool:
         return self._here.rank % self.size == 0
 
-    def model_parallel_broadcast_object(self, obj: T | None, codec: Codec[T]) -> T:
+    def in_replica(self, obj: T | None, codec: Codec[T]) -> T:
         replica = self.dp_rank()
         if self.is_leader():
             self._leaders[replica] = codec.encode(obj)  # type: ignore[arg-type]

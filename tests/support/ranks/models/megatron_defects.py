@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -93,68 +91,10 @@ def train(model: Any, optimizer: Any, steps: int) -> list[float]:
     return losses
 
 
-def _inner(optimizer: Any) -> DistributedOptimizer:
-    return getattr(optimizer, "chained_optimizers", [optimizer])[0]
-
-
-def _steps(optimizer: Any) -> set[float]:
-    return {float(state["step"]) for state in _inner(optimizer).optimizer.state.values()}
-
-
 @contextmanager
 def unpatched(owner: Any, name: str) -> Iterator[None]:
     with patch.object(owner, name, getattr(owner, name).__wrapped__):
         yield
-
-
-def adam_steps_after_resume() -> tuple[set[float], set[float]]:
-    """Three steps, load, two more: Adam must be at step 5 for every parameter."""
-
-    def run() -> set[float]:
-        model, optimizer = build(layout)
-        train(model, optimizer, 3)
-        saved = copy.deepcopy(_inner(optimizer).state_dict())
-        _inner(optimizer).load_state_dict(saved)
-        train(model, optimizer, 2)
-        return _steps(optimizer)
-
-    with use_layout(make_layout()) as layout:
-        with unpatched(DistributedOptimizer, "load_state_dict"):
-            before = run()
-        return before, run()
-
-
-def resume(path: str, sharding: str, patches: tuple[str, ...] = ()) -> Any:
-    """Train 2 + 2 steps unbroken, and 2, save, load into a fresh optimizer, 2: the last losses of both.
-
-    `patches`: methods of DistributedOptimizer to take unpatched while loading.
-    """
-    metadata = {"distrib_optim_sharding_type": sharding, "singleton_local_shards": True}
-
-    def sharded(model: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
-        weights = model.module.sharded_state_dict(metadata=metadata)
-        return {
-            "model": weights,
-            "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
-        }
-
-    def load() -> list[float]:
-        model, optimizer = build(layout)
-        state = dist_checkpointing.load(sharded(model, optimizer, True), path)
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        return train(model, optimizer, 2)
-
-    with use_layout(make_layout()) as layout:
-        model, optimizer = build(layout)
-        train(model, optimizer, 2)
-        dist_checkpointing.save(sharded(model, optimizer, False), path)
-        unbroken = train(model, optimizer, 2)
-        results = []
-        for name in patches:
-            with unpatched(DistributedOptimizer, name):
-                results.append(attempt(load))
-        return unbroken, load(), results
 
 
 def manager_processes() -> tuple[int, int]:

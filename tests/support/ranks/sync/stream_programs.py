@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -48,24 +47,6 @@ def run(program: str, *, single_queue: bool = False, host_wait_s: float = 20.0) 
             return "stuck"
 
 
-def copies_in_flight(device: Device, group: SimulatedNCCL, _: SimulatedNCCL) -> dict[str, Any]:
-    """Rank 0 fills, broadcasts, waits and overwrites. Rank 1 begins when the host of rank 0 has issued all of that."""
-    rank = torch.distributed.get_rank()
-    store = torch.distributed.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait([f"programs/{_count}/issued"], timedelta(seconds=20))
-    tensor = torch.zeros(4)
-    tensor.add_(7.0 if rank == 0 else 1.0)
-    work = broadcast(group, tensor)
-    ended_at_once = work.is_completed()
-    work.wait()
-    doubled = tensor * 2
-    tensor.fill_(-1.0)
-    if rank == 0:
-        store.set(f"programs/{_count}/issued", "")
-    return {"value": float(doubled.sum().item()), "ended_at_once": ended_at_once}
-
-
 def unordered_groups(device: Device, first: SimulatedNCCL, second: SimulatedNCCL) -> str:
     """Two ranks issue operations of two groups in different orders; no stream waits for either."""
     tensors = torch.zeros(2), torch.zeros(2)
@@ -92,19 +73,6 @@ def ordered_waits(device: Device, first: SimulatedNCCL, second: SimulatedNCCL) -
     return "done"
 
 
-def send_and_receive(device: Device, group: SimulatedNCCL, _: SimulatedNCCL) -> float:
-    """A send waits for what is written before it, and what is written afterwards comes too late."""
-    tensor = torch.zeros(3)
-    if torch.distributed.get_rank() == 0:
-        tensor.fill_(5.0)
-        group.send([tensor], 1).wait()
-        tensor.fill_(6.0)
-    else:
-        group.recv([tensor], 0).wait()
-    return float(tensor.max().item())
-
-
 PROGRAMS: dict[str, Callable[[Device, SimulatedNCCL, SimulatedNCCL], Any]] = {
-    each.__name__: each
-    for each in (copies_in_flight, unordered_groups, unordered_waits, ordered_waits, send_and_receive)
+    each.__name__: each for each in (unordered_groups, unordered_waits, ordered_waits)
 }

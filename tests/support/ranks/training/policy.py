@@ -16,7 +16,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.algorithms.objective.objective import LossFunction
 from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts
-from megarl.common.trust.object_collectives import JSON
 from megarl.config.schema import Config
 from megarl.models.hf.export import HFExporter
 from megarl.models.hf.read_config import load_info
@@ -267,9 +266,3 @@ def non_finite(model_dir: Path, samples: list[TrainSample], what: str) -> tuple[
         after = [p for chunk in policy.module_chunks for p in chunk.parameters()]
         unchanged = (policy.scheduler.state_dict(), policy.learning_rate) == schedule
         return message, unchanged and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def broadcast(layout: dict[str, Any]) -> tuple[int, bool, Any]:
-    with use_layout(make_layout(**layout)):
-        message = {"from": parallel.dp_rank()} if parallel.is_leader() else None
-        return parallel.dp_rank(), parallel.is_leader(), parallel.model_parallel_broadcast_object(message, JSON)
