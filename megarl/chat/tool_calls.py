@@ -116,8 +116,8 @@ class TaggedFormat(ToolFormat):
 class BareFormat(ToolFormat):
     """The whole turn is one JSON object, as in Llama 3; `opening`, such as `<|python_tag|>`, may stand before it.
 
-    Several objects may follow each other, with a semicolon in between, or stand in a list; what stands behind them is
-    content. An object without arguments is a call only if it names a tool: an answer may be JSON as well.
+    Several objects may follow each other, with a semicolon or comma in between, or stand in a list; what stands behind
+    them is content. An object without arguments is a call only if it names a tool: an answer may be JSON as well.
     """
 
     opening: str = "<|python_tag|>"
@@ -301,12 +301,14 @@ def json_values(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _objects(body: str) -> tuple[list[str], str]:
-    """Return the JSON objects at the beginning of a text, which semicolons may separate, and what follows them."""
+    """Return the JSON objects that begin a text, which semicolons or commas may separate, and what follows them."""
     found: list[str] = []
     while not found or body.startswith("{"):
         end = _json_end(body)
         found.append(body[:end])
         body = body[end:].lstrip("; \n\t\r")
+        if body.startswith(",") and body[1:].lstrip().startswith("{"):
+            body = body[1:].lstrip()
         if not body:
             break
     return found, body

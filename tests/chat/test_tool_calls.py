@@ -55,6 +55,7 @@ PERSON = '{"name": "Ada Lovelace", "born": 1815}'
         (LLAMA, f"[{LLAMA_ADD}]", ParsedTurn("", (called("2+2"),))),
         (LLAMA, f'{{"type": "function", "function": {LLAMA_ADD}}}', ParsedTurn("", (called("2+2"),))),
         (LLAMA, "[1, 2]", ParsedTurn("[1, 2]")),
+        (LLAMA, f"{LLAMA_ADD}, {LLAMA_ADD}", ParsedTurn("", (called("2+2"), called("2+2")))),
         (HERMES, hermes(f'{ADD[:-1]}, "parameters": {{}}}}'), ParsedTurn("", (called("2+2"),))),
         (LLAMA, f'{ADD[:-1]}, "parameters": null}}', ParsedTurn("", (called("2+2"),))),
         (LLAMA, PERSON, ParsedTurn(PERSON)),  # an answer that has a name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -51,6 +52,12 @@ def math(sample: RewardInput, require_box: bool = False, answer_after: str | Non
     found, correct = compare(sample.answer, content or "")
     components = {"correct": float(correct), "parsed": float(found is not None), "boxed": float(boxed)}
     return RewardResult(float(correct), components, found)
+
+
+def check_row(answer: str, row: Mapping[str, Any]) -> None:
+    """Raise ValueError for a reference answer that is empty, or is a missing number as text."""
+    if _reference_text(answer).strip().lower() in ("", "nan"):
+        raise ValueError(f"the reference answer {answer[-60:]!r} is missing; correct the data file")
 
 
 @lru_cache(maxsize=4096)

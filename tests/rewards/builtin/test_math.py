@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards.builtin.math import _parse, canonical, compare, last_boxed, math
+from megarl.rewards.builtin.math import _parse, canonical, check_row, compare, last_boxed, math
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool
 from tests.support.checkout import EXCERPTS
@@ -279,6 +279,12 @@ def test_the_same_answer_of_a_group_is_compared_once(monkeypatch: pytest.MonkeyP
 def test_a_reference_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot be read by math-verify"):
         math(RewardInput("", r"\boxed{1}", answer=""))
+
+
+@pytest.mark.parametrize("answer", ["", " ", "NaN", "nan", "Some words\n####", r"\boxed{}"])
+def test_a_row_without_an_answer_is_refused_when_it_is_read(answer: str) -> None:
+    with pytest.raises(ValueError, match="is missing"):
+        check_row(answer, {})
 
 
 def test_outside_the_main_thread() -> None:
